@@ -1,0 +1,86 @@
+"""Shards from live ``ShardedWeight`` objects, by their fields alone.
+
+Paddle's ``ShardedWeight`` (``paddle/distributed/flex_checkpoint/dcp/sharded_weight.py``) carries a key, a local
+tensor, its local shape, the global shape and offset, and for sharding stage 1 v2 a ``flattened_range``. This module
+reads those fields and imports no framework, so it is tested with any object that has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.layout.roles import split_state_name
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping.boxes import shifted
+
+
+class ShardedWeightLike(Protocol):
+    """The fields of a ``ShardedWeight`` that are read here."""
+
+    key: str
+    local_tensor: Any
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    is_flattened: bool
+    flattened_range: slice | None
+
+
+def describe(weight: ShardedWeightLike, name: str) -> Shard:
+    """The shard that a live weight holds.
+
+    Args:
+        weight: the live weight.
+        name: its key in the state dict, which is the tensor's name.
+    """
+    flat = None
+    if weight.is_flattened and weight.flattened_range is not None:
+        flat = (int(weight.flattened_range.start), int(weight.flattened_range.stop))
+    local = tuple(int(n) for n in weight.local_shape)
+    offset = tuple(int(n) for n in weight.global_offset)
+    return Shard(
+        name=name,
+        dtype=str(weight.local_tensor.dtype).rsplit(".", maxsplit=1)[-1],
+        global_shape=tuple(int(n) for n in weight.global_shape),
+        box=shifted(local, offset),
+        flat=flat,
+    )
+
+
+def describe_roles(roles: Mapping[str, Mapping[str, ShardedWeightLike]]) -> dict[str, dict[str, Shard]]:
+    """The shards of every role of this rank, checked against the parameters they belong to.
+
+    Args:
+        roles: role -> name -> live weight.
+    Raises:
+        MismatchError: a shard outside its tensor, a tensor that does not hold as many elements as its shard claims,
+            or a state whose shape is not its parameter's.
+    """
+    described = {
+        role: {name: describe(weight, name) for name, weight in names.items()} for role, names in roles.items()
+    }
+    parameters = described.get("model_state", {})
+    faults: list[str] = []
+    for role, shards in described.items():
+        for name, shard in shards.items():
+            faults.extend(shard.faults())
+            held = math.prod(int(n) for n in roles[role][name].local_tensor.shape)
+            if held != shard.size:
+                faults.append(f"{name}: the tensor holds {held} elements, its shard {shard.size}")
+            state = split_state_name(role, name)
+            parameter = parameters.get(state.parameter)
+            if parameter is not None and not state.scalar and parameter.global_shape != shard.global_shape:
+                faults.append(
+                    f"{name}: shape {list(shard.global_shape)} is not its parameter's {list(parameter.global_shape)}"
+                )
+    if faults:
+        raise MismatchError(
+            f"{len(faults)} live shards contradict themselves.",
+            where="sharded_state_dict of this rank",
+            evidence=faults,
+            next_step="The model or optimizer describes its shards wrongly; nothing was read or written.",
+        )
+    return described

@@ -1,0 +1,114 @@
+"""One rank's piece of one tensor, and the boxes it is made of.
+
+A shard is a box of a global tensor, held row-major. A *flattened* shard (sharding stage 1 v2) is a range of the
+elements of such a box in row-major order. Either way it is a list of :class:`Fragment`: a box that lies contiguous and
+row-major at some place of the shard's buffer. A range of an n-dimensional box is at most 2n-1 fragments, so the rest
+of the product never sees a flattened range: it sees boxes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paddleformers_fc.mapping.boxes import Box, Shape, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A box that lies contiguous and row-major in a buffer.
+
+    Args:
+        box: global coordinates.
+        start: index, in elements, of the box's first element in the buffer.
+    """
+
+    box: Box
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's piece of one tensor.
+
+    Args:
+        name: the tensor's name in its space.
+        dtype: element type by its numpy name.
+        global_shape: the whole tensor's shape.
+        box: the box this rank holds, in global coordinates.
+        flat: for a flattened shard the half-open range, in elements of ``box`` in row-major order; else None.
+    """
+
+    name: str
+    dtype: str
+    global_shape: Shape
+    box: Box
+    flat: tuple[int, int] | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements in the buffer."""
+        return self.box.volume if self.flat is None else self.flat[1] - self.flat[0]
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The boxes of this shard in the order of its buffer."""
+        if self.flat is None:
+            return (Fragment(self.box, 0),) if self.box.volume else ()
+        shape = self.box.shape
+        return tuple(
+            Fragment(_moved(box, self.box.lo), start) for box, start in _range_boxes(shape, self.flat[0], self.flat[1])
+        )
+
+    @property
+    def cuts(self) -> Shape:
+        """Into how many equal shards each axis of the tensor is cut: the tensor-parallel degree on that axis."""
+        return tuple(
+            total // own if own and total % own == 0 else 1
+            for total, own in zip(self.global_shape, self.box.shape, strict=True)
+        )
+
+    def faults(self) -> Iterator[str]:
+        """What is impossible about this shard, as text; nothing where it is sound."""
+        if len(self.box.lo) != len(self.global_shape) or not whole(self.global_shape).contains(self.box):
+            yield f"{self.name}: box {self.box} is outside shape {list(self.global_shape)}"
+        elif self.flat is not None and not 0 <= self.flat[0] <= self.flat[1] <= self.box.volume:
+            yield f"{self.name}: range {self.flat[0]}:{self.flat[1]} is outside its {self.box.volume} elements"
+
+
+def _moved(box: Box, offset: Shape) -> Box:
+    return Box(
+        tuple(a + o for a, o in zip(box.lo, offset, strict=True)),
+        tuple(a + o for a, o in zip(box.hi, offset, strict=True)),
+    )
+
+
+def _range_boxes(shape: Shape, begin: int, end: int) -> Iterator[tuple[Box, int]]:
+    """The boxes of the row-major range ``begin:end`` of a tensor, each with its place counted from ``begin``."""
+    if begin >= end:
+        return
+    if not shape:
+        yield Box((), ()), 0
+        return
+    row = math.prod(shape[1:])
+    first, last = begin // row, (end - 1) // row
+    if first == last:
+        yield from _within(first, shape, begin - first * row, end - first * row, 0)
+        return
+    at = 0
+    if begin % row:
+        yield from _within(first, shape, begin % row, row, at)
+        at = (first + 1) * row - begin
+        first += 1
+    full_end = end // row
+    if full_end > first:
+        yield Box((first,) + (0,) * (len(shape) - 1), (full_end, *shape[1:])), at
+        at += (full_end - first) * row
+    if end % row:
+        yield from _within(full_end, shape, 0, end % row, at)
+
+
+def _within(index: int, shape: Shape, begin: int, end: int, at: int) -> Iterator[tuple[Box, int]]:
+    for box, start in _range_boxes(shape[1:], begin, end):
+        yield Box((index, *box.lo), (index + 1, *box.hi)), at + start

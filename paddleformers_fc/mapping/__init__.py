@@ -1,0 +1,11 @@
+"""Mappings between two spaces of named tensors, as geometry, with their reverse, composition and proof.
+
+Nothing here reads a file or imports a framework: a mapping is names, shapes, dtypes and boxes.
+"""
+
+from paddleformers_fc.mapping.boxes import Box, Shape
+from paddleformers_fc.mapping.correspondences import Correspondence, Mapping, TensorSpec
+from paddleformers_fc.mapping.prove import prove
+from paddleformers_fc.mapping.rules import Rule, RuleSet, Tie
+
+__all__ = ["Box", "Correspondence", "Mapping", "Rule", "RuleSet", "Shape", "TensorSpec", "Tie", "prove"]

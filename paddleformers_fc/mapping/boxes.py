@@ -1,0 +1,158 @@
+"""Boxes of integer coordinates: the one shape that every shard, rule and range is made of.
+
+A :class:`Box` is half open on every axis, ``lo <= x < hi``. A zero-dimensional box holds exactly one element.
+:func:`cover_faults` decides whether a set of boxes tiles a tensor: along the first axis on which the boxes differ
+it sorts and recurses into the slabs, so that n boxes of one interleaving cost O(n log n) and no element is visited.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A half-open box of integer coordinates.
+
+    Args:
+        lo: the first coordinate on every axis.
+        hi: one past the last coordinate on every axis.
+    """
+
+    lo: Shape
+    hi: Shape
+
+    @property
+    def shape(self) -> Shape:
+        """The length of every axis, in elements."""
+        return tuple(h - low for low, h in zip(self.lo, self.hi, strict=True))
+
+    @property
+    def volume(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, or None where the two share no element."""
+        lo = tuple(map(max, self.lo, other.lo))
+        hi = tuple(map(min, self.hi, other.hi))
+        for low, high in zip(lo, hi, strict=True):
+            if low >= high:
+                return None
+        return Box(lo, hi)
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of ``other`` is in this box."""
+        return all(a <= b for a, b in zip(self.lo, other.lo, strict=True)) and all(
+            a >= b for a, b in zip(self.hi, other.hi, strict=True)
+        )
+
+    def relative_to(self, origin: Shape) -> Box:
+        """The same box in coordinates counted from ``origin``."""
+        return Box(
+            tuple(a - o for a, o in zip(self.lo, origin, strict=True)),
+            tuple(a - o for a, o in zip(self.hi, origin, strict=True)),
+        )
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.lo, self.hi, strict=True)) + "]"
+
+
+def whole(shape: Shape) -> Box:
+    """The box of a whole tensor of this shape."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def shifted(shape: Shape, offset: Shape) -> Box:
+    """The box of a shard with this local shape at this global offset."""
+    return Box(tuple(offset), tuple(o + s for o, s in zip(offset, shape, strict=True)))
+
+
+class BoxFinder:
+    """Finds, among many boxes of one tensor, those that may touch a given box.
+
+    The boxes of one tensor nearly always differ along one axis and do not overlap there; a bisection on that axis
+    then finds the few that matter. Boxes that are not so ordered are all returned, and the caller intersects them.
+
+    Args:
+        boxes: boxes of equal rank, in any order.
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._count = len(boxes)
+        self._axis = (
+            next((a for a in range(len(boxes[0].lo)) if len({box.lo[a] for box in boxes}) == len(boxes)), None)
+            if boxes
+            else None
+        )
+        if self._axis is not None:
+            axis = self._axis
+            self._order = sorted(range(len(boxes)), key=lambda index: boxes[index].lo[axis])
+            self._los = [boxes[index].lo[axis] for index in self._order]
+            self._his = [boxes[index].hi[axis] for index in self._order]
+            if any(high > low for high, low in zip(self._his, self._los[1:], strict=False)):
+                self._axis = None
+
+    def near(self, box: Box) -> Sequence[int]:
+        """Indices of the boxes that may share an element with ``box``; a superset of those that do."""
+        if self._axis is None:
+            return range(self._count)
+        low = bisect.bisect_right(self._his, box.lo[self._axis])
+        high = bisect.bisect_left(self._los, box.hi[self._axis])
+        return self._order[low:high]
+
+
+@dataclass(frozen=True, slots=True)
+class CoverFault:
+    """One place where boxes fail to tile: a gap (``writers`` is empty) or an overlap (two indices)."""
+
+    where: Box
+    writers: tuple[int, ...]
+
+
+def cover_faults(outer: Box, boxes: Sequence[Box]) -> list[CoverFault]:
+    """Where ``boxes`` fail to tile ``outer`` exactly once; empty when they do.
+
+    Args:
+        outer: the box to be tiled.
+        boxes: boxes inside ``outer``, in any order. Boxes of no volume are ignored.
+    Returns:
+        gaps and overlaps, the first of each kind per slab; not every element of a large fault is listed.
+    """
+    indexed = [(box, i) for i, box in enumerate(boxes) if box.volume]
+    if outer.volume == 0:
+        return []
+    return _faults(outer, indexed, 0)
+
+
+def _faults(outer: Box, boxes: list[tuple[Box, int]], axis: int) -> list[CoverFault]:
+    if not boxes:
+        return [CoverFault(outer, ())]
+    while axis < len(outer.lo) and all(
+        box.lo[axis] <= outer.lo[axis] and box.hi[axis] >= outer.hi[axis] for box, _ in boxes
+    ):
+        axis += 1
+    if axis == len(outer.lo):
+        return [CoverFault(outer, (boxes[0][1], boxes[1][1]))] if len(boxes) > 1 else []
+    cuts = sorted(
+        {outer.lo[axis], outer.hi[axis]} | {box.lo[axis] for box, _ in boxes} | {box.hi[axis] for box, _ in boxes}
+    )
+    cuts = [cut for cut in cuts if outer.lo[axis] <= cut <= outer.hi[axis]]
+    starts = sorted(boxes, key=lambda pair: pair[0].lo[axis])
+    faults: list[CoverFault] = []
+    active: list[tuple[Box, int]] = []
+    upcoming = 0
+    for low, high in zip(cuts, cuts[1:], strict=False):
+        active = [pair for pair in active if pair[0].hi[axis] > low]
+        while upcoming < len(starts) and starts[upcoming][0].lo[axis] <= low:
+            if starts[upcoming][0].hi[axis] > low:
+                active.append(starts[upcoming])
+            upcoming += 1
+        slab = Box(outer.lo[:axis] + (low,) + outer.lo[axis + 1 :], outer.hi[:axis] + (high,) + outer.hi[axis + 1 :])
+        faults.extend(_faults(slab, list(active), axis + 1))
+    return faults

@@ -1,0 +1,55 @@
+"""Folding of lines that differ only in their indices: ``layers.0 … layers.31`` becomes ``layers.{0...31}``.
+
+Lines are grouped by their text with every dotted number taken out; a group whose numbers form one run in one position
+(and are equal elsewhere) becomes one line, other groups stay as they are. Linear in the lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+_HOLE = "\0"
+
+
+def fold(lines: Iterable[str], limit: int = 200) -> list[str]:
+    """Lines with runs of indices folded, in order of first appearance.
+
+    Args:
+        lines: any text; only numbers between two dots are folded.
+        limit: the largest number of lines returned; what is cut is counted in a last line.
+    """
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for line in lines:
+        indices = tuple(int(found) for found in _INDEX.findall(line))
+        groups.setdefault(_INDEX.sub(_HOLE, line), []).append(indices)
+    folded: list[str] = []
+    for template, rows in groups.items():
+        folded.extend(_folded(template, sorted(set(rows))))
+    if len(folded) > limit:
+        return folded[:limit] + [f"and {len(folded) - limit} more"]
+    return folded
+
+
+def _folded(template: str, rows: Sequence[tuple[int, ...]]) -> list[str]:
+    columns = [sorted({row[i] for row in rows}) for i in range(len(rows[0]))]
+    cells = 1
+    for column in columns:
+        cells *= len(column)
+    if cells != len(rows):
+        return [_filled(template, [str(number) for number in row]) for row in rows]
+    return [_filled(template, [_run(column) for column in columns])]
+
+
+def _run(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}...{numbers[-1]}}}"
+    return "{" + ",".join(map(str, numbers)) + "}"
+
+
+def _filled(template: str, values: Sequence[str]) -> str:
+    pieces = template.split(_HOLE)
+    return "".join(piece + value for piece, value in zip(pieces, [*values, ""], strict=True))

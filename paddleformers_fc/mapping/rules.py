@@ -1,0 +1,254 @@
+"""Rules: how one side's tensors are dealt out of the other side's, along one axis.
+
+There is one rule. Some ``parts`` lie along an axis; each space holds them *dealt* into ``blocks`` rounds: in every
+round, an equal share of each part in turn. That one picture is every layout in use:
+
+===========================================  ==============  =============  =============
+what                                         parts           source blocks  target blocks
+===========================================  ==============  =============  =============
+rename, transpose (``axes`` reversed)        one             1              1
+concat, even or not; its reverse is a split  one per source  1              1
+``fused_ffn``: [gate | up] per TP rank       gate, up        1              TP degree
+``fused_qkv``: [q..q k v] per kv head        q, k, v         1              kv heads
+``fused_qkv_old``: [Q | K | V] per TP rank   q, k, v         1              TP degree
+fused in both spaces (phi)                   q, k, v         1              TP degree
+stacked experts on a new axis                one per expert  1              1
+===========================================  ==============  =============  =============
+
+A rule is data: :class:`RuleSet` is what a checkpoint stores in ``mapping.json``, with every size explicit, so that a
+file written today means the same when families change tomorrow. :meth:`RuleSet.mapping` gives the denotation.
+Cost is linear in the rules, times the number of blocks of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping as MappingABC
+from dataclasses import dataclass, field, replace
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.mapping.boxes import Box, Shape
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping, TensorSpec
+
+
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Targets dealt out of sources along one axis.
+
+    Args:
+        sources: the source tensors: one per part, or a single one that holds all parts.
+        targets: the target tensors: one per part, or a single one that holds all parts.
+        parts: length of every part along ``axis``, in elements.
+        axis: the axis of the targets along which the parts lie.
+        axes: for every target axis the source axis that it reads; -1 for a new target axis of length one.
+        source_blocks: rounds in which a single source deals its parts.
+        target_blocks: rounds in which a single target deals its parts.
+        cast: dtype that the numbers are converted to, or None where the bits are kept.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    parts: tuple[int, ...]
+    axis: int
+    axes: tuple[int, ...]
+    source_blocks: int = 1
+    target_blocks: int = 1
+    cast: str | None = None
+
+    def source_shapes(self, target: Shape) -> list[Shape]:
+        """The shape of every source, from the shape of the first target."""
+        rank = sum(axis != NEW_AXIS for axis in self.axes)
+        lengths = _side_lengths(self.sources, self.parts)
+        shapes: list[Shape] = []
+        for length in lengths:
+            shape = [1] * rank
+            for axis, source_axis in enumerate(self.axes):
+                if source_axis != NEW_AXIS:
+                    shape[source_axis] = length if axis == self.axis else target[axis]
+            shapes.append(tuple(shape))
+        return shapes
+
+    def faults(self, target_shapes: list[Shape]) -> Iterator[str]:
+        """Why this rule cannot denote anything for targets of these shapes; nothing where it can."""
+        for side, names, blocks in (
+            ("source", self.sources, self.source_blocks),
+            ("target", self.targets, self.target_blocks),
+        ):
+            if len(names) not in (1, len(self.parts)):
+                yield f"{len(names)} {side}s for {len(self.parts)} parts"
+            if len(names) > 1 and blocks != 1:
+                yield f"{len(names)} {side}s cannot be dealt in {blocks} rounds"
+            if blocks < 1 or any(part % blocks for part in self.parts):
+                yield f"parts {list(self.parts)} cannot be dealt in {blocks} equal rounds"
+        for name, shape, length in zip(
+            self.targets, target_shapes, _side_lengths(self.targets, self.parts), strict=False
+        ):
+            if len(shape) != len(self.axes):
+                yield f"{name} has {len(shape)} axes, the rule is for {len(self.axes)}"
+            elif shape[self.axis] != length:
+                yield f"{name} has length {shape[self.axis]} on axis {self.axis}, the parts sum to {length}"
+
+    def correspondences(self, target_shapes: list[Shape]) -> Iterator[Correspondence]:
+        """The box correspondences that this rule denotes.
+
+        Args:
+            target_shapes: the global shape of every target.
+        """
+        source_shapes = self.source_shapes(target_shapes[0])
+        for run in deal(self.parts, self.source_blocks, self.target_blocks):
+            source, source_at = (run.part, run.in_part) if len(self.sources) > 1 else (0, run.in_source)
+            target, target_at = (run.part, run.in_part) if len(self.targets) > 1 else (0, run.in_target)
+            target_box = _along(target_shapes[target], self.axis, target_at, run.length)
+            source_axis = self.axes[self.axis]
+            source_box = (
+                _along(source_shapes[source], 0, 0, source_shapes[source][0])
+                if source_axis == NEW_AXIS
+                else _along(source_shapes[source], source_axis, source_at, run.length)
+            )
+            yield Correspondence(
+                self.sources[source], source_box, self.targets[target], target_box, self.axes, self.cast
+            )
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Two target names of one tensor. The owner carries it; the alias must be equal to it, bit for bit."""
+
+    owner: str
+    alias: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A stretch of one part: where it lies in the part, in the dealt sources and in the dealt targets."""
+
+    part: int
+    in_part: int
+    in_source: int
+    in_target: int
+    length: int
+
+
+def deal(parts: tuple[int, ...], source_blocks: int, target_blocks: int) -> list[Run]:
+    """Every stretch of every part that is contiguous on both sides.
+
+    Args:
+        parts: length of every part; each must be divisible by both numbers of rounds.
+        source_blocks: rounds in which the source side is dealt.
+        target_blocks: rounds in which the target side is dealt.
+    """
+    total = sum(parts)
+    runs: list[Run] = []
+    start = 0
+    for part, size in enumerate(parts):
+        source_share, target_share = size // source_blocks, size // target_blocks
+        cuts = sorted({*range(0, size + 1, source_share or 1), *range(0, size + 1, target_share or 1)} | {size})
+        for low, high in zip(cuts, cuts[1:], strict=False):
+            runs.append(
+                Run(
+                    part,
+                    low,
+                    _dealt_position(low, start, source_share, source_blocks, total),
+                    _dealt_position(low, start, target_share, target_blocks, total),
+                    high - low,
+                )
+            )
+        start += size
+    return runs
+
+
+def _dealt_position(at: int, part_start: int, share: int, blocks: int, total: int) -> int:
+    """Where element ``at`` of a part lies once all parts are dealt in ``blocks`` rounds."""
+    block, within = divmod(at, share)
+    return block * (total // blocks) + part_start // blocks + within
+
+
+def _side_lengths(names: tuple[str, ...], parts: tuple[int, ...]) -> tuple[int, ...]:
+    return parts if len(names) == len(parts) else (sum(parts),)
+
+
+def _along(shape: Shape, axis: int, start: int, length: int) -> Box:
+    lo, hi = [0] * len(shape), list(shape)
+    if shape:
+        lo[axis], hi[axis] = start, start + length
+    return Box(tuple(lo), tuple(hi))
+
+
+@dataclass(frozen=True)
+class RuleSet:
+    """The rules between the canonical space (sources) and one model's space (targets).
+
+    Args:
+        targets: every tensor of the model's space: global shape and dtype.
+        rules: how the targets are dealt out of canonical tensors.
+        ties: targets that are another name of an owner.
+        fresh: targets without a canonical source, which keep their initial values.
+        dropped: canonical names that the model does not want.
+    """
+
+    targets: dict[str, TensorSpec]
+    rules: tuple[Rule, ...]
+    ties: tuple[Tie, ...] = ()
+    fresh: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    statements: dict[str, list[str]] = field(default_factory=dict)
+
+    def casting(self, stored: MappingABC[str, str]) -> RuleSet:
+        """The same rules, with a declared cast wherever a stored floating dtype is not the model's.
+
+        Args:
+            stored: dtype of every canonical tensor as it is stored.
+        """
+
+        def declared(rule: Rule) -> Rule:
+            wanted = self.targets[rule.targets[0]].dtype
+            kinds = {stored.get(name, wanted) for name in rule.sources} - {wanted}
+            if not kinds or wanted not in FLOATS or not kinds <= FLOATS:
+                return rule
+            return replace(rule, cast=wanted)
+
+        return replace(self, rules=tuple(declared(rule) for rule in self.rules))
+
+    def mapping(self, stored: MappingABC[str, str] | None = None) -> Mapping:
+        """The denotation: canonical space onto the model's owners. Aliases of ties are not in it.
+
+        Args:
+            stored: dtypes of canonical tensors, where they are not the dtypes of their targets.
+        Raises:
+            MappingError: where a rule does not fit the shapes, or names a target that does not exist; all of them.
+        """
+        faults: list[str] = []
+        sources: dict[str, TensorSpec] = {}
+        found: list[Correspondence] = []
+        for rule in self.rules:
+            unknown = [name for name in rule.targets if name not in self.targets]
+            if unknown:
+                faults.extend(f"{name}: the rule's target is not a tensor of the model" for name in unknown)
+                continue
+            specs = [self.targets[name] for name in rule.targets]
+            shapes = [spec.shape for spec in specs]
+            wrong = list(rule.faults(shapes))
+            if wrong:
+                faults.extend(f"{', '.join(rule.targets)}: {reason}" for reason in wrong)
+                continue
+            for name, shape in zip(rule.sources, rule.source_shapes(shapes[0]), strict=True):
+                sources[name] = TensorSpec(shape, (stored or {}).get(name, specs[0].dtype))
+            found.extend(rule.correspondences(shapes))
+        if faults:
+            raise MappingError(
+                f"{len(faults)} rules do not fit the tensors they are for.",
+                evidence=faults,
+                next_step="Compare the model's configuration with the family's declaration.",
+            )
+        owners = {tie.alias for tie in self.ties}
+        targets: MappingABC[str, TensorSpec] = {name: spec for name, spec in self.targets.items() if name not in owners}
+        return Mapping(sources, dict(targets), tuple(found), frozenset(self.fresh), frozenset(self.dropped))
+
+    def owner_of(self, name: str) -> str:
+        """The owner of a tied name, or the name itself."""
+        for tie in self.ties:
+            if tie.alias == name:
+                return tie.owner
+        return name
