@@ -1,0 +1,152 @@
+"""The collectives that ``ProcessGroupGloo`` lacks or gets wrong.
+
+Gloo on Paddle has all_reduce, broadcast, reduce, all_gather, scatter and gather. Hybrid parallelism also calls their
+``*_on_calc_stream`` twins, reduce_scatter and all_to_all. The twins are the same operation, because a CPU has no
+streams; reduce_scatter is an all_reduce of which each rank keeps its part; all_to_all is made of messages (see
+:mod:`.p2p`). Sums of float16 and bfloat16 are made in float32 and rounded once: gloo's own float16 sum is inf.
+Every collective has finished when it returns, whatever ``sync_op`` says.
+
+Cost: reduce_scatter moves the whole tensor to every rank (n times the bytes that NCCL moves), all_to_all moves
+exactly what is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle.base import core
+
+from . import p2p
+
+_Gloo = core.ProcessGroupGloo
+_SUM = core.ReduceOp.SUM
+_HALVES = (paddle.float16, paddle.bfloat16)
+
+_gloo_all_reduce = _Gloo.all_reduce
+_gloo_reduce = _Gloo.reduce
+_gloo_broadcast = _Gloo.broadcast
+_gloo_all_gather = _Gloo.all_gather
+_gloo_all_gather_into_tensor = _Gloo.all_gather_into_tensor
+_gloo_scatter = _Gloo.scatter
+_gloo_scatter_tensor = _Gloo.scatter_tensor
+
+
+def _all_reduce(self: Any, tensor: Any, op: Any = _SUM, sync_op: bool = True) -> p2p.Done:
+    if tensor.dtype in _HALVES:
+        wide = tensor.detach().astype("float32")
+        _gloo_all_reduce(self, wide, op, True).wait()
+        _overwrite(tensor, wide.astype(tensor.dtype))
+    else:
+        _gloo_all_reduce(self, tensor, op, True).wait()
+    return p2p.DONE
+
+
+def _reduce(self: Any, tensor: Any, dst: int, op: Any = _SUM, sync_op: bool = True) -> p2p.Done:
+    if tensor.dtype in _HALVES:
+        wide = tensor.detach().astype("float32")
+        _gloo_reduce(self, wide, dst, op, True).wait()
+        if self.rank() == dst:
+            _overwrite(tensor, wide.astype(tensor.dtype))
+    else:
+        _gloo_reduce(self, tensor, dst, op, True).wait()
+    return p2p.DONE
+
+
+def _broadcast(self: Any, tensor: Any, src: int, sync_op: bool = True) -> p2p.Done:
+    _gloo_broadcast(self, tensor, src, True).wait()
+    return p2p.DONE
+
+
+def _all_gather(self: Any, *arguments: Any) -> p2p.Done:
+    # Two overloads: (out, in, sync_op) and the older (in, out).
+    _gloo_all_gather(self, *arguments).wait()
+    return p2p.DONE
+
+
+def _all_gather_into_tensor(self: Any, out: Any, tensor: Any, sync_op: bool = True) -> p2p.Done:
+    _gloo_all_gather_into_tensor(self, out, tensor.contiguous(), True).wait()
+    return p2p.DONE
+
+
+def _scatter(self: Any, *arguments: Any) -> p2p.Done:
+    _gloo_scatter(self, *arguments).wait()
+    return p2p.DONE
+
+
+def _scatter_tensor(self: Any, out: Any, tensor: Any, src: int, sync_op: bool = True) -> p2p.Done:
+    _gloo_scatter_tensor(self, out, tensor, src, True).wait()
+    return p2p.DONE
+
+
+def _reduce_scatter_tensor(self: Any, out: Any, tensor: Any, op: Any = _SUM, sync_op: bool = True) -> p2p.Done:
+    whole = tensor.detach().clone()
+    _all_reduce(self, whole, op)
+    share = int(np.prod(out.shape, dtype=np.int64))
+    start = self.rank() * share
+    _overwrite(out, whole.flatten()[start : start + share])
+    return p2p.DONE
+
+
+def _reduce_scatter(self: Any, out: Any, tensors: Sequence[Any], op: Any = _SUM, sync_op: bool = True) -> p2p.Done:
+    return _reduce_scatter_tensor(self, out, paddle.concat([tensor.flatten() for tensor in tensors]), op)
+
+
+def _all_to_all(self: Any, outs: Sequence[Any], tensors: Sequence[Any], sync_op: bool = True) -> p2p.Done:
+    for target, tensor in enumerate(tensors):
+        p2p.send_array(self, target, p2p.to_array(tensor), p2p.EXCHANGES)
+    for source, out in enumerate(outs):
+        array = p2p.receive_array(self, source, p2p.array_dtype(out), p2p.EXCHANGES)
+        if array.size:
+            p2p.fill(out, array)
+    return p2p.DONE
+
+
+def _all_to_all_single(
+    self: Any, out: Any, tensor: Any, out_sizes: Sequence[int], in_sizes: Sequence[int], sync_op: bool = True
+) -> p2p.Done:
+    rows = p2p.to_array(tensor)
+    ends = list(accumulate(in_sizes or [rows.shape[0] // self.size()] * self.size()))
+    for target, (begin, end) in enumerate(zip([0, *ends[:-1]], ends)):
+        p2p.send_array(self, target, rows[begin:end], p2p.EXCHANGES)
+    received = [p2p.receive_array(self, source, rows.dtype, p2p.EXCHANGES) for source in range(self.size())]
+    if sum(array.size for array in received):
+        p2p.fill(out, np.concatenate(received))
+    return p2p.DONE
+
+
+def _all_to_all_tensor(self: Any, out: Any, tensor: Any, sync_op: bool = True) -> p2p.Done:
+    return _all_to_all_single(self, out, tensor, (), ())
+
+
+def _overwrite(target: Any, source: Any) -> None:
+    """Write ``source`` into ``target`` in place, whatever the two shapes."""
+    with paddle.no_grad():
+        paddle.assign(source.reshape(target.shape), target)
+
+
+def apply() -> None:
+    """Give ``ProcessGroupGloo`` its collectives, each also under its ``*_on_calc_stream`` name."""
+    methods: dict[str, Callable[..., Any]] = {
+        "all_reduce": _all_reduce,
+        "reduce": _reduce,
+        "broadcast": _broadcast,
+        "all_gather": _all_gather,
+        "all_gather_into_tensor": _all_gather_into_tensor,
+        "scatter": _scatter,
+        "scatter_tensor": _scatter_tensor,
+        "reduce_scatter_tensor": _reduce_scatter_tensor,
+        "reduce_scatter": _reduce_scatter,
+        "all_to_all": _all_to_all,
+        "all_to_all_single": _all_to_all_single,
+        "all_to_all_tensor": _all_to_all_tensor,
+    }
+    for name, method in methods.items():
+        setattr(_Gloo, name, method)
+        setattr(_Gloo, f"{name}_on_calc_stream", method)
+    # The names of older versions, which a few callers still use.
+    _Gloo.alltoall = _all_to_all
+    _Gloo.alltoall_single = _all_to_all_single

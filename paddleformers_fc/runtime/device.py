@@ -1,0 +1,49 @@
+"""Questions about a device that a CPU build answers with an error.
+
+``Tensor.cuda`` raises, ``paddle.device.synchronize`` raises, ``ParallelEnv.device_id`` is an attribute
+that was never set, and the fusion of tensors into one buffer knows alignments for accelerators only. Each gets the answer
+that fits a machine whose one device is its memory.
+
+Cost: ``Tensor.cuda`` copies, as it does on an accelerator: callers go on to overwrite what they moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle.distributed import parallel
+from paddle.distributed.fleet.utils import tensor_fusion_helper
+
+# The alignment of a GPU, so that fused buffers have the layout they have there.
+_ALIGNMENT_BYTES = 256
+
+
+def tensor_cuda() -> None:
+    """``Tensor.cuda`` gives a detached copy."""
+
+    def cuda(self: Any, *_: Any, **__: Any) -> Any:
+        return self.detach().clone()
+
+    paddle.Tensor.cuda = cuda
+
+
+def synchronize() -> None:
+    """``paddle.device.synchronize`` and its CUDA twin return at once: nothing is under way."""
+
+    def nothing_to_wait_for(*_: Any, **__: Any) -> None:
+        return None
+
+    paddle.device.synchronize = nothing_to_wait_for
+    paddle.device.cuda.synchronize = nothing_to_wait_for
+
+
+def device_id() -> None:
+    """``ParallelEnv.device_id`` is 0."""
+    parallel.ParallelEnv._device_id = 0
+
+
+def fused_buffers() -> None:
+    """Tensors may be fused into one buffer in main memory."""
+    tensor_fusion_helper.alignment["cpu"] = _ALIGNMENT_BYTES
+    tensor_fusion_helper.__dict__["__current_device_type__"] = "cpu"

@@ -1,0 +1,174 @@
+"""ERNIE 4.5 MoE without its fused kernels.
+
+``Ernie4_5_MoeSparseMoeBlock.forward`` calls kernels for routing and dispatch that exist for accelerators only. The forward here is
+the same block written as dense algebra on the **same parameters**: every expert sees every token and its output is
+weighted by the router, with zero for the tokens that did not choose it. What is trained, saved, split over tensor, pipeline and
+expert parallel ranks is therefore exactly the model's own; the numbers differ from those of the fused kernels by
+rounding and by the auxiliary loss, which is a plain one.
+
+Two faults of the model and one of its optimizer have nothing to do with the device but stop a CPU run as well: multi-token
+prediction passes its arguments in the wrong positions, the training forward returns a dictionary without the logits
+that its loss needs, and the expert parallel optimizer tests ``isinstance`` against a class that Paddle 3.3.1 lacks.
+
+Time: experts / top-k times the fused block. Memory: one expert's activations of all tokens at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+import paddleformers.nn.pp_model as pp_model
+import paddleformers.utils.moe_hybrid_parallel_optimizer as moe_optimizer
+from paddle.autograd import PyLayer
+from paddleformers.transformers.ernie4_5_moe import modeling
+
+from ._replace import ModuleView
+
+
+class _AllGatherTokens(PyLayer):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, tokens: Any, group: Any) -> Any:
+        ctx.group = group
+        return _all_gather_rows(tokens, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return _reduce_scatter_rows(gradient, ctx.group)
+
+
+class _ReduceScatterTokens(PyLayer):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, tokens: Any, group: Any) -> Any:
+        ctx.group = group
+        return _reduce_scatter_rows(tokens, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return _all_gather_rows(gradient, ctx.group)
+
+
+def _all_gather_rows(tensor: Any, group: Any) -> Any:
+    out = paddle.empty([tensor.shape[0] * group.nranks, *tensor.shape[1:]], tensor.dtype)
+    group.process_group.all_gather_into_tensor(out, tensor)
+    return out
+
+
+def _reduce_scatter_rows(tensor: Any, group: Any) -> Any:
+    out = paddle.empty([tensor.shape[0] // group.nranks, *tensor.shape[1:]], tensor.dtype)
+    group.process_group.reduce_scatter_tensor(out, tensor)
+    return out
+
+
+def route(block: Any, tokens: Any) -> tuple[Any, Any, Any]:
+    """Router of one block.
+
+    Args:
+        tokens: ``[tokens, hidden]``.
+
+    Returns:
+        Weights ``[tokens, experts]`` that are zero except for the chosen experts and sum to one, the auxiliary loss, and
+        the logits ``[tokens, experts]``; all float32.
+    """
+    logits = paddle.matmul(tokens.astype("float32"), block.gate.weight.astype("float32"))
+    probabilities = F.softmax(logits, axis=-1)
+    preference = probabilities.detach()
+    if block.moe_statics is not None:
+        # The correction decides who is chosen, and is no part of the weight.
+        preference = preference + block.moe_statics.e_score_correction_bias[0].detach()
+    chosen = paddle.topk(preference, block.k, axis=-1)[1]
+    weights = probabilities * F.one_hot(chosen, probabilities.shape[-1]).sum(1)
+    weights = weights / weights.sum(-1, keepdim=True).clip(min=1e-12)
+    balance = (probabilities.mean(0) ** 2).sum() * 0.01
+    return weights, balance, logits
+
+
+def dense_forward(
+    self: Any, input: Any, token_type_ids: Any = None, use_dense_expert: bool = False
+) -> tuple[Any, Any, Any, Any]:
+    """The forward of ``Ernie4_5_MoeSparseMoeBlock``.
+
+    Args:
+        input: ``[..., hidden]``.
+
+    Returns:
+        Output of the same shape, None for the combine weights, the auxiliary loss, the router's logits.
+    """
+    tokens = input.reshape([-1, input.shape[-1]])
+    weights, balance, logits = route(self, tokens)
+    group = self.config.moe_group
+    spread = group is not None and getattr(group, "nranks", 1) > 1
+    seen, seen_weights = tokens, weights
+    if spread:
+        seen, seen_weights = _AllGatherTokens.apply(tokens, group), _AllGatherTokens.apply(weights, group)
+    mixed = paddle.zeros_like(seen)
+    for index, expert in enumerate(self.experts):
+        if expert is not None:  # The list is global: None stands for an expert of another rank.
+            mixed = mixed + expert(seen) * seen_weights[:, index : index + 1].astype(seen.dtype)
+    if spread:
+        mixed = _ReduceScatterTokens.apply(mixed, group)
+    if self.shared_experts is not None:
+        mixed = mixed + self.shared_experts(tokens)
+    return mixed.reshape(input.shape), None, balance, logits
+
+
+def dense_experts() -> None:
+    """The MoE block computes without fused kernels."""
+    modeling.Ernie4_5_MoeSparseMoeBlock.forward = dense_forward
+
+
+def multi_token_prediction() -> None:
+    """The prediction blocks get the position embeddings, and the loss gets their logits."""
+    layer_forward = modeling.Ernie4_5_MoeDecoderLayer.forward
+    latest: list[Any] = [None]
+
+    @functools.wraps(layer_forward)
+    def forward(
+        self: Any,
+        hidden_states: Any,
+        attention_mask: Any = None,
+        attn_mask_startend_row_indices: Any = None,
+        position_ids: Any = None,
+        position_embeddings: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        head = (hidden_states, attention_mask, attn_mask_startend_row_indices, position_ids)
+        if isinstance(position_embeddings, bool):
+            # The caller forgot this argument, so it received output_attentions. All layers share one embedding.
+            return layer_forward(self, *head, latest[0], False, None, False)
+        latest[0] = position_embeddings
+        return layer_forward(self, *head, position_embeddings, *args, **kwargs)
+
+    modeling.Ernie4_5_MoeDecoderLayer.forward = forward
+
+    model_forward = modeling.Ernie4_5_MoeForCausalLM.forward
+
+    @functools.wraps(model_forward)
+    def forward_in_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            kwargs["return_dict"] = False  # The other path calls the loss without the prediction logits.
+        return model_forward(self, *args, **kwargs)
+
+    modeling.Ernie4_5_MoeForCausalLM.forward = forward_in_training
+
+
+def multi_token_prediction_in_a_pipeline() -> None:
+    """Hidden states are joined along the axis along which the last stage splits them."""
+
+    def concat(tensors: Any, axis: int = 0, name: str | None = None) -> Any:
+        return paddle.concat(tensors, axis=0, name=name)
+
+    pp_model.paddle = ModuleView(paddle, concat=concat)
+
+
+def expert_parallel_optimizer() -> None:
+    """A class that Paddle 3.3.1 lacks stands in the ``isinstance`` test as one of which nothing is an instance."""
+
+    class AbsentOptimizer:
+        pass
+
+    if moe_optimizer.MuonShardingOptimizer is None:
+        moe_optimizer.MuonShardingOptimizer = AbsentOptimizer

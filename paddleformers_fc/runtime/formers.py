@@ -1,0 +1,54 @@
+"""What PaddleFormers' Trainer takes for granted and a float32 run on a CPU does not have.
+
+Two things. With gradient clipping, the Trainer records the global gradient norm through ``optimizer._inner_opt``, which exists
+only when the optimizer was wrapped for mixed precision. And it accepts sharding stage 1 version 2
+(``split_param``, its default) only together with ``amp_master_grad``, which needs bfloat16 or float16, although the
+optimizer below works in float32. Both refusals are answered by leaving the step out and doing what it guards.
+
+Cost: nothing. What is lost: the Trainer's log has no ``global_norm`` in float32 runs; clipping itself is unaffected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paddle.distributed import fleet
+from paddleformers.trainer import Trainer, TrainingArguments
+from paddleformers.trainer.trainer_utils import ShardingOption
+
+
+def clipping_in_float32() -> None:
+    """``Trainer._wrap_distributed_optimizer`` does not ask a plain optimizer for the one inside it."""
+    original = Trainer._wrap_distributed_optimizer
+
+    def _wrap_distributed_optimizer(self: Any, optimizer: Any) -> Any:
+        if hasattr(optimizer, "_inner_opt"):
+            return original(self, optimizer)
+        # The setting is read here for the record of the norm only; the clip sits in the optimizer already.
+        max_grad_norm, self.args.max_grad_norm = self.args.max_grad_norm, 0.0
+        try:
+            return original(self, optimizer)
+        finally:
+            self.args.max_grad_norm = max_grad_norm
+
+    Trainer._wrap_distributed_optimizer = _wrap_distributed_optimizer
+
+
+def split_parameters_in_float32() -> None:
+    """``TrainingArguments`` accept ``split_param`` without mixed precision.
+
+    They are checked with ``split_param`` off; it is switched on in the strategy that the checks have produced
+    and that the optimizer reads later.
+    """
+    original = TrainingArguments.__post_init__
+
+    def __post_init__(self: Any) -> None:
+        asked = self.split_param and not (self.bf16 or self.fp16)
+        if asked:
+            self.split_param = False
+        original(self)
+        if asked and self.sharding_parallel_size > 1 and ShardingOption.SHARD_OP in self.sharding:
+            self.split_param = True
+            fleet.fleet._user_defined_strategy.hybrid_configs["sharding_configs"].split_param = True
+
+    TrainingArguments.__post_init__ = __post_init__

@@ -1,0 +1,100 @@
+"""Process groups that find each other: one store per group.
+
+``ProcessGroupGloo`` ignores its group id when it writes its members' addresses into the store, so two groups that
+are created one after the other read each other's addresses: with four ranks one start in three fails, with eight
+it hangs. Here each group larger than the default one gets a store of its own, served by its first member; the
+default store only carries that store's address, under a key that holds the group id. Paddle numbers groups by a
+counter that every rank advances in the same order, so the id is the same on every member and used once.
+
+Cost: one listening socket and one thread (Paddle's) per group and process; rendezvous of a group takes about 10 ms.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from paddle.base import core
+from paddle.distributed import collective
+
+from .. import errors
+from . import p2p
+from ._replace import replace_everywhere
+
+_TIMEOUT_SECONDS = 120
+_BIND_ATTEMPTS = 8
+
+# A group's store must live as long as the group, which Paddle never frees.
+_stores: list[Any] = []
+
+
+def apply() -> None:
+    """Create every gloo group through :func:`new_process_group`."""
+    original = collective._new_process_group_impl
+
+    def new_process_group_impl(
+        backend: str,
+        store: Any,
+        rank: int,
+        world_size: int,
+        group_name: str,
+        pg_options: Any,
+        group_id: int = 0,
+        **options: Any,
+    ) -> Any:
+        if backend != "gloo":
+            return original(backend, store, rank, world_size, group_name, pg_options, group_id, **options)
+        if group_name == collective._default_group_name:
+            # Every rank opens its mailbox before the first rendezvous, so a later send never waits for one.
+            p2p.open_mailbox(store, rank)
+        else:
+            store = group_store(store, rank, group_id)
+        group = core.ProcessGroupGloo.create(store, rank, world_size, group_id)
+        p2p.register(group, group_id)
+        return group
+
+    new_process_group_impl.__name__ = original.__name__
+    replace_everywhere(original, new_process_group_impl)
+
+
+def group_store(default_store: Any, rank: int, group_id: int) -> Any:
+    """The store of one group, on each of its members.
+
+    Args:
+        default_store: the store that all ranks of the job share.
+        rank: this process' rank inside the group; 0 serves the store.
+        group_id: the group's number, equal on all members and used for no other group.
+
+    Raises:
+        PeerError: no port could be bound for the store.
+    """
+    key = f"gloo-group/{group_id}"
+    if rank == 0:
+        store, address = _serve(group_id)
+        default_store.set(key, address)
+    else:
+        default_store.wait(key)
+        host, port = bytes(default_store.get(key)).decode().rsplit(":", 1)
+        store = core.TCPStore(host, int(port), False, 1, _TIMEOUT_SECONDS)
+    _stores.append(store)
+    return store
+
+
+def _serve(group_id: int) -> tuple[Any, str]:
+    """A new store and its address. Another process may take the free port first, so this tries a few."""
+    refusals: list[str] = []
+    for _ in range(_BIND_ATTEMPTS):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        try:
+            # A world size of 1: the store serves at once instead of counting its members.
+            return core.TCPStore("127.0.0.1", port, True, 1, _TIMEOUT_SECONDS), f"127.0.0.1:{port}"
+        except Exception as refusal:
+            refusals.append(f"port {port}: {refusal}")
+    raise errors.PeerError(
+        f"No port could be bound for the store of process group {group_id}.",
+        where="127.0.0.1",
+        evidence=refusals,
+        next_step="Check the machine's limit on open sockets.",
+    )

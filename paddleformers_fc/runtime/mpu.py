@@ -1,0 +1,133 @@
+"""The tensor parallel operators whose CPU kernels say "do not support".
+
+Paddle's tensor parallel layers call ``c_identity``, ``c_concat``, ``c_split`` and ``c_softmax_with_cross_entropy``.
+Each gets a PyLayer in the place where the kernel is looked up (``paddle._C_ops``), so that the layers above it, and
+the autograd code that Paddle already has around them, stay as they are. ``c_split`` alone is replaced one
+floor higher, because the backward of ``c_split_eager`` gathers along axis 0 what its forward split along the last.
+
+Time: what the collectives take; the cross entropy adds three all_reduces of ``[tokens, 1]`` float32 and keeps
+the softmax, ``[tokens, vocab / ranks]`` float32, for its backward, as the fused kernel does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle import _C_ops
+from paddle.autograd import PyLayer
+from paddle.base import core
+from paddle.distributed import collective
+from paddle.distributed.fleet.layers.mpu import mp_ops
+
+
+def _group(ring_id: int) -> Any:
+    return collective._get_group_map()[ring_id]
+
+
+def gather_last_axis(tensor: Any, group: Any) -> Any:
+    """The members' tensors concatenated along the last axis: ``[..., n]`` of each becomes ``[..., n * ranks]``."""
+    stacked = paddle.empty([group.nranks, *tensor.shape], tensor.dtype)
+    group.process_group.all_gather_into_tensor(stacked, tensor, True)
+    return paddle.concat(list(stacked.unbind(0)), axis=-1)
+
+
+def own_part_of_last_axis(tensor: Any, group: Any) -> Any:
+    """This member's equal share of the last axis, as a tensor of its own."""
+    share = tensor.shape[-1] // group.nranks
+    begin = group.rank * share
+    return tensor[..., begin : begin + share].clone()
+
+
+class _Concat(PyLayer):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, group: Any) -> Any:
+        ctx.group = group
+        return gather_last_axis(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return own_part_of_last_axis(gradient, ctx.group)
+
+
+class _Split(PyLayer):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, group: Any, rank: int, nranks: int) -> Any:
+        ctx.group = group
+        return own_part_of_last_axis(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gather_last_axis(gradient, ctx.group)
+
+
+class _SoftmaxCrossEntropy(PyLayer):  # type: ignore[misc]
+    """``log(sum(exp(x))) - x[label]`` over a vocabulary of which each member holds an equal, consecutive part."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any, label: Any, group: Any, ignore_index: int) -> Any:
+        wide = logits.astype("float32")
+        largest = wide.max(-1, keepdim=True)
+        group.process_group.all_reduce(largest, core.ReduceOp.MAX)
+        shifted = wide - largest
+        exponentials = shifted.exp()
+        total = exponentials.sum(-1, keepdim=True)
+        group.process_group.all_reduce(total)
+
+        share = logits.shape[-1]
+        own_label = label.astype("int64") - group.rank * share
+        is_own = paddle.logical_and(own_label >= 0, own_label < share)
+        own_label = paddle.where(is_own, own_label, paddle.zeros_like(own_label))
+        picked = paddle.take_along_axis(shifted, own_label, -1, broadcast=False)
+        picked = paddle.where(is_own, picked, paddle.zeros_like(picked))
+        group.process_group.all_reduce(picked)
+
+        counted = (label != ignore_index).astype("float32")
+        softmax = exponentials / total
+        ctx.dtype = logits.dtype
+        ctx.save_for_backward(softmax, own_label, is_own.astype("float32"), counted)
+        loss = (total.log() - picked) * counted
+        ctx.mark_non_differentiable(softmax)
+        return softmax, loss
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, gradient: Any) -> Any:
+        softmax, own_label, is_own, counted = ctx.saved_tensor()
+        target = paddle.nn.functional.one_hot(own_label.squeeze(-1), softmax.shape[-1]) * is_own
+        return ((softmax - target) * (gradient * counted)).astype(ctx.dtype)
+
+
+def c_identity(tensor: Any, ring_id: int, use_calc_stream: bool = True, use_model_parallel: bool = True) -> Any:
+    """A copy. The all_reduce of its backward is done by Paddle's ``c_identity_eager``, which calls this."""
+    return tensor.clone()
+
+
+def c_concat(
+    tensor: Any, rank: int, nranks: int, ring_id: int, use_calc_stream: bool = True, use_model_parallel: bool = True
+) -> Any:
+    """The members' tensors side by side along the last axis; its backward keeps this member's part."""
+    return _Concat.apply(tensor, _group(ring_id))
+
+
+def c_softmax_with_cross_entropy(
+    logits: Any, label: Any, ignore_index: int, ring_id: int, rank: int, nranks: int
+) -> tuple[Any, Any]:
+    """Softmax and loss of logits whose vocabulary is split over the group.
+
+    Args:
+        logits: ``[..., vocab / nranks]``, this member's part.
+        label: ``[..., 1]`` indices into the whole vocabulary.
+
+    Returns:
+        The softmax (this member's part) and the loss ``[..., 1]``, both float32; no gradient flows through the softmax.
+    """
+    softmax, loss = _SoftmaxCrossEntropy.apply(logits, label, _group(ring_id), ignore_index)
+    return softmax, loss
+
+
+def apply() -> None:
+    """Put the four operators where Paddle looks them up."""
+    _C_ops.c_identity = c_identity
+    _C_ops.c_concat = c_concat
+    _C_ops.c_softmax_with_cross_entropy = c_softmax_with_cross_entropy
+    mp_ops.c_split_eager = _Split

@@ -1,0 +1,393 @@
+"""Point-to-point messages over sockets of our own, because gloo's do not work inside groups of more than two.
+
+``ProcessGroupGloo`` numbers its messages by one counter per group that *every* member is expected to advance, so a
+message between two of three members is never delivered; and its send returns only once the receiver has asked,
+so two ranks that send before they receive wait forever. Here every rank has one **mailbox**: a listening
+socket whose address is published in the default store. A message carries (group id, channel, sender) and is
+queued at the receiver; a send is handed to one writing thread per receiver and returns at once. Inside a
+coalescing block receives are postponed to the end of the block, so that all sends leave first.
+
+Time: one copy into bytes, one through loopback, one into the tensor. Memory: messages sent and not yet received
+are held by the receiver, without a bound; a pipeline has a handful of micro-batches under way.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle.base import core
+from paddle.distributed import collective
+
+from .. import errors
+
+_HEADER = struct.Struct("<qqqq")  # group id, channel, sender's global rank, bytes that follow
+_TOKEN_BYTES = 16
+_PIECE = 1 << 20
+_ADDRESS_KEY = "p2p-mailbox/{rank}"
+TIMEOUT_VARIABLE = "FLEX_P2P_TIMEOUT"
+_DEFAULT_TIMEOUT = 120.0
+
+MESSAGES = 0
+"""The channel of ``send`` and ``recv``."""
+EXCHANGES = 1
+"""The channel of collectives that are made of messages: it never mixes with a receive that is still to come."""
+
+
+class Done:
+    """The task of an operation that has already happened."""
+
+    def wait(self, *_: Any) -> bool:
+        """Nothing to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+DONE = Done()
+
+
+class Mailbox:
+    """What this rank receives from and sends to the other ranks.
+
+    Args:
+        store: the job's default store, through which addresses are found.
+        rank: this process' global rank.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.rank = rank
+        self._store = store
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._arrived: defaultdict[tuple[int, int, int], queue.SimpleQueue[bytearray]] = defaultdict(queue.SimpleQueue)
+        self._arrived_lock = threading.Lock()
+        self._writers: dict[int, _Writer] = {}
+        self._server = socket.create_server(("127.0.0.1", 0), backlog=128)
+        port = self._server.getsockname()[1]
+        store.set(_ADDRESS_KEY.format(rank=rank), f"127.0.0.1:{port}:{self._token.hex()}")
+        threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
+
+    def post(self, group_id: int, channel: int, target: int, payload: bytes) -> None:
+        """Send ``payload`` to global rank ``target``; returns once it is queued.
+
+        Raises:
+            PeerError: an earlier message to that rank could not be delivered.
+        """
+        if target == self.rank:
+            self._queue(group_id, channel, self.rank).put(bytearray(payload))
+            return
+        if target not in self._writers:
+            self._writers[target] = _Writer(self._connect(target), target)
+        self._writers[target].put(_HEADER.pack(group_id, channel, self.rank, len(payload)), payload)
+
+    def take(self, group_id: int, channel: int, source: int) -> bytearray:
+        """The next message from global rank ``source``, in the order in which it was sent.
+
+        Raises:
+            PeerError: none came within the time that ``FLEX_P2P_TIMEOUT`` allows (seconds, default 120).
+        """
+        timeout = float(os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT))
+        try:
+            return self._queue(group_id, channel, source).get(timeout=timeout)
+        except queue.Empty:
+            raise errors.PeerError(
+                f"Rank {self.rank} waited {timeout:g} s for a message from rank {source} that never came.",
+                where=f"process group {group_id}",
+                next_step=f"Read the log of rank {source}, or allow more time with {TIMEOUT_VARIABLE}.",
+            ) from None
+
+    def _queue(self, group_id: int, channel: int, source: int) -> queue.SimpleQueue[bytearray]:
+        with self._arrived_lock:
+            return self._arrived[(group_id, channel, source)]
+
+    def _connect(self, target: int) -> socket.socket:
+        key = _ADDRESS_KEY.format(rank=target)
+        self._store.wait(key)
+        host, port, token = bytes(self._store.get(key)).decode().split(":")
+        connection = socket.create_connection((host, int(port)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(bytes.fromhex(token))
+        return connection
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._server.accept()
+            threading.Thread(target=self._read, args=(connection,), name="mailbox-reader", daemon=True).start()
+
+    def _read(self, connection: socket.socket) -> None:
+        # A stranger on the loopback interface does not know the token and is not listened to.
+        if _receive(connection, _TOKEN_BYTES) != self._token:
+            connection.close()
+            return
+        while (header := _receive(connection, _HEADER.size)) is not None:
+            group_id, channel, source, size = _HEADER.unpack(header)
+            payload = _receive(connection, size)
+            if payload is None:
+                return  # The sender died in mid-message; whoever waits for it is told by the timeout.
+            self._queue(group_id, channel, source).put(payload)
+
+
+class _Writer:
+    """One connection and the thread that writes to it."""
+
+    def __init__(self, connection: socket.socket, target: int) -> None:
+        self._connection = connection
+        self._target = target
+        self._pending: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
+        self._failure: OSError | None = None
+        threading.Thread(target=self._run, name=f"mailbox-writer-{target}", daemon=True).start()
+
+    def put(self, header: bytes, payload: bytes) -> None:
+        if self._failure is not None:
+            raise errors.PeerError(
+                f"A message to rank {self._target} could not be delivered.",
+                evidence=[str(self._failure)],
+                next_step=f"Read the log of rank {self._target}: it has most likely ended.",
+            )
+        self._pending.put((header, payload))
+
+    def _run(self) -> None:
+        try:
+            while True:
+                header, payload = self._pending.get()
+                self._connection.sendall(header)
+                self._connection.sendall(payload)
+        except OSError as failure:
+            self._failure = failure
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray | None:
+    """Exactly ``size`` bytes, or None when the connection ends first."""
+    received = bytearray(size)
+    view = memoryview(received)
+    filled = 0
+    while filled < size:
+        try:
+            count = connection.recv_into(view[filled : filled + _PIECE])
+        except OSError:
+            return None
+        if count == 0:
+            return None
+        filled += count
+    return received
+
+
+_mailbox: Mailbox | None = None
+# By identity of the ProcessGroupGloo; the object is kept, so that its identity is not given to another.
+_group_ids: dict[int, tuple[Any, int]] = {}
+
+
+def open_mailbox(store: Any, rank: int) -> None:
+    """Open this process' mailbox, once."""
+    global _mailbox
+    if _mailbox is None:
+        _mailbox = Mailbox(store, rank)
+
+
+def register(process_group: Any, group_id: int) -> None:
+    """Remember the number of a process group, which gloo's own object does not tell."""
+    _group_ids[id(process_group)] = (process_group, group_id)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where messages of one process group go.
+
+    Args:
+        group_id: Paddle's number of the group.
+        ranks: the members' global ranks, by rank inside the group.
+    """
+
+    group_id: int
+    ranks: tuple[int, ...]
+
+
+def address_of(process_group: Any) -> Address:
+    """The address of a ``ProcessGroupGloo``."""
+    _, group_id = _group_ids[id(process_group)]
+    if group_id == 0:
+        return Address(0, tuple(range(process_group.size())))
+    return Address(group_id, tuple(collective._get_group_map()[group_id].ranks))
+
+
+def mailbox() -> Mailbox:
+    """This process' mailbox.
+
+    Raises:
+        PeerError: the parallel environment was not initialised.
+    """
+    if _mailbox is None:
+        raise errors.PeerError(
+            "A message was sent before the parallel environment was initialised.",
+            next_step="Call paddle.distributed.init_parallel_env() or fleet.init() first.",
+        )
+    return _mailbox
+
+
+def to_array(tensor: Any) -> np.ndarray[Any, Any]:
+    """A tensor's elements as a C-contiguous numpy array; bfloat16 as uint16, which has the same bytes."""
+    detached = tensor.detach()
+    if detached.dtype == paddle.bfloat16:
+        detached = detached.view("uint16")
+    return np.ascontiguousarray(detached.numpy())
+
+
+def fill(tensor: Any, array: np.ndarray[Any, Any]) -> None:
+    """Write an array (bfloat16 as uint16) into a tensor of the same number of elements, in place."""
+    stop_gradient = tensor.stop_gradient
+    with paddle.no_grad():
+        value = paddle.to_tensor(array.reshape(tensor.shape))
+        if tensor.dtype == paddle.bfloat16:
+            value = value.view("bfloat16")
+        paddle.assign(value, tensor)
+    tensor.stop_gradient = stop_gradient
+
+
+def array_dtype(tensor: Any) -> np.dtype[Any]:
+    """The numpy dtype in which :func:`to_array` gives a tensor's elements."""
+    return np.dtype("uint16" if tensor.dtype == paddle.bfloat16 else str(tensor.dtype).rsplit(".", 1)[-1])
+
+
+def send_array(process_group: Any, target: int, array: np.ndarray[Any, Any], channel: int = MESSAGES) -> None:
+    """Send an array to rank ``target`` of the group."""
+    address = address_of(process_group)
+    mailbox().post(address.group_id, channel, address.ranks[target], array.tobytes())
+
+
+def receive_array(
+    process_group: Any, source: int, dtype: np.dtype[Any], channel: int = MESSAGES
+) -> np.ndarray[Any, Any]:
+    """The next array from rank ``source`` of the group, flat."""
+    address = address_of(process_group)
+    return np.frombuffer(mailbox().take(address.group_id, channel, address.ranks[source]), dtype=dtype)
+
+
+@dataclass
+class _Receive:
+    """A receive that happens when somebody waits for it."""
+
+    process_group: Any
+    source: int
+    dtype: np.dtype[Any]
+    deliver: Callable[[np.ndarray[Any, Any]], None]
+    done: bool = field(default=False)
+
+    def wait(self, *_: Any) -> bool:
+        if not self.done:
+            self.deliver(receive_array(self.process_group, self.source, self.dtype))
+            self.done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+# None outside a coalescing block; inside, the receives to make at its end.
+_postponed: list[_Receive] | None = None
+
+
+def _start_coalescing(self: Any, *_: Any) -> None:
+    global _postponed
+    _postponed = []
+
+
+def _end_coalescing(self: Any, *_: Any) -> None:
+    global _postponed
+    receives, _postponed = _postponed or [], None
+    for receive in receives:
+        receive.wait()
+
+
+def _begin(receive: _Receive, sync_op: bool) -> _Receive:
+    if _postponed is not None:
+        _postponed.append(receive)
+    elif sync_op:
+        receive.wait()
+    return receive
+
+
+def _checked_fill(tensor: Any, source: int, array: np.ndarray[Any, Any]) -> None:
+    wanted = int(np.prod(tensor.shape, dtype=np.int64))
+    if array.size != wanted:
+        raise errors.PeerError(
+            f"A message from group rank {source} holds {array.size} elements where {wanted} are wanted.",
+            evidence=[f"the receiving tensor is {tensor.dtype} {list(tensor.shape)}"],
+            next_step="Check that sender and receiver agree on the order, shape and dtype of their messages.",
+        )
+    fill(tensor, array)
+
+
+def _send(self: Any, tensor: Any, dst: int, sync_op: bool = True) -> Done:
+    send_array(self, dst, to_array(tensor))
+    return DONE
+
+
+def _recv(self: Any, tensor: Any, src: int, sync_op: bool = True) -> _Receive:
+    receive = _Receive(self, src, array_dtype(tensor), lambda array: _checked_fill(tensor, src, array))
+    return _begin(receive, sync_op)
+
+
+def _part(size: int, parts: int, index: int) -> slice:
+    """The share of one tensor parallel rank in a flat tensor that is sent in parts."""
+    share = size // parts
+    return slice(index * share, (index + 1) * share)
+
+
+def _send_partial(self: Any, tensor: Any, dst: int, num: int, id: int, sync_op: bool = True) -> Done:
+    array = to_array(tensor).reshape(-1)
+    send_array(self, dst, array[_part(array.size, num, id)])
+    return DONE
+
+
+def _recv_partial(self: Any, tensor: Any, src: int, num: int, id: int, sync_op: bool = True) -> _Receive:
+    def deliver(part: np.ndarray[Any, Any]) -> None:
+        whole = to_array(tensor).reshape(-1).copy()
+        whole[_part(whole.size, num, id)] = part
+        fill(tensor, whole)
+
+    return _begin(_Receive(self, src, array_dtype(tensor), deliver), sync_op)
+
+
+def _all_gather_partial(self: Any, out: Any, part: Any, num: int, id: int, sync_op: bool = True) -> Done:
+    mine = to_array(part).reshape(-1)
+    mine = mine[_part(mine.size, num, id)]
+    for target in range(self.size()):
+        send_array(self, target, mine, EXCHANGES)
+    parts = [receive_array(self, source, mine.dtype, EXCHANGES) for source in range(self.size())]
+    fill(out, np.concatenate(parts))
+    return DONE
+
+
+def apply() -> None:
+    """Give ``ProcessGroupGloo`` its point-to-point methods."""
+    methods: dict[str, Callable[..., Any]] = {
+        "send": _send,
+        "recv": _recv,
+        "send_partial": _send_partial,
+        "recv_partial": _recv_partial,
+        "all_gather_partial": _all_gather_partial,
+    }
+    for name, method in methods.items():
+        setattr(core.ProcessGroupGloo, name, method)
+        # The "calc stream" variants order themselves with computation, which on a CPU everything does.
+        setattr(core.ProcessGroupGloo, f"{name}_on_calc_stream", method)
+    core.ProcessGroupGloo._start_coalescing = _start_coalescing
+    core.ProcessGroupGloo._end_coalescing = _end_coalescing

@@ -1,0 +1,38 @@
+"""What feeds the ranks of a pipeline and of a tensor parallel group.
+
+``broadcast_input_data`` gives every member of a tensor parallel group the first member's batch, and
+refuses to run on a CPU only because it asks for the name of an accelerator. The work behind the question runs anywhere.
+
+Cost: one small broadcast per tensor of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle.distributed.fleet.utils import hybrid_parallel_util
+
+from ._replace import replace_everywhere
+
+
+def broadcast_input_data(hcg: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The first tensor parallel member's inputs, on every member.
+
+    Args:
+        hcg: the hybrid communicate group of the job.
+        inputs: positional inputs of the model, tensors or nested containers of them.
+        kwargs: the same, by name.
+
+    Returns:
+        ``inputs`` and ``kwargs``, filled with the first member's data.
+    """
+    place = paddle.CPUPlace()
+    given = hybrid_parallel_util._broadcast_nested_data(hcg, "cpu", place, inputs) if inputs else inputs
+    named = hybrid_parallel_util._broadcast_nested_data(hcg, "cpu", place, kwargs) if kwargs else kwargs
+    return given, named
+
+
+def apply() -> None:
+    """Replace ``broadcast_input_data`` wherever it was imported."""
+    replace_everywhere(hybrid_parallel_util.broadcast_input_data, broadcast_input_data)

@@ -1,0 +1,22 @@
+"""The fork servers, as pytest fixtures that live as long as the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from paddleformers_fc.runtime.forkserver import PRELOAD, ForkServer
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[ForkServer]:
+    """Forks ranks in which Paddle and PaddleFormers are imported and the CPU runtime is active."""
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def bare_ranks() -> Iterator[ForkServer]:
+    """The same without the CPU runtime: what Paddle and PaddleFormers do by themselves."""
+    with ForkServer(preload=[entry for entry in PRELOAD if ":" not in entry]) as server:
+        yield server

@@ -1,0 +1,271 @@
+"""Models, data and trainings that take a second: what tests of parallel training are made of.
+
+Everything here is deterministic and the same under every layout, so that two layouts that train alike give equal losses
+up to rounding. That takes care: no token 0 (Paddle's ``padding_idx`` treats it differently under tensor parallelism), ``sdpa``
+attention (the eager one has no causal mask in a pipeline), no weight decay (parameters are excluded from it by name,
+and pipelines rename them), one global batch of :data:`GLOBAL_BATCH` samples cut the same way everywhere.
+
+The functions below :class:`Layout` import Paddle and run inside rank processes; pytest itself imports none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+VOCABULARY = 128
+SEQUENCE = 16
+GLOBAL_BATCH = 8
+SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a training is spread over ranks.
+
+    Args:
+        name: for test ids.
+        nproc: number of ranks; what is left after tp and pp is data parallel, of which ``sharding`` are sharded.
+        tp: tensor parallel degree.
+        pp: pipeline parallel degree.
+        vpp: virtual pipeline stages per rank.
+        sharding: sharding degree, 1 for none.
+        stage: sharding stage.
+        split_param: stage 1 in version 2.
+        ep: expert parallel degree.
+        bf16: bfloat16 O2 with master weights instead of float32.
+    """
+
+    name: str
+    nproc: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    sharding: int = 1
+    stage: int = 1
+    split_param: bool = False
+    ep: int = 1
+    bf16: bool = False
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different samples."""
+        return self.nproc // (self.tp * self.pp)
+
+    def to_json(self) -> dict[str, Any]:
+        """As keyword argument of a job; :func:`layout_from` reads it."""
+        return asdict(self)
+
+
+SINGLE = Layout("single")
+DP2 = Layout("dp2", nproc=2)
+TP2 = Layout("tp2", nproc=2, tp=2)
+PP2 = Layout("pp2", nproc=2, pp=2)
+SD2V1 = Layout("sd2v1", nproc=2, sharding=2)
+SD2V2 = Layout("sd2v2", nproc=2, sharding=2, split_param=True)
+SD2S2 = Layout("sd2stage2", nproc=2, sharding=2, stage=2)
+SD2S3 = Layout("sd2stage3", nproc=2, sharding=2, stage=3)
+PP4VPP2 = Layout("pp4vpp2", nproc=4, pp=4, vpp=2)
+EP2 = Layout("ep2", nproc=2, sharding=2, ep=2)
+
+
+def layout_from(layout: Layout | Mapping[str, Any]) -> Layout:
+    """A layout from the JSON in which a job received it."""
+    return layout if isinstance(layout, Layout) else Layout(**layout)
+
+
+def training_arguments(layout: Layout | Mapping[str, Any], output_dir: str, **overrides: Any) -> Any:
+    """PaddleFormers ``TrainingArguments`` for a layout.
+
+    Args:
+        layout: how the ranks of this job are used.
+        output_dir: the Trainer's output directory.
+        overrides: any field of ``TrainingArguments``; wins over what is set here. ``cls`` is the class to make.
+    """
+    from paddleformers.trainer import TrainingArguments
+
+    layout = layout_from(layout)
+    micro_batch = 2 if layout.pp > 1 else GLOBAL_BATCH // layout.data_parallel
+    settings: dict[str, Any] = {
+        "output_dir": output_dir,
+        "device": "cpu",
+        "do_train": True,
+        "max_steps": 3,
+        "save_steps": 10**6,
+        "logging_steps": 1,
+        "seed": 42,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": GLOBAL_BATCH // layout.data_parallel // micro_batch,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "max_grad_norm": 1.0,
+        "weight_decay": 0.0,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "sharding": f"stage{layout.stage}" if layout.sharding > 1 else "",
+        "split_param": layout.split_param,
+        "bf16": layout.bf16,
+        "fp16_opt_level": "O2",
+        "amp_master_grad": layout.bf16,
+        "disable_tqdm": True,
+        "report_to": [],
+        "dataloader_num_workers": 0,
+        "save_checkpoint_format": "flex_checkpoint",
+        "load_checkpoint_format": "flex_checkpoint",
+    }
+    if layout.sharding > 1:
+        settings["sharding_parallel_size"] = layout.sharding
+    if layout.ep > 1:
+        settings |= {"use_expert_parallel": True, "expert_model_parallel_size": layout.ep}
+    settings |= overrides
+    return settings.pop("cls", TrainingArguments)(**settings)
+
+
+def config(model_type: str, **overrides: Any) -> Any:
+    """The configuration of a tiny model, without any parallelism.
+
+    Args:
+        model_type: ``llama`` or ``ernie4_5_moe``.
+        overrides: any field of the configuration, e.g. ``num_nextn_predict_layers`` or ``tie_word_embeddings``.
+    """
+    from paddleformers.transformers import LlamaConfig
+    from paddleformers.transformers.ernie4_5_moe import Ernie4_5_MoeConfig
+
+    settings: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "fuse_rms_norm": False,
+    }
+    if model_type == "ernie4_5_moe":
+        settings |= {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+            "moe_num_shared_experts": 1,
+            "moe_use_aux_free": False,
+            "moe_group": "dummy",
+            "num_nextn_predict_layers": 0,
+        }
+    settings |= overrides
+    return {"llama": LlamaConfig, "ernie4_5_moe": Ernie4_5_MoeConfig}[model_type](**settings)
+
+
+def build(model_type: str, layout: Layout | Mapping[str, Any], args: Any, **overrides: Any) -> Any:
+    """A freshly initialised tiny model as the layout needs it.
+
+    Args:
+        model_type: ``llama`` or ``ernie4_5_moe``.
+        layout: how the ranks of this job are used.
+        args: what :func:`training_arguments` returned; it has initialised the parallel environment.
+        overrides: any field of the model's configuration.
+    """
+    import paddle
+    import paddleformers.transformers as transformers
+
+    layout = layout_from(layout)
+    model_config = config(model_type, **overrides)
+    model_config.tensor_model_parallel_size = layout.tp
+    model_config.tensor_parallel_rank = model_config.tensor_model_parallel_rank = args.tensor_parallel_rank
+    model_config.pipeline_model_parallel_size = layout.pp
+    model_config.virtual_pipeline_model_parallel_size = layout.vpp
+    model_config.expert_model_parallel_size = layout.ep
+    model_config.sequence_parallel = False
+    model_config.use_flash_attention = False
+    model_config.max_sequence_length = model_config.seq_length = SEQUENCE
+    model_config._attn_implementation = "sdpa"
+    if layout.ep > 1:
+        model_config.moe_group = "ep"
+    stem = {"llama": "LlamaForCausalLM", "ernie4_5_moe": "Ernie4_5_MoeForCausalLM"}[model_type]
+    kind = getattr(transformers, f"{stem}Pipe" if layout.pp > 1 else stem)
+    dtype = "bfloat16" if layout.bf16 else "float32"
+    return kind.from_config(model_config, dtype=dtype)
+
+
+class Samples:
+    """:data:`SAMPLES` arithmetic sequences over the vocabulary without token 0; the same on every rank.
+
+    Args:
+        extra: tokens beyond :data:`SEQUENCE`, for multi-token prediction.
+    """
+
+    def __init__(self, extra: int = 0, packed: bool = False) -> None:
+        self._extra = extra
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import numpy as np
+
+        random = np.random.RandomState(index)
+        length = SEQUENCE + self._extra
+        start, step = random.randint(0, VOCABULARY), random.randint(1, 4)
+        tokens = ((start + step * np.arange(length + 1)) % (VOCABULARY - 1) + 1).astype("int64")
+        sample = {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        if self._extra:
+            sample["nbatch_pack_offset"] = np.zeros(length, "int64")
+        return sample
+
+
+def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A batch: every field stacked along a new first axis, as tensors."""
+    import numpy as np
+    import paddle
+
+    return {name: paddle.to_tensor(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+
+
+def trainer(model: Any, args: Any, **overrides: Any) -> Any:
+    """A Trainer over :class:`Samples`, which remembers the loss of each step in ``trainer.losses``.
+
+    Args:
+        overrides: any argument of the Trainer; ``cls`` is the class to make.
+    """
+    from paddleformers.trainer import Trainer, TrainerCallback
+
+    losses: list[float] = []
+
+    class RememberLosses(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if logs and "loss" in logs:
+                losses.append(float(logs["loss"]))
+
+    settings: dict[str, Any] = {
+        "train_dataset": Samples(getattr(model.config, "num_nextn_predict_layers", 0)),
+        "data_collator": collate,
+        "callbacks": [],
+    }
+    settings |= overrides
+    settings["callbacks"] = [*settings["callbacks"], RememberLosses()]
+    made = settings.pop("cls", Trainer)(model=model, args=args, **settings)
+    made.losses = losses
+    return made
+
+
+def train(
+    model_type: str,
+    layout: Mapping[str, Any],
+    output_dir: str,
+    arguments: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> list[float]:
+    """A job: train a tiny model from its initialisation; the loss of every step, on every rank.
+
+    Args:
+        arguments: overrides of the training arguments.
+        model: overrides of the model's configuration.
+    """
+    args = training_arguments(layout, output_dir, **(arguments or {}))
+    run = trainer(build(model_type, layout, args, **(model or {})), args)
+    run.train()
+    return list(run.losses)
