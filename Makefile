@@ -1,0 +1,51 @@
+# `make demo` and `make test` need nothing but a Python of 3.10, 3.11 or 3.12 and the network, once.
+# Everything is installed into .venv; no environment has to be active, and none outside .venv is changed.
+
+VENV   := .venv
+PYTHON ?= python3
+OUTPUT ?= demo_out
+
+BIN    := $(VENV)/bin
+# Installed again when, and only when, what is to be installed changes.
+STAMP  := $(VENV)/.installed-$(shell cat setup.py constraints.txt | cksum | cut -d' ' -f1)
+
+# An interpreter's environment of the caller must not leak into .venv.
+unexport PYTHONPATH
+unexport PYTHONHOME
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format install clean
+
+help:
+	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
+	@echo "make test     all checks and all tests"
+	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
+	@echo "make format   let ruff format the sources"
+	@echo "make install  only what demo and test do first: .venv with everything in it"
+	@echo "make clean    remove .venv, the demo's output and every cache"
+
+install: $(STAMP)
+
+$(STAMP):
+	@PYTHON='$(PYTHON)' VENV='$(VENV)' STAMP='$(STAMP)' sh tools/install.sh
+
+demo: $(STAMP)
+	@$(BIN)/paddleformers-fc demo --output '$(OUTPUT)'
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+test: lint
+	@$(BIN)/pytest
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) demo_out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,53 @@
+"""The build definition of the distribution ``paddleformers-fc``."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+PADDLE = "3.3.1"
+PADDLEFORMERS = "paddleformers==1.2.0"
+
+
+def version() -> str:
+    text = (HERE / "paddleformers_fc" / "__init__.py").read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE).group(1)
+
+
+setup(
+    name="paddleformers-fc",
+    version=version(),
+    description="Flex checkpoints for PaddleFormers' Trainer: save once, resume under any parallel layout, export anywhere.",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["paddleformers_fc", "paddleformers_fc.*"]),
+    package_data={"paddleformers_fc": ["py.typed"], "paddleformers_fc.cli.demo": ["text/*"]},
+    # What it takes to read, check and convert checkpoints. Paddle is an extra: a machine that only looks at checkpoints
+    # does not have to install it.
+    install_requires=[
+        "ml_dtypes",
+        "msgspec",
+        "numpy",
+        "pyyaml",
+        "rich",
+        "typer",
+        "xxhash",
+    ],
+    extras_require={
+        "cpu": [f"paddlepaddle=={PADDLE}", PADDLEFORMERS],
+        "gpu": [f"paddlepaddle-gpu=={PADDLE}", PADDLEFORMERS],
+        "test": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff", "safetensors"],
+        "docs": ["matplotlib"],
+    },
+    entry_points={"console_scripts": ["paddleformers-fc = paddleformers_fc.cli.main:main"]},
+    classifiers=[
+        "Intended Audience :: Developers",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

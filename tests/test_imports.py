@@ -1,0 +1,104 @@
+"""Which package may import which, and that the pure ones do without Paddle.
+
+The contracts are in ``pyproject.toml``. Each is held here against the code as it is, and against a copy in which it is broken:
+a contract that nothing can break says nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "paddleformers_fc"
+PURE = ("errors", "mapping", "families", "layout", "catalog", "plan", "storage")
+
+LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+
+# Imports each module named on the command line in a process where Paddle cannot be imported. An attempt is reported even
+# when the module swallows the ImportError, because behaviour must not depend on what is installed.
+WITHOUT_PADDLE = """
+import importlib, sys
+
+attempts = []
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"paddle", "paddleformers", "paddlefleet", "torch", "transformers"}:
+            attempts.append(name)
+            raise ModuleNotFoundError(f"{name} is blocked in this test", name=name)
+
+sys.meta_path.insert(0, Blocked())
+for module in sys.argv[1:]:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        print(f"{module}: {error}")
+    while attempts:
+        print(f"{module} imports {attempts.pop()}")
+"""
+
+
+def _python(code: str, arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+def _copy_of_the_project(directory: Path) -> Path:
+    shutil.copytree(ROOT / PACKAGE, directory / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", directory)
+    return directory
+
+
+def _pure_modules(root: Path) -> list[str]:
+    files = [root / PACKAGE / f"{PURE[0]}.py"]
+    for package in PURE[1:]:
+        files += (root / PACKAGE / package).rglob("*.py")
+    dotted = [".".join(file.relative_to(root).with_suffix("").parts) for file in files]
+    return sorted(name.removesuffix(".__init__") for name in dotted)
+
+
+def test_the_import_contracts_hold() -> None:
+    result = _python(LINT, [], ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("mapping/boxes.py", "import paddle"),
+        ("storage/files.py", f"from {PACKAGE} import mapping"),
+        ("mapping/boxes.py", f"from {PACKAGE}.families import registry"),
+        ("catalog/__init__.py", f"import {PACKAGE}.plan"),
+        ("runtime/device.py", f"from {PACKAGE} import storage"),
+        ("plan/__init__.py", f"import {PACKAGE}.runtime"),
+    ],
+)
+def test_an_import_against_the_direction_breaks_a_contract(tmp_path: Path, module: str, line: str) -> None:
+    project = _copy_of_the_project(tmp_path)
+    path = project / PACKAGE / module
+    path.write_text(path.read_text() + f"\n\ndef broken() -> None:\n    {line}\n")
+    result = _python(LINT, [], project)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "BROKEN" in result.stdout
+
+
+def test_the_pure_packages_import_where_paddle_is_not_installed() -> None:
+    modules = _pure_modules(ROOT)
+    assert {f"{PACKAGE}.{name}" for name in PURE} <= set(modules)
+    result = _python(WITHOUT_PADDLE, modules, ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+
+
+def test_a_guarded_import_of_paddle_in_a_pure_package_is_noticed(tmp_path: Path) -> None:
+    project = _copy_of_the_project(tmp_path)
+    path = project / PACKAGE / "plan" / "__init__.py"
+    path.write_text(path.read_text() + "\ntry:\n    import paddle\nexcept ImportError:\n    paddle = None\n")
+    result = _python(WITHOUT_PADDLE, [f"{PACKAGE}.plan"], project)
+    assert result.stdout == f"{PACKAGE}.plan imports paddle\n", result.stderr
