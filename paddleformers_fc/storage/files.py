@@ -1,0 +1,403 @@
+"""The only place that writes, syncs, renames and deletes.
+
+Every call that changes the file system goes through a function of this module. They do three things the bare calls do
+not: a refusal of the operating system becomes a :class:`StorageError` that names the path; a write goes on until every
+byte is accepted; and nothing counts as written before it is synced. A remote file system would be added here and in
+``ranges``, nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from paddleformers_fc.errors import Corrupt, FormatError, StorageError
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.receipts import DEFAULT_BLOCK_BYTES, FileReceipt
+
+# One write call: small enough that the bytes are still in the processor's cache when they are written after hashing.
+_WRITE_BYTES = 1024 * 1024
+_NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
+_NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_ADVICE = {
+    errno.ENOSPC: "Free space on this file system, or save elsewhere, and try again.",
+    errno.EDQUOT: "Free some of your quota on this file system, or save elsewhere, and try again.",
+    errno.EACCES: "Give this user the right to this path, or choose another.",
+    errno.EPERM: "Give this user the right to this path, or choose another.",
+    errno.EROFS: "The file system is mounted read-only; choose another directory.",
+    errno.EIO: "The device reported a failure; check the system log before you rely on anything on it.",
+    errno.ESTALE: "The network file system lost this file; check the mount and try again.",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.EEXIST: "Choose a name that does not exist yet; nothing was overwritten.",
+}
+
+
+def refused(action: str, path: Path | str, error: OSError) -> StorageError:
+    """The :class:`StorageError` for an ``error`` met when trying to ``action`` (a verb: "write", "rename") ``path``."""
+    reason = error.strerror or type(error).__name__
+    number = error.errno or 0
+    return StorageError(
+        f"The operating system refused to {action} {path}: {reason}.",
+        where=str(path),
+        evidence=[f"errno {number} ({errno.errorcode.get(number, 'unknown')})"],
+        next_step=_ADVICE.get(number, "Check the path and the file system, then try again."),
+    )
+
+
+@contextlib.contextmanager
+def _naming(action: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise refused(action, path, error) from error
+
+
+def byte_view(buffer: Any) -> memoryview:
+    """The bytes of a C-contiguous buffer, flat and without a copy.
+
+    Args:
+        buffer: bytes, memoryview or numpy array of any dtype, also those of ``ml_dtypes`` that have no buffer format.
+
+    Raises:
+        FormatError: the bytes are not in one piece, or are not little-endian.
+    """
+    if isinstance(buffer, np.ndarray):
+        if not buffer.flags.c_contiguous:
+            raise FormatError(f"An array of shape {buffer.shape} is not C-contiguous and cannot be taken as bytes.")
+        if buffer.dtype.byteorder == ">":
+            raise FormatError(f"An array of dtype {buffer.dtype} is big-endian; files hold little-endian numbers.")
+        buffer = buffer.reshape(-1).view(np.uint8)
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise FormatError(f"A buffer of shape {view.shape} is not contiguous and cannot be taken as bytes.")
+    # A view with a zero in its shape cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A regular file open for reading; a context manager that closes it.
+
+    Attributes:
+        path: the name it was opened under.
+        descriptor: of the operating system.
+        size: its length in bytes when it was opened.
+    """
+
+    path: Path
+    descriptor: int
+    size: int
+
+    def close(self) -> None:
+        """Give the descriptor back; to be called once."""
+        with _naming("close", self.path):
+            os.close(self.descriptor)
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_regular(path: Path) -> OpenFile:
+    """Open a file to read it.
+
+    Raises:
+        Corrupt: there is no such file.
+        FormatError: it is a directory, a pipe or a device.
+        StorageError: it cannot be opened.
+    """
+    try:
+        # O_NONBLOCK: a pipe in place of a file is refused below instead of waiting for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise Corrupt(
+            f"{path} is missing.", where=str(path), next_step="Restore the file or use another checkpoint."
+        ) from error
+    except OSError as error:
+        raise refused("open", path, error) from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise FormatError(f"{path} is not a regular file.", where=str(path))
+    return OpenFile(path, descriptor, status.st_size)
+
+
+def read_into(file: OpenFile, offset: int, buffer: Any) -> None:
+    """Fill a writable contiguous ``buffer`` with the bytes from ``offset`` on; safe from several threads at once.
+
+    Raises:
+        Corrupt: the file ends before the buffer is full.
+        StorageError: the operating system refused.
+    """
+    view = byte_view(buffer)
+    done = 0
+    while done < view.nbytes:
+        # One call moves at most about 2 GiB and may move less; an interrupted call is repeated by Python itself.
+        with _naming("read", file.path):
+            count = os.preadv(file.descriptor, [view[done:]], offset + done)
+        if count == 0:
+            raise Corrupt(
+                f"{file.path} ends too early.",
+                where=f"{file.path}, byte {offset + done}",
+                evidence=[f"wanted {view.nbytes} bytes from byte {offset}, got {done}"],
+                next_step="The file was truncated. Restore it or use another checkpoint.",
+            )
+        done += count
+
+
+def read_range(file: OpenFile, offset: int, length: int) -> bytes:
+    """``length`` bytes from ``offset`` on; see :func:`read_into` for the errors."""
+    buffer = bytearray(length)
+    read_into(file, offset, buffer)
+    return bytes(buffer)
+
+
+class FileWriter:
+    """A new file, written from the front to the end, hashed on the way and synced when it is closed.
+
+    Memory is one block of hash state: bytes go from the caller's buffer to the operating system without a copy.
+    Closing on an error leaves what was written, so that the fault can be looked at; a half-written file has no receipt.
+
+    Args:
+        path: the file; it must not exist. A missing directory below ``root`` is created.
+        root: the directory that the receipt's path is relative to. Without it the receipt holds the bare file name.
+        block_bytes: length of a checksum block in bytes.
+
+    Raises:
+        StorageError: the file exists or cannot be created.
+        FormatError: ``path`` is not inside ``root``.
+    """
+
+    def __init__(self, path: Path, *, root: Path | None = None, block_bytes: int = DEFAULT_BLOCK_BYTES) -> None:
+        self._path = path
+        self._name = _relative(path, root)
+        self._hasher = BlockHasher(block_bytes)
+        self._receipt: FileReceipt | None = None
+        _make_parents(path, root)
+        with _naming("create", path):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, buffer: Any) -> None:
+        """Append all bytes of a C-contiguous ``buffer``.
+
+        Raises:
+            StorageError: the operating system refused, for example because the disk is full.
+        """
+        view = byte_view(buffer)
+        for start in range(0, view.nbytes, _WRITE_BYTES):
+            chunk = view[start : start + _WRITE_BYTES]
+            self._hasher.update(chunk)
+            self._write_all(chunk)
+
+    def close(self) -> FileReceipt:
+        """Sync and close; the receipt. A second call returns the same receipt.
+
+        Raises:
+            StorageError: the bytes could not be brought to the device.
+        """
+        if self._receipt is None:
+            with _naming("sync", self._path):
+                os.fsync(self._descriptor)
+            self.abandon()
+            self._receipt = self._hasher.receipt(self._name)
+        return self._receipt
+
+    def abandon(self) -> None:
+        """Close the descriptor and leave the file as it is; harmless after ``close``."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            with _naming("close", self._path):
+                os.close(descriptor)
+
+    def _write_all(self, chunk: memoryview) -> None:
+        written = 0
+        with _naming("write", self._path):
+            while written < chunk.nbytes:
+                # An interrupted call is repeated by Python itself; a short one goes on here.
+                written += os.write(self._descriptor, chunk[written:])
+
+
+def write_file(
+    path: Path, data: bytes | memoryview, *, root: Path | None = None, block_bytes: int = DEFAULT_BLOCK_BYTES
+) -> FileReceipt:
+    """Write a small file and sync it; see :class:`FileWriter` for the arguments and errors."""
+    writer = FileWriter(path, root=root, block_bytes=block_bytes)
+    try:
+        writer.write(data)
+        return writer.close()
+    finally:
+        writer.abandon()
+
+
+def read_file(path: Path) -> bytes:
+    """All bytes of a small file.
+
+    Raises:
+        Corrupt: there is no such file.
+        FormatError: it is not a regular file.
+        StorageError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        return read_range(file, 0, file.size)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the entries of a directory (created, renamed, deleted names) survive a power failure.
+
+    Raises:
+        StorageError: the directory cannot be opened or synced. A file system that has no such sync is left alone.
+    """
+    with _naming("sync", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY_SYNC:
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def make_directories(path: Path) -> None:
+    """Create a directory and its missing parents, each one synced into its own parent.
+
+    Raises:
+        StorageError: one of them cannot be created.
+    """
+    missing = [path, *path.parents]
+    for directory in reversed([one for one in missing if not one.is_dir()]):
+        with _naming("create", directory):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory)
+        fsync_directory(directory.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Create one directory that must not exist.
+
+    Raises:
+        StorageError: it exists or cannot be created.
+    """
+    with _naming("create", path):
+        os.mkdir(path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename atomically, within one file system; a target file or an empty target directory is replaced.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    with _naming(f"rename {source} to", target):
+        os.rename(source, target)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names atomically; False, with nothing changed, where the file system or the platform cannot.
+
+    Raises:
+        StorageError: it can, but the operating system refused.
+    """
+    number = _renameat2(os.fsencode(one), os.fsencode(other))
+    if number == 0:
+        return True
+    if number in _NO_EXCHANGE:
+        return False
+    raise refused(f"exchange {one} with", other, OSError(number, os.strerror(number)))
+
+
+def remove_file(path: Path) -> None:
+    """Delete a file; one that is already gone is no fault.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    with _naming("delete", path), contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory with all it holds; links are deleted, never followed. One that is gone is no fault.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    with _naming("delete", path), contextlib.suppress(FileNotFoundError):
+        with os.scandir(path) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(Path(entry.path))
+            else:
+                remove_file(Path(entry.path))
+        os.rmdir(path)
+
+
+def list_directory(path: Path) -> list[Path]:
+    """The entries of a directory, by name; none if it does not exist.
+
+    Raises:
+        StorageError: it cannot be listed, or is not a directory.
+    """
+    with _naming("list", path), contextlib.suppress(FileNotFoundError):
+        return [path / name for name in sorted(os.listdir(path))]
+    return []
+
+
+def directories_within(path: Path) -> list[Path]:
+    """A directory and every directory below it, the deepest first; links are not followed.
+
+    Raises:
+        StorageError: one of them cannot be listed.
+    """
+
+    def fail(error: OSError) -> NoReturn:
+        raise refused("list", error.filename or path, error) from error
+
+    return [Path(place) for place, _, _ in os.walk(path, topdown=False, onerror=fail)]
+
+
+def _relative(path: Path, root: Path | None) -> str:
+    if root is None:
+        return path.name
+    try:
+        return PurePosixPath(path.relative_to(root)).as_posix()
+    except ValueError as error:
+        raise FormatError(f"{path} is not inside {root}.", where=str(path)) from error
+
+
+def _make_parents(path: Path, root: Path | None) -> None:
+    # Never the root itself: a rank that comes too late must not bring a discarded directory back to life.
+    top = root if root is not None else path.parent.parent
+    missing = [one for one in path.parents if top in one.parents]
+    for directory in reversed(missing):
+        with _naming("create", directory), contextlib.suppress(FileExistsError):
+            os.mkdir(directory)
+
+
+def _renameat2(one: bytes, other: bytes) -> int:
+    """The error number of an exchanging rename, 0 for success."""
+    if not sys.platform.startswith("linux"):
+        return errno.ENOSYS
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return errno.ENOSYS
+    result: int = call(_AT_FDCWD, one, _AT_FDCWD, other, ctypes.c_uint(_RENAME_EXCHANGE))
+    return 0 if result == 0 else ctypes.get_errno()

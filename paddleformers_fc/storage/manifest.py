@@ -1,0 +1,437 @@
+"""``flex_checkpoint.json``: what a finished checkpoint consists of, and how it is checked.
+
+The manifest is written last. A directory without one is not a checkpoint, whatever else it holds; one with it lists
+every file with its size and checksums, so that a missing, truncated, exchanged or rotten file is found before a single
+number of it reaches a model. The manifest also carries a checksum of itself.
+
+Reading is strict: an unknown version, an unknown field, a path that leaves the directory are refused. Checking has
+three levels: ``off``; ``size`` (one ``stat`` per file); ``full`` (every byte is read and hashed by a few threads, with
+1 MiB of memory per thread). All faults of a checkpoint come in one error.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import msgspec
+import xxhash
+
+from paddleformers_fc.errors import CheckpointError, Corrupt, FlexError, FormatError, NotACheckpoint, OptionError
+from paddleformers_fc.storage.files import (
+    fsync_directory,
+    list_directory,
+    read_file,
+    refused,
+    remove_file,
+    rename,
+    write_file,
+)
+from paddleformers_fc.storage.names import ASIDE, parse_beside, parse_step
+from paddleformers_fc.storage.owner import OWNER_NAME
+from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.receipts import FileReceipt
+
+__all__ = [
+    "FORMAT",
+    "LEVELS",
+    "MANIFEST_NAME",
+    "VERSION",
+    "FileReceipt",
+    "Manifest",
+    "newest_checkpoint",
+    "read_manifest",
+    "verify_files",
+    "write_manifest",
+]
+
+MANIFEST_NAME = "flex_checkpoint.json"
+"""The manifest's name inside a checkpoint."""
+
+FORMAT = "flex_checkpoint"
+VERSION = 1
+LEVELS = ("off", "size", "full")
+"""How much :func:`verify_files` checks."""
+
+_PARTIAL_NAME = f".{MANIFEST_NAME}.part"
+_RESERVED = frozenset({MANIFEST_NAME, _PARTIAL_NAME, OWNER_NAME})
+_ROLES = ("model_state", "master_weight", "optimizer_state", "ema_state")
+_READ_BYTES = 1024 * 1024
+_SPAN_BYTES = 64 * 1024 * 1024
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A finished checkpoint's description of itself.
+
+    Attributes:
+        format: always ``"flex_checkpoint"``.
+        version: of this layout; a reader refuses one it does not know.
+        written_by: program and version that saved it.
+        step: optimizer steps done.
+        consumed_samples: training samples seen.
+        world_size: number of ranks that saved it.
+        parallel: degree per parallel axis, for the reader; loading does not need it.
+        family: model family whose mapping was used.
+        aoa: the mapping as AOA text, by direction.
+        files: every file but the manifest itself.
+    """
+
+    format: str = FORMAT
+    version: int = VERSION
+    written_by: str
+    step: int
+    consumed_samples: int
+    world_size: int
+    parallel: dict[str, int]
+    family: str
+    aoa: dict[str, list[str]]
+    files: list[FileReceipt]
+
+
+class _Sealed(Manifest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is on disk: the manifest with a checksum of itself, xxh3_128 of its encoding with sorted keys."""
+
+    seal: str
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """The fields that say whether the rest can be understood."""
+
+    format: str
+    version: int
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and validate the manifest of a checkpoint.
+
+    Args:
+        directory: ``checkpoint-N``.
+
+    Raises:
+        NotACheckpoint: there is no such directory or no manifest in it.
+        FormatError: another format or version, a field of the wrong type, a path or link that leaves the directory.
+        Corrupt: the manifest does not match its own checksum.
+        StorageError: the operating system refused to read it.
+    """
+    path = directory / MANIFEST_NAME
+    if not os.path.lexists(path):
+        raise NotACheckpoint(
+            f"{directory} is not a finished checkpoint: it has no {MANIFEST_NAME}.",
+            where=str(directory),
+            next_step="Choose a finished checkpoint; the manifest is written last, so this one may be half-written.",
+        )
+    raw = read_file(path)
+    _check_head(path, raw)
+    sealed = _decode(path, raw)
+    manifest = Manifest(**{field: getattr(sealed, field) for field in Manifest.__struct_fields__})
+    if sealed.seal != _seal(manifest):
+        raise Corrupt(
+            f"{path} does not match its own checksum.",
+            where=str(path),
+            evidence=[f"recorded {sealed.seal}, computed {_seal(manifest)}"],
+            next_step="The manifest was damaged or edited. Restore it or use another checkpoint.",
+        )
+    faults = [*_faults(manifest), *_escapes(directory, manifest).values()]
+    if faults:
+        raise FormatError(f"{path} describes files that cannot be.", where=str(path), evidence=faults)
+    return manifest
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest of a checkpoint, in one step and synced: it is there as a whole or not at all.
+
+    Raises:
+        FormatError: the manifest could not be read back: a path that leaves the directory, a file listed twice, ...
+        StorageError: the operating system refused.
+    """
+    path = directory / MANIFEST_NAME
+    values = {field: getattr(manifest, field) for field in Manifest.__struct_fields__}
+    raw = msgspec.json.encode(_Sealed(**values, seal=_seal(manifest)))
+    _check_head(path, raw)
+    faults = _faults(_decode(path, raw))
+    if faults:
+        raise FormatError(f"{path} would describe files that cannot be.", where=str(path), evidence=faults)
+    partial = directory / _PARTIAL_NAME
+    remove_file(partial)
+    write_file(partial, msgspec.json.format(raw, indent=1) + b"\n")
+    rename(partial, path)
+    fsync_directory(directory)
+
+
+def verify_files(directory: Path, manifest: Manifest, level: str, *, threads: int = 4) -> None:
+    """Check the files of a checkpoint against its manifest.
+
+    Args:
+        directory: ``checkpoint-N``.
+        manifest: as read from it.
+        level: ``"off"`` checks nothing; ``"size"`` that every file is there, inside the directory and of its size, and
+            that no other safetensors file lies beside them; ``"full"`` also reads every byte and compares checksums.
+        threads: how many threads read and hash under ``"full"``.
+
+    Raises:
+        Corrupt: with every fault of the checkpoint as evidence.
+        OptionError: the level is unknown.
+        StorageError: the operating system refused to look.
+    """
+    if level not in LEVELS:
+        raise OptionError(f"The verification level {level!r} is unknown.", evidence=[f"known: {', '.join(LEVELS)}"])
+    if level == "off":
+        return
+    faulty = _file_faults(directory, manifest)
+    faults = [*faulty.values(), *_extra_files(directory, manifest)]
+    if level == "full":
+        faults += _content_faults(directory, [one for one in manifest.files if one.path not in faulty], threads)
+    if faults:
+        raise Corrupt(
+            f"{directory} is damaged: {len(faults)} {'fault' if len(faults) == 1 else 'faults'} found.",
+            where=str(directory),
+            evidence=faults,
+            next_step="Restore these files or use another checkpoint.",
+        )
+
+
+def newest_checkpoint(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest checkpoint that can be resumed from.
+
+    Candidates are ``checkpoint-N`` by falling N. One is taken if its manifest can be read and its files have the right
+    sizes. A crash while a checkpoint was replaced by a newer save of the same step can leave it under a hidden name
+    (see ``commit``); then that directory is returned. Nothing is changed on disk.
+
+    Args:
+        output_dir: where the checkpoints are; it need not exist.
+
+    Returns:
+        The path, or None; and every newer candidate that was passed over, with the reason.
+
+    Raises:
+        StorageError: the operating system refused to look. Falling back to an older checkpoint because of a passing
+            fault of the network would be worse than stopping.
+    """
+    skipped: list[tuple[Path, str]] = []
+    for candidate in _candidates(output_dir):
+        try:
+            verify_files(candidate, read_manifest(candidate), "size")
+        except CheckpointError as error:
+            skipped.append((candidate, "; ".join([error.what, *error.evidence])))
+        else:
+            return candidate, skipped
+    return None, skipped
+
+
+def _candidates(output_dir: Path) -> list[Path]:
+    """Highest step first; for one step the directory with the plain name first."""
+    ranked: list[tuple[int, int, str, Path]] = []
+    for path in list_directory(output_dir):
+        beside = parse_beside(path)
+        aside = beside is not None and beside[1] == ASIDE
+        step = parse_step(beside[0] if beside is not None and aside else path)
+        if step is not None and path.is_dir():
+            ranked.append((-step, int(aside), path.name, path))
+    return [path for *_, path in sorted(ranked)]
+
+
+def _seal(manifest: Manifest) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest, order="sorted"))
+
+
+def _check_head(path: Path, raw: bytes) -> None:
+    try:
+        head = msgspec.json.decode(raw, type=_Head)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path} is not a manifest: {error}.", where=str(path)) from error
+    if head.format != FORMAT or head.version != VERSION:
+        raise FormatError(
+            f"{path} has the format {head.format!r} version {head.version}, which cannot be read here.",
+            where=str(path),
+            evidence=[f"can be read: {FORMAT!r} version {VERSION}"],
+            next_step="Use the version of paddleformers_fc that wrote it, or a newer one.",
+        )
+
+
+def _decode(path: Path, raw: bytes) -> _Sealed:
+    try:
+        return msgspec.json.decode(raw, type=_Sealed)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path} is not a valid manifest: {error}.", where=str(path)) from error
+
+
+def _faults(manifest: Manifest) -> list[str]:
+    """What is wrong with the manifest on its own."""
+    faults: list[str] = []
+    for name in ("step", "consumed_samples", "world_size"):
+        if getattr(manifest, name) < 0:
+            faults.append(f"{name} is {getattr(manifest, name)}")
+    seen: set[str] = set()
+    for receipt in manifest.files:
+        faults.extend(f"{receipt.path!r} {fault}" for fault in _receipt_faults(receipt))
+        if receipt.path in seen:
+            faults.append(f"{receipt.path!r} is listed twice")
+        seen.add(receipt.path)
+    return faults
+
+
+def _receipt_faults(receipt: FileReceipt) -> Iterator[str]:
+    if not _is_plain(receipt.path):
+        yield "is not a plain relative path"
+    if receipt.path in _RESERVED:
+        yield "is a name that the format keeps for itself"
+    if receipt.size < 0 or receipt.block_bytes < 1:
+        yield f"has the size {receipt.size} in blocks of {receipt.block_bytes} bytes"
+    elif len(receipt.blocks) != -(-receipt.size // receipt.block_bytes):
+        yield f"has {len(receipt.blocks)} block checksums for {receipt.size} bytes in blocks of {receipt.block_bytes}"
+    if not _is_hex(receipt.digest, 32) or not all(_is_hex(block, 16) for block in receipt.blocks):
+        yield "has a checksum that is not of the right form"
+
+
+def _is_plain(path: str) -> bool:
+    parts = path.split("/")
+    return "\0" not in path and "\\" not in path and all(part not in ("", ".", "..") for part in parts)
+
+
+def _is_hex(text: str, length: int) -> bool:
+    return len(text) == length and set(text) <= set("0123456789abcdef")
+
+
+def _escapes(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """The fault of every file that a link leads out of the directory, by path."""
+    root = os.path.realpath(directory)
+    parents = {PurePosixPath(receipt.path).parent for receipt in manifest.files}
+    outside = {parent for parent in parents if not _is_within(root, os.path.realpath(directory / parent))}
+    return {
+        receipt.path: f"{receipt.path} is reached through a link that leaves the checkpoint"
+        for receipt in manifest.files
+        if PurePosixPath(receipt.path).parent in outside or _link_leaves(root, directory / receipt.path)
+    }
+
+
+def _link_leaves(root: str, path: Path) -> bool:
+    return path.is_symlink() and not _is_within(root, os.path.realpath(path))
+
+
+def _is_within(root: str, path: str) -> bool:
+    return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+def _file_faults(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """The fault of every file that can be seen without reading it, by path."""
+    faults = _escapes(directory, manifest)
+    for receipt in manifest.files:
+        fault = _file_fault(directory / receipt.path, receipt.size)
+        if fault and receipt.path not in faults:
+            faults[receipt.path] = f"{receipt.path} {fault}"
+    return faults
+
+
+def _file_fault(path: Path, size: int) -> str:
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    except OSError as error:
+        raise refused("look at", path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        return "is not a regular file"
+    if status.st_size < size:
+        return f"is truncated: {status.st_size} of {size} bytes"
+    if status.st_size > size:
+        return f"is too long: {status.st_size} bytes instead of {size}"
+    return ""
+
+
+def _extra_files(directory: Path, manifest: Manifest) -> list[str]:
+    """Tensor files that nobody lists: left by another save, they would be taken for part of this one."""
+    listed = {receipt.path for receipt in manifest.files}
+    found = [path for role in _ROLES for path in list_directory(directory / role) if path.suffix == ".safetensors"]
+    names = [path.relative_to(directory).as_posix() for path in found]
+    return [
+        f"{name} does not belong to this checkpoint: the manifest does not list it"
+        for name in names
+        if name not in listed
+    ]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Some successive blocks of one file: what one thread hashes at a time."""
+
+    receipt: FileReceipt
+    first: int
+    count: int
+
+
+def _spans(receipts: Sequence[FileReceipt]) -> Iterator[_Span]:
+    for receipt in receipts:
+        count = max(1, _SPAN_BYTES // receipt.block_bytes)
+        for first in range(0, len(receipt.blocks), count):
+            yield _Span(receipt, first, min(count, len(receipt.blocks) - first))
+
+
+def _content_faults(directory: Path, receipts: Sequence[FileReceipt], threads: int) -> list[str]:
+    """One line per file whose bytes are not those that were written, or that cannot be read to the end."""
+    bad: dict[str, list[int]] = {receipt.path: [] for receipt in receipts}
+    unreadable: dict[str, str] = {}
+    with RangeReader() as reader:
+        check = _SpanCheck(directory, reader)
+        # A file system can hold more spans than there is memory for futures, so threads draw from one iterator.
+        spans, lock = _spans(receipts), threading.Lock()
+
+        def work() -> None:
+            buffer = memoryview(bytearray(_READ_BYTES))
+            while True:
+                with lock:
+                    span = next(spans, None)
+                if span is None:
+                    return
+                try:
+                    blocks = check.differing(span, buffer)
+                except FlexError as error:
+                    with lock:
+                        unreadable[span.receipt.path] = error.what
+                else:
+                    with lock:
+                        bad[span.receipt.path].extend(blocks)
+
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            for done in [pool.submit(work) for _ in range(max(1, threads))]:
+                done.result()
+    by_path = {receipt.path: receipt for receipt in receipts}
+    differing = [_block_line(by_path[path], sorted(blocks)) for path, blocks in bad.items() if blocks]
+    return differing + [f"{path} cannot be read to the end: {what}" for path, what in sorted(unreadable.items())]
+
+
+@dataclass(frozen=True)
+class _SpanCheck:
+    """Recomputes block checksums of files below ``directory``."""
+
+    directory: Path
+    reader: RangeReader
+
+    def differing(self, span: _Span, buffer: memoryview) -> list[int]:
+        """Numbers of the blocks of ``span`` whose checksum is not the recorded one; ``buffer`` is scratch memory."""
+        numbers = range(span.first, span.first + span.count)
+        return [one for one in numbers if self._block(span.receipt, one, buffer) != span.receipt.blocks[one]]
+
+    def _block(self, receipt: FileReceipt, number: int, buffer: memoryview) -> str:
+        position = number * receipt.block_bytes
+        end = min(position + receipt.block_bytes, receipt.size)
+        state = xxhash.xxh3_64()
+        while position < end:
+            chunk = buffer[: min(len(buffer), end - position)]
+            self.reader.read_into(self.directory / receipt.path, position, chunk)
+            state.update(chunk)
+            position += len(chunk)
+        return state.hexdigest()
+
+
+def _block_line(receipt: FileReceipt, blocks: list[int]) -> str:
+    shown = [f"block {number} (from byte {number * receipt.block_bytes})" for number in blocks[:4]]
+    more = [f"{len(blocks) - 4} more"] if len(blocks) > 4 else []
+    return (
+        f"{receipt.path} does not match its checksum in {len(blocks)} of {len(receipt.blocks)} blocks: "
+        f"{', '.join(shown + more)}"
+    )

@@ -1,0 +1,48 @@
+"""How the directories beside a checkpoint are called.
+
+====================================  =================================================================================
+``checkpoint-500``                    what everybody reads; 500 is the step
+``.checkpoint-500.unfinished-TOKEN``  being written, or left by a process that died
+``.checkpoint-500.aside-TOKEN``       complete, and on its way into or out of the name ``checkpoint-500``
+``.checkpoint-500.removed-TOKEN``     being deleted
+``kept-TOKEN.checkpoint-500``         somebody else's files that were found under the name; never deleted here
+====================================  =================================================================================
+
+The first three begin with a dot and the last one with another word, so that nothing which looks for ``checkpoint-*``
+(people, the Trainer's rotation) takes them for checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+UNFINISHED = "unfinished"
+ASIDE = "aside"
+REMOVED = "removed"
+
+_CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
+_BESIDE = re.compile(rf"\.(.+)\.({UNFINISHED}|{ASIDE}|{REMOVED})-[0-9a-f]+", re.DOTALL)
+
+
+def beside(target: Path, state: str) -> Path:
+    """A fresh name next to ``target`` for a directory in one of the three hidden states."""
+    return target.with_name(f".{target.name}.{state}-{secrets.token_hex(6)}")
+
+
+def kept(target: Path) -> Path:
+    """A fresh name next to ``target`` for files that were there before and are not ours."""
+    return target.with_name(f"kept-{secrets.token_hex(6)}.{target.name}")
+
+
+def parse_beside(path: Path) -> tuple[Path, str] | None:
+    """``(target, state)`` of a directory in one of the hidden states; None for any other name."""
+    match = _BESIDE.fullmatch(path.name)
+    return (path.with_name(match[1]), match[2]) if match else None
+
+
+def parse_step(path: Path) -> int | None:
+    """The step of a directory called ``checkpoint-N``; None for any other name."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    return int(match[1]) if match else None

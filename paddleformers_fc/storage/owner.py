@@ -1,0 +1,114 @@
+"""Which process an unfinished directory belongs to, and whether that process still lives.
+
+A directory left by a crash should be cleaned away by the next save; one that another job is writing right now must not
+be. So the first file in every unfinished directory says which process made it. A process number alone does not do: it
+is reused, and means nothing on another machine or in another container. The record therefore also holds the machine's
+boot id, the process-number namespace and the process's start time. Where these do not allow a proof that the process is
+gone, the answer is "unknown", and unknown counts as alive.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+from paddleformers_fc.errors import CheckpointError
+from paddleformers_fc.storage.files import fsync_directory, read_file, rename, write_file
+
+OWNER_NAME = ".owner.json"
+"""The record's name inside an unfinished directory."""
+
+PARTIAL_OWNER_NAME = OWNER_NAME + ".part"
+"""Its name while it is written."""
+
+
+class Life(enum.Enum):
+    """What is known of a process."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    UNKNOWN = "unknown"
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """A process, recognisable after it died.
+
+    Attributes:
+        host: host name, for the reader.
+        pid: process number in its namespace.
+        boot: the machine's boot id; differs between machines and between boots. Empty where there is none.
+        namespace: the process-number namespace (containers have their own). Empty where there is none.
+        started: start time in clock ticks since boot. Empty where there is none.
+    """
+
+    host: str
+    pid: int
+    boot: str
+    namespace: str
+    started: str
+
+
+def this_process() -> Owner:
+    """The process that runs this code."""
+    pid = os.getpid()
+    return Owner(socket.gethostname(), pid, _boot(), _namespace(), _started(pid))
+
+
+def write_owner(directory: Path) -> None:
+    """Record this process as the owner of ``directory``, in one step.
+
+    Raises:
+        StorageError: the record cannot be written; also if someone else deleted the directory meanwhile.
+    """
+    partial = directory / PARTIAL_OWNER_NAME
+    write_file(partial, msgspec.json.encode(this_process()) + b"\n")
+    rename(partial, directory / OWNER_NAME)
+    fsync_directory(directory)
+
+
+def read_owner(directory: Path) -> Owner | None:
+    """The owner recorded in ``directory``; None if there is no readable record."""
+    try:
+        return msgspec.json.decode(read_file(directory / OWNER_NAME), type=Owner)
+    except (CheckpointError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def life_of(owner: Owner) -> Life:
+    """Whether ``owner`` still runs, as far as this process can prove it."""
+    here = this_process()
+    if not owner.boot or owner.boot != here.boot or owner.namespace != here.namespace:
+        return Life.UNKNOWN
+    started = _started(owner.pid)
+    if not started:
+        return Life.DEAD
+    return Life.ALIVE if started == owner.started else Life.DEAD
+
+
+def _boot() -> str:
+    return _read("/proc/sys/kernel/random/boot_id").strip()
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    # The second field is the program's name in parentheses, which may hold spaces and parentheses itself.
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 else ""
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,147 @@
+"""Parallel reads of byte ranges into memory that the caller owns.
+
+A plan names byte ranges; threads fetch them with ``preadv``, which takes the offset along and needs no lock and no
+seek, straight into the tensor's memory. What this module adds is the handling of descriptors: a checkpoint of a
+thousand ranks has thousands of files, and a process may open only so many.
+
+Memory: none for data. At most ``max_open_files`` descriptors; the least recently used idle one is closed for the next,
+and a thread that finds all of them in use waits for one. Each thread holds one at a time, so waiting always ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from paddleformers_fc.errors import OptionError, StorageError
+from paddleformers_fc.storage.files import OpenFile, open_regular, read_into
+
+
+@dataclass
+class _Shared:
+    """One open file and the number of threads reading it now."""
+
+    file: OpenFile
+    users: int
+
+
+class RangeReader:
+    """Reads byte ranges of many files from many threads; a context manager that closes all files.
+
+    Args:
+        max_open_files: bound on descriptors held at once.
+
+    Raises:
+        OptionError: the bound is not positive.
+    """
+
+    def __init__(self, max_open_files: int = 128) -> None:
+        if max_open_files < 1:
+            raise OptionError(f"max_open_files is {max_open_files}; at least one file must be open to be read.")
+        self._limit = max_open_files
+        self._files: OrderedDict[Path, _Shared] = OrderedDict()
+        self._held = 0
+        self._closed = False
+        self._change = threading.Condition()
+
+    def read_into(self, path: Path, offset: int, buffer: Any) -> None:
+        """Fill ``buffer`` with the bytes of ``path`` from ``offset`` on.
+
+        Args:
+            path: the file.
+            offset: of the first byte, from the start of the file.
+            buffer: writable and C-contiguous: memoryview, bytearray or numpy array; its length says how much is read.
+
+        Raises:
+            Corrupt: the file is missing, or ends before the buffer is full.
+            FormatError: ``path`` is not a regular file, or the buffer is not one piece of writable memory.
+            StorageError: the operating system refused, or the reader is closed.
+        """
+        file = self._acquire(path)
+        try:
+            read_into(file, offset, buffer)
+        finally:
+            self._release(path)
+
+    def size(self, path: Path) -> int:
+        """Length of ``path`` in bytes when it was opened; errors as :meth:`read_into`."""
+        size = self._acquire(path).size
+        self._release(path)
+        return size
+
+    def close(self) -> None:
+        """Close all files; one that another thread is reading is closed when that read ends. Harmless when repeated."""
+        with self._change:
+            self._closed = True
+            for path in [path for path, shared in self._files.items() if shared.users == 0]:
+                self._drop(path)
+            self._change.notify_all()
+
+    def __enter__(self) -> RangeReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _acquire(self, path: Path) -> OpenFile:
+        with self._change:
+            while not self._make_room(path):
+                self._change.wait()
+            shared = self._files.get(path)
+            if shared is not None:
+                shared.users += 1
+                self._files.move_to_end(path)
+                return shared.file
+            self._held += 1
+        # Opening may take long on a network file system and must not stop the other threads.
+        try:
+            file = open_regular(path)
+        except BaseException:
+            with self._change:
+                self._held -= 1
+                self._change.notify()
+            raise
+        return self._admit(path, file)
+
+    def _admit(self, path: Path, file: OpenFile) -> OpenFile:
+        with self._change:
+            shared = self._files.get(path)
+            if shared is None:
+                self._files[path] = _Shared(file, users=1)
+                return file
+            # Another thread opened the same file in the meantime.
+            shared.users += 1
+            self._held -= 1
+            self._change.notify()
+        file.close()
+        return shared.file
+
+    def _release(self, path: Path) -> None:
+        with self._change:
+            shared = self._files[path]
+            shared.users -= 1
+            if shared.users == 0 and self._closed:
+                self._drop(path)
+            self._change.notify()
+
+    def _make_room(self, path: Path) -> bool:
+        """Whether ``path`` is open already or may be opened now; an idle file is closed if that takes it."""
+        if self._closed:
+            raise StorageError(f"{path} was asked of a reader that is closed.", where=str(path))
+        if path in self._files or self._held < self._limit:
+            return True
+        idle = next((one for one, shared in self._files.items() if shared.users == 0), None)
+        if idle is None:
+            return False
+        self._drop(idle)
+        return True
+
+    def _drop(self, path: Path) -> None:
+        self._held -= 1
+        self._files.pop(path).file.close()

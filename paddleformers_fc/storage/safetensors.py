@@ -1,0 +1,358 @@
+"""A validating header reader and a streaming writer for the safetensors format.
+
+The file: 8 bytes of little-endian header length, a JSON object, the tensors' bytes. This module never touches the
+tensors' bytes when it reads: it returns where they are, and ``ranges`` reads them. Everything the header claims is
+checked before it is returned, at least as strictly as the safetensors library does, because a wrong claim accepted
+here would become wrong numbers in somebody's model. What follows from the checks: every tensor lies inside the file,
+no two overlap, no byte is unaccounted for, and no name is there twice.
+
+The writer takes names, dtypes and shapes first and the bytes afterwards, in the declared order, straight from the
+caller's memory. The tensors start at a multiple of 64 bytes, so that the first is aligned for any dtype and for vector
+loads; the format wants no gaps between tensors, so a caller that declares wide dtypes first keeps all of them aligned.
+
+Memory: the header (at most 100 MB, as in the library, about ten times that while it is parsed). Time: linear in the
+header for reading, one pass over the bytes for writing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from paddleformers_fc.errors import Corrupt, FormatError
+from paddleformers_fc.storage.dtypes import CODES, item_size
+from paddleformers_fc.storage.files import FileWriter, byte_view, open_regular, read_range
+from paddleformers_fc.storage.receipts import DEFAULT_BLOCK_BYTES, FileReceipt
+
+MAX_HEADER_BYTES = 100_000_000
+"""The longest header that is read or written, in bytes; the safetensors library has the same bound."""
+
+METADATA_KEY = "__metadata__"
+"""The one header key that is not a tensor."""
+
+_LENGTH_BYTES = 8
+_ALIGNMENT = 64
+_MAX_COUNT = 2**64 - 1
+_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor is.
+
+    Attributes:
+        dtype: safetensors code, ``"F32"``, ``"BF16"``, ...
+        shape: extents, outermost first; ``()`` for a scalar.
+        begin: offset of the first byte, from the start of the *file*.
+        end: offset behind the last byte, from the start of the *file*.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """All that a safetensors file says about itself.
+
+    Attributes:
+        tensors: every tensor by name, in the order of their bytes.
+        metadata: the free text map, empty if the file has none.
+        file_size: length of the file in bytes.
+    """
+
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    file_size: int
+
+
+def read_header(path: Path) -> Header:
+    """Read and validate the header of a safetensors file.
+
+    Args:
+        path: the file; a link is followed.
+
+    Raises:
+        Corrupt: the file is missing, truncated, or longer than its header says.
+        FormatError: the header does not follow the format; the message names the file and the tensor.
+        StorageError: the operating system refused to open or read it.
+    """
+    with open_regular(path) as file:
+        if file.size < _LENGTH_BYTES:
+            raise Corrupt(
+                f"{path} is truncated: {file.size} bytes cannot hold a safetensors header.",
+                where=str(path),
+                next_step=_RESTORE,
+            )
+        (length,) = struct.unpack("<Q", read_range(file, 0, _LENGTH_BYTES))
+        if length > MAX_HEADER_BYTES:
+            _reject(path, f"its header claims {length} bytes, and at most {MAX_HEADER_BYTES} are allowed")
+        data_begin = _LENGTH_BYTES + length
+        if data_begin > file.size:
+            raise Corrupt(
+                f"{path} is truncated inside its header.",
+                where=str(path),
+                evidence=[f"header ends at byte {data_begin}, file ends at byte {file.size}"],
+                next_step=_RESTORE,
+            )
+        return _parse(path, read_range(file, _LENGTH_BYTES, length), data_begin, file.size)
+
+
+class SafetensorsWriter:
+    """Writes one safetensors file, tensor by tensor.
+
+    The file is created and its header written at once; it is complete and synced when :meth:`close` has returned. Used
+    as a context manager it is closed at the end of the block; if the block raises, the descriptor is closed and the
+    incomplete file is left as it is.
+
+    Args:
+        path: the file; it must not exist. A missing directory between ``root`` and the file is created.
+        entries: ``(name, dtype code, shape)`` of every tensor, in the order they will be written.
+        metadata: the free text map of the header; empty for none.
+        root: the directory that the receipt's path is relative to. Without it the receipt holds the bare file name.
+        block_bytes: length of a checksum block in bytes.
+
+    Raises:
+        FormatError: a name twice, an unknown dtype, an impossible shape, a header over 100 MB; nothing was created.
+        StorageError: the file exists or cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        entries: Sequence[tuple[str, str, Sequence[int]]],
+        metadata: dict[str, str],
+        *,
+        root: Path | None = None,
+        block_bytes: int = DEFAULT_BLOCK_BYTES,
+    ) -> None:
+        self._path = path
+        header, self._sizes = _render(path, entries, metadata)
+        self._names = [name for name, _, _ in entries]
+        self._next = 0
+        self._file = FileWriter(path, root=root, block_bytes=block_bytes)
+        try:
+            self._file.write(header)
+        except BaseException:
+            self._file.abandon()
+            raise
+
+    def write(self, key: str, buffer: Any) -> None:
+        """Write all bytes of the next tensor.
+
+        Args:
+            key: its name; it must be the next one declared.
+            buffer: its bytes, little-endian and C-contiguous: memoryview, bytes or numpy array. The dtype of an array
+                is not compared: bfloat16 may come as uint16.
+
+        Raises:
+            FormatError: another tensor is due, or the byte count is not that of the declared dtype and shape.
+            StorageError: the operating system refused.
+        """
+        if self._next == len(self._names):
+            _reject_write(self._path, f"{key!r} was written after the last declared tensor")
+        due = self._names[self._next]
+        if key != due:
+            _reject_write(self._path, f"{key!r} was written where {due!r} is due")
+        view = byte_view(buffer)
+        if view.nbytes != self._sizes[self._next]:
+            _reject_write(self._path, f"{key!r} was given {view.nbytes} bytes and needs {self._sizes[self._next]}")
+        self._next += 1
+        self._file.write(view)
+
+    def close(self) -> FileReceipt:
+        """Sync and close the complete file; its receipt. A second call returns the same receipt.
+
+        Raises:
+            FormatError: not every declared tensor was written.
+            StorageError: the operating system refused to sync.
+        """
+        if self._next < len(self._names):
+            self._file.abandon()
+            missing = self._names[self._next :]
+            fault = f"{len(missing)} of {len(self._names)} tensors were not given, {missing[0]!r} first"
+            _reject_write(self._path, fault)
+        return self._file.close()
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.abandon()
+
+
+_RESTORE = "Restore the file from its source, or use another checkpoint."
+
+
+def _reject(path: Path, fault: str) -> NoReturn:
+    raise FormatError(
+        f"{path} is not a valid safetensors file: {fault}.",
+        where=str(path),
+        next_step="Fetch or save the file again; nothing of it was read.",
+    )
+
+
+def _reject_write(path: Path, fault: str) -> NoReturn:
+    raise FormatError(f"{path} cannot be written: {fault}.", where=str(path))
+
+
+def _parse(path: Path, raw: bytes, data_begin: int, file_size: int) -> Header:
+    document = _decode(path, raw)
+    metadata = _metadata(path, document.pop(METADATA_KEY, {}))
+    entries = {name: _entry(path, name, claim, data_begin) for name, claim in document.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+    end = _check_cover(path, ordered, data_begin)
+    if end != file_size:
+        fault = "truncated" if end > file_size else "longer than its header says"
+        raise Corrupt(
+            f"{path} is {fault}.",
+            where=str(path),
+            evidence=[f"the header describes {end} bytes, the file has {file_size}", *_cut_tensors(ordered, file_size)],
+            next_step=_RESTORE,
+        )
+    return Header(ordered, metadata, file_size)
+
+
+def _decode(path: Path, raw: bytes) -> dict[str, Any]:
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+            _reject(path, f"its header has the key {twice!r} twice")
+        return found
+
+    def constant(text: str) -> NoReturn:
+        _reject(path, f"its header holds {text}, which is not JSON")
+
+    if not raw.startswith(b"{"):
+        _reject(path, "its header does not start with '{'")
+    try:
+        document = json.loads(raw.decode("utf-8"), object_pairs_hook=object_of, parse_constant=constant)
+    except UnicodeDecodeError as error:
+        _reject(path, f"its header is not UTF-8 ({error.reason} at byte {_LENGTH_BYTES + error.start})")
+    except RecursionError:
+        _reject(path, "its header is nested too deeply")
+    except ValueError as error:
+        _reject(path, f"its header is not JSON ({error})")
+    if not isinstance(document, dict):
+        _reject(path, "its header is not a JSON object")
+    return document
+
+
+def _metadata(path: Path, claim: Any) -> dict[str, str]:
+    if not isinstance(claim, dict):
+        _reject(path, f"{METADATA_KEY} is not an object")
+    for key, value in claim.items():
+        if not isinstance(value, str):
+            _reject(path, f"{METADATA_KEY}[{key!r}] is not a string")
+        _check_text(path, key)
+        _check_text(path, value)
+    return claim
+
+
+def _entry(path: Path, name: str, claim: Any, data_begin: int) -> TensorEntry:
+    _check_text(path, name)
+    if not isinstance(claim, dict) or claim.keys() != _FIELDS:
+        _reject(path, f"tensor {name!r} does not have exactly the fields {', '.join(sorted(_FIELDS))}")
+    dtype, shape, offsets = claim["dtype"], claim["shape"], claim["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in CODES:
+        _reject(path, f"tensor {name!r} has the dtype {dtype!r}; known are {', '.join(sorted(CODES))}")
+    if not isinstance(shape, list) or not all(_is_count(extent) for extent in shape):
+        _reject(path, f"tensor {name!r} has a shape that is not a list of integers from 0 to 2^64-1")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
+        _reject(path, f"tensor {name!r} has data_offsets that are not two integers from 0 to 2^64-1")
+    begin, end = offsets
+    size = _byte_count(path, name, dtype, shape)
+    if end - begin != size:
+        _reject(
+            path,
+            f"tensor {name!r} takes the bytes {begin} to {end}, but {dtype} of shape {_short(shape)} has {size} bytes",
+        )
+    return TensorEntry(dtype, tuple(shape), data_begin + begin, data_begin + end)
+
+
+def _is_count(value: Any) -> bool:
+    # bool is an int to Python, but not to JSON.
+    return type(value) is int and 0 <= value <= _MAX_COUNT
+
+
+def _byte_count(path: Path, name: str, dtype: str, shape: Sequence[int]) -> int:
+    size = item_size(dtype)
+    for extent in shape:
+        size *= extent
+        # Stopping here keeps a long list of huge extents from becoming a huge multiplication; a later extent of zero
+        # does not excuse it, as it does not in the library.
+        if size > _MAX_COUNT:
+            _reject(path, f"tensor {name!r} of shape {_short(shape)} has more bytes than can be counted")
+    return size
+
+
+def _check_cover(path: Path, ordered: dict[str, TensorEntry], data_begin: int) -> int:
+    position, previous = data_begin, ""
+    for name, entry in ordered.items():
+        if entry.begin != position:
+            relation = "overlaps" if entry.begin < position else "leaves a gap behind"
+            what = repr(previous) if previous else "the header"
+            _reject(path, f"tensor {name!r} {relation} {what} (begins at byte {entry.begin}, {position} is due)")
+        position, previous = entry.end, name
+    return position
+
+
+def _cut_tensors(ordered: dict[str, TensorEntry], file_size: int) -> list[str]:
+    cut = [name for name, entry in ordered.items() if entry.end > file_size]
+    return [f"{len(cut)} tensors are cut off, {cut[0]!r} first"] if cut else []
+
+
+def _check_text(path: Path, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        _reject(path, f"its header holds {text!r}, which is not Unicode text")
+
+
+def _short(shape: Sequence[int]) -> str:
+    listed = ", ".join(str(extent) for extent in shape[:8])
+    return f"[{listed}{', ...' if len(shape) > 8 else ''}]"
+
+
+def _render(
+    path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]
+) -> tuple[bytes, list[int]]:
+    """The header's bytes, length field and padding included, and every tensor's size in bytes."""
+    document: dict[str, Any] = {METADATA_KEY: _metadata(path, metadata)} if metadata else {}
+    sizes: list[int] = []
+    position = 0
+    for name, dtype, shape in entries:
+        if name in document or name == METADATA_KEY:
+            _reject_write(path, f"the tensor name {name!r} is taken")
+        _check_text(path, name)
+        if any(extent < 0 for extent in shape):
+            _reject_write(path, f"{name!r} has the shape {_short(shape)}")
+        size = item_size(dtype) * math.prod(int(extent) for extent in shape)
+        document[name] = {
+            "dtype": dtype,
+            "shape": [int(extent) for extent in shape],
+            "data_offsets": [position, position + size],
+        }
+        sizes.append(size)
+        position += size
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    padding = -(_LENGTH_BYTES + len(text)) % _ALIGNMENT
+    length = len(text) + padding
+    if length > MAX_HEADER_BYTES:
+        _reject_write(path, f"its header would have {length} bytes, and at most {MAX_HEADER_BYTES} can be read back")
+    return struct.pack("<Q", length) + text + b" " * padding, sizes
