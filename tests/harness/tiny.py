@@ -10,6 +10,7 @@ The functions below :class:`Layout` import Paddle and run inside rank processes;
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -184,11 +185,73 @@ def build(model_type: str, layout: Layout | Mapping[str, Any], args: Any, **over
     model_config.max_sequence_length = model_config.seq_length = SEQUENCE
     model_config._attn_implementation = "sdpa"
     if layout.ep > 1:
-        model_config.moe_group = "ep"
+        model_config.moe_group = "world"
     stem = {"llama": "LlamaForCausalLM", "ernie4_5_moe": "Ernie4_5_MoeForCausalLM"}[model_type]
     kind = getattr(transformers, f"{stem}Pipe" if layout.pp > 1 else stem)
-    dtype = "bfloat16" if layout.bf16 else "float32"
-    return kind.from_config(model_config, dtype=dtype)
+    model = kind.from_config(model_config, dtype="bfloat16" if layout.bf16 else "float32")
+    initialise(model, layout.tp, args.tensor_parallel_rank)
+    return model
+
+
+def weight(name: str, shape: Sequence[int]) -> Any:
+    """The initial value of a canonical weight: float32, a function of its name and shape alone.
+
+    Args:
+        name: as in the open weights, e.g. ``model.layers.0.self_attn.q_proj.weight``.
+        shape: as Paddle stores it, ``[in, out]`` for a linear layer.
+    """
+    import numpy as np
+
+    noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape)).astype("float32") * 0.05
+    return 1 + noise if len(shape) == 1 else noise
+
+
+def fused_parts(key: str, columns: int, model_config: Any) -> list[tuple[str, int]]:
+    """The canonical weights that a model's weight holds side by side along its last axis, each with its columns.
+
+    Args:
+        key: the weight's name in the model.
+        columns: its size along the last axis, over all tensor parallel ranks.
+
+    Returns:
+        One entry, the weight itself, when nothing is fused.
+    """
+    if ".qkv_proj." in key:
+        heads = [model_config.num_attention_heads] + [model_config.num_key_value_heads] * 2
+        size = columns // sum(heads)
+        return [(key.replace("qkv_proj", f"{part}_proj"), size * n) for part, n in zip("qkv", heads)]
+    if ".up_gate_proj." in key:
+        return [(key.replace("up_gate_proj", f"{part}_proj"), columns // 2) for part in ("gate", "up")]
+    return [(key, columns)]
+
+
+def initialise(model: Any, tp: int, tp_rank: int) -> None:
+    """Give every weight of a model its value by :func:`weight`, whatever part of it this rank holds.
+
+    A fused weight that is split over tensor parallel ranks holds, on each rank, that rank's part of each of its parts.
+    """
+    import numpy as np
+
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    for key, shard in model.sharded_state_dict().items():
+        name = "model.embed_tokens.weight" if tied and key == "lm_head.weight" else key
+        *rows, columns = shard.global_shape
+        parts = fused_parts(name, columns, model.config)
+        wholes = [weight(part, [*rows, size]) for part, size in parts]
+        if len(wholes) > 1 and list(shard.local_shape) != list(shard.global_shape):
+            value = np.concatenate([np.split(whole, tp, axis=-1)[tp_rank] for whole in wholes], axis=-1)
+        else:
+            box = tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape))
+            value = np.concatenate(wholes, axis=-1)[box]
+        tensor = shard.local_tensor
+        tensor.set_value(to_paddle(value).astype(tensor.dtype))
+
+
+def to_paddle(array: Any) -> Any:
+    """A tensor with the array's elements."""
+    import paddle
+
+    return paddle.to_tensor(array)
 
 
 class Samples:
@@ -198,7 +261,7 @@ class Samples:
         extra: tokens beyond :data:`SEQUENCE`, for multi-token prediction.
     """
 
-    def __init__(self, extra: int = 0, packed: bool = False) -> None:
+    def __init__(self, extra: int = 0) -> None:
         self._extra = extra
 
     def __len__(self) -> int:
