@@ -81,7 +81,7 @@ def route(block: Any, tokens: Any) -> tuple[Any, Any, Any]:
     chosen = paddle.topk(preference, block.k, axis=-1)[1]
     weights = probabilities * F.one_hot(chosen, probabilities.shape[-1]).sum(1)
     weights = weights / weights.sum(-1, keepdim=True).clip(min=1e-12)
-    balance = (probabilities.mean(0) ** 2).sum() * 0.01
+    balance = (probabilities.mean(0) ** 2).sum() * block.config.router_aux_loss_coef
     return weights, balance, logits
 
 

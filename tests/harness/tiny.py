@@ -68,7 +68,7 @@ SD2V2 = Layout("sd2v2", nproc=2, sharding=2, split_param=True)
 SD2S2 = Layout("sd2stage2", nproc=2, sharding=2, stage=2)
 SD2S3 = Layout("sd2stage3", nproc=2, sharding=2, stage=3)
 PP4VPP2 = Layout("pp4vpp2", nproc=4, pp=4, vpp=2)
-EP2 = Layout("ep2", nproc=2, sharding=2, ep=2)
+EP2 = Layout("ep2", nproc=2, sharding=2, split_param=True, ep=2)
 
 
 def layout_from(layout: Layout | Mapping[str, Any]) -> Layout:
@@ -154,6 +154,8 @@ def config(model_type: str, **overrides: Any) -> Any:
             "moe_layer_interval": 1,
             "moe_num_shared_experts": 1,
             "moe_use_aux_free": False,
+            # The balance loss is a square of a mean over the tokens that a rank sees, so it depends on the layout.
+            "router_aux_loss_coef": 0.0,
             "moe_group": "dummy",
             "num_nextn_predict_layers": 0,
         }
@@ -189,7 +191,7 @@ def build(model_type: str, layout: Layout | Mapping[str, Any], args: Any, **over
     stem = {"llama": "LlamaForCausalLM", "ernie4_5_moe": "Ernie4_5_MoeForCausalLM"}[model_type]
     kind = getattr(transformers, f"{stem}Pipe" if layout.pp > 1 else stem)
     model = kind.from_config(model_config, dtype="bfloat16" if layout.bf16 else "float32")
-    initialise(model, layout.tp, args.tensor_parallel_rank)
+    initialise(model, layout.tp)
     return model
 
 
@@ -206,53 +208,52 @@ def weight(name: str, shape: Sequence[int]) -> Any:
     return 1 + noise if len(shape) == 1 else noise
 
 
-def fused_parts(key: str, columns: int, model_config: Any) -> list[tuple[str, int]]:
-    """The canonical weights that a model's weight holds side by side along its last axis, each with its columns.
+def model_weight(key: str, shape: Sequence[int], model_config: Any, tp: int = 1) -> Any:
+    """The initial value of a model's weight, whole, made of the canonical weights that it fuses.
 
     Args:
         key: the weight's name in the model.
-        columns: its size along the last axis, over all tensor parallel ranks.
+        shape: its global shape.
+        model_config: heads, and whether the embeddings are tied.
+        tp: number of tensor parallel ranks over which it is split, on which ``[gate | up]`` per rank depends.
 
     Returns:
-        One entry, the weight itself, when nothing is fused.
+        ``qkv_proj``: per key-value head its query heads, its key and its value. ``up_gate_proj``: per tensor parallel
+        rank that rank's columns of gate, then of up. Everything else is canonical itself.
     """
+    *rows, columns = shape
     if ".qkv_proj." in key:
-        heads = [model_config.num_attention_heads] + [model_config.num_key_value_heads] * 2
-        size = columns // sum(heads)
-        return [(key.replace("qkv_proj", f"{part}_proj"), size * n) for part, n in zip("qkv", heads)]
+        heads = {"q": model_config.num_attention_heads, "k": model_config.num_key_value_heads}
+        heads["v"] = heads["k"]
+        size = columns // sum(heads.values())
+        parts = [weight(key.replace("qkv_proj", f"{part}_proj"), [*rows, size * n]) for part, n in heads.items()]
+        return _interleaved(parts, heads["k"])
     if ".up_gate_proj." in key:
-        return [(key.replace("up_gate_proj", f"{part}_proj"), columns // 2) for part in ("gate", "up")]
-    return [(key, columns)]
+        parts = [weight(key.replace("up_gate_proj", f"{part}_proj"), [*rows, columns // 2]) for part in ("gate", "up")]
+        return _interleaved(parts, tp)
+    if key == "lm_head.weight" and model_config.tie_word_embeddings:
+        return weight("model.embed_tokens.weight", shape)
+    return weight(key, shape)
 
 
-def initialise(model: Any, tp: int, tp_rank: int) -> None:
-    """Give every weight of a model its value by :func:`weight`, whatever part of it this rank holds.
-
-    A fused weight that is split over tensor parallel ranks holds, on each rank, that rank's part of each of its parts.
-    """
+def _interleaved(parts: Sequence[Any], groups: int) -> Any:
+    """Every part cut into ``groups`` along the last axis; group by group, the parts of each."""
     import numpy as np
 
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    for key, shard in model.sharded_state_dict().items():
-        name = "model.embed_tokens.weight" if tied and key == "lm_head.weight" else key
-        *rows, columns = shard.global_shape
-        parts = fused_parts(name, columns, model.config)
-        wholes = [weight(part, [*rows, size]) for part, size in parts]
-        if len(wholes) > 1 and list(shard.local_shape) != list(shard.global_shape):
-            value = np.concatenate([np.split(whole, tp, axis=-1)[tp_rank] for whole in wholes], axis=-1)
-        else:
-            box = tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape))
-            value = np.concatenate(wholes, axis=-1)[box]
-        tensor = shard.local_tensor
-        tensor.set_value(to_paddle(value).astype(tensor.dtype))
+    cut = [np.split(part, groups, axis=-1) for part in parts]
+    return np.concatenate([piece for group in zip(*cut) for piece in group], axis=-1)
 
 
-def to_paddle(array: Any) -> Any:
-    """A tensor with the array's elements."""
+def initialise(model: Any, tp: int) -> None:
+    """Give every weight of a model its value by :func:`weight`, whatever part of it this rank holds."""
     import paddle
 
-    return paddle.to_tensor(array)
-
+    for key, shard in model.sharded_state_dict().items():
+        is_split = list(shard.local_shape) != list(shard.global_shape)
+        whole = model_weight(key, shard.global_shape, model.config, tp if is_split else 1)
+        box = tuple(slice(begin, begin + size) for begin, size in zip(shard.global_offset, shard.local_shape))
+        tensor = shard.local_tensor
+        tensor.set_value(paddle.to_tensor(whole[box]).astype(tensor.dtype))
 
 class Samples:
     """:data:`SAMPLES` arithmetic sequences over the vocabulary without token 0; the same on every rank.
