@@ -29,7 +29,6 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping, TensorSpec
 
-
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 

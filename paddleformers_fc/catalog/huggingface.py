@@ -1,0 +1,99 @@
+"""A directory of open weights: safetensors files in canonical names.
+
+``model.safetensors.index.json`` is the truth about which files count, where it exists: other safetensors files beside
+it are ignored, a listed file that is missing or lacks its tensor is an error. Without an index the directory must hold
+exactly ``model.safetensors``. Nothing is ever written into the directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from paddleformers_fc.catalog.stored import Catalog, gather_shards
+from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.dtypes import from_safetensors, item_size
+from paddleformers_fc.storage.files import read_file
+from paddleformers_fc.storage.safetensors import Header, read_header
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def open_huggingface(directory: Path) -> Catalog:
+    """The catalog of a directory of open weights.
+
+    Raises:
+        NotACheckpoint: neither an index nor ``model.safetensors``.
+        Corrupt: files or tensors that the index lists and the directory lacks; all of them.
+        FormatError: an index or header that does not follow its format.
+    """
+    files = _files(directory)
+    headers = {name: read_header(directory / name) for name in files}
+    faults = [
+        f"{tensor}: the index says {name}, which does not hold it"
+        for name, tensors in files.items()
+        for tensor in tensors
+        if tensor not in headers[name].tensors
+    ]
+    if faults:
+        raise Corrupt(
+            f"{len(faults)} tensors of the index are not in their files.",
+            where=str(directory / INDEX_NAME),
+            evidence=fold(faults),
+            next_step="Fetch the files again: the index and the files are not of one download.",
+        )
+    tensors, contradictions = gather_shards(_shards(files, headers))
+    if contradictions:
+        raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
+    return Catalog(directory, {MODEL_STATE: tensors})
+
+
+def _files(directory: Path) -> dict[str, list[str]]:
+    """File name -> tensors that count in it; an empty list stands for all of them."""
+    index = directory / INDEX_NAME
+    if index.exists():
+        return _indexed(index)
+    if (directory / SINGLE_NAME).exists():
+        return {SINGLE_NAME: []}
+    raise NotACheckpoint(
+        "The directory holds no open weights.",
+        where=str(directory),
+        evidence=[f"neither {INDEX_NAME} nor {SINGLE_NAME} is there"],
+        next_step="Name a directory that save_pretrained or the export verb wrote, or that was downloaded whole.",
+    )
+
+
+def _indexed(index: Path) -> dict[str, list[str]]:
+    try:
+        weight_map = json.loads(read_file(index))["weight_map"]
+        pairs = [(str(tensor), str(name)) for tensor, name in weight_map.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError("The index is malformed.", where=str(index), evidence=[repr(error)]) from error
+    files: dict[str, list[str]] = {}
+    for tensor, name in pairs:
+        if PurePosixPath(name).name != name or name in (".", ".."):
+            raise FormatError("The index names a file outside its directory.", where=str(index), evidence=[name])
+        files.setdefault(name, []).append(tensor)
+    missing = sorted(name for name in files if not (index.parent / name).is_file())
+    if missing:
+        raise Corrupt(
+            f"{len(missing)} files of the index are missing.",
+            where=str(index),
+            evidence=missing,
+            next_step="Fetch the missing files; nothing was loaded.",
+        )
+    return files
+
+
+def _shards(files: dict[str, list[str]], headers: dict[str, Header]) -> Iterator[tuple[Shard, str, int, int]]:
+    for name, tensors in files.items():
+        for tensor in tensors or headers[name].tensors:
+            entry = headers[name].tensors[tensor]
+            shard = Shard(tensor, from_safetensors(entry.dtype), entry.shape, whole(entry.shape))
+            yield shard, name, entry.begin, item_size(entry.dtype)

@@ -1,0 +1,137 @@
+"""How ranks talk about a save or load: bytes to everyone, and one agreed outcome.
+
+A :class:`Channel` has one operation, ``exchange``: every rank gives bytes and gets every rank's bytes. Nothing that
+travels is a pickle. :func:`agree` runs a piece of work on every rank and lets them all go on, or lets all raise the
+same error; no rank is left waiting in a collective for one that failed.
+
+Cost of one exchange: two all-gathers, of the lengths and of the padded payloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from paddleformers_fc.errors import FlexError, PeerError, from_wire
+
+
+class Channel(Protocol):
+    """Every rank's way to every other."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, by rank. Every rank must call."""
+
+
+class _Outcome(msgspec.Struct):
+    """One rank's result, or its error in wire form."""
+
+    result: bytes = b""
+    error: str = ""
+
+
+class LocalChannel:
+    """The channel of a job with one process."""
+
+    rank = 0
+    world_size = 1
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """This rank's payload alone."""
+        return [payload]
+
+
+ALONE = LocalChannel()
+"""The channel of one process; it has no state and is shared."""
+
+
+class PaddleChannel:
+    """All ranks of a running Paddle job, over its default group."""
+
+    def __init__(self) -> None:
+        import paddle.distributed as dist
+
+        self.rank = int(dist.get_rank())
+        self.world_size = int(dist.get_world_size())
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, by two all-gathers of integers."""
+        lengths = [int(row[0]) for row in self._all_gather(np.array([len(payload)], np.int64))]
+        padded = np.zeros(max(*lengths, 1), np.uint8)
+        padded[: len(payload)] = np.frombuffer(payload, np.uint8)
+        rows = self._all_gather(padded)
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def _all_gather(self, array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        import paddle
+        import paddle.distributed as dist
+
+        gathered: list[Any] = []
+        dist.all_gather(gathered, paddle.to_tensor(array))
+        return [tensor.numpy() for tensor in gathered]
+
+
+def job_channel() -> Channel:
+    """The channel of the running job: all its ranks, or this process alone."""
+    import paddle.distributed as dist
+
+    return PaddleChannel() if dist.is_initialized() and dist.get_world_size() > 1 else ALONE
+
+
+def agree(channel: Channel, doing: str, work: Callable[[], bytes]) -> list[bytes]:
+    """Do a piece of work on every rank, and go on only if all of them succeeded.
+
+    Args:
+        channel: the ranks.
+        doing: what the work is, for an error that is not one of ours.
+        work: this rank's part; what it returns goes to every rank.
+    Returns:
+        every rank's result, by rank.
+    Raises:
+        FlexError: the same error on every rank: the error of the rank that failed, or of all ranks that did.
+    """
+    failure: BaseException | None = None
+    try:
+        outcome = _Outcome(result=work())
+    except FlexError as error:
+        failure, outcome = error, _Outcome(error=error.to_wire())
+    except Exception as error:  # Every other rank waits in the exchange below, so any fault must travel.
+        failure = error
+        outcome = _Outcome(error=PeerError(f"{type(error).__name__} while {doing}: {error}").to_wire())
+    payloads = channel.exchange(msgspec.msgpack.encode(outcome))
+    outcomes = [msgspec.msgpack.decode(payload, type=_Outcome) for payload in payloads]
+    failed = {rank: from_wire(found.error) for rank, found in enumerate(outcomes) if found.error}
+    if failed:
+        raise _merged(failed, channel.world_size) from failure
+    return [found.result for found in outcomes]
+
+
+def _merged(failed: dict[int, FlexError], world_size: int) -> FlexError:
+    """One error for all ranks, equal everywhere; the ranks are named."""
+    first = failed[min(failed)]
+    if world_size == 1:
+        return first
+    groups: dict[str, list[int]] = {}
+    for rank, error in failed.items():
+        groups.setdefault(error.render(), []).append(rank)
+    if len(groups) == 1:
+        who = "every rank" if len(failed) == world_size else f"rank {', '.join(map(str, sorted(failed)))}"
+        where = f"{first.where} (on {who})" if first.where else f"on {who}"
+        return type(first)(first.what, where=where, evidence=first.evidence, next_step=first.next_step)
+    evidence = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in groups.items()]
+    kind = type(first) if len({type(error) for error in failed.values()}) == 1 else PeerError
+    return kind(
+        f"{len(failed)} of {world_size} ranks failed, for different reasons.",
+        evidence=evidence,
+        next_step=first.next_step,
+    )

@@ -1,0 +1,92 @@
+"""Digests of canonical tensors: the same numbers give the same digest under every layout.
+
+Every canonical tensor of every role is put together, one at a time, and hashed; memory is the largest tensor. This is
+what the ``diff`` verb compares, and how a resume is shown to be bitwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from paddleformers_fc.catalog import open_flex, open_huggingface
+from paddleformers_fc.errors import NotACheckpoint
+from paddleformers_fc.execute.reading import read_whole_tensor, verify_equal
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.mapping import Mapping, TensorSpec
+from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.correspondences import Correspondence
+from paddleformers_fc.plan import ReadItem, Source, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.plan.report import natural
+from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.storage.ranges import RangeReader
+
+
+@dataclass(frozen=True)
+class TensorDigest:
+    """One canonical tensor.
+
+    Args:
+        role: its role.
+        name: its canonical name, with the suffix of an optimizer state.
+        dtype: element type by its numpy name.
+        shape: global shape.
+        md5: hex digest of its bytes, row-major and little-endian.
+    """
+
+    role: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    md5: str
+
+
+def canonical_digests(directory: Path, verify: str = "size") -> Iterator[TensorDigest]:
+    """Digests of everything in a flex checkpoint or a Hugging Face directory, in natural order.
+
+    Args:
+        directory: a finished flex checkpoint, or a directory of open weights.
+        verify: how a flex checkpoint is checked first.
+    Raises:
+        FlexError: the directory cannot be opened, proved or read.
+    """
+    source = _source(directory, verify)
+    layout = canonical_layout(source)
+    plan = plan_reads(source, layout)
+    plan.report.refuse(str(directory))
+    verify_equal(plan.checks, directory)
+    items: dict[tuple[str, str], list[ReadItem]] = {}
+    for item in plan.items:
+        items.setdefault((item.role, item.name), []).append(item)
+    with RangeReader() as reader:
+        for role, shards in layout.items():
+            for name in sorted(shards, key=natural):
+                shard = shards[name]
+                found = tuple(items.get((role, name), ()))
+                array = read_whole_tensor(found, reader, directory, shard.dtype, shard.size)
+                md5 = hashlib.md5(array.view(np.uint8).data).hexdigest()
+                yield TensorDigest(role, name, shard.dtype, shard.global_shape, md5)
+
+
+def _source(directory: Path, verify: str) -> Source:
+    if (directory / MANIFEST_NAME).exists():
+        return canonical_source(open_flex(directory, verify))
+    try:
+        catalog = open_huggingface(directory)
+    except NotACheckpoint as error:
+        raise NotACheckpoint(
+            "The directory is neither a finished flex checkpoint nor a directory of open weights.",
+            where=str(directory),
+            evidence=[f"no {MANIFEST_NAME}", *error.evidence],
+            next_step="Name a checkpoint-N directory or a directory with safetensors files.",
+        ) from error
+    specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in catalog.roles[MODEL_STATE].items()}
+    links = tuple(
+        Correspondence(name, whole(spec.shape), name, whole(spec.shape), tuple(range(len(spec.shape))))
+        for name, spec in specs.items()
+    )
+    return Source(catalog, Mapping(specs, specs, links))

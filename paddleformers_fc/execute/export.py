@@ -1,0 +1,242 @@
+"""Export: a flex checkpoint, or a live model, as Hugging Face files of bounded size.
+
+Canonical tensors are put into files in natural order; every rank writes some of the files, reading just the ranges that
+its tensors are made of, one tensor at a time. Memory is the largest tensor plus one staging buffer, whatever the
+size of the model. The same checkpoint content gives the same bytes whatever layout it was saved under.
+
+A live model is first written as a checkpoint that holds its weights alone, into a staging directory beside the target,
+and exported from there: one more pass over the storage instead of gathering tensors over the network.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint, open_flex
+from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.channel import ALONE, Channel, agree
+from paddleformers_fc.execute.reading import read_whole_tensor
+from paddleformers_fc.execute.save import JobRecord, save_checkpoint
+from paddleformers_fc.layout import Shard
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.plan import ReadItem, Source, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.plan.report import natural
+from paddleformers_fc.storage.commit import create_staging, discard, publish
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.files import (
+    fsync_directory,
+    list_directory,
+    make_directories,
+    read_file,
+    remove_file,
+    rename,
+    write_file,
+)
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, FileReceipt
+from paddleformers_fc.storage.owner import OWNER_NAME
+from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.safetensors import SafetensorsWriter
+
+DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export wrote.
+
+    Args:
+        directory: the target.
+        files: name -> receipt of every weight file, with size and checksums.
+        tensors: number of canonical tensors.
+        bytes: bytes of tensors.
+    """
+
+    directory: Path
+    files: dict[str, FileReceipt]
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _FilePlan:
+    """One file of the export: its name and tensors."""
+
+    name: str
+    tensors: tuple[Shard, ...]
+
+
+def export_checkpoint(
+    source: Path,
+    target: Path,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    channel: Channel = ALONE,
+    verify: str = "size",
+) -> ExportReport:
+    """Write a checkpoint's weights as a Hugging Face directory.
+
+    Args:
+        source: a finished flex checkpoint.
+        target: the directory to write. Where it holds other files they are kept; older weights are replaced.
+        max_shard_bytes: bound on the tensors of one file, in bytes; a larger tensor has a file of its own.
+        channel: the ranks that share the work; every rank must call.
+        verify: how the source is checked: ``off``, ``size`` or ``full``.
+    Raises:
+        FlexError: the same on every rank; older weights in the target are untouched.
+    """
+    if max_shard_bytes < 1:
+        raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
+    opened: list[tuple[FlexCheckpoint, Source]] = []
+
+    def prepare() -> bytes:
+        checkpoint = open_flex(source, verify)
+        opened.append((checkpoint, canonical_source(checkpoint)))
+        return str(create_staging(target)).encode() if channel.rank == 0 else b""
+
+    staging = Path(agree(channel, f"opening {source}", prepare)[0].decode())
+    try:
+        checkpoint, canonical = opened[0]
+        layout = canonical_layout(canonical).get(MODEL_STATE, {})
+        files = _divided(layout, max_shard_bytes)
+        mine = files[channel.rank :: channel.world_size]
+        written = agree(channel, "exporting", lambda: _write_files(staging, canonical, mine))
+        receipts = {
+            receipt.path: receipt
+            for payload in written
+            for receipt in msgspec.json.decode(payload, type=list[FileReceipt])
+        }
+        agree(channel, "finishing the export", lambda: _finish(staging, target, checkpoint, files, channel))
+    except BaseException:
+        if channel.rank == 0:
+            discard(staging)
+        raise
+    total = sum(_nbytes(shard) for shard in layout.values())
+    return ExportReport(target, receipts, len(layout), total)
+
+
+def save_weights(
+    weights: Mapping[str, Any],
+    config: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    target: Path,
+    max_shard_bytes: int,
+    channel: Channel,
+) -> ExportReport:
+    """Write a live model's weights as a Hugging Face directory.
+
+    Args:
+        weights: name -> live ``ShardedWeight`` of this rank.
+        config: the model's configuration.
+        files: small files for the directory, ``config.json`` among them, on rank 0.
+        target: as in :func:`export_checkpoint`.
+        max_shard_bytes: as in :func:`export_checkpoint`.
+        channel: all ranks of the job; every rank must call.
+    Raises:
+        FlexError: the same on every rank; older weights in the target are untouched.
+    """
+    made = agree(channel, "preparing", lambda: str(create_staging(target)).encode() if channel.rank == 0 else b"")
+    workspace = Path(made[0].decode())
+    try:
+        passage = workspace / "weights"
+        save_checkpoint(passage, {MODEL_STATE: weights}, config, files, JobRecord(0, 0, {}), channel)
+        return export_checkpoint(passage, target, max_shard_bytes, channel)
+    finally:
+        if channel.rank == 0:
+            discard(workspace)
+
+
+def _divided(layout: Mapping[str, Shard], max_shard_bytes: int) -> list[_FilePlan]:
+    """Tensors in natural order, in files of bounded size."""
+    groups: list[list[Shard]] = []
+    room = 0
+    for name in sorted(layout, key=natural):
+        size = _nbytes(layout[name])
+        if not groups or size > room:
+            groups.append([])
+            room = max_shard_bytes
+        groups[-1].append(layout[name])
+        room -= size
+    if len(groups) == 1:
+        return [_FilePlan(SINGLE_NAME, tuple(groups[0]))]
+    return [
+        _FilePlan(f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors", tuple(group))
+        for index, group in enumerate(groups)
+    ]
+
+
+def _nbytes(shard: Shard) -> int:
+    return shard.size * item_size(to_safetensors(shard.dtype))
+
+
+def _write_files(staging: Path, source: Source, files: list[_FilePlan]) -> bytes:
+    receipts: list[FileReceipt] = []
+    with RangeReader() as reader:
+        for file in files:
+            wanted = {MODEL_STATE: {shard.name: shard for shard in file.tensors}}
+            plan = plan_reads(source, wanted)
+            plan.report.refuse(str(source.catalog.root))
+            items: dict[str, list[ReadItem]] = {}
+            for item in plan.items:
+                items.setdefault(item.name, []).append(item)
+            entries = [(s.name, to_safetensors(s.dtype), s.global_shape) for s in file.tensors]
+            with SafetensorsWriter(staging / file.name, entries, {"format": "pt"}, root=staging) as writer:
+                for shard in file.tensors:
+                    array = read_whole_tensor(
+                        tuple(items.get(shard.name, ())), reader, source.catalog.root, shard.dtype, shard.size
+                    )
+                    writer.write(shard.name, array)
+                receipts.append(writer.close())
+    return msgspec.json.encode(receipts)
+
+
+def _finish(staging: Path, target: Path, checkpoint: FlexCheckpoint, files: list[_FilePlan], channel: Channel) -> bytes:
+    """On the coordinator: the small files, the index, and the final name."""
+    if channel.rank != 0:
+        return b""
+    small = [
+        receipt.path
+        for receipt in checkpoint.manifest.files
+        if "/" not in receipt.path and receipt.path not in (MAPPING_NAME, MANIFEST_NAME)
+    ]
+    for name in small:
+        write_file(staging / name, read_file(checkpoint.catalog.root / name), root=staging)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(_nbytes(shard) for file in files for shard in file.tensors)},
+            "weight_map": {shard.name: file.name for file in files for shard in file.tensors},
+        }
+        write_file(staging / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode(), root=staging)
+    if target.is_dir() and list_directory(target):
+        _install(staging, target, {file.name for file in files})
+    else:
+        publish(staging, target)
+    return b""
+
+
+def _install(staging: Path, target: Path, weights: set[str]) -> None:
+    """Move an export into a directory that holds other files, such as a run's output directory.
+
+    A rename of the directory is not possible here. The old index goes first, so that a crash in the midst leaves no
+    directory that looks whole and mixes two exports; the new index comes last.
+    """
+    make_directories(target)
+    remove_file(target / INDEX_NAME)
+    fsync_directory(target)
+    for path in list_directory(target):
+        if path.name not in weights and _is_weight_file(path.name):
+            remove_file(path)
+    names = [path.name for path in list_directory(staging) if path.name != OWNER_NAME]
+    for name in sorted(names, key=lambda name: (name == INDEX_NAME, name)):
+        rename(staging / name, target / name)
+    fsync_directory(target)
+    discard(staging)
+
+
+def _is_weight_file(name: str) -> bool:
+    return name == SINGLE_NAME or (name.startswith("model-") and name.endswith(".safetensors"))

@@ -1,0 +1,206 @@
+"""Loading: a preflight on every rank, one agreed verdict, then each rank reads exactly what it needs.
+
+The preflight opens the checkpoint, proves both mappings, composes them, plans this rank's reads and checks coverage and
+ties; nothing of the model has changed by then. The ranks exchange their reports once. Where any rank found trouble,
+every rank raises the same report; otherwise every rank reads its ranges with no further communication, and a last
+exchange makes sure that no rank trains on when another could not read.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_flex, open_huggingface
+from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.memory import slots_of
+from paddleformers_fc.execute.reading import DEFAULT_OPTIONS, Key, ReadOptions, Slot, carry_out, verify_equal
+from paddleformers_fc.execute.save import Roles, model_rules
+from paddleformers_fc.families import family_for
+from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did.
+
+    Args:
+        directory: what was loaded.
+        bytes_read: bytes this rank read from storage.
+        seconds: wall time, preflight included.
+        fresh: live tensors of this rank that the source did not hold, by declaration, and that kept their values.
+        dropped: stored tensors that no rank wanted, by declaration.
+    """
+
+    directory: Path
+    bytes_read: int
+    seconds: float
+    fresh: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+class _Verdict(msgspec.Struct):
+    """One rank's preflight on its way to the others. ``touched``: per role a bitmap over the sorted stored names."""
+
+    report: str
+    touched: dict[str, str]
+
+
+def open_checkpoint(directory: Path, channel: Channel, verify: str = "size") -> FlexCheckpoint:
+    """Open a finished checkpoint on every rank, or raise the same error on every rank.
+
+    Args:
+        directory: ``checkpoint-N``.
+        channel: all ranks of the job; every rank must call.
+        verify: ``off``, ``size`` or ``full``.
+    """
+    opened: list[FlexCheckpoint] = []
+
+    def work() -> bytes:
+        opened.append(open_flex(directory, verify))
+        return b""
+
+    agree(channel, f"opening {directory}", work)
+    return opened[0]
+
+
+def load_checkpoint(
+    checkpoint: FlexCheckpoint,
+    roles: Roles,
+    config: Mapping[str, Any],
+    channel: Channel,
+    options: ReadOptions = DEFAULT_OPTIONS,
+) -> LoadReport:
+    """Fill live weights from a flex checkpoint, whatever the two layouts are.
+
+    Args:
+        checkpoint: what :func:`open_checkpoint` opened.
+        roles: role -> name -> live ``ShardedWeight``; a stored role that is not wanted here is left alone.
+        config: the live model's configuration.
+        channel: all ranks of the job; every rank must call.
+        options: threads and staging.
+    Raises:
+        FlexError: the same on every rank. Before the first read nothing has changed; an error that says a read failed
+            leaves the model undefined, and the job must not go on.
+    """
+    started = time.monotonic()
+
+    def preflight() -> tuple[LoadPlan, Report]:
+        shards = describe_roles(roles)
+        source, report = resume_source(checkpoint, model_rules(config, shards[MODEL_STATE]))
+        plan = plan_reads(source, shards)
+        return plan, plan.report.merge([report])
+
+    return _load(checkpoint.catalog, roles, channel, options, preflight, (), started)
+
+
+def load_weights(
+    directory: Path, roles: Roles, config: Mapping[str, Any], channel: Channel, options: ReadOptions = DEFAULT_OPTIONS
+) -> LoadReport:
+    """Fill live weights from a directory of open weights; stored floating dtypes are cast to the model's.
+
+    Args:
+        directory: safetensors files in canonical names, with their index.
+        roles: ``model_state`` -> name -> live ``ShardedWeight``.
+        config: the live model's configuration.
+        channel: all ranks of the job; every rank must call.
+        options: threads and staging.
+    Raises:
+        FlexError: the same on every rank, as in :func:`load_checkpoint`.
+    """
+    started = time.monotonic()
+    opened: list[Catalog] = []
+    optional = family_for(config).optional
+
+    def work() -> bytes:
+        opened.append(open_huggingface(directory))
+        return b""
+
+    agree(channel, f"opening {directory}", work)
+
+    def preflight() -> tuple[LoadPlan, Report]:
+        shards = describe_roles(roles)
+        source, report = huggingface_source(opened[0], model_rules(config, shards[MODEL_STATE]), optional)
+        plan = plan_reads(source, shards)
+        return plan, plan.report.merge([report])
+
+    return _load(opened[0], roles, channel, options, preflight, optional, started)
+
+
+def _load(
+    catalog: Catalog,
+    roles: Roles,
+    channel: Channel,
+    options: ReadOptions,
+    preflight: Callable[[], tuple[LoadPlan, Report]],
+    optional: tuple[str, ...],
+    started: float,
+) -> LoadReport:
+    plans: list[LoadPlan] = []
+    slots: dict[Key, Slot] = {}
+
+    def prepare() -> bytes:
+        plan, report = preflight()
+        plans.append(plan)
+        slots.update(slots_of(roles))
+        return msgspec.json.encode(_Verdict(report.to_wire(), _bitmaps(catalog, plan, roles)))
+
+    verdicts = [msgspec.json.decode(payload, type=_Verdict) for payload in agree(channel, "planning", prepare)]
+    merged = Report().merge([Report.from_wire(verdict.report) for verdict in verdicts])
+    untouched = _untouched(catalog, verdicts)
+    dropped = tuple(name for name in untouched if optional and name.startswith(optional))
+    for name in untouched:
+        if name not in dropped:
+            merged.add("unexpected", name)
+    merged.refuse(str(catalog.root))
+    plan = plans[0]
+    counts: list[int] = []
+
+    def compare() -> bytes:
+        verify_equal(plan.checks, catalog.root)
+        return b""
+
+    def read() -> bytes:
+        counts.append(carry_out(plan, catalog.root, slots, options))
+        return b""
+
+    agree(channel, "comparing tied tensors", compare)
+    agree(channel, f"reading {catalog.root}", read)
+    filled = {(item.role, item.name) for item in plan.items}
+    fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)
+    return LoadReport(catalog.root, counts[0], time.monotonic() - started, fresh, dropped)
+
+
+def _bitmaps(catalog: Catalog, plan: LoadPlan, roles: Roles) -> dict[str, str]:
+    """Which stored names this rank reads, one bit each, for the roles it wants."""
+    maps: dict[str, str] = {}
+    for role in roles:
+        names = sorted(catalog.roles.get(role, {}))
+        touched = plan.touched.get(role, frozenset())
+        bits = bytearray((len(names) + 7) // 8)
+        for index, name in enumerate(names):
+            if name in touched:
+                bits[index // 8] |= 1 << (index % 8)
+        maps[role] = base64.b64encode(bits).decode()
+    return maps
+
+
+def _untouched(catalog: Catalog, verdicts: list[_Verdict]) -> list[str]:
+    """Stored names of the wanted roles that no rank reads."""
+    left: list[str] = []
+    for role in sorted({role for verdict in verdicts for role in verdict.touched}):
+        names = sorted(catalog.roles.get(role, {}))
+        bits = bytearray((len(names) + 7) // 8)
+        for verdict in verdicts:
+            for index, byte in enumerate(base64.b64decode(verdict.touched.get(role, ""))):
+                bits[index] |= byte
+        left.extend(name for index, name in enumerate(names) if not bits[index // 8] & (1 << (index % 8)))
+    return left

@@ -1,0 +1,108 @@
+"""The memory of live tensors: read it without a copy where that is possible, and fill it.
+
+On a CPU a contiguous tensor's memory is seen through a numpy array over its address, so that bytes go from a file
+straight into the tensor. On an accelerator, or where a tensor is not contiguous, a host array stands in between and is
+assigned when it is full; it lives only while one shard is being filled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.execute.reading import Key, Slot
+from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+
+
+def dtype_name(tensor: Any) -> str:
+    """The tensor's element type by its numpy name."""
+    return str(tensor.dtype).rsplit(".", maxsplit=1)[-1]
+
+
+def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:
+    """A flat, writable array over the tensor's own memory, or None where it has no such view.
+
+    Args:
+        tensor: a ``paddle.Tensor``.
+    """
+    if not tensor.place.is_cpu_place() or not tensor.is_contiguous():
+        return None
+    dtype = to_numpy(to_safetensors(dtype_name(tensor)))
+    size = math.prod(int(n) for n in tensor.shape)
+    if size == 0:
+        return np.empty(0, dtype)
+    memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(tensor.data_ptr())
+    array: np.ndarray[Any, Any] = np.ndarray((size,), dtype, buffer=memoryview(memory))
+    return array
+
+
+def host_copy(tensor: Any) -> np.ndarray[Any, Any]:
+    """The tensor's numbers as a flat array in host memory: a view where possible, else a copy."""
+    view = host_view(tensor)
+    if view is not None:
+        return view
+    array = np.ascontiguousarray(tensor.contiguous().cpu().numpy())
+    return array.reshape(-1).view(to_numpy(to_safetensors(dtype_name(tensor))))
+
+
+@dataclass
+class TensorSlot:
+    """The memory of one live tensor.
+
+    Args:
+        tensor: the ``paddle.Tensor`` to be filled.
+    """
+
+    tensor: Any
+    _staged: np.ndarray[Any, Any] | None = field(default=None, repr=False)
+
+    def open(self) -> np.ndarray[Any, Any]:
+        """The tensor's own memory, or a host array that stands in for it."""
+        view = host_view(self.tensor)
+        if view is None:
+            size = math.prod(int(n) for n in self.tensor.shape)
+            self._staged = view = np.zeros(size, to_numpy(to_safetensors(dtype_name(self.tensor))))
+        return view
+
+    def close(self) -> None:
+        """Hand a host array over to the tensor, keeping dtype and place."""
+        if self._staged is None:
+            return
+        import paddle
+
+        shape = [int(n) for n in self.tensor.shape]
+        name = dtype_name(self.tensor)
+        bits = self._staged.view(np.uint16) if name == "bfloat16" else self._staged
+        with paddle.no_grad():
+            value = paddle.to_tensor(bits.reshape(shape), place=self.tensor.place)
+            paddle.assign(value.view(name) if name == "bfloat16" else value, self.tensor)
+        self._staged = None
+
+
+def slots_of(roles: Mapping[str, Mapping[str, Any]]) -> dict[Key, Slot]:
+    """The slots of live weights: role -> name -> ``ShardedWeight``.
+
+    Raises:
+        MismatchError: tensors without memory, such as parameters released by sharding stage 3.
+    """
+    empty = [
+        f"{role} {name}"
+        for role, names in roles.items()
+        for name, weight in names.items()
+        if not weight.local_tensor._is_initialized()
+    ]
+    if empty:
+        raise MismatchError(
+            f"{len(empty)} live tensors have no memory.",
+            evidence=empty,
+            next_step="Load after the model and optimizer have been built, before parameters are released.",
+        )
+    return {
+        (role, name): TensorSlot(weight.local_tensor) for role, names in roles.items() for name, weight in names.items()
+    }

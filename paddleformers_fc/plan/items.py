@@ -1,0 +1,76 @@
+"""A plan as data: every byte range that one rank will read, and where each goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paddleformers_fc.mapping.boxes import Box, Shape
+from paddleformers_fc.plan.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A box inside a stored, row-major box.
+
+    Args:
+        file: path relative to the catalog's root.
+        begin: byte offset of the stored box's first element.
+        shape: shape of the stored box, in elements.
+        part: the region, in coordinates of the stored box.
+        dtype: element type by its numpy name.
+    """
+
+    file: str
+    begin: int
+    shape: Shape
+    part: Box
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """One stored box that becomes one box of one wanted shard.
+
+    Args:
+        role: role of the wanted shard.
+        name: full name of the wanted shard.
+        stored: what is read.
+        start: index, in elements, of the wanted fragment in the shard's buffer.
+        shape: shape of the wanted fragment.
+        part: the region, in coordinates of the wanted fragment.
+        axes: for every axis of the wanted region the stored axis it reads, or -1 for a new axis of length one.
+    """
+
+    role: str
+    name: str
+    stored: StoredPart
+    start: int
+    shape: Shape
+    part: Box
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EqualCheck:
+    """Two stored boxes that must hold the same bits: an alias and its owner, or one number kept several times."""
+
+    name: str
+    left: StoredPart
+    right: StoredPart
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Everything one rank will do.
+
+    Args:
+        items: the reads, in the order of files and offsets.
+        checks: stored boxes that must be equal before anything is loaded.
+        touched: stored names that this rank reads, by role.
+        report: what does not fit; empty where the plan can be carried out.
+    """
+
+    items: tuple[ReadItem, ...]
+    checks: tuple[EqualCheck, ...]
+    touched: dict[str, frozenset[str]]
+    report: Report

@@ -1,0 +1,90 @@
+"""What does not fit between stored and wanted, as one report a person can act on.
+
+A report is a set of lines per kind, so that the reports of all ranks merge into one by union, and every rank raises the
+same text. Indices are folded: ``layers.{0...31}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.mapping.folding import fold
+
+KINDS = ("missing", "unexpected", "shape", "dtype", "coverage", "mapping", "unequal")
+HEADINGS = {
+    "missing": "MISSING: wanted, and not stored",
+    "unexpected": "UNEXPECTED: stored, and wanted by no rank",
+    "shape": "SHAPE: stored and wanted differ",
+    "dtype": "DTYPE: stored and wanted differ, and no cast is declared",
+    "coverage": "COVERAGE: not every element is written exactly once",
+    "mapping": "MAPPING: names that cannot be mapped",
+    "unequal": "UNEQUAL: values that must be equal are not",
+}
+
+
+@dataclass
+class Report:
+    """Lines of trouble by kind; empty where everything fits."""
+
+    lines: dict[str, set[str]] = field(default_factory=lambda: {kind: set() for kind in KINDS})
+
+    def add(self, kind: str, line: str) -> None:
+        """Note one line of trouble; ``kind`` is one of :data:`KINDS`."""
+        self.lines[kind].add(line)
+
+    def merge(self, others: Iterable[Report]) -> Report:
+        """This report together with others."""
+        merged = Report()
+        for report in (self, *others):
+            for kind, lines in report.lines.items():
+                merged.lines[kind] |= lines
+        return merged
+
+    @property
+    def empty(self) -> bool:
+        """Whether everything fits."""
+        return not any(self.lines.values())
+
+    def evidence(self) -> list[str]:
+        """The report as folded lines under headings."""
+        text: list[str] = []
+        for kind in KINDS:
+            if self.lines[kind]:
+                text.append(f"{HEADINGS[kind]} ({len(self.lines[kind])})")
+                text.extend(f"  {line}" for line in fold(sorted(self.lines[kind], key=natural)))
+        return text
+
+    def refuse(self, where: str) -> None:
+        """Raise what the report holds.
+
+        Raises:
+            MismatchError: unless the report is empty.
+        """
+        if not self.empty:
+            count = sum(len(lines) for lines in self.lines.values())
+            raise MismatchError(
+                f"The checkpoint and the model do not fit: {count} differences. No weight was changed.",
+                where=where,
+                evidence=self.evidence(),
+                next_step="Resume with the model this checkpoint was saved from, or name another checkpoint.",
+            )
+
+    def to_wire(self) -> str:
+        """The report as JSON."""
+        return json.dumps({kind: sorted(lines) for kind, lines in self.lines.items() if lines})
+
+    @staticmethod
+    def from_wire(text: str) -> Report:
+        """The report that :meth:`to_wire` wrote."""
+        report = Report()
+        for kind, lines in json.loads(text).items():
+            report.lines[kind] = set(lines)
+        return report
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key under which ``layers.2`` comes before ``layers.10``."""
+    return [(0, int(piece), "") if piece.isdigit() else (1, 0, piece) for piece in name.split(".")]

@@ -1,0 +1,110 @@
+"""How what is stored leads to what is wanted: one :class:`Source` per job, all through the canonical space.
+
+================================  ==========================================================================
+job                               mapping
+================================  ==========================================================================
+resume under any layout           reverse(stored model -> canonical), then canonical -> live model
+start from open weights           canonical -> live model, with casts to the model's dtype declared
+export, digest, diff              reverse(stored model -> canonical)
+================================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from paddleformers_fc.catalog.flex import FlexCheckpoint
+from paddleformers_fc.catalog.stored import Catalog
+from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping import Mapping, RuleSet, prove
+from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.plan.build import Source
+from paddleformers_fc.plan.report import Report
+
+
+def resume_source(checkpoint: FlexCheckpoint, live: RuleSet) -> tuple[Source, Report]:
+    """From a flex checkpoint to a live model, whatever the two layouts are.
+
+    Args:
+        checkpoint: what is stored.
+        live: the rules of the live model, or of one rank's part of it.
+    Returns:
+        the source, and a report of canonical tensors whose shape differs between the two.
+    Raises:
+        MappingError: where either side's rules cannot be proved.
+    """
+    stored, wanted = checkpoint.rules.mapping(), live.mapping()
+    prove(stored, "The checkpoint's mapping")
+    prove(wanted, "The model's mapping")
+    source = Source(checkpoint.catalog, stored.reversed().then(wanted), _aliases(checkpoint.rules), _aliases(live))
+    return source, _shape_report(stored, wanted)
+
+
+def huggingface_source(catalog: Catalog, live: RuleSet, optional: tuple[str, ...] = ()) -> tuple[Source, Report]:
+    """From a directory of open weights to a live model.
+
+    Args:
+        catalog: what is stored, in canonical names.
+        live: the rules of the live model, or of one rank's part of it.
+        optional: prefixes of canonical names that a file may lack; their targets keep their initial values.
+    Raises:
+        MappingError: where the model's rules cannot be proved.
+    """
+    dtypes = {name: tensor.dtype for name, tensor in catalog.roles.get(MODEL_STATE, {}).items()}
+    present = live.casting(dtypes)
+    rules = tuple(
+        rule
+        for rule in present.rules
+        if any(name in dtypes or not name.startswith(optional or ("\0",)) for name in rule.sources)
+    )
+    kept = {name for rule in rules for name in rule.targets}
+    fresh = tuple(name for rule in present.rules for name in rule.targets if name not in kept)
+    bound = RuleSet(present.targets, rules, present.ties, present.fresh + fresh)
+    wanted = bound.mapping(dtypes)
+    prove(wanted, "The model's mapping")
+    report = Report()
+    for name, tensor in catalog.roles.get(MODEL_STATE, {}).items():
+        spec = wanted.sources.get(name)
+        if spec is not None and spec.shape != tensor.shape:
+            report.add("shape", f"{name}: stored {list(tensor.shape)}, wanted {list(spec.shape)}")
+    return Source(catalog, wanted, _aliases(live), _aliases(live)), report
+
+
+def canonical_source(checkpoint: FlexCheckpoint) -> Source:
+    """From a flex checkpoint to the canonical space.
+
+    Raises:
+        MappingError: where the checkpoint's rules cannot be proved.
+    """
+    stored = checkpoint.rules.mapping()
+    prove(stored, "The checkpoint's mapping")
+    return Source(checkpoint.catalog, stored.reversed(), _aliases(checkpoint.rules))
+
+
+def canonical_layout(source: Source) -> dict[str, dict[str, Shard]]:
+    """Every canonical tensor that the stored tensors make, whole: role -> name -> shard.
+
+    Optimizer states appear under their canonical parameter's name with their suffix.
+    """
+    wanted: dict[str, dict[str, Shard]] = {}
+    owners = source.stored_aliases
+    for role, tensors in source.catalog.roles.items():
+        for tensor in tensors.values():
+            state = split_state_name(role, tensor.name)
+            parameter = owners.get(state.parameter, state.parameter)
+            for link in source.mapping.by_source.get(parameter, ()):
+                name = link.target + state.suffix
+                shape = tensor.shape if state.scalar else source.mapping.targets[link.target].shape
+                wanted.setdefault(role, {})[name] = Shard(name, tensor.dtype, shape, whole(shape))
+    return wanted
+
+
+def _aliases(rules: RuleSet) -> dict[str, str]:
+    return {tie.alias: tie.owner for tie in rules.ties}
+
+
+def _shape_report(stored: Mapping, wanted: Mapping) -> Report:
+    report = Report()
+    for name, spec in wanted.sources.items():
+        if name in stored.sources and stored.sources[name].shape != spec.shape:
+            report.add("shape", f"{name}: stored {list(stored.sources[name].shape)}, wanted {list(spec.shape)}")
+    return report
