@@ -20,9 +20,11 @@ from typing import Any
 
 import paddle
 import paddle.nn.functional as F
+import paddleformers.nn.moe.moe_alltoall_layer as moe_alltoall_layer
 import paddleformers.nn.pp_model as pp_model
 import paddleformers.utils.moe_hybrid_parallel_optimizer as moe_optimizer
 from paddle.autograd import PyLayer
+from paddle.distributed import fleet
 from paddleformers.transformers.ernie4_5_moe import modeling
 
 from ._replace import ModuleView
@@ -162,6 +164,28 @@ def multi_token_prediction_in_a_pipeline() -> None:
         return paddle.concat(tensors, axis=0, name=name)
 
     pp_model.paddle = ModuleView(paddle, concat=concat)
+
+
+def expert_gradients() -> None:
+    """Under expert parallelism, experts are reduced over the ranks that hold the same ones.
+
+    Sharding version 2 reduces a parameter over the group that its ``color`` names, and over all sharding ranks without one.
+    ERNIE's experts have none, so that expert 0 of one rank is averaged with expert 2 of another.
+    """
+    original = moe_alltoall_layer.MOEAlltoAllLayer.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # A job without expert parallelism has no such groups, and one process has no communicator at all.
+        hcg = getattr(fleet.fleet, "_hcg", None)
+        if not hasattr(hcg, "get_expert_parallel_world_size") or hcg.get_expert_parallel_world_size() <= 1:
+            return
+        holders_of_the_same = hcg.get_moe_sharding_parallel_group()
+        for parameter in self.experts.parameters():
+            parameter.color = {"color": "moe_expert", "group": holders_of_the_same}
+
+    moe_alltoall_layer.MOEAlltoAllLayer.__init__ = __init__
 
 
 def expert_parallel_optimizer() -> None:

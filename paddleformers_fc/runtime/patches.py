@@ -65,9 +65,8 @@ def _paddleformers() -> tuple[Patch, ...]:
             package,
             ernie_moe.multi_token_prediction_in_a_pipeline,
         ),
-        Patch(
-            "expert-parallel", "isinstance is asked about None.", package, ernie_moe.expert_parallel_optimizer
-        ),
+        Patch("expert-gradients", "Different experts are averaged.", package, ernie_moe.expert_gradients),
+        Patch("expert-optimizer", "isinstance is asked about None.", package, ernie_moe.expert_parallel_optimizer),
     )
 
 

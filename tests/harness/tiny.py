@@ -76,18 +76,22 @@ def layout_from(layout: Layout | Mapping[str, Any]) -> Layout:
     return layout if isinstance(layout, Layout) else Layout(**layout)
 
 
-def training_arguments(layout: Layout | Mapping[str, Any], output_dir: str, **overrides: Any) -> Any:
+def training_arguments(
+    layout: Layout | Mapping[str, Any], output_dir: str, micro_batch: int | None = None, **overrides: Any
+) -> Any:
     """PaddleFormers ``TrainingArguments`` for a layout.
 
     Args:
         layout: how the ranks of this job are used.
         output_dir: the Trainer's output directory.
+        micro_batch: samples per forward; by default all of a rank's share, in a pipeline 2.
         overrides: any field of ``TrainingArguments``; wins over what is set here. ``cls`` is the class to make.
     """
     from paddleformers.trainer import TrainingArguments
 
     layout = layout_from(layout)
-    micro_batch = 2 if layout.pp > 1 else GLOBAL_BATCH // layout.data_parallel
+    if micro_batch is None:
+        micro_batch = 2 if layout.pp > 1 else GLOBAL_BATCH // layout.data_parallel
     settings: dict[str, Any] = {
         "output_dir": output_dir,
         "device": "cpu",
@@ -172,8 +176,8 @@ def build(model_type: str, layout: Layout | Mapping[str, Any], args: Any, **over
         args: what :func:`training_arguments` returned; it has initialised the parallel environment.
         overrides: any field of the model's configuration.
     """
-    import paddle
     import paddleformers.transformers as transformers
+    from paddle.distributed import fleet
 
     layout = layout_from(layout)
     model_config = config(model_type, **overrides)
@@ -187,7 +191,7 @@ def build(model_type: str, layout: Layout | Mapping[str, Any], args: Any, **over
     model_config.max_sequence_length = model_config.seq_length = SEQUENCE
     model_config._attn_implementation = "sdpa"
     if layout.ep > 1:
-        model_config.moe_group = "world"
+        model_config.moe_group = fleet.get_hybrid_communicate_group().get_expert_parallel_group()
     stem = {"llama": "LlamaForCausalLM", "ernie4_5_moe": "Ernie4_5_MoeForCausalLM"}[model_type]
     kind = getattr(transformers, f"{stem}Pipe" if layout.pp > 1 else stem)
     model = kind.from_config(model_config, dtype="bfloat16" if layout.bf16 else "float32")
@@ -329,7 +333,10 @@ def train(
         arguments: overrides of the training arguments.
         model: overrides of the model's configuration.
     """
-    args = training_arguments(layout, output_dir, **(arguments or {}))
-    run = trainer(build(model_type, layout, args, **(model or {})), args)
+    model = dict(model or {})
+    # Multi-token prediction with its packing offsets takes one sample at a time.
+    micro_batch = 1 if model.get("num_nextn_predict_layers") else None
+    args = training_arguments(layout, output_dir, micro_batch, **(arguments or {}))
+    run = trainer(build(model_type, layout, args, **model), args)
     run.train()
     return list(run.losses)
