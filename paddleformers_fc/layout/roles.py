@@ -18,6 +18,7 @@ ROLES = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE, EMA_STATE)
 MASTER_SUFFIX = ".w_0"
 MOMENT_SUFFIXES = (".moment1_0", ".moment2_0", ".moment2_max_0", ".velocity_0")
 SCALAR_SUFFIXES = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
+STATE_SUFFIXES = (MASTER_SUFFIX, *MOMENT_SUFFIXES, *SCALAR_SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,9 @@ def _axes_faults(item: Correspondence) -> Iterator[str]:
 
 
 def _tiling_faults(name: str, spec: TensorSpec, boxes: Iterable[Box], verb: str) -> Iterator[str]:
-    for fault in cover_faults(whole(spec.shape), list(boxes)):
+    # A box of another rank was reported already; it has no place in this tensor.
+    fitting = [box for box in boxes if len(box.lo) == len(spec.shape)]
+    for fault in cover_faults(whole(spec.shape), fitting):
         if fault.writers:
             yield f"{name}: {fault.where} is {verb} more than once"
         else:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.layout.roles import STATE_SUFFIXES
 from paddleformers_fc.mapping.folding import fold
 
 KINDS = ("missing", "unexpected", "shape", "dtype", "coverage", "mapping", "unequal")
@@ -54,7 +55,7 @@ class Report:
         for kind in KINDS:
             if self.lines[kind]:
                 text.append(f"{HEADINGS[kind]} ({len(self.lines[kind])})")
-                text.extend(f"  {line}" for line in fold(sorted(self.lines[kind], key=natural)))
+                text.extend(f"  {line}" for line in fold(_states_joined(sorted(self.lines[kind], key=natural))))
         return text
 
     def refuse(self, where: str) -> None:
@@ -83,6 +84,15 @@ class Report:
         for kind, lines in json.loads(text).items():
             report.lines[kind] = set(lines)
         return report
+
+
+def _states_joined(lines: Iterable[str]) -> list[str]:
+    """Names of a parameter's states as one line: ``w {weight, w_0, moment1_0}``; other lines as they are."""
+    joined: dict[str, list[str]] = {}
+    for line in lines:
+        found = next((suffix for suffix in STATE_SUFFIXES if line.endswith(suffix)), "")
+        joined.setdefault(line[: len(line) - len(found)], []).append(found.lstrip(".") or "itself")
+    return [name if states == ["itself"] else f"{name} ({', '.join(states)})" for name, states in joined.items()]
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

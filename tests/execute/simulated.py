@@ -1,0 +1,187 @@
+"""Jobs of several ranks inside one process: each rank is a thread, its channel a barrier, its weights real tensors.
+
+What a rank holds is cut out of one set of canonical weights, so that every layout of a job holds the same numbers. The
+fused layouts are made here by hand, in numpy, and share no code with what is tested.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import paddle
+
+HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, GROUPS, HEAD = 16, 24, 32, 4, 2, 4
+CONFIG = {
+    "model_type": "ernie4_5",
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "tie_word_embeddings": False,
+}
+Arrays = dict[str, np.ndarray[Any, Any]]
+Roles = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Hub:
+    """What the channels of one job share."""
+
+    size: int
+    payloads: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.payloads = [b""] * self.size
+        self.barrier = threading.Barrier(self.size, timeout=60)
+
+
+@dataclass
+class ThreadChannel:
+    """A rank's channel to the other threads."""
+
+    hub: Hub
+    rank: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.hub.size
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload."""
+        self.hub.payloads[self.rank] = payload
+        self.hub.barrier.wait()
+        everyone = list(self.hub.payloads)
+        self.hub.barrier.wait()
+        return everyone
+
+
+def job(ranks: int, work: Callable[[ThreadChannel], Any]) -> list[Any]:
+    """Run ``work`` on every rank; what each returned or raised, by rank."""
+    hub = Hub(ranks)
+    outcomes: list[Any] = [None] * ranks
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = work(ThreadChannel(hub, rank))
+        except Exception as error:  # The test looks at what every rank raised.
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def succeed(ranks: int, work: Callable[[ThreadChannel], Any]) -> list[Any]:
+    """As :func:`job`, for work that no rank may fail in."""
+    outcomes = job(ranks, work)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
+def canonical(layers: int = 2, seed: int = 0) -> Arrays:
+    """Weights in canonical names, [out, in]."""
+    random = np.random.RandomState(seed)
+    arrays: Arrays = {}
+
+    def add(name: str, *shape: int) -> None:
+        arrays[name] = random.randn(*shape).astype(np.float32)
+
+    add("model.embed_tokens.weight", VOCABULARY, HIDDEN)
+    add("model.norm.weight", HIDDEN)
+    add("lm_head.weight", VOCABULARY, HIDDEN)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        add(f"{prefix}.self_attn.q_proj.weight", HEADS * HEAD, HIDDEN)
+        add(f"{prefix}.self_attn.k_proj.weight", GROUPS * HEAD, HIDDEN)
+        add(f"{prefix}.self_attn.v_proj.weight", GROUPS * HEAD, HIDDEN)
+        add(f"{prefix}.self_attn.o_proj.weight", HIDDEN, HEADS * HEAD)
+        add(f"{prefix}.input_layernorm.weight", HIDDEN)
+        add(f"{prefix}.post_attention_layernorm.weight", HIDDEN)
+        add(f"{prefix}.mlp.gate_proj.weight", INTERMEDIATE, HIDDEN)
+        add(f"{prefix}.mlp.up_proj.weight", INTERMEDIATE, HIDDEN)
+        add(f"{prefix}.mlp.down_proj.weight", HIDDEN, INTERMEDIATE)
+    return arrays
+
+
+def model(arrays: Arrays, tp: int) -> dict[str, tuple[np.ndarray[Any, Any], int | None]]:
+    """The same weights in the model's names: fused, [in, out], each with its tensor-parallel axis."""
+    made: dict[str, tuple[np.ndarray[Any, Any], int | None]] = {}
+    for name, array in arrays.items():
+        if name.endswith("q_proj.weight"):
+            q, k, v = (arrays[name.replace("q_proj", f"{x}_proj")].T for x in "qkv")
+            made[name.replace("q_proj", "qkv_proj")] = (_dealt([q, k, v], GROUPS), 1)
+        elif name.endswith("gate_proj.weight"):
+            gate, up = array.T, arrays[name.replace("gate_proj", "up_proj")].T
+            made[name.replace("gate_proj", "up_gate_proj")] = (_dealt([gate, up], tp), 1)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            made[name] = (array.T, 0)
+        elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            made[name] = (array, 0)
+        elif name.endswith("norm.weight"):
+            made[name] = (array, None)
+    return made
+
+
+def _dealt(parts: list[np.ndarray[Any, Any]], rounds: int) -> np.ndarray[Any, Any]:
+    cut = [np.split(part, rounds, axis=1) for part in parts]
+    return np.concatenate([piece for group in zip(*cut, strict=True) for piece in group], axis=1)
+
+
+def live(arrays: Arrays, tp: int, rank: int, empty: bool = False, sharded: int = 1) -> Roles:
+    """One rank's live weights and AdamW states.
+
+    Args:
+        arrays: canonical weights.
+        tp: tensor-parallel degree; rank r is tensor-parallel rank ``r % tp``.
+        rank: this rank.
+        empty: zeros instead of the values, for a model that is about to be loaded.
+        sharded: optimizer states are flattened ranges over this many ranks (sharding stage 1 v2).
+    """
+    roles: Roles = {"model_state": {}, "optimizer_state": {}}
+    for name, (array, axis) in model(arrays, tp).items():
+        local, offset = array, [0] * array.ndim
+        if axis is not None:
+            size = array.shape[axis] // tp
+            offset[axis] = size * (rank % tp)
+            local = np.take(array, range(offset[axis], offset[axis] + size), axis)
+        fields = {"local_shape": local.shape, "global_shape": array.shape, "global_offset": tuple(offset)}
+        roles["model_state"][name] = _weight(name, local, empty, **fields)
+        share = -(-local.size // sharded)
+        begin = min(share * (rank // tp), local.size)
+        part = slice(begin, min(begin + share, local.size)) if sharded > 1 else None
+        for number in (1, 2):
+            state = local * (10 * number)
+            if part is None:
+                roles["optimizer_state"][f"{name}.moment{number}_0"] = _weight(name, state, empty, **fields)
+            elif part.stop > part.start:
+                flat = state.ravel()[part]
+                made = _weight(name, flat, empty, is_flattened=True, flattened_range=part, **fields)
+                roles["optimizer_state"][f"{name}.moment{number}_0"] = made
+            power = np.array([0.9**number], np.float32)
+            scalar = {"local_shape": (1,), "global_shape": (1,), "global_offset": (0,)}
+            roles["optimizer_state"][f"{name}.beta{number}_pow_acc_0"] = _weight(name, power, empty, **scalar)
+    return roles
+
+
+def _weight(name: str, array: np.ndarray[Any, Any], empty: bool, **fields: Any) -> SimpleNamespace:
+    values = np.zeros_like(array) if empty else np.ascontiguousarray(array)
+    fields = {"is_flattened": False, "flattened_range": None, **fields}
+    return SimpleNamespace(key=name, local_tensor=paddle.to_tensor(values), **fields)
+
+
+def same_values(one: Roles, other: Roles) -> bool:
+    """Whether two sets of live weights hold the same bits under the same names."""
+    return all(
+        np.array_equal(one[role][name].local_tensor.numpy(), other[role][name].local_tensor.numpy())
+        for role in one
+        for name in one[role]
+    ) and all(one[role].keys() == other[role].keys() for role in one)

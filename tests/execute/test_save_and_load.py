@@ -1,0 +1,251 @@
+"""Save, load and export between layouts, with every rank in one process; every equality is bitwise."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from paddleformers_fc.errors import Corrupt, FlexError, MismatchError, NotACheckpoint
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.execute.export import export_checkpoint, save_weights
+from paddleformers_fc.execute.load import load_checkpoint, load_weights, open_checkpoint
+from paddleformers_fc.execute.save import JobRecord, config_bytes, divide, save_checkpoint
+from paddleformers_fc.layout import Shard
+from paddleformers_fc.mapping.boxes import whole
+from safetensors.numpy import load_file
+from tests.execute.simulated import CONFIG, Arrays, Roles, canonical, job, live, same_values, succeed
+
+ARRAYS = canonical()
+# Tensor-parallel degree and sharding degree of the optimizer; ranks are their product.
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)]
+
+
+def save(directory: Path, arrays: Arrays, tp: int, sharded: int, step: int = 3) -> None:
+    def work(channel: Any) -> None:
+        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        record = JobRecord(step, step * 8, {"tensor": tp})
+        save_checkpoint(directory, live(arrays, tp, channel.rank, sharded=sharded), CONFIG, files, record, channel)
+
+    succeed(tp * sharded, work)
+
+
+def load(directory: Path, tp: int, sharded: int, config: dict[str, Any] = CONFIG) -> list[Roles]:
+    """What every rank holds after a load into zeros."""
+
+    def work(channel: Any) -> Roles:
+        roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
+        load_checkpoint(open_checkpoint(directory, channel), roles, config, channel)
+        return roles
+
+    return succeed(tp * sharded, work)
+
+
+@pytest.mark.parametrize("stored", LAYOUTS)
+@pytest.mark.parametrize("wanted", LAYOUTS)
+def test_a_resume_restores_every_bit_under_any_layout(
+    tmp_path: Path, stored: tuple[int, int], wanted: tuple[int, int]
+) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, *stored)
+    for rank, got in enumerate(load(tmp_path / "checkpoint-3", *wanted)):
+        assert same_values(live(ARRAYS, wanted[0], rank, sharded=wanted[1]), got)
+
+
+def test_every_shard_is_written_once_and_bytes_are_even(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 2)
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "checkpoint-3/model_state").glob("*.safetensors"))]
+    assert len(sizes) == 2
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_replicas_are_divided_by_bytes_and_not_by_count() -> None:
+    big, small = (Shard(name, "float32", (n,), whole((n,))) for name, n in (("big", 90), ("small", 10)))
+    more = {f"s{i}": Shard(f"s{i}", "float32", (10,), whole((10,))) for i in range(8)}
+    held = {"model_state": {"big": big, "small": small, **more}}
+    first, second = divide([held, held])
+    assert [len(first), len(second)] == [1, 9]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_export_of_every_layout_is_the_same_file(tmp_path: Path, layout: tuple[int, int]) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, *layout)
+    report = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "export")
+    (name,) = report.files
+    loaded = load_file(tmp_path / "export" / name)
+    assert loaded.keys() == ARRAYS.keys()
+    assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
+    save(tmp_path / "checkpoint-4", ARRAYS, 1, 1)
+    again = export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "again")
+    assert report.files[name].digest == again.files[name].digest
+    assert json.loads((tmp_path / "export/config.json").read_text()) == CONFIG
+
+
+def test_an_export_in_several_files_has_an_index_that_is_right(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 2, 1)
+    outcome = succeed(3, lambda channel: export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000, channel))
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in ARRAYS.values())
+    for name, file in index["weight_map"].items():
+        assert np.array_equal(load_file(tmp_path / "hf" / file)[name], ARRAYS[name])
+    assert len(outcome[0].files) == len(set(index["weight_map"].values())) > 3
+
+
+def test_an_export_over_an_older_one_leaves_nothing_of_it(tmp_path: Path) -> None:
+    target = tmp_path / "run"
+    (target / "checkpoint-1").mkdir(parents=True)
+    (target / "model.safetensors").write_bytes(b"old")
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+    export_checkpoint(tmp_path / "checkpoint-3", target, 4000)
+    assert not (target / "model.safetensors").exists()
+    export_checkpoint(tmp_path / "checkpoint-3", target)
+    assert not list(target.glob("model-*"))
+    assert not (target / "model.safetensors.index.json").exists()
+    assert load_file(target / "model.safetensors").keys() == ARRAYS.keys()
+    assert (target / "checkpoint-1").is_dir()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_live_model_is_exported_without_gathering(tmp_path: Path, tp: int) -> None:
+    def work(channel: Any) -> None:
+        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        weights = live(ARRAYS, tp, channel.rank)["model_state"]
+        save_weights(weights, CONFIG, files, tmp_path / "hf", 10**9, channel)
+
+    succeed(tp, work)
+    loaded = load_file(tmp_path / "hf/model.safetensors")
+    assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_open_weights_are_loaded_into_a_fused_model(tmp_path: Path, tp: int) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 2, 1)
+    export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000)
+
+    def work(channel: Any) -> Roles:
+        roles = live(ARRAYS, tp, channel.rank, empty=True)
+        load_weights(tmp_path / "hf", {"model_state": roles["model_state"]}, CONFIG, channel)
+        return roles
+
+    for rank, got in enumerate(succeed(tp, work)):
+        expected = live(ARRAYS, tp, rank)
+        assert same_values({"model_state": expected["model_state"]}, {"model_state": got["model_state"]})
+
+
+def test_digests_are_those_of_the_canonical_tensors(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 2, 2)
+    found = {(digest.role, digest.name): digest.md5 for digest in canonical_digests(tmp_path / "checkpoint-3")}
+    for name, array in ARRAYS.items():
+        assert found["model_state", name] == hashlib.md5(array.tobytes()).hexdigest()
+        moment = np.ascontiguousarray(array.T * 10).T
+        assert found["optimizer_state", f"{name}.moment1_0"] == hashlib.md5(moment.tobytes()).hexdigest()
+
+
+def refused(directory: Path, ranks: int = 2) -> list[FlexError]:
+    """Load on every rank; the errors, after seeing that no weight changed."""
+
+    def work(channel: Any) -> list[FlexError]:
+        roles = live(ARRAYS, ranks, channel.rank, empty=True)
+        try:
+            load_checkpoint(open_checkpoint(directory, channel), roles, CONFIG, channel)
+        except FlexError as error:
+            assert same_values(roles, live(ARRAYS, ranks, channel.rank, empty=True))
+            return [error]
+        return []
+
+    errors = [error for found in succeed(ranks, work) for error in found]
+    assert len(errors) == ranks
+    assert len({str(error) for error in errors}) == 1
+    return errors
+
+
+def test_a_directory_without_a_manifest_is_refused_on_every_rank(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+    (tmp_path / "checkpoint-3/flex_checkpoint.json").unlink()
+    (error, _) = refused(tmp_path / "checkpoint-3")
+    assert isinstance(error, NotACheckpoint)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "longer"])
+def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path, damage: str) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 2)
+    victim = tmp_path / "checkpoint-3/optimizer_state/rank-00001.safetensors"
+    data = victim.read_bytes()
+    victim.unlink()
+    if damage != "missing":
+        victim.write_bytes(data[:-8] if damage == "truncated" else data + b"\0")
+    (error, _) = refused(tmp_path / "checkpoint-3")
+    assert isinstance(error, Corrupt)
+    assert "optimizer_state/rank-00001.safetensors" in str(error)
+
+
+def test_names_missing_on_both_sides_come_in_one_report(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint-3"
+    save(directory, canonical(layers=3), 1, 1)
+    (error, _) = refused(directory)
+    assert isinstance(error, MismatchError)
+    assert "UNEXPECTED" in str(error)
+    assert "model.layers.2.self_attn.qkv_proj.weight" in str(error)
+    small = tmp_path / "checkpoint-4"
+    save(small, canonical(layers=1), 2, 1)
+    (error, _) = refused(small)
+    assert "MISSING" in str(error)
+    assert "model.layers.1.mlp.up_gate_proj.weight (itself, beta1_pow_acc_0" in str(error)
+
+
+def test_a_vocabulary_of_another_size_is_refused_though_it_would_fit_into_part(tmp_path: Path) -> None:
+    arrays = dict(ARRAYS)
+    arrays["model.embed_tokens.weight"] = np.zeros((64, 16), np.float32)
+    save(tmp_path / "checkpoint-3", arrays, 1, 1)
+    (error, _) = refused(tmp_path / "checkpoint-3")
+    assert "model.embed_tokens.weight: stored [64, 16], wanted [32, 16]" in str(error)
+
+
+def test_a_rank_that_cannot_describe_itself_stops_every_rank_and_leaves_nothing(tmp_path: Path) -> None:
+    def work(channel: Any) -> None:
+        roles = live(ARRAYS, 2, channel.rank)
+        if channel.rank == 1:
+            roles["model_state"]["model.norm.weight"].local_shape = (99,)
+        save_checkpoint(tmp_path / "checkpoint-3", roles, CONFIG, {}, JobRecord(3, 24, {}), channel)
+
+    first, second = job(2, work)
+    assert isinstance(first, MismatchError)
+    assert str(first) == str(second)
+    assert "rank 1" in str(first)
+    assert not list(tmp_path.iterdir())
+
+
+def test_shards_that_leave_a_hole_are_never_saved(tmp_path: Path) -> None:
+    def work(channel: Any) -> None:
+        files = {"config.json": config_bytes(CONFIG)}
+        # Both ranks hold the first half of every split tensor.
+        save_checkpoint(tmp_path / "c", live(ARRAYS, 2, 0), CONFIG, files, JobRecord(3, 24, {}), channel)
+
+    first, second = job(2, work)
+    assert isinstance(first, MismatchError)
+    assert "is not stored" in str(first)
+    assert str(first) == str(second)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_save_of_a_step_replaces_the_first_whole(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint-3"
+    save(directory, ARRAYS, 2, 2)
+    other = canonical(seed=1)
+    save(directory, other, 1, 1)
+    assert [path.name for path in sorted((directory / "model_state").iterdir())] == ["rank-00000.safetensors"]
+    digests = {digest.name: digest.md5 for digest in canonical_digests(directory) if digest.role == "model_state"}
+    assert digests["model.norm.weight"] == hashlib.md5(other["model.norm.weight"].tobytes()).hexdigest()
+
+
+def test_no_pickle_is_written(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 2, 1)
+    for path in (tmp_path / "checkpoint-3").rglob("*"):
+        if path.is_file():
+            assert path.suffix in (".safetensors", ".json")
+            # A pickle of protocol 2 or later starts with this byte, and so would a zip of one with PK.
+            assert path.read_bytes()[:1] != b"\x80"

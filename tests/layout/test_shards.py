@@ -1,0 +1,105 @@
+"""Shards: flattened ranges are boxes, live weights are described by their fields."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from paddleformers_fc.errors import FormatError, MismatchError
+from paddleformers_fc.layout import Shard, split_state_name
+from paddleformers_fc.layout.codec import decode_shards, encode_shards
+from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.mapping.boxes import Box, shifted, whole
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_the_fragments_of_a_range_are_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+    size = int(np.prod(shape))
+    begin = data.draw(st.integers(0, size))
+    end = data.draw(st.integers(begin, size))
+    shard = Shard("x", "float32", tuple(shape), whole(tuple(shape)), (begin, end))
+    values = np.arange(size).reshape(shape)
+    out = np.full(end - begin, -1)
+    for fragment in shard.fragments:
+        part = values[tuple(slice(a, b) for a, b in zip(fragment.box.lo, fragment.box.hi, strict=True))].ravel()
+        out[fragment.start : fragment.start + part.size] = part
+    assert (out == np.arange(begin, end)).all()
+    assert len(shard.fragments) <= max(1, 2 * len(shape) - 1)
+
+
+def test_the_fragments_of_a_range_of_a_tensor_parallel_shard_are_in_global_coordinates() -> None:
+    shard = Shard("x", "float32", (4, 8), shifted((4, 4), (0, 4)), (2, 10))
+    assert [str(fragment.box) for fragment in shard.fragments] == ["[0:1, 6:8]", "[1:2, 4:8]", "[2:3, 4:6]"]
+
+
+def test_cuts_tell_the_tensor_parallel_degree() -> None:
+    assert Shard("x", "float32", (4, 8), shifted((4, 2), (0, 6))).cuts == (1, 4)
+
+
+def test_states_are_split_from_their_parameters() -> None:
+    state = split_state_name("optimizer_state", "model.w.weight.moment1_0")
+    assert (state.parameter, state.suffix, state.scalar) == ("model.w.weight", ".moment1_0", False)
+    assert split_state_name("optimizer_state", "w.beta2_pow_acc_0").scalar
+    assert split_state_name("model_state", "strange.w_0").parameter == "strange.w_0"
+
+
+def weight(shape: tuple[int, ...], **fields: object) -> SimpleNamespace:
+    made = SimpleNamespace(
+        key="w",
+        local_tensor=SimpleNamespace(shape=list(shape), dtype="paddle.float32"),
+        local_shape=shape,
+        global_shape=shape,
+        global_offset=(0,) * len(shape),
+        is_flattened=False,
+        flattened_range=None,
+    )
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_a_live_weight_is_described_by_its_fields() -> None:
+    live = weight((2, 4), global_shape=(4, 4), global_offset=(2, 0))
+    shard = describe_roles({"model_state": {"w": live}})["model_state"]["w"]
+    assert shard == Shard("w", "float32", (4, 4), Box((2, 0), (4, 4)))
+
+
+def test_a_state_that_has_not_its_parameters_shape_is_refused() -> None:
+    roles = {"model_state": {"w": weight((2, 4))}, "optimizer_state": {"w.moment1_0": weight((1,))}}
+    with pytest.raises(MismatchError, match=r"w.moment1_0: shape \[1\] is not its parameter's \[2, 4\]"):
+        describe_roles(roles)
+
+
+def test_a_tensor_smaller_than_its_shard_is_refused() -> None:
+    live = weight((2, 4), local_shape=(4, 4), global_shape=(4, 4))
+    with pytest.raises(MismatchError, match="holds 8 elements, its shard 16"):
+        describe_roles({"model_state": {"w": live}})
+
+
+def test_shards_survive_json() -> None:
+    shards = {
+        "a": Shard("a", "bfloat16", (4, 8), shifted((4, 2), (0, 6)), (1, 5)),
+        "b": Shard("b", "float32", (), whole(())),
+    }
+    text = encode_shards(shards)
+    assert decode_shards(text, {"a": "bfloat16", "b": "float32"}, "here") == shards
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[]",
+        "nonsense",
+        '{"a": {"name": "a", "global_shape": [4], "offset": [3], "shape": [2]}}',
+        '{"a": {"name": "a", "global_shape": [4], "offset": [-1], "shape": [2]}}',
+        '{"a": {"name": "a", "global_shape": [4, 4], "offset": [0], "shape": [2]}}',
+        '{"a": {"name": "a", "global_shape": [4], "offset": [0], "shape": [4], "flat": [2, 9]}}',
+    ],
+)
+def test_impossible_shard_descriptions_are_refused(text: str) -> None:
+    with pytest.raises(FormatError):
+        decode_shards(text, {"a": "float32"}, "here")

@@ -1,0 +1,39 @@
+"""Random rules, shapes and boxes for property tests."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec
+
+
+@st.composite
+def rules(draw: st.DrawFn, index: int = 0) -> tuple[Rule, tuple[tuple[str, TensorSpec], ...]]:
+    """A rule of any kind, with the specs of its targets."""
+    rank = draw(st.integers(1, 3))
+    axis = draw(st.integers(0, rank - 1))
+    axes = tuple(draw(st.permutations(range(rank))))
+    source_blocks, target_blocks = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (2, 4), (3, 2)]))
+    unit = source_blocks * target_blocks
+    parts = tuple(draw(st.lists(st.integers(1, 3).map(lambda n: n * unit), min_size=1, max_size=4)))
+    sources = _names(draw, f"s{index}", len(parts), source_blocks)
+    targets = _names(draw, f"t{index}", len(parts), target_blocks)
+    other = [draw(st.integers(1, 4)) for _ in range(rank)]
+    lengths = parts if len(targets) == len(parts) else (sum(parts),)
+    specs = []
+    for name, length in zip(targets, lengths, strict=True):
+        shape = [*other]
+        shape[axis] = length
+        specs.append((name, TensorSpec(tuple(shape), "float32")))
+    return Rule(sources, targets, parts, axis, axes, source_blocks, target_blocks), tuple(specs)
+
+
+def _names(draw: st.DrawFn, stem: str, parts: int, blocks: int) -> tuple[str, ...]:
+    split = blocks == 1 and draw(st.booleans())
+    return tuple(f"{stem}.{part}" for part in range(parts)) if split else (f"{stem}.whole",)
+
+
+@st.composite
+def rule_sets(draw: st.DrawFn) -> RuleSet:
+    """Several independent rules."""
+    made = [draw(rules(index)) for index in range(draw(st.integers(1, 3)))]
+    return RuleSet({name: spec for _, specs in made for name, spec in specs}, tuple(rule for rule, _ in made))

@@ -1,0 +1,39 @@
+"""Boxes: tiling is decided exactly, and boxes are found by bisection."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings, strategies as st
+from paddleformers_fc.mapping.boxes import Box, BoxFinder, cover_faults, whole
+from tests.mapping.numbers import slices
+
+BOUNDS = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(sorted)
+
+
+@st.composite
+def boxes(draw: st.DrawFn, rank: int) -> Box:
+    pairs = [draw(BOUNDS) for _ in range(rank)]
+    return Box(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 3).flatmap(lambda rank: st.lists(boxes(rank), max_size=5).map(lambda b: (rank, b))))
+def test_boxes_tile_exactly_when_every_element_is_counted_once(case: tuple[int, list[Box]]) -> None:
+    rank, found = case
+    outer = whole((5,) * rank)
+    count = np.zeros(outer.shape, int)
+    for box in found:
+        count[slices(box)] += 1
+    assert (not cover_faults(outer, found)) == bool((count == 1).all())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(boxes(2), max_size=6), boxes(2))
+def test_the_finder_returns_every_box_that_touches(found: list[Box], probe: Box) -> None:
+    near = set(BoxFinder(found).near(probe))
+    assert near >= {i for i, box in enumerate(found) if box.intersect(probe) is not None}
+
+
+def test_the_finder_looks_only_at_neighbours_in_a_row_of_boxes() -> None:
+    row = [Box((4 * i, 0), (4 * i + 4, 8)) for i in range(100)]
+    assert list(BoxFinder(row).near(Box((41, 0), (50, 8)))) == [10, 11, 12]

@@ -1,0 +1,137 @@
+"""The algebra: what a rule denotes, its reverse, and composition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie, prove
+from paddleformers_fc.mapping.codec import decode_rules, encode_rules
+from tests.mapping.numbers import moved, numbered
+from tests.mapping.strategies import rule_sets
+
+
+def rule_set(rule: Rule, **targets: tuple[int, ...]) -> RuleSet:
+    return RuleSet({name: TensorSpec(shape, "float32") for name, shape in targets.items()}, (rule,))
+
+
+def test_a_transpose_swaps_the_axes() -> None:
+    mapping = rule_set(Rule(("a",), ("b",), (3,), 1, (1, 0)), b=(2, 3)).mapping()
+    source = np.arange(6.0).reshape(3, 2)
+    assert (moved(mapping, {"a": source})["b"] == source.T).all()
+
+
+def test_a_permutation_of_three_axes_is_numpys() -> None:
+    mapping = rule_set(Rule(("a",), ("b",), (4,), 2, (2, 0, 1)), b=(2, 3, 4)).mapping()
+    source = np.arange(24.0).reshape(3, 4, 2)
+    assert (moved(mapping, {"a": source})["b"] == source.transpose(2, 0, 1)).all()
+
+
+def test_an_uneven_concat_keeps_the_order_of_its_sources() -> None:
+    mapping = rule_set(Rule(("a", "b"), ("c",), (2, 5), 0, (0, 1)), c=(7, 3)).mapping()
+    one, two = np.arange(6.0).reshape(2, 3), 10 + np.arange(15.0).reshape(5, 3)
+    assert (moved(mapping, {"a": one, "b": two})["c"] == np.concatenate([one, two])).all()
+
+
+def test_an_uneven_split_is_the_reverse_of_an_uneven_concat() -> None:
+    mapping = rule_set(Rule(("c",), ("a", "b"), (2, 5), 0, (0, 1)), a=(2, 3), b=(5, 3)).mapping()
+    source = np.arange(21.0).reshape(7, 3)
+    out = moved(mapping, {"c": source})
+    assert (out["a"] == source[:2]).all()
+    assert (out["b"] == source[2:]).all()
+
+
+def test_a_fused_ffn_lays_gate_beside_up_for_every_tensor_parallel_rank() -> None:
+    mapping = rule_set(Rule(("g", "u"), ("gu",), (4, 4), 1, (1, 0), target_blocks=2), gu=(3, 8)).mapping()
+    gate, up = np.arange(12.0).reshape(4, 3), 100 + np.arange(12.0).reshape(4, 3)
+    expected = np.concatenate([gate.T[:, :2], up.T[:, :2], gate.T[:, 2:], up.T[:, 2:]], axis=1)
+    assert (moved(mapping, {"g": gate, "u": up})["gu"] == expected).all()
+
+
+def test_a_fused_qkv_lays_query_key_and_value_beside_each_other_for_every_kv_head() -> None:
+    mapping = rule_set(Rule(("q", "k", "v"), ("qkv",), (8, 4, 4), 1, (1, 0), target_blocks=2), qkv=(3, 16)).mapping()
+    q, k, v = (base + np.arange(rows * 3.0).reshape(rows, 3) for base, rows in ((0, 8), (100, 4), (200, 4)))
+    pieces = [q.T[:, :4], k.T[:, :2], v.T[:, :2], q.T[:, 4:], k.T[:, 2:], v.T[:, 2:]]
+    assert (moved(mapping, {"q": q, "k": k, "v": v})["qkv"] == np.concatenate(pieces, axis=1)).all()
+
+
+def test_experts_are_stacked_on_a_new_axis() -> None:
+    experts = tuple(f"experts.{i}" for i in range(3))
+    mapping = rule_set(Rule(experts, ("stack",), (1, 1, 1), 0, (-1, 0, 1)), stack=(3, 2, 4)).mapping()
+    arrays = numbered(mapping)
+    prove(mapping)
+    prove(mapping.reversed())
+    assert (moved(mapping, arrays)["stack"] == np.stack([arrays[name] for name in experts])).all()
+    back = moved(mapping.reversed(), moved(mapping, arrays))
+    assert all((back[name] == arrays[name]).all() for name in experts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rule_sets())
+def test_forward_then_reverse_restores_every_number(rules: RuleSet) -> None:
+    mapping = rules.mapping()
+    prove(mapping)
+    prove(mapping.reversed())
+    arrays = numbered(mapping)
+    back = moved(mapping.reversed(), moved(mapping, arrays))
+    assert all((back[name] == arrays[name]).all() for name in arrays)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rule_sets())
+def test_a_mapping_composed_with_its_reverse_is_the_identity(rules: RuleSet) -> None:
+    mapping = rules.mapping()
+    both = mapping.then(mapping.reversed())
+    prove(both)
+    arrays = numbered(mapping)
+    out = moved(both, arrays)
+    assert all((out[name] == arrays[name]).all() for name in arrays)
+
+
+@pytest.mark.parametrize("source_tp", [1, 2, 4])
+@pytest.mark.parametrize("target_tp", [1, 2, 4])
+def test_composing_two_tensor_parallel_degrees_equals_going_through_the_canonical_space(
+    source_tp: int, target_tp: int
+) -> None:
+    def fused(tp: int) -> RuleSet:
+        ffn = Rule(("g", "u"), ("gu",), (8, 8), 1, (1, 0), target_blocks=tp)
+        qkv = Rule(("q", "k", "v"), ("qkv",), (16, 8, 8), 1, (1, 0), target_blocks=4)
+        specs = {"gu": TensorSpec((3, 16), "float32"), "qkv": TensorSpec((5, 32), "float32")}
+        return RuleSet(specs, (ffn, qkv))
+
+    before, after = fused(source_tp).mapping(), fused(target_tp).mapping()
+    composed = before.reversed().then(after)
+    prove(composed)
+    arrays = numbered(before)
+    stored = moved(before, arrays)
+    expected = moved(after, arrays)
+    out = moved(composed, stored)
+    assert all((out[name] == expected[name]).all() for name in expected)
+
+
+def test_equal_layouts_compose_to_whole_tensors() -> None:
+    rule = Rule(("q", "k", "v"), ("qkv",), (16, 8, 8), 1, (1, 0), target_blocks=4)
+    mapping = rule_set(rule, qkv=(5, 32)).mapping()
+    (item,) = mapping.reversed().then(mapping).correspondences
+    assert item.source_box == item.target_box
+    assert item.source_box.shape == (5, 32)
+
+
+def test_rules_survive_json() -> None:
+    rules = RuleSet(
+        {"b": TensorSpec((2, 3), "bfloat16"), "c": TensorSpec((2, 3), "bfloat16")},
+        (Rule(("a",), ("b",), (3,), 1, (1, 0), cast="bfloat16"),),
+        (Tie("b", "c"),),
+        ("fresh",),
+        ("dropped",),
+    )
+    assert decode_rules(encode_rules(rules), "here") == rules
+
+
+def test_a_rule_that_does_not_fit_is_named_with_the_numbers() -> None:
+    rules = rule_set(Rule(("g", "u"), ("gu",), (4, 4), 1, (1, 0), target_blocks=3), gu=(3, 10))
+    with pytest.raises(MappingError) as caught:
+        rules.mapping()
+    assert "cannot be dealt in 3 equal rounds" in str(caught.value)
+    assert "length 10" in str(caught.value)

@@ -1,0 +1,122 @@
+"""Planning: exact ranges, full coverage, and one report of everything that does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from paddleformers_fc.catalog.stored import Catalog, StoredFragment, StoredTensor
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.execute.reading import ArraySlot, ReadOptions, carry_out
+from paddleformers_fc.layout import Shard
+from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec
+from paddleformers_fc.mapping.boxes import Box, shifted, whole
+from paddleformers_fc.plan import LoadPlan, Source, plan_reads
+from tests.mapping.numbers import moved, numbered, slices
+
+FUSED = RuleSet(
+    {"qkv": TensorSpec((6, 16), "float32")}, (Rule(("q", "k", "v"), ("qkv",), (8, 4, 4), 1, (1, 0), target_blocks=2),)
+)
+
+
+def stored(root: Path, arrays: dict[str, np.ndarray[Any, Any]], pieces: int) -> Catalog:
+    """A catalog of arrays cut into row blocks, each block in a file of its own."""
+    tensors = {}
+    for name, array in arrays.items():
+        fragments = []
+        for index, rows in enumerate(np.array_split(np.arange(array.shape[0]), pieces)):
+            if not rows.size:
+                continue
+            part = np.ascontiguousarray(array[rows[0] : rows[-1] + 1])
+            file = f"{name}.{index}"
+            (root / file).write_bytes(b"head" + part.tobytes())
+            offset = (int(rows[0]),) + (0,) * (array.ndim - 1)
+            fragments.append(StoredFragment(file, 4, shifted(part.shape, offset)))
+        tensors[name] = StoredTensor(name, str(array.dtype), array.shape, tuple(fragments))
+    return Catalog(root, {"model_state": tensors})
+
+
+def filled(plan: LoadPlan, root: Path, shard: Shard, **options: int) -> np.ndarray[Any, Any]:
+    array = np.full(shard.size, np.nan, shard.dtype)
+    carry_out(plan, root, {("model_state", shard.name): ArraySlot(array)}, ReadOptions(**options))
+    return array
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 4), st.data())
+def test_any_shard_of_a_fused_tensor_is_put_together_from_any_pieces(
+    tmp_path_factory: pytest.TempPathFactory, pieces: int, data: st.DataObject
+) -> None:
+    root = tmp_path_factory.mktemp("plan")
+    mapping = FUSED.mapping()
+    arrays = {name: array.astype(np.float32) for name, array in numbered(mapping).items()}
+    source = Source(stored(root, arrays, pieces), mapping)
+    cut = data.draw(st.sampled_from([1, 2, 4]))
+    rank = data.draw(st.integers(0, cut - 1))
+    box = Box((0, 16 // cut * rank), (6, 16 // cut * (rank + 1)))
+    begin = data.draw(st.integers(0, box.volume))
+    flat = data.draw(st.sampled_from([None, (begin, data.draw(st.integers(begin, box.volume)))]))
+    shard = Shard("qkv", "float32", (6, 16), box, flat)
+    plan = plan_reads(source, {"model_state": {"qkv": shard}})
+    assert plan.report.empty
+    expected = moved(mapping, arrays)["qkv"][slices(box)].ravel()
+    low, high = flat or (0, box.volume)
+    got = filled(plan, root, shard, threads=1 + pieces % 2, staging_bytes=64)
+    assert (got == expected[low:high]).all()
+
+
+def plan_of(catalog: Catalog, mapping: Mapping, shard: Shard, role: str = "model_state") -> LoadPlan:
+    return plan_reads(Source(catalog, mapping), {role: {shard.name: shard}})
+
+
+def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
+    specs = {f"layers.{i}.w": TensorSpec((4, 2), "float32") for i in range(4)}
+    rules = RuleSet(specs, tuple(Rule((name,), (name,), (2,), 1, (0, 1)) for name in specs))
+    arrays = {
+        "layers.0.w": np.zeros((4, 2), np.float32),
+        "layers.1.w": np.zeros((6, 2), np.float32),
+        "layers.2.w": np.zeros((4, 2), np.float16),
+    }
+    wanted = {name: Shard(name, "float32", (4, 2), whole((4, 2))) for name in specs}
+    plan = plan_reads(Source(stored(tmp_path, arrays, 1), rules.mapping()), {"model_state": wanted})
+    with pytest.raises(MismatchError) as caught:
+        plan.report.refuse("here")
+    text = str(caught.value)
+    assert "MISSING" in text
+    assert "layers.3.w" in text
+    assert "layers.1.w: stored [6, 2], wanted [4, 2]" in text
+    assert "layers.2.w: stored float16, wanted float32" in text
+
+
+def test_a_hole_in_what_is_stored_is_found_before_anything_is_read(tmp_path: Path) -> None:
+    catalog = stored(tmp_path, {"q": np.zeros((8, 6), np.float32)}, 2)
+    tensor = catalog.roles["model_state"]["q"]
+    holed = StoredTensor("q", "float32", (8, 6), tensor.fragments[:1])
+    assert list(holed.faults()) == ["q: [4:8, 0:6] is not stored"]
+    rules = RuleSet({"w": TensorSpec((6, 8), "float32")}, (Rule(("q",), ("w",), (8,), 1, (1, 0)),))
+    shard = Shard("w", "float32", (6, 8), whole((6, 8)))
+    plan = plan_of(Catalog(tmp_path, {"model_state": {"q": holed}}), rules.mapping(), shard)
+    assert "w: [0:6, 4:8] of [0:6, 0:8] is not written" in plan.report.lines["coverage"]
+
+
+def test_a_cast_never_reaches_a_master_weight(tmp_path: Path) -> None:
+    rule = Rule(("w",), ("w",), (2,), 1, (0, 1), cast="bfloat16")
+    mapping = RuleSet({"w": TensorSpec((4, 2), "bfloat16")}, (rule,)).mapping({"w": "float32"})
+    catalog = stored(tmp_path, {"w.w_0": np.zeros((4, 2), np.float32)}, 1)
+    masters = Catalog(tmp_path, {"master_weight": catalog.roles["model_state"]})
+    wanted = Shard("w.w_0", "bfloat16", (4, 2), whole((4, 2)))
+    plan = plan_of(masters, mapping, wanted, "master_weight")
+    assert plan.report.lines["dtype"] == {"w.w_0: stored float32, wanted bfloat16"}
+
+
+def test_an_alias_that_is_stored_too_must_equal_its_owner(tmp_path: Path) -> None:
+    array = np.arange(8, dtype=np.float32).reshape(4, 2)
+    catalog = stored(tmp_path, {"embed": array, "head": array}, 2)
+    rules = RuleSet({"embed": TensorSpec((4, 2), "float32")}, (Rule(("embed",), ("embed",), (2,), 1, (0, 1)),))
+    source = Source(catalog, rules.mapping(), stored_aliases={"head": "embed"})
+    plan = plan_reads(source, {"model_state": {"embed": Shard("embed", "float32", (4, 2), whole((4, 2)))}})
+    assert len(plan.checks) == 2
+    assert plan.touched == {"model_state": frozenset({"embed", "head"})}
