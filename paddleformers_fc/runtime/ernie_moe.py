@@ -21,13 +21,10 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 import paddleformers.nn.moe.moe_alltoall_layer as moe_alltoall_layer
-import paddleformers.nn.pp_model as pp_model
 import paddleformers.utils.moe_hybrid_parallel_optimizer as moe_optimizer
 from paddle.autograd import PyLayer
 from paddle.distributed import fleet
 from paddleformers.transformers.ernie4_5_moe import modeling
-
-from ._replace import ModuleView
 
 
 class _AllGatherTokens(PyLayer):  # type: ignore[misc]
@@ -155,15 +152,6 @@ def multi_token_prediction() -> None:
         return model_forward(self, *args, **kwargs)
 
     modeling.Ernie4_5_MoeForCausalLM.forward = forward_in_training
-
-
-def multi_token_prediction_in_a_pipeline() -> None:
-    """Hidden states are joined along the axis along which the last stage splits them."""
-
-    def concat(tensors: Any, axis: int = 0, name: str | None = None) -> Any:
-        return paddle.concat(tensors, axis=0, name=name)
-
-    pp_model.paddle = ModuleView(paddle, concat=concat)
 
 
 def expert_gradients() -> None:

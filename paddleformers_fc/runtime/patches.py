@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import collectives, device, groups, mpu, p2p, pipeline, rendezvous, sharding
+from . import collectives, device, groups, half, mpu, p2p, pipeline, rendezvous, sharding
 
 
 
@@ -37,6 +37,7 @@ _PADDLE = (
     Patch("collectives", "Gloo lacks collectives, and its float16 sum is inf.", "paddle", collectives.apply),
     Patch("p2p", "Messages inside groups of more than two are not delivered.", "paddle", p2p.apply),
     Patch("mpu", "Tensor parallel operators have no CPU kernel.", "paddle", mpu.apply),
+    Patch("bfloat16", "linear, matmul, c_embedding and adamw_ lack bfloat16.", "paddle", half.apply),
     Patch("tensor-cuda", "Tensor.cuda raises.", "paddle", device.tensor_cuda),
     Patch("synchronize", "paddle.device.synchronize raises.", "paddle", device.synchronize),
     Patch("device-id", "ParallelEnv has no device id.", "paddle", device.device_id),
@@ -59,12 +60,6 @@ def _paddleformers() -> tuple[Patch, ...]:
         Patch("split-fp32", "split_param is refused in float32.", package, formers.split_parameters_in_float32),
         Patch("ernie-experts", "The MoE block needs fused kernels.", package, ernie_moe.dense_experts),
         Patch("ernie-mtp", "Multi-token prediction misplaces arguments.", package, ernie_moe.multi_token_prediction),
-        Patch(
-            "ernie-mtp-pipeline",
-            "Multi-token prediction joins and splits on different axes.",
-            package,
-            ernie_moe.multi_token_prediction_in_a_pipeline,
-        ),
         Patch("expert-gradients", "Different experts are averaged.", package, ernie_moe.expert_gradients),
         Patch("expert-optimizer", "isinstance is asked about None.", package, ernie_moe.expert_parallel_optimizer),
     )
