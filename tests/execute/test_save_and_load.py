@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+
 from paddleformers_fc.errors import Corrupt, FlexError, MismatchError, NotACheckpoint
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
@@ -16,7 +18,6 @@ from paddleformers_fc.execute.load import load_checkpoint, load_weights, open_ch
 from paddleformers_fc.execute.save import JobRecord, config_bytes, divide, save_checkpoint
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import whole
-from safetensors.numpy import load_file
 from tests.execute.simulated import CONFIG, Arrays, Roles, canonical, job, live, same_values, succeed
 
 ARRAYS = canonical()

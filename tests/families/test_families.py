@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelTensor, bind, family_for
 from paddleformers_fc.mapping import prove

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+
 from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.layout import Shard, split_state_name
 from paddleformers_fc.layout.codec import decode_shards, encode_shards

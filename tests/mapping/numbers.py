@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from paddleformers_fc.mapping import Mapping
 from paddleformers_fc.mapping.boxes import Box
 

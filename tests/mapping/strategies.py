@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
+
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import given, settings, strategies as st
+
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, cover_faults, whole
 from tests.mapping.numbers import slices
 

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
+
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Correspondence, Mapping, Rule, RuleSet, TensorSpec, prove
 from paddleformers_fc.mapping.boxes import Box

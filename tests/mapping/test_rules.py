@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
+
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie, prove
 from paddleformers_fc.mapping.codec import decode_rules, encode_rules

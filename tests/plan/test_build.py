@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+
 from paddleformers_fc.catalog.stored import Catalog, StoredFragment, StoredTensor
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.reading import ArraySlot, ReadOptions, carry_out

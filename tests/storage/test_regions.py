@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import Region, read_region
