@@ -1,0 +1,84 @@
+"""What a run says about its checkpoints.
+
+PaddleFormers has an event after a save, but none after a load, and neither tells where the checkpoint is. This callback
+gets both with a report, writes one line for each, and can be subclassed by whoever wants to do more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paddleformers.trainer import TrainerCallback
+from paddleformers.utils.log import logger
+
+ATTENDED = "_flex_attended"
+"""The attribute by which the training arguments say that their Trainer goes through this package."""
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What was saved or loaded.
+
+    Args:
+        step: optimizer steps done.
+        directory: the checkpoint.
+        seconds: wall time on this rank.
+        bytes: bytes of the whole checkpoint after a save; bytes that this rank read after a load.
+    """
+
+    step: int
+    directory: Path
+    seconds: float
+    bytes: int
+
+
+class FlexCheckpointCallback(TrainerCallback):  # type: ignore[misc]
+    """Writes one line per checkpoint that is saved or loaded.
+
+    A Trainer with ``flex_checkpoint: true`` has one by itself; add a subclass to do more.
+    """
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Warn if the Trainer does not know ``flex_checkpoint`` and would save in another format."""
+        if getattr(args, "flex_checkpoint", False) and not getattr(args, ATTENDED, False):
+            logger.warning(
+                "flex_checkpoint is true, but this Trainer does not know it and saves in PaddleFormers' own format. "
+                "Use paddleformers_fc.FlexTrainer, or call paddleformers_fc.install() before the Trainer is made."
+            )
+
+    def on_checkpoint_saved(self, args: Any, report: CheckpointReport) -> None:
+        """A checkpoint was committed. Called on every rank.
+
+        Args:
+            args: the training arguments.
+            report: what was saved.
+        """
+        self._say(args, "Saved", "to", report)
+
+    def on_checkpoint_loaded(self, args: Any, report: CheckpointReport) -> None:
+        """A checkpoint was loaded, before the first training step. Called on every rank.
+
+        Args:
+            args: the training arguments.
+            report: what was loaded.
+        """
+        self._say(args, "Resumed", "from", report)
+
+    def _say(self, args: Any, done: str, where: str, report: CheckpointReport) -> None:
+        if args.should_log:
+            logger.info(
+                f"{done} step {report.step} {where} {report.directory}: "
+                f"{readable_bytes(report.bytes)} in {report.seconds:.2f} s"
+            )
+
+
+def readable_bytes(count: int) -> str:
+    """``count`` bytes with a unit that leaves one to three digits before the point."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -1,0 +1,113 @@
+"""The Trainer's own state as JSON: exact, readable, and never a pickle.
+
+What PaddleFormers pickles (trainer state, scheduler, loss scaler, random generators, training arguments) is a few
+kilobytes of numbers. Here each is a JSON document. Numbers come back bit for bit: Python writes the shortest decimal
+text that reads back as the same float, an array carries its dtype, and what JSON has no number for (infinity, NaN) is
+Python's extension of it. What cannot be written exactly is refused at save time, not found missing at resume time.
+
+Nothing here imports Paddle; :mod:`.rng` and :mod:`.progress` know where the values come from and go to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.errors import FormatError
+
+_ARRAY = "__array__"
+_TUPLE = "__tuple__"
+_MARKS = frozenset({_ARRAY, _TUPLE})
+
+
+def encode(value: Any, what: str) -> bytes:
+    """``value`` as a JSON document that :func:`decode` turns back into an equal value.
+
+    Args:
+        value: None, bool, int, float, str, and arrays, lists, tuples and string-keyed dicts of such.
+        what: the document's name, for the error.
+
+    Raises:
+        FormatError: something in it is of another type; its place is named.
+    """
+    return json.dumps(_plain(value, what), indent=1, sort_keys=True).encode() + b"\n"
+
+
+def decode(raw: bytes, where: str) -> Any:
+    """What :func:`encode` wrote.
+
+    Args:
+        raw: the document.
+        where: the file it was read from, for the error.
+
+    Raises:
+        FormatError: it is not such a document.
+    """
+    try:
+        return _rich(json.loads(raw))
+    except (ValueError, TypeError, KeyError) as error:
+        raise FormatError(
+            "The Trainer's state cannot be read.",
+            where=where,
+            evidence=[f"{type(error).__name__}: {error}"],
+            next_step="The file was changed after it was written; resume from another checkpoint.",
+        ) from error
+
+
+def decode_object(raw: bytes, where: str) -> dict[str, Any]:
+    """As :func:`decode`, for a document whose value is a dict.
+
+    Raises:
+        FormatError: it is not such a document, or its value is no dict.
+    """
+    value = decode(raw, where)
+    if not isinstance(value, dict):
+        raise FormatError("The Trainer's state is not a JSON object.", where=where, evidence=[type(value).__name__])
+    return value
+
+
+def describe(value: Any) -> Any:
+    """``value`` as JSON for a reader, not to be read back: what JSON cannot hold is spelled as text."""
+    if isinstance(value, Mapping):
+        return {str(key): describe(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [describe(one) for one in value]
+    if isinstance(value, (np.integer, np.floating, np.bool_)):
+        return value.item()
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _plain(value: Any, place: str) -> Any:
+    """The value in JSON's own types."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (np.integer, np.floating, np.bool_)):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iufb":
+        return {_ARRAY: value.dtype.str, "shape": list(value.shape), "values": value.ravel().tolist()}
+    if type(value) is tuple:
+        return {_TUPLE: [_plain(one, f"{place}[{index}]") for index, one in enumerate(value)]}
+    if type(value) is list:
+        return [_plain(one, f"{place}[{index}]") for index, one in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
+        return {key: _plain(one, f"{place}.{key}") for key, one in value.items()}
+    raise FormatError(
+        f"{place} is a {type(value).__name__}, which cannot be saved as JSON.",
+        where=place,
+        next_step="Keep numbers, strings, lists and dicts with string keys in the Trainer's state.",
+    )
+
+
+def _rich(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rich(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if _ARRAY in value:
+        return np.array(value["values"], dtype=np.dtype(value[_ARRAY])).reshape(value["shape"])
+    if _TUPLE in value:
+        return tuple(_rich(one) for one in value[_TUPLE])
+    return {key: _rich(one) for key, one in value.items()}

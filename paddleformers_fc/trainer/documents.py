@@ -1,0 +1,198 @@
+"""The small files of a checkpoint: what describes the model, and the Trainer's own state.
+
+====================================  ================================================================================
+``config.json`` and others            the model's configuration, generation settings and tokenizer, as in an export
+``trainer/state.json``                PaddleFormers' ``TrainerState``: step, epoch, best metric, ...
+``trainer/scheduler.json``            the learning-rate scheduler
+``trainer/scaler.json``               the loss scaler of float16 runs
+``trainer/data.json``                 how far into the data the run was (:mod:`.position`)
+``trainer/arguments.json``            the training arguments, for a reader
+``trainer/rng-00000.json``            the random generators of one process (:mod:`.rng`)
+====================================  ================================================================================
+
+All of it is a few kilobytes, but for the tokenizer. What other libraries write goes into a temporary directory and is
+read back, so that it gets the same checksums and the same commit as everything else.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from paddleformers.trainer import TrainerState
+from paddleformers.transformers.model_utils import clean_model_class_name, get_parameter_dtype, unwrap_model
+
+from paddleformers_fc.catalog.flex import CONFIG_NAME
+from paddleformers_fc.errors import FormatError, MismatchError
+from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.storage.files import files_within, read_file
+from paddleformers_fc.trainer import codecs
+
+STATE = "trainer/state.json"
+SCHEDULER = "trainer/scheduler.json"
+SCALER = "trainer/scaler.json"
+DATA = "trainer/data.json"
+ARGUMENTS = "trainer/arguments.json"
+EXPORTED_ARGUMENTS = "training_args.json"
+
+_SECRET_ENDINGS = ("_token", "_api_key", "password", "secret")
+
+
+def rng_name(rank: int) -> str:
+    """The path of a process's random state inside a checkpoint."""
+    return f"trainer/rng-{rank:05d}.json"
+
+
+def config_text(model: Any) -> str:
+    """The text of ``config.json``, the same under every parallel layout.
+
+    Args:
+        model: the model as it was built, or a wrapper of it.
+    """
+    model = unwrap_model(model)
+    config = copy.deepcopy(getattr(model, "config_to_save", model.config))
+    if not config.architectures:
+        config.architectures = [clean_model_class_name(type(model).__name__)]
+    dtype = get_parameter_dtype(model)
+    if dtype is not None:
+        config.dtype = str(dtype).rpartition(".")[2]
+    config.tensor_model_parallel_size = 1
+    config._save_to_hf = True
+    return str(config.to_json_string(use_diff=True, saving_file=True))
+
+
+def model_config(model: Any) -> dict[str, Any]:
+    """What ``config.json`` says, as a dict."""
+    config: dict[str, Any] = json.loads(config_text(model))
+    return config
+
+
+def model_files(trainer: Any) -> dict[str, bytes]:
+    """The files that describe the model: configuration, generation settings, tokenizer, processor.
+
+    Args:
+        trainer: whose model, tokenizer and processing class are described.
+
+    Returns:
+        content by path relative to the directory that holds the weights.
+    """
+    model = unwrap_model(trainer.model)
+    writers: list[Callable[[str], Any]] = []
+    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+        writers.append(model.generation_config.save_pretrained)
+    if trainer.tokenizer is not None and trainer.args.save_tokenizer:
+        writers.append(trainer.tokenizer.save_pretrained)
+    if trainer.processing_class is not None:
+        writers.append(trainer.processing_class.save_pretrained)
+    if getattr(trainer.args, "copy_custom_file_list", None):
+        writers.append(trainer.copy_custom_files)
+    return {**_written_by(writers), CONFIG_NAME: config_text(model).encode()}
+
+
+def trainer_files(trainer: Any, data: dict[str, Any]) -> dict[str, bytes]:
+    """The Trainer's own state, as far as it is the same on every rank.
+
+    Args:
+        trainer: the Trainer.
+        data: how far into the data it is, see :mod:`.position`.
+
+    Raises:
+        FormatError: a scheduler or a callback keeps something in the state that JSON cannot hold exactly.
+    """
+    files = {
+        STATE: codecs.encode(dataclasses.asdict(trainer.state), "trainer state"),
+        DATA: codecs.encode(data, "data position"),
+        ARGUMENTS: arguments_document(trainer.args),
+    }
+    if not trainer.args.ignore_save_lr_and_optim:
+        files[SCHEDULER] = codecs.encode(trainer.lr_scheduler.state_dict(), "learning-rate scheduler")
+        if trainer.do_grad_scaling:
+            files[SCALER] = codecs.encode(trainer.scaler.state_dict(), "loss scaler")
+    return files
+
+
+def arguments_document(args: Any) -> bytes:
+    """The training arguments as JSON for a reader, without secrets."""
+    values = codecs.describe(args.to_dict())
+    hidden = {name for name, value in values.items() if value is not None and name.endswith(_SECRET_ENDINGS)}
+    return codecs.encode({**values, **dict.fromkeys(hidden, "<not saved>")}, "training arguments")
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The Trainer's own state, as read from a checkpoint.
+
+    Args:
+        state: PaddleFormers' ``TrainerState``.
+        scheduler: state of the learning-rate scheduler.
+        scaler: state of the loss scaler; None if the run that was saved had none.
+        data: how far into the data it was, see :mod:`.position`.
+    """
+
+    state: TrainerState
+    scheduler: dict[str, Any]
+    scaler: dict[str, Any] | None
+    data: dict[str, Any]
+
+
+def read_progress(directory: Path, names: Iterable[str], channel: Channel) -> Progress:
+    """The Trainer's own state, read by the first rank and handed to all.
+
+    Args:
+        directory: ``checkpoint-N``.
+        names: the files that its manifest lists.
+        channel: all ranks of the job; every rank must call.
+
+    Raises:
+        MismatchError: it was saved without optimizer and scheduler.
+        FormatError: a document is damaged.
+    """
+    listed = set(names)
+
+    def work() -> bytes:
+        missing = sorted({STATE, SCHEDULER, DATA} - listed)
+        if missing:
+            raise MismatchError(
+                f"{directory} was saved without the state that a run is continued with.",
+                where=str(directory),
+                evidence=[f"{name} is not in it" for name in missing],
+                next_step="Set ignore_load_lr_and_optim: true to start a new run from its weights, or use another one.",
+            )
+        if channel.rank != 0:
+            return b""
+        wanted = [name for name in (STATE, SCHEDULER, DATA, SCALER) if name in listed]
+        return json.dumps({name: read_file(directory / name).decode() for name in wanted}).encode()
+
+    texts: dict[str, str] = json.loads(agree(channel, f"reading {directory / 'trainer'}", work)[0])
+    documents = {name: codecs.decode_object(text.encode(), str(directory / name)) for name, text in texts.items()}
+    return Progress(
+        state=_trainer_state(documents[STATE], directory / STATE),
+        scheduler=documents[SCHEDULER],
+        scaler=documents.get(SCALER),
+        data=documents[DATA],
+    )
+
+
+def _trainer_state(values: dict[str, Any], path: Path) -> TrainerState:
+    known = {one.name for one in dataclasses.fields(TrainerState)}
+    if not isinstance(values.get("global_step"), int) or not values.keys() <= known:
+        raise FormatError(
+            "The saved trainer state is not one of this version of PaddleFormers.",
+            where=str(path),
+            evidence=[f"unknown: {name}" for name in sorted(values.keys() - known)],
+            next_step="Resume with the version of PaddleFormers that saved it.",
+        )
+    return TrainerState(**values)
+
+
+def _written_by(writers: Iterable[Callable[[str], Any]]) -> dict[str, bytes]:
+    """The files that some functions write into the directory they are given."""
+    with tempfile.TemporaryDirectory(prefix="paddleformers-fc-") as name:
+        for write in writers:
+            write(name)
+        return {path.relative_to(name).as_posix(): read_file(path) for path in files_within(Path(name))}

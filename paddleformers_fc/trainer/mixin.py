@@ -1,0 +1,49 @@
+"""The Trainer of a script: PaddleFormers' Trainer, or a subclass of it, whose checkpoints are flex checkpoints.
+
+Every method hands over to :mod:`.seam`, which hands over to PaddleFormers where ``flex_checkpoint`` is false.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paddleformers.trainer import Trainer
+
+from paddleformers_fc.trainer import seam
+
+
+class FlexTrainerMixin:
+    """Put it before a Trainer class: ``class MyTrainer(FlexTrainerMixin, SomeTrainer)``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        seam.construct(self, super().__init__, *args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer.train``; ``resume_from_checkpoint=True`` takes the newest finished checkpoint."""
+        return seam.train(self, super().train, *args, **kwargs)  # type: ignore[misc]
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        return seam.inner_training_loop(self, super()._inner_training_loop, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_flex_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        seam.load(self, super()._load_flex_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_rng_state(self, *args: Any, **kwargs: Any) -> None:
+        seam.load_rng_state(self, super()._load_rng_state, *args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        seam.save(self, super()._save_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        seam.save_model(self, super()._save, *args, **kwargs)  # type: ignore[misc]
+
+    def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> list[str]:
+        found: list[str] = seam.sorted_checkpoints(self, super()._sorted_checkpoints, *args, **kwargs)  # type: ignore[misc]
+        return found
+
+    def _rotate_checkpoints(self, *args: Any, **kwargs: Any) -> None:
+        seam.rotate_checkpoints(self, super()._rotate_checkpoints, *args, **kwargs)  # type: ignore[misc]
+
+
+class FlexTrainer(FlexTrainerMixin, Trainer):  # type: ignore[misc]
+    """PaddleFormers' Trainer with flex checkpoints, when its arguments say ``flex_checkpoint=True``."""

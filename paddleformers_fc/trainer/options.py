@@ -1,0 +1,238 @@
+"""The options of a run: their defaults, their ranges, and what contradicts them.
+
+A user sets ``flex_checkpoint: true`` in the YAML that also holds PaddleFormers' own options. An option that asks for
+another way of saving or resuming would be ignored silently if nobody compared them, so they are compared here, once,
+when the arguments are made and before any process group exists: every contradiction is refused in one error that names
+both keys.
+
+Nothing here imports Paddle. The fields are a plain dataclass that :mod:`.arguments` lays over PaddleFormers' argument
+classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.storage.manifest import LEVELS
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_SMALLEST_SHARD = 10**6
+_MOST_THREADS = 256
+_LONGEST_TIMEOUT = 7 * 24 * 3600
+
+
+@dataclass
+class FlexFields:
+    """The options that this package adds to PaddleFormers' training arguments."""
+
+    flex_checkpoint: bool = field(
+        default=False,
+        metadata={
+            "help": "Save, resume and export through paddleformers_fc: any parallel layout can resume a checkpoint. "
+            "Default: false."
+        },
+    )
+    flex_verify: str = field(
+        default="size",
+        metadata={
+            "help": "What is checked before a checkpoint is read: off, size (every file is there and of its size) or "
+            "full (checksums of every byte). Default: size."
+        },
+    )
+    flex_threads: int = field(
+        default=4,
+        metadata={"help": "Threads per process that read and verify a checkpoint, 1 to 256. Default: 4."},
+    )
+    flex_timeout: int = field(
+        default=1800,
+        metadata={
+            "help": "Seconds that a process waits for the others while saving or resuming, 1 to 604800. Default: 1800."
+        },
+    )
+    flex_max_shard_size: str = field(
+        default="5GB",
+        metadata={
+            "help": "Largest file of an export in HuggingFace format, such as 500MB, 5GB or 4GiB; at least 1MB. "
+            "Default: 5GB."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        parent = getattr(super(), "__post_init__", None)
+        if parent is not None:
+            parent()
+
+
+FIELD_NAMES = tuple(one.name for one in fields(FlexFields))
+"""The keys that this package adds."""
+
+
+def check_options(options: Any) -> None:
+    """Check the ranges of our options, and with ``flex_checkpoint`` also PaddleFormers' options against it.
+
+    Args:
+        options: an object with the attributes of :class:`FlexFields` and, where it has them, PaddleFormers' own.
+
+    Raises:
+        OptionError: with every fault found.
+    """
+    faults = list(_range_faults(options))
+    if faults:
+        raise OptionError(
+            "An option of paddleformers_fc has a value that is not possible.",
+            where="training arguments",
+            evidence=faults,
+            next_step="Correct the value, or remove the key to use its default.",
+        )
+    if not options.flex_checkpoint:
+        return
+    conflicts = [conflict.describe(options) for conflict in CONFLICTS if conflict.holds(options)]
+    if conflicts:
+        raise OptionError(
+            "flex_checkpoint: true contradicts another option.",
+            where="training arguments",
+            evidence=conflicts,
+            next_step="Remove one of the two keys.",
+        )
+
+
+def without_effect(options: Any) -> list[str]:
+    """The options that were set and that mean nothing under ``flex_checkpoint``, one line each.
+
+    Args:
+        options: as for :func:`check_options`, already checked.
+    """
+    return [conflict.describe(options) for conflict in WITHOUT_EFFECT if conflict.holds(options)]
+
+
+def parse_size(text: str) -> int:
+    """A number of bytes from ``"5GB"`` (powers of 1000) or ``"5GiB"`` (powers of 1024).
+
+    Raises:
+        OptionError: the text is no size.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise OptionError(
+            f"{text!r} is not a size in bytes.", next_step="Write a number and a unit, such as 500MB, 5GB or 4GiB."
+        )
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].upper()])
+
+
+def _range_faults(options: Any) -> list[str]:
+    faults = []
+    if not isinstance(options.flex_checkpoint, bool):
+        faults.append(f"flex_checkpoint: {options.flex_checkpoint!r} is neither true nor false")
+    if options.flex_verify not in LEVELS:
+        faults.append(f"flex_verify: {options.flex_verify!r} is none of {', '.join(LEVELS)}")
+    for name, largest in (("flex_threads", _MOST_THREADS), ("flex_timeout", _LONGEST_TIMEOUT)):
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
+            faults.append(f"{name}: {value!r} is not a whole number from 1 to {largest}")
+    faults.extend(_size_faults(options.flex_max_shard_size))
+    return faults
+
+
+def _size_faults(text: Any) -> list[str]:
+    if not isinstance(text, str) or _SIZE.fullmatch(text) is None:
+        return [f"flex_max_shard_size: {text!r} is not a size such as 500MB, 5GB or 4GiB"]
+    if parse_size(text) < _SMALLEST_SHARD:
+        return [f"flex_max_shard_size: {text!r} is smaller than 1MB"]
+    return []
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """An option of PaddleFormers that cannot go together with ``flex_checkpoint: true``.
+
+    Args:
+        key: its name.
+        because: why not, as the end of a sentence that begins with both keys.
+        clashes: whether a value of it clashes.
+    """
+
+    key: str
+    because: str
+    clashes: Callable[[Any], bool]
+
+    def holds(self, options: Any) -> bool:
+        """Whether the option is set to a value that clashes; never for an argument class that does not have it."""
+        return hasattr(options, self.key) and self.clashes(getattr(options, self.key))
+
+    def describe(self, options: Any) -> str:
+        """One line that names both keys."""
+        return f"flex_checkpoint: true and {self.key}: {_spelled(getattr(options, self.key))}: {self.because}"
+
+
+def _spelled(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _is_not(value: Any) -> Callable[[Any], bool]:
+    return lambda found: getattr(found, "value", found) != value
+
+
+def _given(found: Any) -> bool:
+    return found is not None
+
+
+def _is_on(found: Any) -> bool:
+    return bool(found)
+
+
+def _shards_more_than_the_optimizer(found: Any) -> bool:
+    return any(stage in str(found) for stage in ("stage2", "stage3", "fullshard"))
+
+
+_OTHER_FORMAT = "the second asks for another checkpoint format"
+_NOT_YET = "not supported yet"
+_SAVES_ITSELF = "both would save the same state, each in its own way"
+
+CONFLICTS = (
+    Conflict("save_checkpoint_format", _OTHER_FORMAT, _is_not("flex_checkpoint")),
+    Conflict("load_checkpoint_format", _OTHER_FORMAT, _is_not("flex_checkpoint")),
+    Conflict("unified_checkpoint", _OTHER_FORMAT, _is_on),
+    Conflict("save_sharded_model", _OTHER_FORMAT, _is_on),
+    Conflict("load_sharded_model", _OTHER_FORMAT, _is_on),
+    Conflict("ckpt_quant_stage", "checkpoints are stored exactly, never quantized", _is_not("O0")),
+    Conflict("enable_zero_cost_checkpoint", _SAVES_ITSELF, _is_on),
+    Conflict("flash_device_save_steps", _SAVES_ITSELF, _is_on),
+    Conflict("use_async_save", f"saving beside the training step is {_NOT_YET}", _is_on),
+    Conflict("zcc_save_ema_coef", f"moving averages are {_NOT_YET}", _given),
+    Conflict("sharded_model_from_ema", f"moving averages are {_NOT_YET}", _is_on),
+    Conflict("enable_auto_parallel", f"semi-automatic parallelism is {_NOT_YET}", _is_on),
+    Conflict("auto_parallel_resume_form_hybrid_parallel", f"semi-automatic parallelism is {_NOT_YET}", _is_on),
+    Conflict("aoa_config", f"the mapping is derived from the model, and one written by hand is {_NOT_YET}", _given),
+    Conflict(
+        "load_from_hf",
+        "a checkpoint to resume from is no HuggingFace directory; to start from open weights, name it in"
+        " model_name_or_path",
+        _is_on,
+    ),
+    Conflict("sharding", f"sharding beyond stage 1 is {_NOT_YET}", _shards_more_than_the_optimizer),
+    Conflict("optim", f"optimizers other than adamw are {_NOT_YET}", _is_not("adamw")),
+    Conflict("tensorwise_offload_optimizer", f"offloaded optimizer states are {_NOT_YET}", _is_on),
+    Conflict("using_sonic_moe", f"its interleaved expert weights are {_NOT_YET}", _is_on),
+    Conflict("save_on_each_node", f"checkpoints on disks of single nodes are {_NOT_YET}", _is_on),
+    Conflict("replicate_saved_into_local", f"checkpoints on disks of single nodes are {_NOT_YET}", _is_on),
+    Conflict("pdc_download_ckpt", f"fetching a checkpoint before resuming is {_NOT_YET}", _is_on),
+)
+"""What is refused."""
+
+_OURS = "every process reads what it needs by itself"
+
+WITHOUT_EFFECT = (
+    Conflict("flex_ckpt_comm_method", f"the second has no effect, {_OURS}", _given),
+    Conflict("load_via_cpu", f"the second has no effect, {_OURS}", _is_not(True)),
+    Conflict("ordered_save_group_size", "the second has no effect, processes write different files", _is_on),
+    Conflict("save_to_hf", "the second has no effect, an export is always in HuggingFace format", _is_not(True)),
+    Conflict("optim_shard_num", "the second has no effect, flex_max_shard_size bounds files", _is_not(1)),
+    Conflict("save_hf_memory_growth_threshold", "the second has no effect, exports stream", _is_not(8)),
+)
+"""What is said in the log, once."""

@@ -1,0 +1,107 @@
+"""The state of every random generator of a process, to and from JSON.
+
+Python's, numpy's, Paddle's for this device and for the CPU, and those of the hybrid-parallel tracker, which dropout
+under tensor parallelism draws from. Paddle's generator state is a device number, a seed, an offset and the engine's
+state as text; pickling it yields those four, and here they are taken without the pickle.
+
+About 30 kB per process.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle.base import core
+from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
+from paddleformers.utils.log import logger
+
+from paddleformers_fc.trainer.codecs import decode_object, encode
+
+_TENSOR_PARALLEL_GENERATOR = "model_parallel_rng"
+
+
+def capture(world_size: int, hybrid: bool) -> bytes:
+    """The state of this process's generators as a JSON document.
+
+    Args:
+        world_size: number of processes; a state is only meaningful for the same number.
+        hybrid: whether the hybrid-parallel tracker is in use.
+    """
+    tracked = get_rng_state_tracker().get_states_tracker() if hybrid else {}
+    return encode(
+        {
+            "world_size": world_size,
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "cpu": _taken(core.default_cpu_generator().get_state()),
+            "device": [_taken(state) for state in paddle.get_rng_state()],
+            "hybrid_parallel": {name: [_taken(state) for state in states] for name, states in tracked.items()},
+        },
+        "random generators",
+    )
+
+
+def restore(raw: bytes, where: str, world_size: int, hybrid: bool, tensor_parallel: bool) -> bool:
+    """Set this process's generators to a captured state.
+
+    Args:
+        raw: what :func:`capture` returned.
+        where: the file it was read from.
+        world_size: number of processes now.
+        hybrid: whether the hybrid-parallel tracker is in use.
+        tensor_parallel: whether the tensor-parallel degree is above one; its generator is left alone otherwise.
+
+    Returns:
+        False if the number of processes has changed, in which case nothing is set.
+
+    Raises:
+        FormatError: the document is damaged.
+    """
+    state = decode_object(raw, where)
+    if state["world_size"] != world_size:
+        return False
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    _set_device(state["device"])
+    core.default_cpu_generator().set_state(_made(state["cpu"]))
+    if hybrid:
+        _set_tracker(state["hybrid_parallel"], tensor_parallel)
+    return True
+
+
+def _set_device(states: list[dict[str, Any]]) -> None:
+    current = paddle.get_rng_state()
+    if len(states) != len(current):
+        logger.warning(
+            f"The random state of {len(states)} devices was saved and this process has {len(current)}: not restored."
+        )
+        return
+    paddle.set_rng_state([_made(state) for state in states])
+
+
+def _set_tracker(states: dict[str, list[dict[str, Any]]], tensor_parallel: bool) -> None:
+    tracker = get_rng_state_tracker()
+    known = set(tracker.get_states_tracker())
+    wanted = {
+        name: [_made(state) for state in saved]
+        for name, saved in states.items()
+        if tensor_parallel or name != _TENSOR_PARALLEL_GENERATOR
+    }
+    unknown = sorted(set(wanted) - known)
+    if unknown:
+        logger.warning(f"These generators do not exist under this parallel layout and stay unset: {unknown}.")
+    tracker.set_states_tracker({name: saved for name, saved in wanted.items() if name in known})
+
+
+def _taken(state: Any) -> dict[str, Any]:
+    device, seed, offset, engine = state.__getstate__()
+    return {"device": int(device), "seed": int(seed), "offset": int(offset), "engine": bytes(engine).decode("latin-1")}
+
+
+def _made(taken: dict[str, Any]) -> Any:
+    state = core.GeneratorState.__new__(core.GeneratorState)
+    state.__setstate__((taken["device"], taken["seed"], taken["offset"], list(taken["engine"].encode("latin-1"))))
+    return state

@@ -1,0 +1,68 @@
+"""Which old checkpoints ``save_total_limit`` deletes.
+
+Only finished flex checkpoints are counted and deleted: what another program or another format left in the directory is
+not ours to remove. The newest one that is whole stays under every limit, and so does the best one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from paddleformers_fc.errors import CheckpointError
+from paddleformers_fc.storage.commit import clean_unfinished, remove_checkpoint
+from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
+
+
+def numbered(output_dir: Path, prefix: str) -> list[Path]:
+    """The directories ``prefix-N`` of a run, lowest N first."""
+    pattern = re.compile(re.escape(prefix) + "-([0-9]+)")
+    found = [(match, path) for path in output_dir.glob(f"{prefix}-*") if (match := pattern.fullmatch(path.name))]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if path.is_dir())]
+
+
+def superfluous(checkpoints: Sequence[Path], limit: int, kept: frozenset[Path]) -> list[Path]:
+    """Which checkpoints are beyond a limit.
+
+    Args:
+        checkpoints: oldest first.
+        limit: how many may stay.
+        kept: those that stay in any case; they count.
+    """
+    free = [path for path in checkpoints if path not in kept]
+    return free[: max(0, len(checkpoints) - max(limit, len(kept)))]
+
+
+def rotate(output_dir: Path, limit: int | None, best: Path | None, say: Callable[[str], None]) -> None:
+    """Delete the checkpoints of a run that are beyond its limit, and what crashed saves have left.
+
+    Args:
+        output_dir: where the run saves.
+        limit: ``save_total_limit``; None deletes no checkpoint.
+        best: the best checkpoint so far, if one is tracked.
+        say: gets one line per directory that is deleted.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    removed, _ = clean_unfinished(output_dir)
+    for leftover in removed:
+        say(f"Deleted {leftover.path}. {leftover.why}")
+    if limit is None:
+        return
+    checkpoints = [path for path in numbered(output_dir, "checkpoint") if _is_finished(path)]
+    newest, _ = newest_checkpoint(output_dir)
+    wanted = {path.resolve() for path in (newest, best) if path is not None}
+    kept = frozenset(path for path in checkpoints if path.resolve() in wanted)
+    for path in superfluous(checkpoints, limit, kept):
+        remove_checkpoint(path)
+        say(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
+
+
+def _is_finished(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,459 @@
+"""What PaddleFormers' Trainer does differently when ``flex_checkpoint`` is true: one function per method that changes.
+
+Each function takes the Trainer, the native method, and the method's arguments. :mod:`.mixin` calls them from a
+subclass, :mod:`.install` from the patched class; there is no third implementation. Without ``flex_checkpoint`` each one
+calls the native method with the arguments it was given and does nothing else.
+
+What changes, and what stays: saving, loading, rotation and export are replaced. The training loop is PaddleFormers'
+own; it is told that nothing is resumed, because a resumed run's state, data position and random state are put in place
+here.
+
+Whatever may fail on one rank alone runs inside an agreement of all ranks, so that no rank waits for one that has
+failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle.distributed as dist
+from paddleformers.peft import LoRAModel
+from paddleformers.utils.env import PREFIX_CHECKPOINT_DIR
+from paddleformers.utils.log import logger
+
+from paddleformers_fc.catalog import FlexCheckpoint
+from paddleformers_fc.errors import OptionError, StorageError
+from paddleformers_fc.execute.channel import Channel, agree, job_channel
+from paddleformers_fc.execute.export import save_weights
+from paddleformers_fc.execute.load import load_checkpoint, open_checkpoint
+from paddleformers_fc.execute.reading import ReadOptions
+from paddleformers_fc.execute.save import JobRecord, save_checkpoint
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.storage.files import read_file
+from paddleformers_fc.storage.manifest import Manifest
+from paddleformers_fc.trainer import documents, position, resume, rng, rotation, state
+from paddleformers_fc.trainer.callback import ATTENDED, CheckpointReport, FlexCheckpointCallback
+from paddleformers_fc.trainer.options import parse_size, without_effect
+
+Native = Callable[..., Any]
+
+_RUN = "_flex_run"
+
+
+@dataclass
+class Run:
+    """What this package remembers of one Trainer.
+
+    Args:
+        tracker: follows the position in the data.
+        resumed_from: the checkpoint that was loaded; None in a run from the beginning.
+        progress: the Trainer's state in that checkpoint; None unless it is to be continued.
+    """
+
+    tracker: position.PositionTracker = field(default_factory=position.PositionTracker)
+    resumed_from: Path | None = None
+    progress: documents.Progress | None = None
+
+
+def is_active(args: Any) -> bool:
+    """Whether training arguments ask for this package."""
+    return bool(getattr(args, "flex_checkpoint", False))
+
+
+def _when_active(override: Callable[..., Any]) -> Callable[..., Any]:
+    """The override for Trainers that ask for it, the native method for all others."""
+
+    @functools.wraps(override)
+    def either(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
+        if not is_active(trainer.args):
+            return native(*args, **kwargs)
+        return override(trainer, native, *args, **kwargs)
+
+    return either
+
+
+def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
+    """``Trainer.__init__``: afterwards the model exports through us and the loop is followed.
+
+    Raises:
+        OptionError: the model is one whose checkpoints are not supported.
+    """
+    arguments = kwargs.get("args", args[2] if len(args) > 2 else None)
+    if not is_active(arguments):
+        native(*args, **kwargs)
+        return
+    setattr(arguments, ATTENDED, True)
+    native(*args, **kwargs)
+    if trainer.model is None:
+        return
+    if isinstance(trainer.model, LoRAModel):
+        raise OptionError(
+            "flex_checkpoint: true contradicts another option.",
+            where="training arguments",
+            evidence=["flex_checkpoint: true and lora: true: adapters are not supported yet"],
+            next_step="Remove one of the two keys.",
+        )
+    run = Run()
+    setattr(trainer, _RUN, run)
+    trainer.add_callback(run.tracker)
+    if not _reporters(trainer):
+        trainer.add_callback(FlexCheckpointCallback())
+    trainer.model.save_pretrained = functools.partial(save_pretrained, trainer, trainer.model.save_pretrained)
+    if arguments.should_log:
+        for line in without_effect(arguments):
+            logger.warning(line)
+
+
+@_when_active
+def train(
+    trainer: Any,
+    native: Native,
+    resume_from_checkpoint: str | bool | None = None,
+    ignore_keys_for_eval: list[str] | None = None,
+) -> Any:
+    """``Trainer.train``: ``True`` becomes the path of the newest finished checkpoint.
+
+    Raises:
+        NotACheckpoint: there is none.
+    """
+    run = _run_of(trainer)
+    run.resumed_from = run.progress = None
+    chosen = _chosen(trainer.args, resume_from_checkpoint)
+    return native(None if chosen is None else str(chosen), ignore_keys_for_eval)
+
+
+def _chosen(args: Any, requested: str | bool | None) -> Path | None:
+    if not requested:
+        return None
+    if requested is True:
+        return resume.newest_or_refuse(Path(args.output_dir), job_channel())
+    if args.resume_from_checkpoint is None and getattr(args, "looks_for_last_checkpoint", False):
+        # The command line resumes by itself from the newest directory, whatever is in it.
+        return resume.newest(Path(args.output_dir), job_channel())
+    return Path(requested)
+
+
+@_when_active
+def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
+    """``Trainer._load_flex_checkpoint``: fill model and optimizer, and take over the Trainer's state.
+
+    Raises:
+        FlexError: the same on every rank, before any weight has changed; see :mod:`paddleformers_fc.execute.load`.
+    """
+    started = time.monotonic()
+    args, channel = trainer.args, job_channel()
+    directory = Path(resume_from_checkpoint)
+    checkpoint = open_checkpoint(directory, channel, args.flex_verify)
+    continued = not args.ignore_load_lr_and_optim
+    names = [receipt.path for receipt in checkpoint.manifest.files]
+    progress = documents.read_progress(directory, names, channel) if continued else None
+    roles = _agreed(channel, "preparing the optimizer", lambda: _roles_to_fill(trainer, checkpoint, continued))
+    config = documents.model_config(trainer.model)
+    report = load_checkpoint(checkpoint, roles, config, channel, ReadOptions(threads=args.flex_threads))
+    run = _run_of(trainer)
+    run.resumed_from, run.progress = directory, progress
+    if progress is not None:
+        _take_over(trainer, progress)
+    loaded = CheckpointReport(checkpoint.manifest.step, directory, time.monotonic() - started, report.bytes_read)
+    for reporter in _reporters(trainer):
+        reporter.on_checkpoint_loaded(args, loaded)
+
+
+def _roles_to_fill(trainer: Any, checkpoint: FlexCheckpoint, continued: bool) -> state.LiveRoles:
+    """The live weights and states that the checkpoint is to fill."""
+    stored = checkpoint.catalog.roles
+    masters = stored.get(MASTER_WEIGHT, {})
+    if continued:
+        state.create_states(trainer.model, trainer.optimizer, {*masters, *stored.get(OPTIMIZER_STATE, {})})
+        return state.run_roles(trainer.model, trainer.optimizer)
+    if not masters:
+        return state.model_roles(trainer.model)
+    # Master weights are weights: a new run from a checkpoint's weights begins with all of their digits.
+    state.create_states(trainer.model, trainer.optimizer, masters)
+    roles = state.run_roles(trainer.model, trainer.optimizer)
+    return {role: roles[role] for role in (MODEL_STATE, MASTER_WEIGHT) if role in roles}
+
+
+def _take_over(trainer: Any, progress: documents.Progress) -> None:
+    """Scheduler, scaler and state of the run that is continued."""
+    trainer.lr_scheduler.set_state_dict(progress.scheduler)
+    if trainer.do_grad_scaling and progress.scaler is not None:
+        trainer.scaler.load_state_dict(progress.scaler)
+    trainer.state = progress.state
+
+
+@_when_active
+def inner_training_loop(
+    trainer: Any,
+    native: Native,
+    args: Any,
+    model: Any,
+    train_dataloader: Any,
+    len_dataloader: int | None,
+    max_steps: int,
+    num_train_epochs: int,
+    num_update_steps_per_epoch: int,
+    num_train_samples: int,
+    resume_from_checkpoint: str | None,
+    ignore_keys_for_eval: list[str] | None,
+) -> Any:
+    """``Trainer._inner_training_loop``: a resumed run's data begins where the checkpoint ended.
+
+    Raises:
+        OptionError: the data is dealt in another order or in portions that do not fit.
+    """
+    run = _run_of(trainer)
+    order = position.order_of(train_dataloader)
+    start, epochs, batches = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
+    if run.progress is not None:
+        start = _start(run, args, order, len_dataloader)
+        done = trainer.state.global_step >= max_steps
+        epochs = position.epochs_left(start, num_train_epochs, args.max_steps > 0, done)
+        batches = position.ResumedBatches(
+            train_dataloader, start, lambda: trainer._load_rng_state(str(run.resumed_from))
+        )
+    run.tracker.begin(order, start, run.progress is not None, num_train_epochs)
+    result = native(
+        args,
+        model,
+        batches,
+        len_dataloader,
+        max_steps,
+        epochs,
+        num_update_steps_per_epoch,
+        num_train_samples,
+        None,
+        ignore_keys_for_eval,
+    )
+    if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+        _load_best(trainer, Path(trainer.state.best_model_checkpoint))
+    return result
+
+
+def _start(run: Run, args: Any, order: position.Order, batches: int | None) -> position.Start:
+    if run.progress is None:
+        return position.Start(position.Position(), 0)
+    saved = position.from_document(run.progress.data, f"{run.resumed_from}/{documents.DATA}")
+    if args.ignore_data_skip:
+        return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
+    return position.start_after(saved, position.pace_of(args), order, batches)
+
+
+def _load_best(trainer: Any, directory: Path) -> None:
+    """The weights of the best checkpoint, once training has ended."""
+    channel = job_channel()
+    checkpoint = open_checkpoint(directory, channel, trainer.args.flex_verify)
+    roles = _agreed(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
+    options = ReadOptions(threads=trainer.args.flex_threads)
+    load_checkpoint(checkpoint, roles, documents.model_config(trainer.model), channel, options)
+    if trainer.args.should_log:
+        logger.info(f"The model now has the weights of its best checkpoint, {directory}.")
+
+
+@_when_active
+def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None:
+    """``Trainer._load_rng_state``: this rank's random generators, if the number of ranks has not changed."""
+    if checkpoint is None:
+        return
+    args = trainer.args
+    path = Path(checkpoint) / documents.rng_name(dist.get_rank())
+    restored = path.exists() and rng.restore(
+        read_file(path), str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
+    )
+    if not restored and args.should_log:
+        logger.warning(
+            f"Random generators start anew: {checkpoint} has none for {args.world_size} ranks. "
+            "Dropout and other randomness differ from the run that was saved."
+        )
+
+
+@_when_active
+def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | None = None) -> None:
+    """``Trainer._save_checkpoint``: write ``checkpoint-N`` as a whole, then delete what is beyond the limit.
+
+    Raises:
+        FlexError: the same on every rank; the previous checkpoints are untouched.
+    """
+    started = time.monotonic()
+    args, channel = trainer.args, job_channel()
+    trainer.runtime_timer.start("checkpoint saving time")
+    directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    _note_best(trainer, metrics, directory)
+    prepared = _agreed(channel, "preparing a checkpoint", lambda: (_roles_to_save(trainer), _files(trainer, channel)))
+    roles, files = prepared
+    job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args))
+    manifest = save_checkpoint(directory, roles, documents.model_config(trainer.model), files, job, channel)
+    trainer.runtime_timer.stop()
+    saved = CheckpointReport(job.step, directory, time.monotonic() - started, _total_bytes(manifest))
+    for reporter in _reporters(trainer):
+        reporter.on_checkpoint_saved(args, saved)
+    trainer._rotate_checkpoints(output_dir=args.output_dir)
+
+
+def _roles_to_save(trainer: Any) -> state.LiveRoles:
+    if trainer.args.ignore_save_lr_and_optim:
+        return state.model_roles(trainer.model)
+    return state.run_roles(trainer.model, trainer.optimizer)
+
+
+def _files(trainer: Any, channel: Channel) -> dict[str, bytes]:
+    """This rank's small files; those that are the same on every rank are written by the first."""
+    args, tracker = trainer.args, _run_of(trainer).tracker
+    files: dict[str, bytes] = {}
+    if args.save_rng_states:
+        files[documents.rng_name(channel.rank)] = rng.capture(args.world_size, args.use_hybrid_parallel)
+    if channel.rank == 0:
+        data = position.to_document(tracker.position, position.pace_of(args), tracker.order)
+        files |= {**documents.model_files(trainer), **documents.trainer_files(trainer, data)}
+    return files
+
+
+def _note_best(trainer: Any, metrics: dict[str, float] | None, directory: Path) -> None:
+    """Remember the best checkpoint, as PaddleFormers does."""
+    args, state = trainer.args, trainer.state
+    if metrics is None or args.metric_for_best_model is None:
+        return
+    name = args.metric_for_best_model
+    value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
+    better = np.greater if args.greater_is_better else np.less
+    if state.best_metric is None or state.best_model_checkpoint is None or better(value, state.best_metric):
+        state.best_metric = float(value)
+        state.best_model_checkpoint = str(directory)
+
+
+def parallel_degrees(args: Any) -> dict[str, int]:
+    """The degree of every parallel axis, for the reader of a manifest."""
+    sharding = max(args.sharding_parallel_size, 1)
+    return {
+        "dp": max(args.dataset_world_size // sharding, 1),
+        "tp": max(args.tensor_model_parallel_size, 1),
+        "pp": max(args.pipeline_model_parallel_size, 1),
+        "sharding": sharding,
+        "ep": max(args.expert_model_parallel_size, 1),
+        "sep": max(args.sep_parallel_size, 1),
+        "cp": max(args.context_parallel_size, 1),
+    }
+
+
+@_when_active
+def sorted_checkpoints(
+    trainer: Any,
+    native: Native,
+    output_dir: str | None = None,
+    checkpoint_prefix: str = PREFIX_CHECKPOINT_DIR,
+    use_mtime: bool = False,
+) -> list[str]:
+    """``Trainer._sorted_checkpoints``: by step, which copying files does not change."""
+    found = rotation.numbered(Path(output_dir or trainer.args.output_dir), checkpoint_prefix)
+    return [str(path) for path in found]
+
+
+@_when_active
+def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, output_dir: str | None = None) -> None:
+    """``Trainer._rotate_checkpoints``: on the first rank, and never the newest finished one."""
+    args = trainer.args
+    if dist.get_rank() != 0:
+        return
+    best = trainer.state.best_model_checkpoint
+    limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
+    try:
+        rotation.rotate(Path(output_dir or args.output_dir), limit, None if best is None else Path(best), logger.info)
+    except StorageError as error:
+        # The checkpoint is saved; that an old one resists is no reason to end the run.
+        logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")
+
+
+@_when_active
+def save_model(
+    trainer: Any,
+    native: Native,
+    output_dir: str | None = None,
+    state_dict: Any = None,
+    merge_tensor_parallel: bool = False,
+    last_fc_to_hf: bool = False,
+) -> None:
+    """``Trainer._save``: the model in HuggingFace format, with everything that ``from_pretrained`` needs.
+
+    Raises:
+        FlexError: the same on every rank; an older export in the directory is untouched.
+    """
+    _export(trainer, Path(output_dir or trainer.args.output_dir), parse_size(trainer.args.flex_max_shard_size))
+
+
+def save_pretrained(
+    trainer: Any,
+    native: Native,
+    save_dir: str,
+    is_main_process: bool = True,
+    state_dict: Any = None,
+    *args: Any,
+    max_shard_size: str | int | None = None,
+    **kwargs: Any,
+) -> None:
+    """``model.save_pretrained`` of a Trainer's model. Every rank must call, as for the native method.
+
+    Args:
+        trainer: the Trainer that the model belongs to.
+        native: the model's own method, used if a ``state_dict`` is given that is not the model's.
+        save_dir: the directory to write.
+        is_main_process: without meaning here; the ranks share the work.
+        state_dict: other weights than the model's.
+        max_shard_size: largest file, such as ``"5GB"`` or a number of bytes. Default: ``flex_max_shard_size``.
+
+    Raises:
+        FlexError: the same on every rank; an older export in the directory is untouched.
+    """
+    if state_dict is not None:
+        native(save_dir, is_main_process, state_dict, *args, **kwargs)
+        return
+    asked = trainer.args.flex_max_shard_size if max_shard_size is None else max_shard_size
+    _export(trainer, Path(save_dir), parse_size(asked) if isinstance(asked, str) else int(asked))
+
+
+def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
+    channel = job_channel()
+
+    def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
+        roles = state.model_roles(trainer.model)
+        if channel.rank != 0:
+            return roles, {}
+        arguments = documents.arguments_document(trainer.args)
+        return roles, {**documents.model_files(trainer), documents.EXPORTED_ARGUMENTS: arguments}
+
+    roles, files = _agreed(channel, "preparing an export", prepare)
+    config = json.loads(documents.config_text(trainer.model))
+    report = save_weights(roles[MODEL_STATE], config, files, directory, max_shard_bytes, channel)
+    if trainer.args.should_log:
+        logger.info(f"Exported {report.tensors} tensors to {directory} in {len(report.files)} files.")
+
+
+def _agreed(channel: Channel, doing: str, work: Callable[[], Any]) -> Any:
+    """What ``work`` returns on this rank, once it has succeeded on every rank."""
+    made: list[Any] = []
+
+    def run() -> bytes:
+        made.append(work())
+        return b""
+
+    agree(channel, doing, run)
+    return made[0]
+
+
+def _run_of(trainer: Any) -> Run:
+    run: Run = getattr(trainer, _RUN)
+    return run
+
+
+def _reporters(trainer: Any) -> list[FlexCheckpointCallback]:
+    return [one for one in trainer.callback_handler.callbacks if isinstance(one, FlexCheckpointCallback)]
+
+
+def _total_bytes(manifest: Manifest) -> int:
+    return sum(receipt.size for receipt in manifest.files)

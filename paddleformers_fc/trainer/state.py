@@ -1,0 +1,92 @@
+"""The tensors of a run by role: what is saved, and what a checkpoint is loaded into.
+
+Model and optimizer describe their shards themselves (``sharded_state_dict``). Here they are sorted into roles, and
+before a load the optimizer's states are brought into being: Paddle creates them in the first step, so that a run about
+to resume has none. Creating them costs their memory and nothing else; their values are overwritten by the load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import paddle
+from paddle.distributed import ShardedWeight
+from paddleformers.trainer.trainer_utils import init_optimizer
+
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.layout.roles import MASTER_SUFFIX, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+
+LiveRoles = dict[str, dict[str, Any]]
+
+
+def model_roles(model: Any) -> LiveRoles:
+    """The weights of a model: ``model_state`` -> name -> ``ShardedWeight`` over the model's own tensors.
+
+    Args:
+        model: the model as it was built, not its parallel wrapper.
+    """
+    weights = {name: weight for name, weight in model.sharded_state_dict().items() if isinstance(weight, ShardedWeight)}
+    return {MODEL_STATE: weights}
+
+
+def run_roles(model: Any, optimizer: Any) -> LiveRoles:
+    """The weights of a model and the states of its optimizer, by role.
+
+    Args:
+        model: the model as it was built, not its parallel wrapper.
+        optimizer: the optimizer with whatever wrappers the Trainer has put around it.
+
+    Raises:
+        MismatchError: the optimizer holds a state that belongs to no parameter of the model.
+    """
+    roles = model_roles(model)
+    try:
+        states = optimizer.sharded_state_dict(dict(roles[MODEL_STATE]))
+    except (KeyError, ValueError) as error:
+        raise MismatchError(
+            "The optimizer holds a state that belongs to no parameter of the model.",
+            where=type(optimizer).__name__,
+            evidence=[f"{type(error).__name__}: {error}"],
+            next_step="Use PaddleFormers' AdamW over parameters of this model only.",
+        ) from error
+    roles[MASTER_WEIGHT] = {name: state for name, state in states.items() if name.endswith(MASTER_SUFFIX)}
+    roles[OPTIMIZER_STATE] = {name: state for name, state in states.items() if not name.endswith(MASTER_SUFFIX)}
+    return {role: weights for role, weights in roles.items() if weights or role == MODEL_STATE}
+
+
+def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:
+    """Create the optimizer's states of those parameters of this rank for which states are stored.
+
+    Parameters without stored states (frozen ones, or ones that never had a gradient) keep having none.
+
+    Args:
+        model: the model as it was built.
+        optimizer: the optimizer with the Trainer's wrappers.
+        stored: names of stored states, such as ``model.norm.weight.moment1_0``.
+    """
+    weights = model_roles(model)[MODEL_STATE]
+    groups = getattr(optimizer, "_param_groups", None) or ()
+    if any(isinstance(group, dict) for group in groups):
+        _create_in_groups(optimizer, weights, stored)
+    else:
+        init_optimizer(optimizer, weights, stored)
+
+
+def _create_in_groups(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> None:
+    """For parameters that were given in groups, which PaddleFormers' own function does not know."""
+    names: dict[str, str] = {}
+    for name in sorted(weights):
+        names.setdefault(weights[name].local_tensor.name, name)
+    parameters = {_parameter_of(state) for state in stored}
+    wanted = [one for one in _grouped_parameters(optimizer) if names.get(one.name) in parameters]
+    optimizer._create_accumulators(paddle.base.framework.default_main_program().global_block(), wanted)
+
+
+def _grouped_parameters(optimizer: Any) -> Iterator[Any]:
+    for group in optimizer._param_groups:
+        yield from group["params"]
+
+
+def _parameter_of(state: str) -> str:
+    return state.rpartition(".")[0]
