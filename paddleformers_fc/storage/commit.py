@@ -10,16 +10,13 @@ after the rename  the new checkpoint
 ================  ================================================================
 
 Saving a step again (after a resume) must replace a finished checkpoint, which is never written into. Both are complete
-directories then, so the two are swapped, in one atomic exchange where the system has it:
+directories then, and where the system can do it, staging and target are exchanged atomically. A crash right after
+leaves the new checkpoint under its name and the old one named ``unfinished``, without an owner: it was replaced and can
+be cleaned away.
 
-1. staging is renamed to ``aside``         a crash here: old under its name, new aside
-2. target and aside are exchanged          a crash here: new under its name, old aside
-3. the parent directory is synced, aside is removed
-
-Where names cannot be exchanged, step 2 is two renames (target to a second aside, aside to target), and a crash between
-them leaves no target but two complete directories aside: ``newest_checkpoint`` returns one of them, and :func:`recover`
-gives it its name back. So ``aside`` always means complete, ``unfinished`` and ``removed`` never count as checkpoints,
-and a complete checkpoint of the step exists at every instant.
+Where names cannot be exchanged it takes two renames, target to ``aside`` and staging to target. A crash between them
+leaves no target, but the old checkpoint aside: ``newest_checkpoint`` returns that one, and :func:`recover` gives it its
+name back. So ``aside`` always means complete, and at every instant a complete checkpoint of the step can be found.
 
 Files of somebody else found under the target's name (another program's checkpoint, notes) are moved to a visible
 ``kept-...`` name and never deleted.
@@ -30,6 +27,7 @@ directory that :func:`create_staging` returned. If a save fails, the coordinator
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +35,10 @@ from paddleformers_fc.errors import CheckpointError, StorageError
 from paddleformers_fc.storage.files import (
     directories_within,
     exchange,
+    files_within,
     fsync_directory,
+    fsync_file,
+    is_directory,
     list_directory,
     make_directories,
     make_directory,
@@ -151,13 +152,19 @@ def publish(staging: Path, target: Path) -> None:
         StorageError: ``target`` holds something, or the operating system refused. Nothing under it was changed.
     """
     _check_pair(staging, target)
+    if _is_taken(target):
+        raise StorageError(
+            f"{target} exists already and is not empty.",
+            where=str(target),
+            next_step="Choose another directory, or remove this one; nothing in it was changed.",
+        )
+    # Other libraries write parts of an export (a tokenizer, say) and do not sync them.
+    for file in files_within(staging):
+        fsync_file(file)
     for directory in directories_within(staging):
         fsync_directory(directory)
-    # First, because an export has no place for it; the directory is whole from here on.
-    remove_file(staging / OWNER_NAME)
-    fsync_directory(staging)
     rename(staging, target)
-    fsync_directory(target.parent)
+    _settle(target)
 
 
 def discard(staging: Path) -> None:
@@ -192,7 +199,7 @@ def unfinished(output_dir: Path) -> list[Leftover]:
         StorageError: the operating system refused to look.
     """
     found = [(path, parse_beside(path)) for path in list_directory(output_dir)]
-    return [_judge(path, *parsed) for path, parsed in found if parsed is not None and path.is_dir()]
+    return [_judge(path, *parsed) for path, parsed in found if parsed is not None and is_directory(path)]
 
 
 def clean_unfinished(output_dir: Path) -> tuple[list[Leftover], list[Leftover]]:
@@ -254,20 +261,31 @@ def _is_finished(directory: Path) -> bool:
 
 
 def _swap(staging: Path, target: Path) -> Path:
-    """Exchange two complete directories; where the old one is now."""
-    aside = beside(target, ASIDE)
-    rename(staging, aside)
-    if exchange(aside, target):
-        return aside
+    """Put one complete directory in the place of another; where the old one is now."""
+    # A mark left in the old checkpoint would make it look like somebody's unfinished directory.
+    remove_file(target / OWNER_NAME)
+    if exchange(staging, target):
+        return staging
     old = beside(target, ASIDE)
     rename(target, old)
-    rename(aside, target)
+    try:
+        rename(staging, target)
+    except StorageError:
+        rename(old, target)
+        raise
     return old
 
 
+def _is_taken(target: Path) -> bool:
+    """Whether anything but an empty directory has the name."""
+    if target.is_symlink():
+        return True
+    return bool(list_directory(target)) if is_directory(target) else target.exists()
+
+
 def _set_aside(target: Path) -> Path | None:
-    """Move what is under the target's name out of the way, unless it is nothing; where it is now."""
-    if not target.is_symlink() and (not target.exists() or (target.is_dir() and not list_directory(target))):
+    """Move what has the target's name out of the way; where it is now, None if there was nothing."""
+    if not _is_taken(target):
         return None
     place = kept(target)
     rename(target, place)
@@ -277,7 +295,9 @@ def _set_aside(target: Path) -> Path | None:
 def _settle(target: Path) -> None:
     """Make the new name durable, then drop the mark of its maker."""
     fsync_directory(target.parent)
-    remove_file(target / OWNER_NAME)
+    # The directory is committed; a mark that stays is ignored by every reader.
+    with contextlib.suppress(StorageError):
+        remove_file(target / OWNER_NAME)
 
 
 def _try_remove(directory: Path) -> Path | None:
@@ -304,10 +324,10 @@ def _judge(path: Path, target: Path, state: str) -> Leftover:
         who = f"process {owner.pid} on {owner.host}" if owner else "a process"
         runs = "runs" if life is Life.ALIVE else "may run: it was started elsewhere"
         return Leftover(path, target, f"It belongs to {who}, which {runs}.", False)
-    if state == ASIDE:
-        if _is_finished(target):
-            return Leftover(path, target, "It was replaced by a newer save of the same step.", True)
+    if state == ASIDE and not _is_finished(target):
         return Leftover(path, target, f"It is complete; recover() gives it the name {target.name} back.", False)
+    if state == ASIDE or (life is None and _is_finished(path) and _is_finished(target)):
+        return Leftover(path, target, "It was replaced by a newer save of the same step.", True)
     if life is Life.DEAD:
         return Leftover(path, target, "Its process died before it was finished.", True)
     if all(entry.name == PARTIAL_OWNER_NAME for entry in list_directory(path)):

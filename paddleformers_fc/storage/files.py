@@ -126,16 +126,20 @@ def open_regular(path: Path) -> OpenFile:
     try:
         # O_NONBLOCK: a pipe in place of a file is refused below instead of waiting for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise Corrupt(
             f"{path} is missing.", where=str(path), next_step="Restore the file or use another checkpoint."
         ) from error
     except OSError as error:
         raise refused("open", path, error) from error
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
+    try:
+        with _naming("look at", path):
+            status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{path} is not a regular file.", where=str(path))
+    except BaseException:
         os.close(descriptor)
-        raise FormatError(f"{path} is not a regular file.", where=str(path))
+        raise
     return OpenFile(path, descriptor, status.st_size)
 
 
@@ -144,9 +148,12 @@ def read_into(file: OpenFile, offset: int, buffer: Any) -> None:
 
     Raises:
         Corrupt: the file ends before the buffer is full.
+        FormatError: the buffer is read-only or not in one piece.
         StorageError: the operating system refused.
     """
     view = byte_view(buffer)
+    if view.readonly:
+        raise FormatError(f"A read-only buffer cannot take bytes of {file.path}.", where=str(file.path))
     done = 0
     while done < view.nbytes:
         # One call moves at most about 2 GiB and may move less; an interrupted call is repeated by Python itself.
@@ -200,6 +207,7 @@ class FileWriter:
         Raises:
             StorageError: the operating system refused, for example because the disk is full.
         """
+        self._check_open()
         view = byte_view(buffer)
         for start in range(0, view.nbytes, _WRITE_BYTES):
             chunk = view[start : start + _WRITE_BYTES]
@@ -213,9 +221,13 @@ class FileWriter:
             StorageError: the bytes could not be brought to the device.
         """
         if self._receipt is None:
-            with _naming("sync", self._path):
-                os.fsync(self._descriptor)
-            self.abandon()
+            self._check_open()
+            try:
+                # A sync that failed is not tried again: the system may have dropped the bytes and would then succeed.
+                with _naming("sync", self._path):
+                    os.fsync(self._descriptor)
+            finally:
+                self.abandon()
             self._receipt = self._hasher.receipt(self._name)
         return self._receipt
 
@@ -226,12 +238,19 @@ class FileWriter:
             with _naming("close", self._path):
                 os.close(descriptor)
 
+    def _check_open(self) -> None:
+        if self._descriptor < 0:
+            raise StorageError(f"{self._path} is closed and cannot be written on.", where=str(self._path))
+
     def _write_all(self, chunk: memoryview) -> None:
         written = 0
         with _naming("write", self._path):
             while written < chunk.nbytes:
                 # An interrupted call is repeated by Python itself; a short one goes on here.
-                written += os.write(self._descriptor, chunk[written:])
+                count = os.write(self._descriptor, chunk[written:])
+                if count == 0:
+                    raise OSError(errno.EIO, "no byte was accepted")
+                written += count
 
 
 def write_file(
@@ -256,6 +275,17 @@ def read_file(path: Path) -> bytes:
     """
     with open_regular(path) as file:
         return read_range(file, 0, file.size)
+
+
+def fsync_file(path: Path) -> None:
+    """Bring a file that somebody else wrote to the device.
+
+    Raises:
+        Corrupt: it is missing.
+        StorageError: the operating system refused.
+    """
+    with open_regular(path) as file, _naming("sync", path):
+        os.fsync(file.descriptor)
 
 
 def fsync_directory(path: Path) -> None:
@@ -339,14 +369,15 @@ def remove_tree(path: Path) -> None:
     Raises:
         StorageError: the operating system refused.
     """
+    if path.is_symlink():
+        remove_file(path)
+        return
+    for entry in list_directory(path):
+        if is_directory(entry) and not entry.is_symlink():
+            remove_tree(entry)
+        else:
+            remove_file(entry)
     with _naming("delete", path), contextlib.suppress(FileNotFoundError):
-        with os.scandir(path) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-        for entry in found:
-            if entry.is_dir(follow_symlinks=False):
-                remove_tree(Path(entry.path))
-            else:
-                remove_file(Path(entry.path))
         os.rmdir(path)
 
 
@@ -359,6 +390,26 @@ def list_directory(path: Path) -> list[Path]:
     with _naming("list", path), contextlib.suppress(FileNotFoundError):
         return [path / name for name in sorted(os.listdir(path))]
     return []
+
+
+def is_directory(path: Path) -> bool:
+    """Whether ``path`` is a directory or a link to one; False if there is no such name.
+
+    Raises:
+        StorageError: the operating system refused to look.
+    """
+    with _naming("look at", path):
+        return path.is_dir()
+
+
+def files_within(path: Path) -> list[Path]:
+    """Every regular file in a directory and below it; links are not followed.
+
+    Raises:
+        StorageError: a directory cannot be listed.
+    """
+    entries = [entry for directory in directories_within(path) for entry in list_directory(directory)]
+    return [entry for entry in entries if entry.is_file() and not entry.is_symlink()]
 
 
 def directories_within(path: Path) -> list[Path]:

@@ -25,6 +25,7 @@ import xxhash
 from paddleformers_fc.errors import CheckpointError, Corrupt, FlexError, FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.storage.files import (
     fsync_directory,
+    is_directory,
     list_directory,
     read_file,
     refused,
@@ -119,13 +120,14 @@ def read_manifest(directory: Path) -> Manifest:
         StorageError: the operating system refused to read it.
     """
     path = directory / MANIFEST_NAME
-    if not os.path.lexists(path):
+    try:
+        raw = read_file(path)
+    except Corrupt as error:
         raise NotACheckpoint(
             f"{directory} is not a finished checkpoint: it has no {MANIFEST_NAME}.",
             where=str(directory),
             next_step="Choose a finished checkpoint; the manifest is written last, so this one may be half-written.",
-        )
-    raw = read_file(path)
+        ) from error
     _check_head(path, raw)
     sealed = _decode(path, raw)
     manifest = Manifest(**{field: getattr(sealed, field) for field in Manifest.__struct_fields__})
@@ -151,7 +153,10 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """
     path = directory / MANIFEST_NAME
     values = {field: getattr(manifest, field) for field in Manifest.__struct_fields__}
-    raw = msgspec.json.encode(_Sealed(**values, seal=_seal(manifest)))
+    try:
+        raw = msgspec.json.encode(_Sealed(**values, seal=_seal(manifest)))
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"{path} cannot be written: {error}.", where=str(path)) from error
     _check_head(path, raw)
     faults = _faults(_decode(path, raw))
     if faults:
@@ -230,7 +235,7 @@ def _candidates(output_dir: Path) -> list[Path]:
         beside = parse_beside(path)
         aside = beside is not None and beside[1] == ASIDE
         step = parse_step(beside[0] if beside is not None and aside else path)
-        if step is not None and path.is_dir():
+        if step is not None and is_directory(path):
             ranked.append((-step, int(aside), path.name, path))
     return [path for *_, path in sorted(ranked)]
 
@@ -346,7 +351,8 @@ def _file_fault(path: Path, size: int) -> str:
 def _extra_files(directory: Path, manifest: Manifest) -> list[str]:
     """Tensor files that nobody lists: left by another save, they would be taken for part of this one."""
     listed = {receipt.path for receipt in manifest.files}
-    found = [path for role in _ROLES for path in list_directory(directory / role) if path.suffix == ".safetensors"]
+    roles = [directory / role for role in _ROLES if is_directory(directory / role)]
+    found = [path for role in roles for path in list_directory(role) if path.suffix == ".safetensors"]
     names = [path.relative_to(directory).as_posix() for path in found]
     return [
         f"{name} does not belong to this checkpoint: the manifest does not list it"
@@ -378,11 +384,11 @@ def _content_faults(directory: Path, receipts: Sequence[FileReceipt], threads: i
     with RangeReader() as reader:
         check = _SpanCheck(directory, reader)
         # A file system can hold more spans than there is memory for futures, so threads draw from one iterator.
-        spans, lock = _spans(receipts), threading.Lock()
+        spans, lock, stop = _spans(receipts), threading.Lock(), threading.Event()
 
         def work() -> None:
             buffer = memoryview(bytearray(_READ_BYTES))
-            while True:
+            while not stop.is_set():
                 with lock:
                     span = next(spans, None)
                 if span is None:
@@ -397,8 +403,12 @@ def _content_faults(directory: Path, receipts: Sequence[FileReceipt], threads: i
                         bad[span.receipt.path].extend(blocks)
 
         with ThreadPoolExecutor(max(1, threads)) as pool:
-            for done in [pool.submit(work) for _ in range(max(1, threads))]:
-                done.result()
+            try:
+                for done in [pool.submit(work) for _ in range(max(1, threads))]:
+                    done.result()
+            finally:
+                # An interrupt ends the check after the spans in work, not after the last one.
+                stop.set()
     by_path = {receipt.path: receipt for receipt in receipts}
     differing = [_block_line(by_path[path], sorted(blocks)) for path, blocks in bad.items() if blocks]
     return differing + [f"{path} cannot be read to the end: {what}" for path, what in sorted(unreadable.items())]

@@ -83,9 +83,12 @@ def life_of(owner: Owner) -> Life:
     here = this_process()
     if not owner.boot or owner.boot != here.boot or owner.namespace != here.namespace:
         return Life.UNKNOWN
-    started = _started(owner.pid)
-    if not started:
+    if not _exists(owner.pid):
         return Life.DEAD
+    started = _started(owner.pid)
+    if not started or not owner.started:
+        return Life.UNKNOWN
+    # Another start time: the number now belongs to another process.
     return Life.ALIVE if started == owner.started else Life.DEAD
 
 
@@ -98,6 +101,17 @@ def _namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+def _exists(pid: int) -> bool:
+    # The list of processes under /proc may hide those of other users; signal 0 does not.
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _started(pid: int) -> str:

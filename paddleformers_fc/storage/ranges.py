@@ -67,12 +67,6 @@ class RangeReader:
         finally:
             self._release(path)
 
-    def size(self, path: Path) -> int:
-        """Length of ``path`` in bytes when it was opened; errors as :meth:`read_into`."""
-        size = self._acquire(path).size
-        self._release(path)
-        return size
-
     def close(self) -> None:
         """Close all files; one that another thread is reading is closed when that read ends. Harmless when repeated."""
         with self._change:

@@ -238,10 +238,15 @@ def _decode(path: Path, raw: bytes) -> dict[str, Any]:
     def constant(text: str) -> NoReturn:
         _reject(path, f"its header holds {text}, which is not JSON")
 
+    def whole(text: str) -> int:
+        # Every number in a header counts something. "-0" would pass as 0, which the library refuses.
+        return _reject(path, f"its header holds the number {text}") if text.startswith("-") else int(text)
+
     if not raw.startswith(b"{"):
         _reject(path, "its header does not start with '{'")
     try:
-        document = json.loads(raw.decode("utf-8"), object_pairs_hook=object_of, parse_constant=constant)
+        text = raw.decode("utf-8")
+        document = json.loads(text, object_pairs_hook=object_of, parse_int=whole, parse_constant=constant)
     except UnicodeDecodeError as error:
         _reject(path, f"its header is not UTF-8 ({error.reason} at byte {_LENGTH_BYTES + error.start})")
     except RecursionError:

@@ -1,0 +1,47 @@
+"""Block checksums depend on the bytes and their place alone, not on how they came."""
+
+from __future__ import annotations
+
+import pytest
+import xxhash
+from hypothesis import given, settings, strategies as st
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.storage import checksum
+from paddleformers_fc.storage.checksum import BlockHasher
+
+
+@settings(derandomize=True, deadline=None)
+@given(pieces=st.lists(st.binary(max_size=40), max_size=8), block_bytes=st.integers(1, 50))
+def test_pieces_of_any_length_give_the_checksums_of_the_whole(pieces: list[bytes], block_bytes: int) -> None:
+    hasher = BlockHasher(block_bytes)
+    for piece in pieces:
+        hasher.update(piece)
+    whole = b"".join(pieces)
+    receipt = hasher.receipt("x")
+    assert (receipt.path, receipt.size, receipt.block_bytes) == ("x", len(whole), block_bytes)
+    assert receipt.digest == xxhash.xxh3_128_hexdigest(whole)
+    assert receipt.blocks == [
+        xxhash.xxh3_64_hexdigest(whole[begin : begin + block_bytes]) for begin in range(0, len(whole), block_bytes)
+    ]
+
+
+def test_a_block_longer_than_one_step_is_hashed_whole() -> None:
+    data = bytes(range(256)) * 4 * (checksum._CHUNK_BYTES // 512)
+    hasher = BlockHasher(len(data) - 1)
+    hasher.update(data)
+    assert hasher.receipt("x").blocks == [xxhash.xxh3_64_hexdigest(data[:-1]), xxhash.xxh3_64_hexdigest(data[-1:])]
+
+
+def test_a_receipt_in_between_does_not_disturb_the_stream() -> None:
+    hasher, undisturbed = BlockHasher(10), BlockHasher(10)
+    hasher.update(b"1234567")
+    assert len(hasher.receipt("x").blocks) == 1
+    hasher.update(b"1234567")
+    undisturbed.update(b"12345671234567")
+    assert hasher.receipt("x") == undisturbed.receipt("x")
+
+
+def test_a_block_of_no_bytes_is_refused() -> None:
+    with pytest.raises(OptionError, match="block of 0 bytes"):
+        BlockHasher(0)

@@ -1,0 +1,289 @@
+"""The header reader accepts what the safetensors library accepts, and nothing that the library refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import example, given, settings, strategies as st
+
+from paddleformers_fc.errors import Corrupt, FormatError, StorageError
+from paddleformers_fc.storage import safetensors as ours
+from paddleformers_fc.storage.dtypes import CODES, from_safetensors, to_numpy
+from paddleformers_fc.storage.safetensors import MAX_HEADER_BYTES, TensorEntry, read_header
+from tests.storage.support import header_bytes
+
+THOROUGH = settings(derandomize=True, deadline=None, max_examples=300)
+
+
+@pytest.fixture(scope="session")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file that every example of a property overwrites."""
+    return tmp_path_factory.mktemp("safetensors") / "x.safetensors"
+
+
+def tensor(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **fields: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **fields}
+
+
+def library_accepts(data: bytes) -> bool:
+    try:
+        safetensors.deserialize(data)
+    except safetensors.SafetensorError:
+        return False
+    return True
+
+
+def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
+    arrays = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "empty": np.zeros((0, 4), np.int8)}
+    from safetensors.numpy import save_file
+
+    save_file(arrays, tmp_path / "x", metadata={"format": "np"})
+    header = read_header(tmp_path / "x")
+    data = (tmp_path / "x").read_bytes()
+    assert header.metadata == {"format": "np"}
+    assert header.file_size == len(data)
+    assert set(header.tensors) == {"w", "empty"}
+    for name, array in arrays.items():
+        entry = header.tensors[name]
+        assert entry.shape == array.shape
+        assert data[entry.begin : entry.end] == array.tobytes()
+
+
+@THOROUGH
+@given(
+    codes=st.lists(st.sampled_from(sorted(CODES)), max_size=5),
+    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=5, max_size=5),
+    names=st.lists(st.text(max_size=6), min_size=5, max_size=5, unique=True),
+    metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=3),
+)
+def test_whatever_the_library_writes_is_read_alike(
+    scratch: Path, codes: list[str], shapes: list[list[int]], names: list[str], metadata: dict[str, str]
+) -> None:
+    specs, buffers = {}, {}
+    for code, shape, name in zip(codes, shapes, names, strict=False):
+        array = np.arange(np.prod(shape, dtype=int)).astype(to_numpy(code)).reshape(shape)
+        buffers[name] = np.frombuffer(array.tobytes() or b"\0", np.uint8)
+        specs[name] = safetensors.TensorSpec(
+            dtype=from_safetensors(code), shape=shape, data_ptr=buffers[name].ctypes.data, data_len=array.nbytes
+        )
+    data = safetensors.serialize(specs, metadata or None)
+    scratch.write_bytes(data)
+    header = read_header(scratch)
+    assert header.metadata == metadata
+    stored = {
+        name: (one["dtype"], tuple(one["shape"]), bytes(one["data"])) for name, one in safetensors.deserialize(data)
+    }
+    found = {name: (one.dtype, one.shape, data[one.begin : one.end]) for name, one in header.tensors.items()}
+    assert found == stored
+
+
+MALFORMED: dict[str, tuple[Any, bytes, str]] = {
+    "not an object": ([], b"", "does not start with '{'"),
+    "empty header": (b"", b"", "does not start with '{'"),
+    "leading space": (b" {}", b"", "does not start with '{'"),
+    "byte order mark": (b"\xef\xbb\xbf{}", b"", "does not start with '{'"),
+    "not JSON": (b"{]", b"", "not JSON"),
+    "cut JSON": (b'{"a": {', b"", "not JSON"),
+    "two documents": (b"{} {}", b"", "not JSON"),
+    "NUL padding": (b"{}\0\0", b"", "not JSON"),
+    "control character": (b'{"a\n": 1}', b"", "not JSON"),
+    "not UTF-8": (b'{"\xff": 1}', b"", "not UTF-8 .* at byte 10"),
+    "half a surrogate pair": (b'{"\\ud800": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"1234", "not Unicode"),
+    "NaN": (b'{"a": NaN}', b"", "NaN"),
+    "infinity": (b'{"a": Infinity}', b"", "Infinity"),
+    "deep nesting": (b'{"a":' + b"[" * 200_000, b"", "nested too deeply|not JSON"),
+    "endless number": (b'{"a": ' + b"9" * 6000 + b"}", b"", "not JSON"),
+    "tensor is no object": ({"t": [1]}, b"", "'t' does not have exactly the fields"),
+    "dtype missing": ({"t": {"shape": [1], "data_offsets": [0, 4]}}, b"1234", "'t' does not have exactly the fields"),
+    "unknown field": ({"t": tensor(extra=1)}, b"1234", "'t' does not have exactly the fields"),
+    "unknown dtype": ({"t": tensor(dtype="F4")}, b"1234", "'t' has the dtype 'F4'"),
+    "dtype in lower case": ({"t": tensor(dtype="f32")}, b"1234", "'t' has the dtype 'f32'"),
+    "dtype not text": ({"t": tensor(dtype=["F32"])}, b"1234", r"'t' has the dtype \['F32'\]"),
+    "shape no list": ({"t": tensor(shape=1)}, b"1234", "'t' has a shape"),
+    "negative extent": ({"t": tensor(shape=[-1])}, b"1234", "the number -1"),
+    "minus zero": (b'{"t": {"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}', b"", "the number -0"),
+    "fractional extent": ({"t": tensor(shape=[1.0])}, b"1234", "'t' has a shape"),
+    "extent is text": ({"t": tensor(shape=["1"])}, b"1234", "'t' has a shape"),
+    "extent is true": ({"t": tensor(shape=[True])}, b"1234", "'t' has a shape"),
+    "extent beyond 64 bits": ({"t": tensor(shape=[2**64, 0], offsets=[0, 0])}, b"", "'t' has a shape"),
+    "size beyond 64 bits": ({"t": tensor(shape=[2**62, 4])}, b"1234", "'t' .* more bytes than can be counted"),
+    "zero hides overflow": ({"t": tensor(shape=[2**63, 4, 0], offsets=[0, 0])}, b"", "more bytes than can be counted"),
+    "one offset": ({"t": tensor(offsets=[0])}, b"1234", "'t' has data_offsets"),
+    "three offsets": ({"t": tensor(offsets=[0, 4, 8])}, b"1234", "'t' has data_offsets"),
+    "negative offset": ({"t": tensor(offsets=[-4, 0])}, b"1234", "the number -4"),
+    "fractional offset": ({"t": tensor(offsets=[0, 4.0])}, b"1234", "'t' has data_offsets"),
+    "offsets reversed": ({"t": tensor(offsets=[4, 0])}, b"1234", "'t' takes the bytes 4 to 0"),
+    "size does not fit": ({"t": tensor(shape=[2])}, b"1234", "'t' takes the bytes 0 to 4, .* has 8 bytes"),
+    "gap before": ({"t": tensor(offsets=[4, 8])}, b"12345678", "'t' leaves a gap behind the header"),
+    "gap between": ({"s": tensor(), "t": tensor(offsets=[8, 12])}, b"0" * 12, "'t' leaves a gap behind 's'"),
+    "overlap": ({"s": tensor(shape=[2], offsets=[0, 8]), "t": tensor(offsets=[4, 8])}, b"0" * 8, "'t' overlaps 's'"),
+    "same bytes twice": ({"s": tensor(), "t": tensor()}, b"1234", "overlaps"),
+    "key twice": (
+        b'{"t":{"dtype":"U8","shape":[],"data_offsets":[0,1]},"t":{"dtype":"I8","shape":[],"data_offsets":[0,1]}}',
+        b"1",
+        "the key 't' twice",
+    ),
+    "field twice": (
+        b'{"t":{"dtype":"U8","dtype":"I8","shape":[],"data_offsets":[0,1]}}',
+        b"1",
+        "the key 'dtype' twice",
+    ),
+    "metadata twice": (b'{"__metadata__":{"a":"1"},"__metadata__":{"a":"2"}}', b"", "the key '__metadata__' twice"),
+    "metadata key twice": (b'{"__metadata__":{"a":"1","a":"2"}}', b"", "the key 'a' twice"),
+    "metadata no object": ({"__metadata__": "x"}, b"", "__metadata__ is not an object"),
+    "metadata not text": ({"__metadata__": {"a": 1}}, b"", r"__metadata__\['a'\] is not a string"),
+    "metadata nested": ({"__metadata__": {"a": {"b": "c"}}}, b"", r"__metadata__\['a'\] is not a string"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_header_is_refused_and_the_file_named(tmp_path: Path, case: str) -> None:
+    document, data, message = MALFORMED[case]
+    (tmp_path / "bad.safetensors").write_bytes(header_bytes(document) + data)
+    with pytest.raises(FormatError, match=message) as caught:
+        read_header(tmp_path / "bad.safetensors")
+    assert "bad.safetensors" in caught.value.what
+
+
+def test_the_well_formed_neighbour_of_the_malformed_headers_is_read(tmp_path: Path) -> None:
+    document = {"__metadata__": {"a": "b"}, "t": tensor(offsets=[4, 8]), "s": tensor(), "e": tensor("I8", [0], [4, 4])}
+    raw = header_bytes(json.dumps(document).encode() + b"  ")
+    (tmp_path / "x").write_bytes(raw + b"12345678")
+    header = read_header(tmp_path / "x")
+    begin = len(raw)
+    assert list(header.tensors.items()) == [
+        ("s", TensorEntry("F32", (1,), begin, begin + 4)),
+        ("e", TensorEntry("I8", (0,), begin + 4, begin + 4)),
+        ("t", TensorEntry("F32", (1,), begin + 4, begin + 8)),
+    ]
+
+
+def test_a_header_longer_than_the_bound_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with open(tmp_path / "x", "wb") as file:
+        file.write(struct.pack("<Q", MAX_HEADER_BYTES + 1))
+        file.truncate(MAX_HEADER_BYTES + 100)
+    with pytest.raises(FormatError, match="100000001 bytes, and at most 100000000"):
+        read_header(tmp_path / "x")
+
+
+def test_a_file_truncated_anywhere_is_corrupt(tmp_path: Path) -> None:
+    whole = header_bytes({"t": tensor()}) + b"1234"
+    for length in range(len(whole)):
+        (tmp_path / "cut.safetensors").write_bytes(whole[:length])
+        with pytest.raises(Corrupt, match=r"cut\.safetensors is truncated"):
+            read_header(tmp_path / "cut.safetensors")
+
+
+def test_the_tensors_that_a_truncation_cut_are_named(tmp_path: Path) -> None:
+    document = {"s": tensor(), "t": tensor(offsets=[4, 8]), "u": tensor(offsets=[8, 12])}
+    (tmp_path / "x").write_bytes(header_bytes(document) + b"123456")
+    with pytest.raises(Corrupt, match="2 tensors are cut off, 't' first"):
+        read_header(tmp_path / "x")
+
+
+def test_bytes_after_the_last_tensor_are_corrupt(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(header_bytes({"t": tensor()}) + b"12345")
+    with pytest.raises(Corrupt, match="longer than its header says"):
+        read_header(tmp_path / "x")
+
+
+def test_a_missing_file_is_corrupt(tmp_path: Path) -> None:
+    with pytest.raises(Corrupt, match=r"gone\.safetensors is missing"):
+        read_header(tmp_path / "gone.safetensors")
+
+
+def test_a_directory_or_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(FormatError, match="not a regular file"):
+            read_header(path)
+
+
+def test_a_refusal_of_the_operating_system_names_the_path(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(StorageError, match=r"(?s)loop.*ELOOP"):
+        read_header(tmp_path / "loop")
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_no_descriptor_stays_open_after_a_refusal(tmp_path: Path, case: str) -> None:
+    document, data, _ = MALFORMED[case]
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(header_bytes(document) + data)
+    with pytest.raises(FormatError):
+        read_header(path)
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(path)]
+
+
+VALID = header_bytes({"__metadata__": {"k": "v"}, "a": tensor("F32", [2], [0, 8]), "b": tensor("BF16", [3], [8, 14])})
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**65) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+TENSORS = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["U8", "F32", "F64", "F8_E4M3", "F4", 1]),
+        "shape": st.lists(st.integers(0, 3) | st.just(2**63), max_size=3) | VALUES,
+        "data_offsets": st.lists(st.integers(0, 12), min_size=2, max_size=2) | VALUES,
+    }
+)
+DOCUMENTS = st.dictionaries(st.sampled_from(["a", "b", "c", "__metadata__"]), TENSORS | VALUES, max_size=3)
+
+
+def refused_or_as_the_library_reads_it(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    try:
+        header = read_header(path)
+    except (FormatError, Corrupt):
+        return
+    stored = {
+        name: (one["dtype"], tuple(one["shape"]), bytes(one["data"])) for name, one in safetensors.deserialize(data)
+    }
+    assert {n: (one.dtype, one.shape, data[one.begin : one.end]) for n, one in header.tensors.items()} == stored
+
+
+@THOROUGH
+@given(data=st.binary(max_size=64), body=st.binary(max_size=8))
+@example(data=b'{"t":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}', body=b"")
+def test_random_bytes_are_refused_or_read_as_the_library_does(scratch: Path, data: bytes, body: bytes) -> None:
+    refused_or_as_the_library_reads_it(scratch, data)
+    refused_or_as_the_library_reads_it(scratch, header_bytes(data) + body)
+    refused_or_as_the_library_reads_it(scratch, header_bytes(b"{" + data) + body)
+
+
+@THOROUGH
+@given(position=st.integers(0, len(VALID) + 13), change=st.binary(max_size=3), removed=st.integers(0, 3))
+def test_a_changed_file_is_refused_or_read_as_the_library_does(
+    scratch: Path, position: int, change: bytes, removed: int
+) -> None:
+    whole = VALID + bytes(14)
+    refused_or_as_the_library_reads_it(scratch, whole[:position] + change + whole[position + removed :])
+
+
+@THOROUGH
+@given(document=DOCUMENTS, body=st.integers(0, 12))
+def test_a_header_of_random_parts_is_refused_or_read_as_the_library_does(
+    scratch: Path, document: dict[str, Any], body: int
+) -> None:
+    refused_or_as_the_library_reads_it(scratch, header_bytes(document) + bytes(body))
+
+
+@pytest.mark.parametrize(
+    "case",
+    sorted(MALFORMED.keys() - {"leading space", "unknown field", "key twice", "metadata twice", "metadata key twice"}),
+)
+def test_what_is_called_malformed_is_so_to_the_library_too(case: str) -> None:
+    document, data, _ = MALFORMED[case]
+    assert not library_accepts(header_bytes(document) + data)
+
+
+def test_the_bound_on_the_header_is_that_of_the_library() -> None:
+    assert ours.MAX_HEADER_BYTES == 100_000_000

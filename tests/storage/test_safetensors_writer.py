@@ -1,0 +1,273 @@
+"""What the writer writes is what the safetensors library reads; what it could not write well it refuses."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import xxhash
+from hypothesis import given, settings, strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from paddleformers_fc.errors import FormatError, StorageError
+from paddleformers_fc.storage import files, safetensors as ours
+from paddleformers_fc.storage.dtypes import CODES, to_numpy
+from paddleformers_fc.storage.safetensors import SafetensorsWriter, read_header
+
+PAIR = [("a", "F32", (2, 3)), ("b", "BF16", (4,))]
+
+
+def write_pair(path: Path, **options: Any) -> files.FileReceipt:
+    with SafetensorsWriter(path, PAIR, {"made": "here"}, **options) as writer:
+        writer.write("a", np.arange(6, dtype=np.float32).reshape(2, 3))
+        writer.write("b", np.arange(4, dtype=ml_dtypes.bfloat16))
+    return writer.close()
+
+
+def test_the_library_opens_the_file(tmp_path: Path) -> None:
+    write_pair(tmp_path / "x.safetensors")
+    loaded = load_file(tmp_path / "x.safetensors")
+    np.testing.assert_array_equal(loaded["a"], np.arange(6, dtype=np.float32).reshape(2, 3))
+    np.testing.assert_array_equal(loaded["b"].astype(np.float32), np.arange(4, dtype=np.float32))
+    with safe_open(tmp_path / "x.safetensors", "np") as file:
+        assert file.metadata() == {"made": "here"}
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    codes=st.lists(st.sampled_from(sorted(CODES)), max_size=5),
+    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=5, max_size=5),
+    names=st.lists(st.text(max_size=6), min_size=5, max_size=5, unique=True),
+    metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=3),
+    data=st.data(),
+)
+def test_whatever_is_written_is_read_alike_by_the_library_and_by_us(
+    tmp_path_factory: pytest.TempPathFactory,
+    codes: list[str],
+    shapes: list[list[int]],
+    names: list[str],
+    metadata: dict[str, str],
+    data: st.DataObject,
+) -> None:
+    path = tmp_path_factory.mktemp("written") / "x"
+    entries = list(zip(names, codes, map(tuple, shapes), strict=False))
+    sizes = [int(np.prod(shape, dtype=int)) * to_numpy(code).itemsize for _, code, shape in entries]
+    contents = {
+        name: data.draw(st.binary(min_size=n, max_size=n)) for (name, _, _), n in zip(entries, sizes, strict=True)
+    }
+    with SafetensorsWriter(path, entries, metadata) as writer:
+        for name, code, shape in entries:
+            writer.write(name, np.frombuffer(contents[name], to_numpy(code)).reshape(shape))
+    raw = path.read_bytes()
+    stored = safetensors.deserialize(raw)
+    assert {n: (one["dtype"], tuple(one["shape"]), bytes(one["data"])) for n, one in stored} == {
+        name: (code, shape, contents[name]) for name, code, shape in entries
+    }
+    header = read_header(path)
+    assert header.metadata == metadata
+    assert [(n, one.dtype, one.shape) for n, one in header.tensors.items()] == sorted(
+        entries, key=lambda entry: (header.tensors[entry[0]].begin, header.tensors[entry[0]].end)
+    )
+    assert {n: raw[one.begin : one.end] for n, one in header.tensors.items()} == contents
+
+
+def test_tensors_lie_in_the_declared_order_from_an_aligned_start(tmp_path: Path) -> None:
+    for length in range(70):
+        entries = [("z" * length, "F64", (1,)), ("a", "F32", (1,))]
+        path = tmp_path / str(length)
+        with SafetensorsWriter(path, entries, {}) as writer:
+            writer.write(entries[0][0], np.zeros(1))
+            writer.write("a", np.zeros(1, np.float32))
+        header = read_header(path)
+        assert list(header.tensors) == ["z" * length, "a"]
+        assert header.tensors["z" * length].begin % 64 == 0
+
+
+def test_the_receipt_states_size_and_checksums_of_the_bytes_on_disk(tmp_path: Path) -> None:
+    receipt = write_pair(tmp_path / "model_state" / "x", root=tmp_path, block_bytes=100)
+    raw = (tmp_path / "model_state" / "x").read_bytes()
+    assert receipt.path == "model_state/x"
+    assert receipt.size == len(raw)
+    assert receipt.digest == xxhash.xxh3_128_hexdigest(raw)
+    assert receipt.blocks == [xxhash.xxh3_64_hexdigest(raw[n : n + 100]) for n in range(0, len(raw), 100)]
+
+
+def test_every_kind_of_buffer_is_taken(tmp_path: Path) -> None:
+    array = np.arange(4, dtype=np.float32)
+    buffers: list[Any] = [array, array.tobytes(), bytearray(array.tobytes()), memoryview(array), array.view(np.uint32)]
+    for number, buffer in enumerate(buffers):
+        with SafetensorsWriter(tmp_path / str(number), [("x", "F32", (4,))], {}) as writer:
+            writer.write("x", buffer)
+        np.testing.assert_array_equal(load_file(tmp_path / str(number))["x"], array)
+
+
+def test_scalars_and_empty_tensors_are_written(tmp_path: Path) -> None:
+    entries = [("s", "BF16", ()), ("e", "F32", (0, 3))]
+    with SafetensorsWriter(tmp_path / "x", entries, {}) as writer:
+        writer.write("s", np.array(2, ml_dtypes.bfloat16))
+        writer.write("e", np.zeros((0, 3), np.float32))
+    assert load_file(tmp_path / "x")["e"].shape == (0, 3)
+    assert read_header(tmp_path / "x").tensors["s"].shape == ()
+
+
+def test_a_file_without_tensors_is_written(tmp_path: Path) -> None:
+    SafetensorsWriter(tmp_path / "x", [], {}).close()
+    assert load_file(tmp_path / "x") == {}
+
+
+@pytest.mark.parametrize(
+    ("entries", "metadata", "message"),
+    [
+        ([("a", "F32", (1,)), ("a", "F32", (1,))], {}, "'a' is taken"),
+        ([("__metadata__", "F32", (1,))], {}, "'__metadata__' is taken"),
+        ([("a", "float32", (1,))], {}, "'float32' is not a tensor dtype"),
+        ([("a", "F32", (2, -1))], {}, r"'a' has the shape \[2, -1\]"),
+        ([("a\ud800", "F32", (1,))], {}, "not Unicode"),
+        ([], {"a": 1}, r"__metadata__\['a'\] is not a string"),
+        ([], {"a": "x" * 100_000_000}, "and at most 100000000"),
+    ],
+)
+def test_what_cannot_be_declared_is_refused_before_a_file_exists(
+    tmp_path: Path, entries: Any, metadata: Any, message: str
+) -> None:
+    with pytest.raises(FormatError, match=message):
+        SafetensorsWriter(tmp_path / "x", entries, metadata)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "buffer", "message"),
+    [
+        ("b", np.zeros(4, np.uint16), "'b' was written where 'a' is due"),
+        ("c", np.zeros(6, np.float32), "'c' was written where 'a' is due"),
+        ("a", np.zeros(5, np.float32), "'a' was given 20 bytes and needs 24"),
+        ("a", np.zeros(7, np.float32), "'a' was given 28 bytes and needs 24"),
+        ("a", np.zeros((3, 2), np.float32).T, "not C-contiguous"),
+        ("a", memoryview(bytes(48))[::2], "not contiguous"),
+        ("a", np.zeros(6, ">f4"), "big-endian"),
+    ],
+)
+def test_a_wrong_write_is_refused_and_no_receipt_is_given(tmp_path: Path, key: str, buffer: Any, message: str) -> None:
+    writer = SafetensorsWriter(tmp_path / "x", PAIR, {})
+    with pytest.raises(FormatError, match=message):
+        writer.write(key, buffer)
+    with pytest.raises(FormatError, match="2 of 2 tensors were not given, 'a' first"):
+        writer.close()
+
+
+def test_a_file_left_before_its_last_tensor_has_no_receipt(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="1 of 2 tensors were not given, 'b' first"):
+        with SafetensorsWriter(tmp_path / "x", PAIR, {}) as writer:
+            writer.write("a", np.zeros(6, np.float32))
+
+
+def test_a_write_after_the_last_tensor_is_refused(tmp_path: Path) -> None:
+    with SafetensorsWriter(tmp_path / "x", [], {}) as writer:
+        with pytest.raises(FormatError, match="'a' was written after the last declared tensor"):
+            writer.write("a", b"")
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("mine")
+    with pytest.raises(StorageError, match="EEXIST"):
+        SafetensorsWriter(tmp_path / "x", [], {})
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="EEXIST"):
+        SafetensorsWriter(tmp_path / "link", [], {})
+    assert (tmp_path / "x").read_text() == "mine"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_error_inside_the_block_leaves_the_file_and_closes_it(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with pytest.raises(FormatError), SafetensorsWriter(path, PAIR, {}) as writer:
+        writer.write("b", np.zeros(6, np.float32))
+    assert path.exists()
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(path)]
+
+
+def test_only_directories_below_the_root_are_created(tmp_path: Path) -> None:
+    SafetensorsWriter(tmp_path / "a" / "b" / "x", [], {}, root=tmp_path).close()
+    assert (tmp_path / "a" / "b" / "x").exists()
+    with pytest.raises(StorageError, match="ENOENT"):
+        SafetensorsWriter(tmp_path / "gone" / "a" / "x", [], {}, root=tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
+    with pytest.raises(FormatError, match="is not inside"):
+        SafetensorsWriter(tmp_path / "x", [], {}, root=tmp_path / "a")
+
+
+class StingyOs:
+    """An ``os`` that accepts few bytes per write, and none from some point on."""
+
+    def __init__(self, accepted: int, full_after: int = 10**9) -> None:
+        self._accepted = accepted
+        self._left = full_after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if self._left <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = os.write(descriptor, data[: self._accepted])
+        self._left -= count
+        return count
+
+
+def test_short_writes_go_on_until_every_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = write_pair(tmp_path / "whole")
+    monkeypatch.setattr(files, "os", StingyOs(accepted=7))
+    receipt = write_pair(tmp_path / "pieces")
+    assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert receipt.digest == expected.digest
+
+
+def test_a_full_disk_is_a_storage_error_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "os", StingyOs(accepted=100, full_after=200))
+    with pytest.raises(StorageError, match=r"(?s)No space left.*ENOSPC.*Free space"):
+        write_pair(tmp_path / "x")
+
+
+def test_a_write_that_accepts_nothing_ends_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "os", StingyOs(accepted=0))
+    with pytest.raises(StorageError, match="no byte was accepted"):
+        write_pair(tmp_path / "x")
+
+
+def test_a_failed_sync_gives_no_receipt_and_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class BrokenOs(StingyOs):
+        def fsync(self, descriptor: int) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files, "os", BrokenOs(accepted=100))
+    writer = SafetensorsWriter(tmp_path / "x", [], {})
+    with pytest.raises(StorageError, match="EIO"):
+        writer.close()
+    monkeypatch.setattr(files, "os", os)
+    with pytest.raises(StorageError, match="is closed"):
+        writer.close()
+
+
+def test_memory_stays_small_while_a_large_tensor_is_written(tmp_path: Path) -> None:
+    code = f"""
+import resource
+import numpy as np
+from pathlib import Path
+from {ours.__name__} import SafetensorsWriter
+array = np.ones(64 << 20, np.uint8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with SafetensorsWriter(Path({str(tmp_path / "x")!r}), [("x", "U8", array.shape)], {{}}) as writer:
+    writer.write("x", array)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 << 10, "kibibytes"
