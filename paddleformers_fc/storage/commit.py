@@ -185,11 +185,7 @@ def remove_checkpoint(directory: Path) -> None:
     Raises:
         StorageError: the operating system refused.
     """
-    parsed = parse_beside(directory)
-    doomed = beside(parsed[0] if parsed else directory, REMOVED)
-    rename(directory, doomed)
-    fsync_directory(doomed.parent)
-    remove_tree(doomed)
+    remove_tree(_doom(directory))
 
 
 def unfinished(output_dir: Path) -> list[Leftover]:
@@ -303,10 +299,20 @@ def _settle(target: Path) -> None:
 def _try_remove(directory: Path) -> Path | None:
     # The new checkpoint is safe; that the old one resists (a reader on NFS holds a file) must not fail the save.
     try:
-        remove_checkpoint(directory)
+        directory = _doom(directory)
+        remove_tree(directory)
     except StorageError:
         return directory
     return None
+
+
+def _doom(directory: Path) -> Path:
+    """Take a directory's name away, durably; what is to be deleted now."""
+    parsed = parse_beside(directory)
+    doomed = beside(parsed[0] if parsed else directory, REMOVED)
+    rename(directory, doomed)
+    fsync_directory(doomed.parent)
+    return doomed
 
 
 def _life(directory: Path) -> Life | None:

@@ -183,7 +183,7 @@ class FileWriter:
     Closing on an error leaves what was written, so that the fault can be looked at; a half-written file has no receipt.
 
     Args:
-        path: the file; it must not exist. A missing directory below ``root`` is created.
+        path: the file; it must not exist. A missing directory between ``root`` and the file is created.
         root: the directory that the receipt's path is relative to. Without it the receipt holds the bare file name.
         block_bytes: length of a checksum block in bytes.
 
@@ -436,9 +436,8 @@ def _relative(path: Path, root: Path | None) -> str:
 
 def _make_parents(path: Path, root: Path | None) -> None:
     # Never the root itself: a rank that comes too late must not bring a discarded directory back to life.
-    top = root if root is not None else path.parent.parent
-    missing = [one for one in path.parents if top in one.parents]
-    for directory in reversed(missing):
+    between = [one for one in path.parents if root in one.parents]
+    for directory in reversed(between):
         with _naming("create", directory), contextlib.suppress(FileExistsError):
             os.mkdir(directory)
 

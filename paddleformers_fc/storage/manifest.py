@@ -66,6 +66,9 @@ _READ_BYTES = 1024 * 1024
 _SPAN_BYTES = 64 * 1024 * 1024
 
 
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A finished checkpoint's description of itself.
 
@@ -247,7 +250,7 @@ def _seal(manifest: Manifest) -> str:
 def _check_head(path: Path, raw: bytes) -> None:
     try:
         head = msgspec.json.decode(raw, type=_Head)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise FormatError(f"{path} is not a manifest: {error}.", where=str(path)) from error
     if head.format != FORMAT or head.version != VERSION:
         raise FormatError(
@@ -261,7 +264,7 @@ def _check_head(path: Path, raw: bytes) -> None:
 def _decode(path: Path, raw: bytes) -> _Sealed:
     try:
         return msgspec.json.decode(raw, type=_Sealed)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise FormatError(f"{path} is not a valid manifest: {error}.", where=str(path)) from error
 
 

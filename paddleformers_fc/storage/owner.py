@@ -65,7 +65,7 @@ def write_owner(directory: Path) -> None:
         StorageError: the record cannot be written; also if someone else deleted the directory meanwhile.
     """
     partial = directory / PARTIAL_OWNER_NAME
-    write_file(partial, msgspec.json.encode(this_process()) + b"\n")
+    write_file(partial, msgspec.json.encode(this_process()) + b"\n", root=directory)
     rename(partial, directory / OWNER_NAME)
     fsync_directory(directory)
 
@@ -74,7 +74,7 @@ def read_owner(directory: Path) -> Owner | None:
     """The owner recorded in ``directory``; None if there is no readable record."""
     try:
         return msgspec.json.decode(read_file(directory / OWNER_NAME), type=Owner)
-    except (CheckpointError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (CheckpointError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -99,7 +99,7 @@ class RangeReader:
         except BaseException:
             with self._change:
                 self._held -= 1
-                self._change.notify()
+                self._change.notify_all()
             raise
         return self._admit(path, file)
 
@@ -108,11 +108,13 @@ class RangeReader:
             shared = self._files.get(path)
             if shared is None:
                 self._files[path] = _Shared(file, users=1)
+                # Threads that wait for a descriptor may want this very file.
+                self._change.notify_all()
                 return file
             # Another thread opened the same file in the meantime.
             shared.users += 1
             self._held -= 1
-            self._change.notify()
+            self._change.notify_all()
         file.close()
         return shared.file
 
@@ -122,7 +124,7 @@ class RangeReader:
             shared.users -= 1
             if shared.users == 0 and self._closed:
                 self._drop(path)
-            self._change.notify()
+            self._change.notify_all()
 
     def _make_room(self, path: Path) -> bool:
         """Whether ``path`` is open already or may be opened now; an idle file is closed if that takes it."""

@@ -1,0 +1,346 @@
+"""A checkpoint gets its name whole, replaces only what it may, and leftovers are told apart."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.errors import Corrupt, NotACheckpoint, StorageError
+from paddleformers_fc.storage import commit as commit_module, files, owner
+from paddleformers_fc.storage.commit import (
+    Committed,
+    clean_unfinished,
+    commit,
+    create_staging,
+    discard,
+    publish,
+    recover,
+    remove_checkpoint,
+    unfinished,
+)
+from paddleformers_fc.storage.files import write_file
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint
+from paddleformers_fc.storage.names import ASIDE, REMOVED, beside, parse_beside
+from paddleformers_fc.storage.owner import OWNER_NAME, PARTIAL_OWNER_NAME
+from tests.storage.support import STATE, WEIGHTS, Machine, a_dead_process, names_in, running_on, save, stage, value_of
+
+
+def test_a_committed_checkpoint_holds_what_was_staged_and_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "out" / "runs" / "checkpoint-5"
+    assert save(target, 3) == Committed(target)
+    assert value_of(target) == 3
+    assert names_in(target.parent) == ["checkpoint-5"]
+    assert names_in(target) == [MANIFEST_NAME, "model_state", "trainer"]
+
+
+def test_staging_is_hidden_beside_the_target_and_says_whose_it_is(tmp_path: Path) -> None:
+    staging = create_staging(tmp_path / "checkpoint-5")
+    assert staging.parent == tmp_path
+    assert staging.name.startswith(".checkpoint-5.unfinished-")
+    assert names_in(staging) == [OWNER_NAME]
+    assert create_staging(tmp_path / "checkpoint-5") != staging
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_saving_a_step_again_replaces_it(tmp_path: Path, can_exchange: bool) -> None:
+    target = tmp_path / "checkpoint-5"
+    with running_on(Machine(can_exchange=can_exchange)):
+        save(target, 1)
+        assert save(target, 2) == Committed(target)
+    assert value_of(target) == 2
+    assert names_in(tmp_path) == ["checkpoint-5"]
+    assert OWNER_NAME not in names_in(target)
+
+
+def test_this_machine_exchanges_names_or_says_that_it_cannot(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").write_text("b")
+    if files.exchange(tmp_path / "a", tmp_path / "b"):
+        assert (tmp_path / "a").read_text() == "b"
+        assert (tmp_path / "b").is_dir()
+    else:
+        assert (tmp_path / "a").is_dir()
+
+
+def test_an_exchange_that_is_refused_is_an_error(tmp_path: Path) -> None:
+    if files._renameat2(b"/", b"/") in files._NO_EXCHANGE:
+        assert not files.exchange(tmp_path / "a", tmp_path / "b")
+        return
+    with pytest.raises(StorageError, match="ENOENT"):
+        files.exchange(tmp_path / "a", tmp_path / "b")
+
+
+def test_an_empty_directory_of_the_name_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-5").mkdir()
+    assert save(tmp_path / "checkpoint-5", 1).kept is None
+    assert value_of(tmp_path / "checkpoint-5") == 1
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link", "half a checkpoint"])
+def test_what_somebody_else_put_there_is_kept_and_reported(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "checkpoint-5"
+    if kind == "directory":
+        target.mkdir()
+        (target / "0.metadata").write_text("theirs")
+    elif kind == "file":
+        target.write_text("theirs")
+    elif kind == "link":
+        target.symlink_to(tmp_path / "elsewhere")
+    else:
+        save(target, 9)
+        (target / MANIFEST_NAME).unlink()
+    done = save(target, 1)
+    assert value_of(target) == 1
+    assert done.kept is not None
+    assert os.path.lexists(done.kept)
+    assert names_in(tmp_path) == ["checkpoint-5", done.kept.name]
+    assert not done.kept.name.startswith((".", "checkpoint"))
+    if kind == "directory":
+        assert (done.kept / "0.metadata").read_text() == "theirs"
+
+
+def test_a_link_to_a_finished_checkpoint_is_replaced_and_what_it_points_to_is_not_touched(tmp_path: Path) -> None:
+    save(tmp_path / "elsewhere" / "checkpoint-5", 1)
+    (tmp_path / "checkpoint-5").symlink_to(tmp_path / "elsewhere" / "checkpoint-5")
+    save(tmp_path / "checkpoint-5", 2)
+    assert not (tmp_path / "checkpoint-5").is_symlink()
+    assert value_of(tmp_path / "checkpoint-5") == 2
+    assert value_of(tmp_path / "elsewhere" / "checkpoint-5") == 1
+
+
+def test_staging_without_a_manifest_is_not_committed(tmp_path: Path) -> None:
+    staging = create_staging(tmp_path / "checkpoint-5")
+    with pytest.raises(NotACheckpoint):
+        commit(staging, tmp_path / "checkpoint-5")
+    assert names_in(tmp_path) == [staging.name]
+
+
+def test_staging_that_lost_a_file_is_not_committed(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-5", 1)
+    staging = stage(tmp_path / "checkpoint-5", 2)
+    (staging / WEIGHTS).unlink()
+    with pytest.raises(Corrupt, match=f"{WEIGHTS} is missing"):
+        commit(staging, tmp_path / "checkpoint-5")
+    assert value_of(tmp_path / "checkpoint-5") == 1
+
+
+def test_staging_is_committed_only_to_its_own_target(tmp_path: Path) -> None:
+    staging = stage(tmp_path / "checkpoint-5", 1)
+    for target in (tmp_path / "checkpoint-6", tmp_path / "sub" / "checkpoint-5"):
+        with pytest.raises(StorageError, match="was not staged for"):
+            commit(staging, target)
+    with pytest.raises(StorageError, match="was not staged for"):
+        commit(tmp_path / "anything", tmp_path / "checkpoint-5")
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "checkpoint-5", 1)
+
+    def refuse(path: Path) -> None:
+        raise StorageError("a reader holds a file", where=str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit_module, "remove_tree", refuse)
+        done = save(tmp_path / "checkpoint-5", 2)
+    assert value_of(tmp_path / "checkpoint-5") == 2
+    assert done.left is not None
+    assert names_in(tmp_path) == sorted(["checkpoint-5", done.left.name])
+    assert [one.path for one in clean_unfinished(tmp_path)[0]] == [done.left]
+    assert names_in(tmp_path) == ["checkpoint-5"]
+
+
+def test_a_refused_second_rename_gives_the_old_checkpoint_its_name_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "checkpoint-5"
+    save(target, 1)
+    staging = stage(target, 2)
+
+    class RefusingMachine(Machine):
+        def rename(self, source: Path, target: Path) -> None:
+            if source == staging:
+                raise PermissionError(13, "Permission denied")
+            super().rename(source, target)
+
+    with running_on(RefusingMachine(can_exchange=False)), pytest.raises(StorageError, match="Permission denied"):
+        commit(staging, target)
+    assert value_of(target) == 1
+    discard(staging)
+    assert names_in(tmp_path) == ["checkpoint-5"]
+
+
+def test_everything_is_synced_before_the_name_and_the_name_before_the_old_one_is_deleted(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint-5"
+    for can_exchange in (True, False):
+        save(target, 1)
+        machine = Machine(can_exchange=can_exchange)
+        with running_on(machine):
+            staging = stage(target, 2)
+            machine.log.clear()
+            commit(staging, target)
+        named = machine.log.index(("exchange" if can_exchange else "rename", str(target)))
+        before, after = machine.log[:named], machine.log[named + 1 :]
+        for directory in (staging, staging / "model_state", staging / "trainer"):
+            assert ("sync", str(directory)) in before
+        assert after[0] == ("sync", str(tmp_path))
+        assert {"unlink", "rmdir"} <= {name for name, _ in after[1:]}
+
+
+def test_discard_deletes_staging_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-5", 1)
+    staging = stage(tmp_path / "checkpoint-5", 2)
+    discard(staging)
+    discard(staging)
+    assert names_in(tmp_path) == ["checkpoint-5"]
+    for path in (tmp_path, tmp_path / "checkpoint-5"):
+        with pytest.raises(StorageError, match="is not a staging directory"):
+            discard(path)
+    assert value_of(tmp_path / "checkpoint-5") == 1
+
+
+def test_discard_does_not_follow_links(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis").write_text("years")
+    staging = create_staging(tmp_path / "checkpoint-5")
+    (staging / "link").symlink_to(tmp_path / "mine")
+    discard(staging)
+    assert (tmp_path / "mine" / "thesis").read_text() == "years"
+
+
+def test_a_rank_that_comes_too_late_does_not_bring_staging_back(tmp_path: Path) -> None:
+    staging = create_staging(tmp_path / "checkpoint-5")
+    discard(staging)
+    with pytest.raises(StorageError, match="ENOENT"):
+        write_file(staging / STATE, b"late", root=staging)
+    assert names_in(tmp_path) == []
+
+
+def test_a_removed_checkpoint_loses_its_name_first(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-5", 1)
+    machine = Machine()
+    with running_on(machine):
+        remove_checkpoint(tmp_path / "checkpoint-5")
+    assert machine.log[0][0] == "rename"
+    assert machine.log[1] == ("sync", str(tmp_path))
+    assert names_in(tmp_path) == []
+
+
+def test_an_export_is_published_whole(tmp_path: Path) -> None:
+    staging = create_staging(tmp_path / "export")
+    (staging / "tokenizer.json").write_text("{}")
+    machine = Machine()
+    with running_on(machine):
+        publish(staging, tmp_path / "export")
+    assert names_in(tmp_path) == ["export"]
+    assert names_in(tmp_path / "export") == ["tokenizer.json"]
+    named = machine.log.index(("rename", str(tmp_path / "export")))
+    assert ("sync", str(staging / "tokenizer.json")) in machine.log[:named], "somebody else wrote it"
+
+
+def test_an_export_replaces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "model.safetensors").write_text("theirs")
+    staging = create_staging(tmp_path / "export")
+    with pytest.raises(StorageError, match="exists already and is not empty"):
+        publish(staging, tmp_path / "export")
+    assert (tmp_path / "export" / "model.safetensors").read_text() == "theirs"
+    (tmp_path / "export" / "model.safetensors").unlink()
+    publish(staging, tmp_path / "export")
+
+
+def leftover_of(process: owner.Owner, target: Path) -> Path:
+    with running_on(Machine(), process):
+        return stage(target, 0)
+
+
+def test_leftovers_of_the_dead_are_cleaned_and_those_of_the_living_are_not(tmp_path: Path) -> None:
+    dead, here = a_dead_process(), owner.this_process()
+    elsewhere = owner.Owner("node7", dead.pid, "another-boot", dead.namespace, dead.started)
+    gone = leftover_of(dead, tmp_path / "checkpoint-1")
+    mine = leftover_of(here, tmp_path / "checkpoint-2")
+    theirs = leftover_of(elsewhere, tmp_path / "checkpoint-3")
+    judged = {one.path: one for one in unfinished(tmp_path)}
+    assert {path: one.disposable for path, one in judged.items()} == {gone: True, mine: False, theirs: False}
+    assert judged[gone].target == tmp_path / "checkpoint-1"
+    assert f"process {here.pid}" in judged[mine].why
+    assert "node7" in judged[theirs].why
+    removed, left = clean_unfinished(tmp_path)
+    assert [one.path for one in removed] == [gone]
+    assert {one.path for one in left} == {mine, theirs}
+    assert names_in(tmp_path) == sorted([mine.name, theirs.name])
+
+
+def test_a_directory_without_owner_is_cleaned_only_if_it_is_empty(tmp_path: Path) -> None:
+    empty, barely, full = (beside(tmp_path / f"checkpoint-{n}", "unfinished") for n in range(3))
+    for directory in (empty, barely, full):
+        directory.mkdir()
+    (barely / PARTIAL_OWNER_NAME).write_text('{"ho')
+    (full / "something").write_text("?")
+    removed, left = clean_unfinished(tmp_path)
+    assert {one.path for one in removed} == {empty, barely}
+    assert [one.why for one in left] == ["It does not say whose it is."]
+    assert names_in(tmp_path) == [full.name]
+
+
+def test_a_creator_whose_new_directory_is_cleaned_away_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_owner = owner.write_owner
+    victims: list[Path] = []
+
+    def after_the_cleaner(directory: Path) -> None:
+        if not victims:
+            victims.extend(one.path for one in clean_unfinished(tmp_path)[0])
+        write_owner(directory)
+
+    monkeypatch.setattr(commit_module, "write_owner", after_the_cleaner)
+    staging = create_staging(tmp_path / "checkpoint-5")
+    assert len(victims) == 1
+    assert victims[0] != staging
+    assert names_in(tmp_path) == [staging.name]
+
+
+def test_recover_gives_a_name_back_only_if_it_is_free(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint-5"
+    save(target, 1)
+    aside = beside(target, ASIDE)
+    shutil.copytree(target, aside)
+    assert recover(tmp_path) == []
+    assert [(one.path, one.disposable) for one in unfinished(tmp_path)] == [(aside, True)]
+    shutil.rmtree(target)
+    assert [(one.path, one.disposable) for one in unfinished(tmp_path)] == [(aside, False)]
+    assert recover(tmp_path) == [target]
+    assert value_of(target) == 1
+    assert names_in(tmp_path) == ["checkpoint-5"]
+
+
+def test_recover_leaves_alone_what_a_living_process_is_replacing(tmp_path: Path) -> None:
+    staging = stage(tmp_path / "checkpoint-5", 1)
+    staging.rename(beside(tmp_path / "checkpoint-5", ASIDE))
+    assert recover(tmp_path) == []
+
+
+def test_an_interrupted_deletion_is_finished(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-5", 1)
+    (tmp_path / "checkpoint-5").rename(beside(tmp_path / "checkpoint-5", REMOVED))
+    assert newest_checkpoint(tmp_path) == (None, [])
+    assert len(clean_unfinished(tmp_path)[0]) == 1
+    assert names_in(tmp_path) == []
+
+
+def test_names_that_only_look_alike_are_nobodys_leftovers(tmp_path: Path) -> None:
+    for name in (
+        ".checkpoint-5.unfinished-",
+        ".checkpoint-5.unfinished-xyz",
+        "checkpoint-5.unfinished-ab",
+        ".unfinished-ab",
+    ):
+        (tmp_path / name).mkdir()
+        assert parse_beside(tmp_path / name) is None
+    assert unfinished(tmp_path) == []
+    assert unfinished(tmp_path / "gone") == []

@@ -1,0 +1,196 @@
+"""At whatever system call the machine stops, a whole checkpoint is found afterwards, and the next save cleans up."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.storage.commit import clean_unfinished, commit, recover, remove_checkpoint
+from paddleformers_fc.storage.manifest import newest_checkpoint
+from tests.storage.support import Crash, Machine, a_dead_process, names_in, running_on, save, stage, value_of
+
+OLD, NEW = 1, 2
+
+# A commit syncs three directories, deletes a mark (it tries), renames the old one, then the new one.
+STOP_BETWEEN_THE_RENAMES = 5
+
+
+def crash_everywhere(
+    directory: Path, machine: Callable[[int], Machine], job: Callable[[Path], object], *, untouched: bool
+) -> int:
+    """Run ``job`` once for each call it makes, each time stopped there, and look at what is left."""
+    dead = a_dead_process()
+    for number in range(10_000):
+        output_dir = directory / str(number)
+        save_quickly(output_dir / "checkpoint-5", OLD)
+        one = machine(number)
+        try:
+            with running_on(one, dead):
+                job(output_dir)
+        except Crash:
+            one.lose_power(output_dir)
+            survives(output_dir, untouched=untouched)
+        else:
+            one.lose_power(output_dir)
+            survives(output_dir, untouched=untouched, value=NEW)
+            return number
+    raise AssertionError("the job never ends")
+
+
+def survives(output_dir: Path, *, untouched: bool = False, value: int | None = None) -> None:
+    """After a restart an old or the new checkpoint is found; cleaning keeps it; a further save works.
+
+    Args:
+        output_dir: where ``checkpoint-5`` was.
+        untouched: whether that one must not have been touched.
+        value: what the newest checkpoint must hold, if that is certain.
+    """
+    found, _ = newest_checkpoint(output_dir)
+    assert found is not None
+    value = value_of(found) if value is None else value
+    assert value_of(found) == value
+    assert value in (OLD, NEW)
+    if untouched:
+        assert value_of(output_dir / "checkpoint-5") == OLD
+    recover(output_dir)
+    _, left = clean_unfinished(output_dir)
+    assert left == []
+    found, skipped = newest_checkpoint(output_dir)
+    assert found is not None
+    assert not found.name.startswith(".")
+    assert skipped == []
+    assert value_of(found) == value
+    assert all(name.startswith("checkpoint-") for name in names_in(output_dir))
+    save_quickly(output_dir / "checkpoint-5", 3)
+    assert value_of(output_dir / "checkpoint-5") == 3
+
+
+def save_quickly(target: Path, value: int) -> None:
+    """A save that does not wait for the device."""
+    with running_on(Machine()):
+        save(target, value)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_crash_while_a_step_is_saved_again_leaves_the_old_or_the_new_one(
+    tmp_path: Path, after: bool, can_exchange: bool
+) -> None:
+    calls = crash_everywhere(
+        tmp_path,
+        lambda number: Machine(number, after=after, can_exchange=can_exchange),
+        lambda output_dir: save(output_dir / "checkpoint-5", NEW),
+        untouched=False,
+    )
+    assert calls > 30, "every call of a save was a place to stop at"
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_crash_while_a_new_step_is_saved_leaves_the_old_step_alone(tmp_path: Path, after: bool) -> None:
+    calls = crash_everywhere(
+        tmp_path,
+        lambda number: Machine(number, after=after),
+        lambda output_dir: save(output_dir / "checkpoint-6", NEW),
+        untouched=True,
+    )
+    assert calls > 20
+
+
+def test_a_crash_while_a_checkpoint_is_removed_never_leaves_half_of_it(tmp_path: Path) -> None:
+    def job(output_dir: Path) -> None:
+        save(output_dir / "checkpoint-7", NEW)
+        save(output_dir / "checkpoint-6", NEW)
+        remove_checkpoint(output_dir / "checkpoint-7")
+
+    crash_everywhere(tmp_path, Machine, job, untouched=True)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_crash_while_recovering_can_be_recovered_from(tmp_path: Path, after: bool) -> None:
+    dead = a_dead_process()
+    for number in range(10_000):
+        output_dir = tmp_path / str(number)
+        target = output_dir / "checkpoint-5"
+        save_quickly(target, OLD)
+        with running_on(Machine(), dead):
+            staging = stage(target, NEW)
+        between = Machine(STOP_BETWEEN_THE_RENAMES, can_exchange=False)
+        with running_on(between, dead), pytest.raises(Crash):
+            commit(staging, target)
+        assert not target.exists()
+        one = Machine(number, after=after)
+        try:
+            with running_on(one, dead):
+                recover(output_dir)
+                clean_unfinished(output_dir)
+        except Crash:
+            survives(output_dir)
+        else:
+            survives(output_dir)
+            return
+    raise AssertionError("recovering never ends")
+
+
+# Saves steps until it is killed; tells when a tensor of step 6 is half written, and when a commit is done.
+CHILD = """
+import sys
+from pathlib import Path
+import numpy as np
+from tests.storage.support import save
+from paddleformers_fc.storage.commit import create_staging
+from paddleformers_fc.storage.safetensors import SafetensorsWriter
+
+output_dir, mode = Path(sys.argv[1]), sys.argv[2]
+if mode == "half":
+    staging = create_staging(output_dir / "checkpoint-6")
+    writer = SafetensorsWriter(staging / "model_state/x", [("a", "U8", (1000,)), ("b", "U8", (9,))], {}, root=staging)
+    writer.write("a", np.zeros(1000, np.uint8))
+    print("half", flush=True)
+    sys.stdin.readline()
+value = 10
+while True:
+    save(output_dir / "checkpoint-5", value)
+    print(value, flush=True)
+    value += 1
+"""
+
+
+def killed(output_dir: Path, mode: str, lines: int) -> str:
+    """Start a process that saves, kill it after so many lines, and return the last one."""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", CHILD, str(output_dir), mode]
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        line = ""
+        for _ in range(lines):
+            line = process.stdout.readline()
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    return line.strip()
+
+
+def test_a_process_killed_in_the_midst_of_a_save_leaves_an_unfinished_directory_only(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-5", OLD)
+    assert killed(tmp_path, "half", 1) == "half"
+    assert newest_checkpoint(tmp_path) == (tmp_path / "checkpoint-5", [])
+    assert value_of(tmp_path / "checkpoint-5") == OLD
+    removed, left = clean_unfinished(tmp_path)
+    assert ([one.target.name for one in removed], left) == (["checkpoint-6"], [])
+    assert names_in(tmp_path) == ["checkpoint-5"]
+
+
+def test_a_process_killed_while_it_saves_a_step_again_and_again_leaves_a_whole_one(tmp_path: Path) -> None:
+    for lines in (1, 4, 9):
+        last = int(killed(tmp_path, "again", lines))
+        found, skipped = newest_checkpoint(tmp_path)
+        assert found is not None
+        assert skipped == []
+        assert value_of(found) >= last
+        recover(tmp_path)
+        assert clean_unfinished(tmp_path)[1] == []
+        assert names_in(tmp_path) == ["checkpoint-5"]

@@ -1,0 +1,362 @@
+"""A manifest is read strictly, and checking the files finds every fault in one go."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError, StorageError
+from paddleformers_fc.storage import manifest as manifest_module
+from paddleformers_fc.storage.files import write_file
+from paddleformers_fc.storage.manifest import (
+    MANIFEST_NAME,
+    FileReceipt,
+    Manifest,
+    read_manifest,
+    verify_files,
+    write_manifest,
+)
+from tests.storage.support import BLOCK, STATE, WEIGHTS, manifest_of, names_in, save, value_of
+
+RECEIPT = FileReceipt("model_state/x", 5, "0" * 32, 4, ["1" * 16, "2" * 16])
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save(tmp_path / "checkpoint-500", 7)
+    return tmp_path / "checkpoint-500"
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest's JSON and seal it again, as a program with other ideas would."""
+    document = json.loads((directory / MANIFEST_NAME).read_bytes())
+    change(document)
+    unsealed = {name: value for name, value in document.items() if name != "seal"}
+    try:
+        document["seal"] = manifest_module._seal(msgspec.convert(unsealed, Manifest))
+    except msgspec.ValidationError:
+        pass
+    (directory / MANIFEST_NAME).write_text(json.dumps(document))
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    written = manifest_of([RECEIPT])
+    write_manifest(tmp_path, written)
+    assert read_manifest(tmp_path) == written
+    assert names_in(tmp_path) == [MANIFEST_NAME]
+
+
+def test_a_person_can_read_it(tmp_path: Path) -> None:
+    write_manifest(tmp_path, manifest_of([RECEIPT]))
+    lines = (tmp_path / MANIFEST_NAME).read_text().splitlines()
+    assert ' "step": 500,' in lines
+    assert '   "path": "model_state/x",' in lines
+
+
+def test_writing_again_replaces_it_even_after_an_interrupted_attempt(tmp_path: Path) -> None:
+    write_manifest(tmp_path, manifest_of([RECEIPT], step=1))
+    (tmp_path / manifest_module._PARTIAL_NAME).write_text("half")
+    write_manifest(tmp_path, manifest_of([RECEIPT], step=2))
+    assert read_manifest(tmp_path).step == 2
+
+
+@pytest.mark.parametrize("make", ["nothing", "empty", "file"])
+def test_no_manifest_is_no_checkpoint(tmp_path: Path, make: str) -> None:
+    directory = tmp_path / "checkpoint-1"
+    if make == "empty":
+        directory.mkdir()
+    if make == "file":
+        directory.write_text("not a directory")
+    with pytest.raises(NotACheckpoint, match=r"checkpoint-1 is not a finished checkpoint"):
+        read_manifest(directory)
+
+
+def test_a_manifest_that_cannot_be_opened_is_not_taken_for_a_missing_one(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST_NAME).unlink()
+    (checkpoint / MANIFEST_NAME).symlink_to(MANIFEST_NAME)
+    with pytest.raises(StorageError, match="ELOOP"):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("format", "other", "'other' version 1, which cannot be read here"),
+        ("version", 2, r"(?s)version 2, which cannot be read here.*can be read: 'flex_checkpoint' version 1"),
+        ("version", "1", r"Expected `int`, got `str` - at `\$.version`"),
+        ("step", "5", r"at `\$.step`"),
+        ("step", 1.5, r"at `\$.step`"),
+        ("step", True, r"at `\$.step`"),
+        ("step", -1, "step is -1"),
+        ("consumed_samples", -2, "consumed_samples is -2"),
+        ("parallel", {"tensor": "2"}, r"at `\$.parallel"),
+        ("aoa", {"forward": "a -> b"}, r"at `\$.aoa"),
+        ("files", {}, r"at `\$.files`"),
+        ("surprise", 1, "unknown field `surprise`"),
+    ],
+)
+def test_a_field_that_is_not_as_it_must_be_is_refused(
+    checkpoint: Path, field: str, value: object, message: str
+) -> None:
+    rewrite(checkpoint, lambda document: document.update({field: value}))
+    with pytest.raises(FormatError, match=message):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("field", [*Manifest.__struct_fields__, "seal"])
+def test_a_field_that_is_missing_is_refused(checkpoint: Path, field: str) -> None:
+    rewrite(checkpoint, lambda document: document.pop(field))
+    document = json.loads((checkpoint / MANIFEST_NAME).read_bytes())
+    document.pop(field, None)
+    (checkpoint / MANIFEST_NAME).write_text(json.dumps(document))
+    with pytest.raises(FormatError, match=f"missing required field `{field}`"):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"path": "/etc/passwd"}, "not a plain relative path"),
+        ({"path": "../other/x"}, "not a plain relative path"),
+        ({"path": "a/../../x"}, "not a plain relative path"),
+        ({"path": "./x"}, "not a plain relative path"),
+        ({"path": "a//x"}, "not a plain relative path"),
+        ({"path": "a/"}, "not a plain relative path"),
+        ({"path": ""}, "not a plain relative path"),
+        ({"path": "a\\x"}, "not a plain relative path"),
+        ({"path": "a\0x"}, "not a plain relative path"),
+        ({"path": MANIFEST_NAME}, "keeps for itself"),
+        ({"size": -1}, "the size -1"),
+        ({"block_bytes": 0}, "in blocks of 0 bytes"),
+        ({"blocks": []}, "has 0 block checksums for 5 bytes in blocks of 4"),
+        ({"blocks": ["1" * 16] * 3}, "has 3 block checksums"),
+        ({"blocks": ["1" * 16, "x" * 16]}, "not of the right form"),
+        ({"blocks": ["1" * 16, "1" * 15]}, "not of the right form"),
+        ({"digest": "0" * 31}, "not of the right form"),
+        ({"digest": "A" * 32}, "not of the right form"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_by_writer_and_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    bad = manifest_of([RECEIPT, msgspec.structs.replace(RECEIPT, **{"path": "model_state/y", **change})])
+    with pytest.raises(FormatError, match=message):
+        write_manifest(tmp_path, bad)
+    assert names_in(tmp_path) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest_module, "_faults", lambda manifest: [])
+        write_manifest(tmp_path, bad)
+    with pytest.raises(FormatError, match=message):
+        read_manifest(tmp_path)
+
+
+def test_a_file_listed_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="'model_state/x' is listed twice"):
+        write_manifest(tmp_path, manifest_of([RECEIPT, RECEIPT]))
+
+
+def test_text_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="cannot be written"):
+        write_manifest(tmp_path, manifest_of([], family="\ud800"))
+
+
+@pytest.mark.parametrize("what", ["file", "directory"])
+def test_a_link_out_of_the_checkpoint_is_refused(checkpoint: Path, tmp_path: Path, what: str) -> None:
+    inside = checkpoint / WEIGHTS if what == "file" else checkpoint / "model_state"
+    outside = tmp_path / "outside"
+    manifest = read_manifest(checkpoint)
+    inside.rename(outside)
+    inside.symlink_to(outside)
+    with pytest.raises(FormatError, match=r"rank-00000\.safetensors is reached through a link that leaves"):
+        read_manifest(checkpoint)
+    with pytest.raises(Corrupt, match=r"rank-00000\.safetensors is reached through a link that leaves"):
+        verify_files(checkpoint, manifest, "size")
+
+
+def test_a_link_that_stays_inside_and_a_link_to_the_checkpoint_are_fine(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / WEIGHTS).rename(checkpoint / "real")
+    (checkpoint / WEIGHTS).symlink_to(checkpoint / "real")
+    (tmp_path / "latest").symlink_to(checkpoint)
+    assert value_of(tmp_path / "latest") == 7
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(data=st.data())
+def test_any_flipped_bit_of_a_manifest_is_noticed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("manifest")
+    written = manifest_of([RECEIPT])
+    write_manifest(directory, written)
+    raw = bytearray((directory / MANIFEST_NAME).read_bytes())
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    (directory / MANIFEST_NAME).write_bytes(raw)
+    try:
+        # White space between the fields carries nothing.
+        assert read_manifest(directory) == written
+    except (FormatError, Corrupt):
+        pass
+
+
+def test_a_changed_number_in_a_manifest_is_corrupt(checkpoint: Path) -> None:
+    text = (checkpoint / MANIFEST_NAME).read_text()
+    (checkpoint / MANIFEST_NAME).write_text(text.replace('"step": 500', '"step": 501'))
+    with pytest.raises(Corrupt, match="does not match its own checksum"):
+        read_manifest(checkpoint)
+
+
+def test_a_manifest_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_NAME).write_bytes(b'{"format":' + b"[" * 200_000)
+    with pytest.raises(FormatError):
+        read_manifest(tmp_path)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(raw=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_random_bytes_are_no_manifest(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
+    directory = tmp_path_factory.mktemp("manifest")
+    (directory / MANIFEST_NAME).write_bytes(raw)
+    with pytest.raises(FormatError):
+        read_manifest(directory)
+
+
+# What can happen to a checkpoint, the lowest level that finds it, and what is said.
+DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "missing file": (lambda d: (d / WEIGHTS).unlink(), "size", f"{WEIGHTS} is missing"),
+    "missing directory": (lambda d: shutil.rmtree(d / "model_state"), "size", f"{WEIGHTS} is missing"),
+    "file in place of a directory": (
+        lambda d: (shutil.rmtree(d / "model_state"), (d / "model_state").write_text("")),
+        "size",
+        f"{WEIGHTS} is missing",
+    ),
+    "directory in place of a file": (
+        lambda d: ((d / STATE).unlink(), (d / STATE).mkdir()),
+        "size",
+        f"{STATE} is not a regular file",
+    ),
+    "dangling link": (
+        lambda d: ((d / STATE).unlink(), (d / STATE).symlink_to(d / "gone")),
+        "size",
+        f"{STATE} is missing",
+    ),
+    "truncated": (lambda d: os.truncate(d / STATE, 5), "size", f"{STATE} is truncated: 5 of 12 bytes"),
+    "emptied": (lambda d: os.truncate(d / WEIGHTS, 0), "size", f"{WEIGHTS} is truncated: 0 of"),
+    "longer": (
+        lambda d: (d / STATE).write_text('{"value": 7} '),
+        "size",
+        f"{STATE} is too long: 13 bytes instead of 12",
+    ),
+    "file of another save": (
+        lambda d: shutil.copy(d / WEIGHTS, d / "model_state/rank-00001.safetensors"),
+        "size",
+        r"model_state/rank-00001\.safetensors does not belong to this checkpoint",
+    ),
+    "role of another save": (
+        lambda d: ((d / "ema_state").mkdir(), shutil.copy(d / WEIGHTS, d / "ema_state/rank-00000.safetensors")),
+        "size",
+        r"ema_state/rank-00000\.safetensors does not belong to this checkpoint",
+    ),
+    "flipped bit": (
+        lambda d: flip(d / WEIGHTS, 2 * BLOCK + 3, 0x10),
+        "full",
+        rf"{WEIGHTS} does not match its checksum in 1 of \d+ blocks: block 2 \(from byte 128\)",
+    ),
+    "other content of the same size": (lambda d: (d / STATE).write_text('{"value": 8}'), "full", STATE),
+}
+
+
+def flip(path: Path, position: int, bits: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= bits
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_found_at_its_level_and_not_below(checkpoint: Path, case: str) -> None:
+    damage, found_by, message = DAMAGE[case]
+    manifest = read_manifest(checkpoint)
+    damage(checkpoint)
+    levels = manifest_module.LEVELS
+    for level in levels[levels.index(found_by) :]:
+        with pytest.raises(Corrupt, match=message) as caught:
+            verify_files(checkpoint, manifest, level)
+        assert len(caught.value.evidence) == 1
+        assert str(checkpoint) in caught.value.what
+    for level in levels[: levels.index(found_by)]:
+        verify_files(checkpoint, manifest, level)
+
+
+def test_all_faults_come_in_one_error(checkpoint: Path) -> None:
+    receipts = [
+        write_file(checkpoint / f"trainer/{n}", bytes(300), root=checkpoint, block_bytes=BLOCK) for n in range(3)
+    ]
+    manifest = read_manifest(checkpoint)
+    manifest = msgspec.structs.replace(manifest, files=[*manifest.files, *receipts])
+    verify_files(checkpoint, manifest, "full")
+    (checkpoint / "trainer/0").unlink()
+    os.truncate(checkpoint / "trainer/1", 1)
+    flip(checkpoint / "trainer/2", 70, 1)
+    flip(checkpoint / STATE, 0, 1)
+    (checkpoint / "model_state/stray.safetensors").write_bytes(b"")
+    with pytest.raises(Corrupt, match="5 faults found") as caught:
+        verify_files(checkpoint, manifest, "full")
+    text = "\n".join(caught.value.evidence)
+    for name in ("trainer/0", "trainer/1", "trainer/2", STATE, "stray.safetensors"):
+        assert name in text
+
+
+def test_many_bad_blocks_of_a_file_are_folded(checkpoint: Path) -> None:
+    for block in range(6):
+        flip(checkpoint / WEIGHTS, block * BLOCK, 1)
+    with pytest.raises(Corrupt, match=r"in 6 of \d+ blocks: block 0 .*block 3 \(from byte 192\), 2 more"):
+        verify_files(checkpoint, read_manifest(checkpoint), "full")
+
+
+def test_every_single_flipped_bit_is_found(checkpoint: Path) -> None:
+    manifest = read_manifest(checkpoint)
+    whole = (checkpoint / STATE).read_bytes()
+    for position in range(len(whole) * 8):
+        flip(checkpoint / STATE, position // 8, 1 << position % 8)
+        with pytest.raises(Corrupt, match=STATE):
+            verify_files(checkpoint, manifest, "full", threads=1)
+        (checkpoint / STATE).write_bytes(whole)
+    verify_files(checkpoint, manifest, "full")
+
+
+def test_blocks_and_spans_larger_than_a_read_are_checked_whole(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest_module, "_READ_BYTES", 7)
+    monkeypatch.setattr(manifest_module, "_SPAN_BYTES", 3 * BLOCK)
+    manifest = read_manifest(checkpoint)
+    size = (checkpoint / WEIGHTS).stat().st_size
+    for threads in (1, 5):
+        verify_files(checkpoint, manifest, "full", threads=threads)
+        for position in (0, BLOCK - 1, 4 * BLOCK, size - 1):
+            flip(checkpoint / WEIGHTS, position, 1)
+            with pytest.raises(Corrupt, match=rf"block {position // BLOCK} "):
+                verify_files(checkpoint, manifest, "full", threads=threads)
+            flip(checkpoint / WEIGHTS, position, 1)
+
+
+def test_a_file_that_cannot_be_read_is_one_of_the_faults(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shrink(directory: Path, manifest: Manifest) -> dict[str, str]:
+        os.truncate(directory / WEIGHTS, 100)
+        return {}
+
+    monkeypatch.setattr(manifest_module, "_file_faults", shrink)
+    with pytest.raises(Corrupt, match=r"cannot be read to the end: .*ends too early"):
+        verify_files(checkpoint, read_manifest(checkpoint), "full")
+
+
+def test_an_unknown_level_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(OptionError, match=r"(?s)'fast' is unknown.*off, size, full"):
+        verify_files(checkpoint, read_manifest(checkpoint), "fast")

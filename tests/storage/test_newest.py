@@ -1,0 +1,96 @@
+"""The newest checkpoint is the newest that can be resumed from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.errors import StorageError
+from paddleformers_fc.storage import manifest as manifest_module
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint
+from paddleformers_fc.storage.names import ASIDE, UNFINISHED, beside
+from tests.storage.support import STATE, WEIGHTS, save, stage
+
+
+def test_the_highest_step_wins_by_number_not_by_text(tmp_path: Path) -> None:
+    for step in (9, 10, 100, 11):
+        save(tmp_path / f"checkpoint-{step}", step)
+    assert newest_checkpoint(tmp_path) == (tmp_path / "checkpoint-100", [])
+
+
+def test_a_directory_that_does_not_exist_holds_none(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "gone") == (None, [])
+
+
+def test_damaged_and_empty_ones_are_passed_over_with_the_reason(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path / f"checkpoint-{step}", step)
+    (tmp_path / "checkpoint-2" / WEIGHTS).unlink()
+    os.truncate(tmp_path / "checkpoint-3" / STATE, 2)
+    (tmp_path / "checkpoint-4" / MANIFEST_NAME).write_text("{}")
+    (tmp_path / "checkpoint-5").mkdir()
+    stage(tmp_path / "checkpoint-6", 6)
+    found, skipped = newest_checkpoint(tmp_path)
+    assert found == tmp_path / "checkpoint-1"
+    assert [path.name for path, _ in skipped] == ["checkpoint-5", "checkpoint-4", "checkpoint-3", "checkpoint-2"]
+    for (_, why), expected in zip(
+        skipped,
+        ["has no flex_checkpoint.json", "is not a manifest", "2 of 12 bytes", f"{WEIGHTS} is missing"],
+        strict=True,
+    ):
+        assert expected in why
+
+
+def test_if_none_is_good_all_reasons_are_given(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-7").mkdir()
+    found, skipped = newest_checkpoint(tmp_path)
+    assert found is None
+    assert len(skipped) == 1
+
+
+def test_older_ones_are_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    save(tmp_path / "checkpoint-2", 2)
+    assert newest_checkpoint(tmp_path) == (tmp_path / "checkpoint-2", [])
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoint-", "checkpoint-x", "checkpoint-5.bak", "xcheckpoint-5", "checkpoint-\u0665"]
+)
+def test_other_names_are_not_checkpoints(tmp_path: Path, name: str) -> None:
+    save(tmp_path / "checkpoint-5", 5)
+    (tmp_path / "checkpoint-5").rename(tmp_path / name)
+    (tmp_path / "checkpoint-9").write_text("a file")
+    assert newest_checkpoint(tmp_path) == (None, [])
+
+
+def test_a_complete_directory_aside_stands_in_for_its_name(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-4", 4)
+    save(tmp_path / "checkpoint-5", 5)
+    aside = beside(tmp_path / "checkpoint-5", ASIDE)
+    (tmp_path / "checkpoint-5").rename(aside)
+    assert newest_checkpoint(tmp_path) == (aside, [])
+    save(tmp_path / "checkpoint-5", 6)
+    assert newest_checkpoint(tmp_path) == (tmp_path / "checkpoint-5", [])
+
+
+def test_an_unfinished_directory_never_counts_even_if_it_is_complete(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-5", 5)
+    (tmp_path / "checkpoint-5").rename(beside(tmp_path / "checkpoint-5", UNFINISHED))
+    assert newest_checkpoint(tmp_path) == (None, [])
+
+
+def test_a_passing_refusal_does_not_lead_to_an_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "checkpoint-1", 1)
+    save(tmp_path / "checkpoint-2", 2)
+
+    def refuse(path: Path) -> bytes:
+        raise StorageError("stale handle", where=str(path))
+
+    monkeypatch.setattr(manifest_module, "read_file", refuse)
+    with pytest.raises(StorageError, match="stale handle"):
+        newest_checkpoint(tmp_path)

@@ -1,0 +1,79 @@
+"""A process is called dead only where that is proved."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from paddleformers_fc.storage import owner
+from paddleformers_fc.storage.owner import OWNER_NAME, Life, Owner, life_of, read_owner, this_process, write_owner
+from tests.storage.support import a_dead_process, names_in
+
+SAYS_WHO_IT_IS = """
+import msgspec
+from paddleformers_fc.storage.owner import this_process
+print(msgspec.json.encode(this_process()).decode(), flush=True)
+input()
+"""
+
+
+def test_this_process_is_alive() -> None:
+    assert life_of(this_process()) is Life.ALIVE
+
+
+def test_another_running_process_is_alive_until_it_ends() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SAYS_WHO_IT_IS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        other = msgspec.json.decode(process.stdout.readline(), type=Owner)
+        assert other.pid == process.pid
+        assert life_of(other) is Life.ALIVE
+        process.stdin.close()
+        process.wait()
+        assert life_of(other) is Life.DEAD
+
+
+def test_a_reused_process_number_is_not_the_process() -> None:
+    assert life_of(msgspec.structs.replace(this_process(), started="1")) is Life.DEAD
+
+
+@pytest.mark.parametrize(
+    "change", [{"boot": "another-boot"}, {"boot": ""}, {"namespace": "pid:[1]"}], ids=lambda change: next(iter(change))
+)
+def test_elsewhere_nothing_is_proved(change: dict[str, str]) -> None:
+    assert life_of(msgspec.structs.replace(a_dead_process(), **change)) is Life.UNKNOWN
+
+
+def test_a_hidden_process_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = this_process()
+    monkeypatch.setattr(owner, "_started", lambda pid: "")
+    assert life_of(recorded) is Life.UNKNOWN
+
+
+def test_a_program_name_with_spaces_and_parentheses_does_not_confuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = " ".join(str(number) for number in range(3, 53))
+    monkeypatch.setattr(owner, "_read", lambda path: f"1 (a ) b (c) {fields}\n")
+    assert owner._started(1) == "22"
+
+
+def test_the_record_is_written_and_read(tmp_path: Path) -> None:
+    write_owner(tmp_path)
+    assert read_owner(tmp_path) == this_process()
+    assert names_in(tmp_path) == [OWNER_NAME]
+    assert this_process().pid == os.getpid()
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"\xff", b'{"host": 1}', b'{"host": "\xff"}', b"[" * 100_000])
+def test_an_unreadable_record_is_none(tmp_path: Path, raw: bytes) -> None:
+    assert read_owner(tmp_path) is None
+    (tmp_path / OWNER_NAME).write_bytes(raw)
+    assert read_owner(tmp_path) is None
