@@ -90,18 +90,19 @@ def save_checkpoint(
     Raises:
         FlexError: the same on every rank; the target is untouched.
     """
-    everyone = [
-        _decoded(payload)
-        for payload in agree(
-            channel, "describing shards", lambda: _encoded(_without_aliases(describe_roles(roles), roles, config))
-        )
-    ]
+    own: dict[str, dict[str, Any]] = {}
+
+    def describe() -> bytes:
+        own.update(_without_aliases(roles, config))
+        return _encoded(describe_roles(own))
+
+    everyone = [_decoded(payload) for payload in agree(channel, "describing shards", describe)]
     share = divide(everyone)[channel.rank]
     staging = Path(
         agree(channel, "preparing", lambda: _prepare(directory, everyone, config, files, channel))[0].decode()
     )
     try:
-        written = agree(channel, "writing", lambda: _write_share(staging, roles, share, files, channel.rank))
+        written = agree(channel, "writing", lambda: _write_share(staging, own, share, files, channel.rank))
         finished = agree(
             channel, "committing", lambda: _finish(staging, directory, everyone, config, written, job, channel)
         )
@@ -148,14 +149,27 @@ def model_rules(config: Mapping[str, Any], shards: Mapping[str, Shard]) -> RuleS
     return bind(family_for(config), config, tensors)
 
 
-def _without_aliases(held: Held, roles: Roles, config: Mapping[str, Any]) -> Held:
-    """The shards of this rank without aliases that are the very memory of their owner, as tied parameters are."""
-    weights = roles.get(MODEL_STATE, {})
-    shards = dict(held.get(MODEL_STATE, {}))
-    for tie in model_rules(config, shards).ties:
+def _without_aliases(roles: Roles, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """This rank's weights without aliases that are the very memory of their owner, as tied parameters are.
+
+    The optimizer keeps one state for such a pair and names it after whichever of the two sorts first; it is saved under
+    the owner's name. An alias with memory of its own, on another pipeline stage, is saved as itself and must be equal.
+    """
+    weights = dict(roles.get(MODEL_STATE, {}))
+    shared: dict[str, str] = {}
+    for tie in model_rules(config, describe_roles({MODEL_STATE: weights})[MODEL_STATE]).ties:
         if tie.owner in weights and _address(weights[tie.owner]) == _address(weights[tie.alias]):
-            del shards[tie.alias]
-    return {**held, MODEL_STATE: shards}
+            shared[tie.alias] = tie.owner
+    kept: dict[str, dict[str, Any]] = {}
+    for role, names in roles.items():
+        for name, weight in names.items():
+            state = split_state_name(role, name)
+            owner = shared.get(state.parameter)
+            if owner is None:
+                kept.setdefault(role, {})[name] = weight
+            elif role != MODEL_STATE:
+                kept.setdefault(role, {})[owner + state.suffix] = weight
+    return kept
 
 
 def _address(weight: Any) -> int:

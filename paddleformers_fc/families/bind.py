@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paddleformers_fc.errors import MappingError
@@ -55,7 +55,7 @@ def bind(family: Family, config: Mapping[str, Any], tensors: Iterable[ModelTenso
     rules: list[Rule] = []
     used: dict[str, Statement] = {}
     faults: list[str] = []
-    for tensor in tensors:
+    for tensor in _with_owners(list(tensors), ties):
         targets[tensor.name] = TensorSpec(tensor.shape, tensor.dtype)
         if tensor.name in ties:
             continue
@@ -83,6 +83,17 @@ def bind(family: Family, config: Mapping[str, Any], tensors: Iterable[ModelTenso
         ties=tuple(Tie(owner, alias) for alias, owner in ties.items() if alias in targets),
         statements={"forward": [aoa_statement(statement, config) for statement in used.values()]},
     )
+
+
+def _with_owners(tensors: list[ModelTensor], ties: Mapping[str, str]) -> list[ModelTensor]:
+    """The tensors, and the owner of every alias that is alone, as on the last stage of a pipeline."""
+    names = {tensor.name for tensor in tensors}
+    absent = [
+        replace(tensor, name=ties[tensor.name])
+        for tensor in tensors
+        if tensor.name in ties and ties[tensor.name] not in names
+    ]
+    return tensors + absent
 
 
 def _rule(statement: Statement, tensor: ModelTensor, config: Mapping[str, Any]) -> Rule | str:
