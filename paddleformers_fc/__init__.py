@@ -1,3 +1,28 @@
-"""Flex checkpoints for PaddleFormers' Trainer: save once, resume under any parallel layout, export anywhere."""
+"""Flex checkpoints for PaddleFormers' Trainer: save once, resume under any parallel layout, export anywhere.
+
+The names below are what a training script needs. They are imported when they are first used, so that ``import
+paddleformers_fc`` costs nothing and works on a machine without Paddle.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "FlexCheckpointCallback": "paddleformers_fc.trainer.callback",
+    "FlexTrainer": "paddleformers_fc.trainer.mixin",
+    "FlexTrainingArguments": "paddleformers_fc.trainer.arguments",
+    "install": "paddleformers_fc.trainer.install",
+}
+
+__all__ = ["FlexCheckpointCallback", "FlexTrainer", "FlexTrainingArguments", "install"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)

@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from paddleformers.utils.log import logger
-
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.manifest import newest_checkpoint
 
 
-def newest(output_dir: Path, channel: Channel) -> Path | None:
+def newest(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path | None:
     """The newest finished checkpoint of a run; None if it has none.
 
     Args:
         output_dir: where the run saves.
         channel: all ranks of the job; every rank must call.
+        warn: gets one line per directory that is passed over, on the first rank.
 
     Raises:
         StorageError: the operating system refused to look.
@@ -33,20 +32,20 @@ def newest(output_dir: Path, channel: Channel) -> Path | None:
         recover(output_dir)
         found, skipped = newest_checkpoint(output_dir)
         for path, why in skipped:
-            logger.warning(f"{path} cannot be resumed from and is passed over: {why}")
+            warn(f"{path} cannot be resumed from and is passed over: {why}")
         return str(found).encode() if found is not None else b""
 
     answer = _first_rank(channel, f"looking for checkpoints in {output_dir}", look)
     return Path(answer.decode()) if answer else None
 
 
-def newest_or_refuse(output_dir: Path, channel: Channel) -> Path:
+def newest_or_refuse(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path:
     """As :func:`newest`, for a run that must resume.
 
     Raises:
         NotACheckpoint: there is none.
     """
-    found = newest(output_dir, channel)
+    found = newest(output_dir, channel, warn)
     if found is None:
         raise NotACheckpoint(
             f"{output_dir} has no finished checkpoint to resume from.",

@@ -38,9 +38,10 @@ from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage.files import read_file
 from paddleformers_fc.storage.manifest import Manifest
-from paddleformers_fc.trainer import documents, position, resume, rng, rotation, state
+from paddleformers_fc.trainer import batches, documents, position, resume, rng, rotation, state
 from paddleformers_fc.trainer.callback import ATTENDED, CheckpointReport, FlexCheckpointCallback
 from paddleformers_fc.trainer.options import parse_size, without_effect
+from paddleformers_fc.trainer.watch import watched
 
 Native = Callable[..., Any]
 
@@ -57,7 +58,7 @@ class Run:
         progress: the Trainer's state in that checkpoint; None unless it is to be continued.
     """
 
-    tracker: position.PositionTracker = field(default_factory=position.PositionTracker)
+    tracker: batches.PositionTracker = field(default_factory=batches.PositionTracker)
     resumed_from: Path | None = None
     progress: documents.Progress | None = None
 
@@ -133,10 +134,10 @@ def _chosen(args: Any, requested: str | bool | None) -> Path | None:
     if not requested:
         return None
     if requested is True:
-        return resume.newest_or_refuse(Path(args.output_dir), job_channel())
+        return resume.newest_or_refuse(Path(args.output_dir), _channel(args), logger.warning)
     if args.resume_from_checkpoint is None and getattr(args, "looks_for_last_checkpoint", False):
         # The command line resumes by itself from the newest directory, whatever is in it.
-        return resume.newest(Path(args.output_dir), job_channel())
+        return resume.newest(Path(args.output_dir), _channel(args), logger.warning)
     return Path(requested)
 
 
@@ -148,7 +149,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         FlexError: the same on every rank, before any weight has changed; see :mod:`paddleformers_fc.execute.load`.
     """
     started = time.monotonic()
-    args, channel = trainer.args, job_channel()
+    args, channel = trainer.args, _channel(trainer.args)
     directory = Path(resume_from_checkpoint)
     checkpoint = open_checkpoint(directory, channel, args.flex_verify)
     continued = not args.ignore_load_lr_and_optim
@@ -210,20 +211,18 @@ def inner_training_loop(
         OptionError: the data is dealt in another order or in portions that do not fit.
     """
     run = _run_of(trainer)
-    order = position.order_of(train_dataloader)
-    start, epochs, batches = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
+    order = batches.order_of(train_dataloader)
+    start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     if run.progress is not None:
         start = _start(run, args, order, len_dataloader)
         done = trainer.state.global_step >= max_steps
         epochs = position.epochs_left(start, num_train_epochs, args.max_steps > 0, done)
-        batches = position.ResumedBatches(
-            train_dataloader, start, lambda: trainer._load_rng_state(str(run.resumed_from))
-        )
+        loader = batches.ResumedBatches(train_dataloader, start, lambda: trainer._load_rng_state(str(run.resumed_from)))
     run.tracker.begin(order, start, run.progress is not None, num_train_epochs)
     result = native(
         args,
         model,
-        batches,
+        loader,
         len_dataloader,
         max_steps,
         epochs,
@@ -237,18 +236,18 @@ def inner_training_loop(
     return result
 
 
-def _start(run: Run, args: Any, order: position.Order, batches: int | None) -> position.Start:
+def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> position.Start:
     if run.progress is None:
         return position.Start(position.Position(), 0)
     saved = position.from_document(run.progress.data, f"{run.resumed_from}/{documents.DATA}")
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
-    return position.start_after(saved, position.pace_of(args), order, batches)
+    return position.start_after(saved, position.pace_of(args), order, passes)
 
 
 def _load_best(trainer: Any, directory: Path) -> None:
     """The weights of the best checkpoint, once training has ended."""
-    channel = job_channel()
+    channel = _channel(trainer.args)
     checkpoint = open_checkpoint(directory, channel, trainer.args.flex_verify)
     roles = _agreed(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
     options = ReadOptions(threads=trainer.args.flex_threads)
@@ -282,7 +281,7 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
         FlexError: the same on every rank; the previous checkpoints are untouched.
     """
     started = time.monotonic()
-    args, channel = trainer.args, job_channel()
+    args, channel = trainer.args, _channel(trainer.args)
     trainer.runtime_timer.start("checkpoint saving time")
     directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     _note_best(trainer, metrics, directory)
@@ -418,7 +417,7 @@ def save_pretrained(
 
 
 def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
-    channel = job_channel()
+    channel = _channel(trainer.args)
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
         roles = state.model_roles(trainer.model)
@@ -444,6 +443,11 @@ def _agreed(channel: Channel, doing: str, work: Callable[[], Any]) -> Any:
 
     agree(channel, doing, run)
     return made[0]
+
+
+def _channel(args: Any) -> Channel:
+    """All ranks of the job, none of which waits for another forever."""
+    return watched(job_channel(), args.flex_timeout)
 
 
 def _run_of(trainer: Any) -> Run:

@@ -15,6 +15,7 @@ from paddle.distributed import ShardedWeight
 from paddleformers.trainer.trainer_utils import init_optimizer
 
 from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.roles import MASTER_SUFFIX, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 
 LiveRoles = dict[str, dict[str, Any]]
@@ -42,7 +43,7 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
     """
     roles = model_roles(model)
     try:
-        states = optimizer.sharded_state_dict(dict(roles[MODEL_STATE]))
+        states = optimizer.sharded_state_dict(_owners(model, roles[MODEL_STATE]))
     except (KeyError, ValueError) as error:
         raise MismatchError(
             "The optimizer holds a state that belongs to no parameter of the model.",
@@ -65,12 +66,28 @@ def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:
         optimizer: the optimizer with the Trainer's wrappers.
         stored: names of stored states, such as ``model.norm.weight.moment1_0``.
     """
-    weights = model_roles(model)[MODEL_STATE]
+    weights = _owners(model, model_roles(model)[MODEL_STATE])
     groups = getattr(optimizer, "_param_groups", None) or ()
     if any(isinstance(group, dict) for group in groups):
         _create_in_groups(optimizer, weights, stored)
     else:
         init_optimizer(optimizer, weights, stored)
+
+
+def _owners(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    """The weights without the aliases of tied ones, so that a tied parameter's states bear its owner's name.
+
+    Left alone, Paddle names them after whichever name sorts first.
+    """
+    tied = family_for({"model_type": model.config.model_type}).tied
+    aliases = {
+        one.alias
+        for one in tied
+        if one.alias in weights
+        and one.owner in weights
+        and weights[one.alias].local_tensor.name == weights[one.owner].local_tensor.name
+    }
+    return {name: weight for name, weight in weights.items() if name not in aliases}
 
 
 def _create_in_groups(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> None:

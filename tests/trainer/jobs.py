@@ -17,7 +17,7 @@ def flex_trainer(
     **trainer: Any,
 ) -> Any:
     """A ``FlexTrainer`` over the tiny model and data."""
-    from paddleformers_fc.trainer import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **(arguments or {})}
     args = tiny.training_arguments(layout, output_dir, **settings)

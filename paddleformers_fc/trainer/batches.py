@@ -1,0 +1,140 @@
+"""The data of a run: where the loop stands in it, and a loader that begins in the middle of an epoch.
+
+PaddleFormers' loop is not told that it resumes; it is given a loader whose first epoch begins where the checkpoint
+ended. What the loop would do to a loader's sampler is done there.
+
+Cost: a sampler skips by index. A stream (no index) is read and dropped up to the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from paddleformers.trainer import TrainerCallback
+from paddleformers.utils.batch_sampler import (
+    DistributedBatchSampler,
+    MappingBatchSampler,
+    MappingDistributedBatchSampler,
+)
+
+from paddleformers_fc.trainer.position import Order, Position, Start, pace_of
+
+_SKIPPING = (MappingBatchSampler, MappingDistributedBatchSampler, DistributedBatchSampler)
+
+
+def order_of(loader: Any) -> Order:
+    """The order in which a data loader takes samples.
+
+    Args:
+        loader: what ``Trainer.get_train_dataloader`` returned.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, MappingDistributedBatchSampler):
+        return Order(True, sampler.total_size, bool(sampler.shuffle), sampler.base_seed if sampler.shuffle else 0)
+    if isinstance(sampler, MappingBatchSampler):
+        source = sampler.sampler
+        shuffled = hasattr(source, "base_seed")
+        return Order(True, len(source.data_source), shuffled, source.base_seed if shuffled else 0)
+    if isinstance(sampler, DistributedBatchSampler):
+        return Order(True, sampler.total_size, False, 0)
+    return Order(False, 0, False, 0)
+
+
+class ResumedBatches:
+    """Stands in for the data loader of a resumed run: its first epoch begins where the checkpoint ended.
+
+    The Trainer's loop does not know that anything was skipped; what it knows of a data loader's sampler is done here.
+
+    Args:
+        loader: the data loader. start: where to begin. on_first_batch: called once, when the first batch has been taken
+        from the loader and before it is trained. Shuffling
+            draws from the global random generators, so they are restored here and not earlier.
+    """
+
+    def __init__(self, loader: Any, start: Start, on_first_batch: Callable[[], None]) -> None:
+        self._loader = loader
+        self._epoch = start.position.epoch
+        self._samples = start.position.samples
+        self._passes = start.passes
+        self._on_first_batch: Callable[[], None] | None = on_first_batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._begin_epoch()
+        for batch in iterator:
+            if self._on_first_batch is not None:
+                self._on_first_batch()
+                self._on_first_batch = None
+            yield batch
+
+    def _begin_epoch(self) -> Iterator[Any]:
+        epoch, samples, passes = self._epoch, self._samples, self._passes
+        self._epoch, self._samples, self._passes = epoch + 1, 0, 0
+        sampler = getattr(self._loader, "batch_sampler", None)
+        if isinstance(sampler, _SKIPPING):
+            sampler.set_epoch(epoch, samples)
+            return iter(self._loader)
+        iterator = iter(self._loader)
+        for _ in range(passes):
+            next(iterator, None)
+        return iterator
+
+
+class PositionTracker(TrainerCallback):  # type: ignore[misc]
+    """Follows the training loop and always knows the position.
+
+    It also corrects the two numbers of the Trainer's state that the loop derives from steps: the samples consumed, and
+    the epoch of a run that was resumed in the middle of one.
+    """
+
+    def __init__(self) -> None:
+        self.order = Order(False, 0, False, 0)
+        self._resumed = False
+        self._epochs = 0
+        self._epochs_begun = 0
+        self._epoch_begin = Position()
+        self._step_at_epoch_begin = 0
+        self.position = Position()
+
+    def begin(self, order: Order, start: Start, resumed: bool, epochs: int) -> None:
+        """Forget the last run.
+
+        Args:
+            order: of the data loader.
+            start: where this run starts.
+            resumed: whether it was resumed.
+            epochs: how many epochs the whole run has.
+        """
+        self.order = order
+        self._resumed = resumed
+        self._epochs = epochs
+        self._epochs_begun = 0
+        self.position = self._epoch_begin = start.position
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The loop counts only the epochs that are left."""
+        state.num_train_epochs = self._epochs
+        state.consumed_samples = self.position.consumed
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A resumed epoch has a part that is done; every other begins with its first sample."""
+        if self._epochs_begun > 0:
+            self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
+        self._epochs_begun += 1
+        self._step_at_epoch_begin = state.global_step
+        self.position = self._epoch_begin
+
+    def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        """Count the samples of the step that was just made."""
+        begin = self._epoch_begin
+        trained = (state.global_step - self._step_at_epoch_begin) * pace_of(args).per_step
+        self.position = Position(begin.epoch, begin.samples + trained, begin.consumed + trained)
+        state.consumed_samples = self.position.consumed
+        if self._resumed and self.order.length:
+            state.epoch = begin.epoch + min(1.0, self.position.samples / self.order.length)
