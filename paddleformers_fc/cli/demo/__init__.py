@@ -112,9 +112,10 @@ def compare_llama(place: Workplace) -> Comparison:
     """Llama: from two data-parallel ranks to every other way of using two ranks, and from the export."""
     model = "llama"
     whole = place.train(Run("llama-dp2", place.assets.models[model], place.assets.corpus, DP2))
+    reference = _reference(place, whole)
     lines = tuple(_resumed(place, whole, layout) for layout in (TP2, PP2, SHARDING2V2))
-    reloaded = _reload(place, place.root / "exports" / f"llama-{PP2.name}", model)
-    return Comparison("Llama", RESUME_AT, _reference(place, whole), lines, reloaded)
+    reloaded = _reload(place, place.root / "exports" / whole.run.name, model)
+    return Comparison("Llama", RESUME_AT, reference, lines, reloaded)
 
 
 def compare_ernie(place: Workplace) -> Comparison:

@@ -16,8 +16,8 @@ from paddleformers.transformers.model_utils import unwrap_model
 from paddleformers_fc.cli.demo.jobs import AS_LOADED
 from paddleformers_fc.execute.channel import job_channel
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
-from paddleformers_fc.trainer import register  # noqa: F401  # What a user's custom_register_path names.
 from paddleformers_fc.trainer.documents import config_text, model_config
+from paddleformers_fc.trainer.register import register
 from paddleformers_fc.trainer.state import run_roles
 
 
@@ -29,14 +29,17 @@ class SaveWhatWasLoaded(TrainerCallback):  # type: ignore[misc]
         if args.resume_from_checkpoint is None:
             return
         model = unwrap_model(objects["model"])
+        channel = job_channel()
+        files = {"config.json": config_text(model).encode()} if channel.rank == 0 else {}
         save_checkpoint(
             Path(args.output_dir) / AS_LOADED,
             run_roles(model, objects["optimizer"]),
             model_config(model),
-            {"config.json": config_text(model).encode()},
+            files,
             JobRecord(state.global_step, state.consumed_samples, {}),
-            job_channel(),
+            channel,
         )
 
 
+register()
 DEFAULT_CALLBACKS.append(SaveWhatWasLoaded)
