@@ -4,11 +4,11 @@ Paddle's CPU build trains data parallel only. After :func:`activate` tensor, pip
 versions, 2 and 3) and expert parallelism run on it over gloo, through PaddleFormers' own Trainer: real ranks, real
 collectives, real checkpoints, slowly. On an accelerator this package does nothing.
 
-Idea: each fault of the CPU build is mended in one named unit (the table is :mod:`.patches`), known for one version of Paddle and
-one of PaddleFormers; with any other, activation refuses instead of guessing.
+Idea: each fault of the CPU build is mended in one named unit (the table is :mod:`.patches`), known for one version
+of Paddle and one of PaddleFormers; with any other, activation refuses instead of guessing.
 
-Importing this package is cheap and does not import Paddle; :func:`activate` does (about 1 s, 2.5 s with PaddleFormers).
-:mod:`.launch` starts ranks, :mod:`.forkserver` starts them fast and often.
+Importing this package is cheap and does not import Paddle; :func:`activate` does (about 1 s, 2.5 s with
+PaddleFormers). :mod:`.launch` starts ranks, :mod:`.forkserver` starts them fast and often.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _applied: tuple[str, ...] | None = None
 def activate() -> tuple[str, ...]:
     """Mend Paddle and PaddleFormers so that hybrid parallelism runs on this process' CPU.
 
-    Call it before ``fleet.init`` and before the Trainer's arguments are made. A second call does nothing and returns what the first returned.
+    Call it before ``fleet.init`` and before the Trainer's arguments are made. A second call does nothing and returns
+    what the first returned.
 
     Returns:
         The names of the patches in force; empty when Paddle computes on an accelerator, where nothing is mended.

@@ -1,9 +1,9 @@
 """Two small tools for mending somebody else's module: rebind a function everywhere, and show a module a changed view.
 
-A function that other modules imported by name lives on under all those names; assigning it in its home module
-mends nobody who already has it. :func:`replace_everywhere` finds each of them by identity. A module that asks a
-question about the machine (``paddle.get_device()``) while being mended gets its own answer through a
-:class:`ModuleView`, so that the rest of the process keeps hearing the truth.
+A function that other modules imported by name lives on under all those names; assigning it in its home module mends
+nobody who already has it. :func:`replace_everywhere` finds each of them by identity. A module that asks a question
+about the machine (``paddle.get_device()``) while being mended gets its own answer through a :class:`ModuleView`, so
+that the rest of the process keeps hearing the truth.
 
 Time: one pass over ``sys.modules`` per replaced function (about 1 ms for 3,000 modules). Memory: nothing.
 """

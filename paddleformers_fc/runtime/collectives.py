@@ -3,8 +3,8 @@
 Gloo on Paddle has all_reduce, broadcast, reduce, all_gather, scatter and gather. Hybrid parallelism also calls their
 ``*_on_calc_stream`` twins, reduce_scatter and all_to_all. The twins are the same operation, because a CPU has no
 streams; reduce_scatter is an all_reduce of which each rank keeps its part; all_to_all is made of messages (see
-:mod:`.p2p`). Sums of float16 and bfloat16 are made in float32 and rounded once: gloo's own float16 sum is inf.
-Every collective has finished when it returns, whatever ``sync_op`` says.
+:mod:`.p2p`). Sums of float16 and bfloat16 are made in float32 and rounded once: gloo's own float16 sum is inf. Every
+collective has finished when it returns, whatever ``sync_op`` says.
 
 Cost: reduce_scatter moves the whole tensor to every rank (n times the bytes that NCCL moves), all_to_all moves
 exactly what is asked for.
@@ -99,7 +99,7 @@ def _all_to_all(self: Any, outs: Sequence[Any], tensors: Sequence[Any], sync_op:
     for target, tensor in enumerate(tensors):
         p2p.send_array(self, target, p2p.to_array(tensor), p2p.EXCHANGES)
     for source, out in enumerate(outs):
-        array = p2p.receive_array(self, source, p2p.array_dtype(out), p2p.EXCHANGES)
+        array = p2p.exchanged_array(self, source, p2p.array_dtype(out))
         if array.size:
             p2p.fill(out, array)
     return p2p.DONE
@@ -109,10 +109,10 @@ def _all_to_all_single(
     self: Any, out: Any, tensor: Any, out_sizes: Sequence[int], in_sizes: Sequence[int], sync_op: bool = True
 ) -> p2p.Done:
     rows = p2p.to_array(tensor)
-    ends = list(accumulate(in_sizes or [rows.shape[0] // self.size()] * self.size()))
-    for target, (begin, end) in enumerate(zip([0, *ends[:-1]], ends)):
-        p2p.send_array(self, target, rows[begin:end], p2p.EXCHANGES)
-    received = [p2p.receive_array(self, source, rows.dtype, p2p.EXCHANGES) for source in range(self.size())]
+    bounds = list(accumulate(in_sizes or [rows.shape[0] // self.size()] * self.size(), initial=0))
+    for target in range(self.size()):
+        p2p.send_array(self, target, rows[bounds[target] : bounds[target + 1]], p2p.EXCHANGES)
+    received = [p2p.exchanged_array(self, source, rows.dtype) for source in range(self.size())]
     if sum(array.size for array in received):
         p2p.fill(out, np.concatenate(received))
     return p2p.DONE
@@ -148,5 +148,5 @@ def apply() -> None:
         setattr(_Gloo, name, method)
         setattr(_Gloo, f"{name}_on_calc_stream", method)
     # The names of older versions, which a few callers still use.
-    _Gloo.alltoall = _all_to_all
-    _Gloo.alltoall_single = _all_to_all_single
+    for name, method in {"alltoall": _all_to_all, "alltoall_single": _all_to_all_single}.items():
+        setattr(_Gloo, name, method)

@@ -1,7 +1,7 @@
 """Questions about a device that a CPU build answers with an error.
 
-``Tensor.cuda`` raises, ``paddle.device.synchronize`` raises, ``ParallelEnv.device_id`` is an attribute
-that was never set, and the fusion of tensors into one buffer knows alignments for accelerators only. Each gets the answer
+``Tensor.cuda`` raises, ``paddle.device.synchronize`` raises, ``ParallelEnv.device_id`` is an attribute that was
+never set, and the fusion of tensors into one buffer knows alignments for accelerators only. Each gets the answer
 that fits a machine whose one device is its memory.
 
 Cost: ``Tensor.cuda`` copies, as it does on an accelerator: callers go on to overwrite what they moved.

@@ -1,14 +1,15 @@
 """ERNIE 4.5 MoE without its fused kernels.
 
-``Ernie4_5_MoeSparseMoeBlock.forward`` calls kernels for routing and dispatch that exist for accelerators only. The forward here is
-the same block written as dense algebra on the **same parameters**: every expert sees every token and its output is
-weighted by the router, with zero for the tokens that did not choose it. What is trained, saved, split over tensor, pipeline and
-expert parallel ranks is therefore exactly the model's own; the numbers differ from those of the fused kernels by
-rounding and by the auxiliary loss, which is a plain one.
+``Ernie4_5_MoeSparseMoeBlock.forward`` calls kernels for routing and dispatch that exist for accelerators only. The
+forward here is the same block written as dense algebra on the **same parameters**: every expert sees every token and
+its output is weighted by the router, with zero for the tokens that did not choose it. What is trained, saved, split
+over tensor, pipeline and expert parallel ranks is therefore exactly the model's own; the numbers differ from those
+of the fused kernels by rounding and by the auxiliary loss, which is a plain one.
 
-Two faults of the model and one of its optimizer have nothing to do with the device but stop a CPU run as well: multi-token
-prediction passes its arguments in the wrong positions, the training forward returns a dictionary without the logits
-that its loss needs, and the expert parallel optimizer tests ``isinstance`` against a class that Paddle 3.3.1 lacks.
+Two faults of the model and one of its optimizer have nothing to do with the device but stop a CPU run as well:
+multi-token prediction passes its arguments in the wrong positions, the training forward returns a dictionary without
+the logits that its loss needs, and the expert parallel optimizer tests ``isinstance`` against a class that Paddle
+3.3.1 lacks.
 
 Time: experts / top-k times the fused block. Memory: one expert's activations of all tokens at a time.
 """
@@ -27,7 +28,7 @@ from paddle.distributed import fleet
 from paddleformers.transformers.ernie4_5_moe import modeling
 
 
-class _AllGatherTokens(PyLayer):  # type: ignore[misc]
+class _AllGatherTokens(PyLayer):
     @staticmethod
     def forward(ctx: Any, tokens: Any, group: Any) -> Any:
         ctx.group = group
@@ -38,7 +39,7 @@ class _AllGatherTokens(PyLayer):  # type: ignore[misc]
         return _reduce_scatter_rows(gradient, ctx.group)
 
 
-class _ReduceScatterTokens(PyLayer):  # type: ignore[misc]
+class _ReduceScatterTokens(PyLayer):
     @staticmethod
     def forward(ctx: Any, tokens: Any, group: Any) -> Any:
         ctx.group = group
@@ -68,8 +69,8 @@ def route(block: Any, tokens: Any) -> tuple[Any, Any, Any]:
         tokens: ``[tokens, hidden]``.
 
     Returns:
-        Weights ``[tokens, experts]`` that are zero except for the chosen experts and sum to one, the auxiliary loss, and
-        the logits ``[tokens, experts]``; all float32.
+        Weights ``[tokens, experts]`` that are zero except for the chosen experts and sum to one, the auxiliary loss,
+        and the logits ``[tokens, experts]``; all float32.
     """
     logits = paddle.matmul(tokens.astype("float32"), block.gate.weight.astype("float32"))
     probabilities = F.softmax(logits, axis=-1)
@@ -84,38 +85,43 @@ def route(block: Any, tokens: Any) -> tuple[Any, Any, Any]:
     return weights, balance, logits
 
 
-def dense_forward(
-    self: Any, input: Any, token_type_ids: Any = None, use_dense_expert: bool = False
-) -> tuple[Any, Any, Any, Any]:
-    """The forward of ``Ernie4_5_MoeSparseMoeBlock``.
+def dense_forward(block: Any, input: Any) -> tuple[Any, None, Any, Any]:
+    """What ``Ernie4_5_MoeSparseMoeBlock`` computes.
 
     Args:
+        block: the layer.
         input: ``[..., hidden]``.
 
     Returns:
         Output of the same shape, None for the combine weights, the auxiliary loss, the router's logits.
     """
     tokens = input.reshape([-1, input.shape[-1]])
-    weights, balance, logits = route(self, tokens)
-    group = self.config.moe_group
+    weights, balance, logits = route(block, tokens)
+    group = block.config.moe_group
     spread = group is not None and getattr(group, "nranks", 1) > 1
     seen, seen_weights = tokens, weights
     if spread:
         seen, seen_weights = _AllGatherTokens.apply(tokens, group), _AllGatherTokens.apply(weights, group)
     mixed = paddle.zeros_like(seen)
-    for index, expert in enumerate(self.experts):
+    for index, expert in enumerate(block.experts):
         if expert is not None:  # The list is global: None stands for an expert of another rank.
             mixed = mixed + expert(seen) * seen_weights[:, index : index + 1].astype(seen.dtype)
     if spread:
         mixed = _ReduceScatterTokens.apply(mixed, group)
-    if self.shared_experts is not None:
-        mixed = mixed + self.shared_experts(tokens)
+    if block.shared_experts is not None:
+        mixed = mixed + block.shared_experts(tokens)
     return mixed.reshape(input.shape), None, balance, logits
 
 
 def dense_experts() -> None:
     """The MoE block computes without fused kernels."""
-    modeling.Ernie4_5_MoeSparseMoeBlock.forward = dense_forward
+    fused_forward = modeling.Ernie4_5_MoeSparseMoeBlock.forward
+
+    @functools.wraps(fused_forward)
+    def forward(self: Any, input: Any, token_type_ids: Any = None, use_dense_expert: bool = False) -> Any:
+        return dense_forward(self, input)
+
+    modeling.Ernie4_5_MoeSparseMoeBlock.forward = forward
 
 
 def multi_token_prediction() -> None:
@@ -157,8 +163,8 @@ def multi_token_prediction() -> None:
 def expert_gradients() -> None:
     """Under expert parallelism, experts are reduced over the ranks that hold the same ones.
 
-    Sharding version 2 reduces a parameter over the group that its ``color`` names, and over all sharding ranks without one.
-    ERNIE's experts have none, so that expert 0 of one rank is averaged with expert 2 of another.
+    Sharding version 2 reduces a parameter over the group that its ``color`` names, and over all sharding ranks without
+    one. ERNIE's experts have none, so that expert 0 of one rank is averaged with expert 2 of another.
     """
     original = moe_alltoall_layer.MOEAlltoAllLayer.__init__
 

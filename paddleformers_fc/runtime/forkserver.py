@@ -1,16 +1,18 @@
 """A server that imports Paddle once and forks the ranks of many jobs.
 
 Importing Paddle and PaddleFormers costs 2.5 s per rank; a fork of a process that has imported them costs
-milliseconds. The server is a process of its own, so that whoever uses it (pytest, the CLI) need not import Paddle and may
-have threads. It runs one job at a time: N forked ranks, each with a fresh parallel environment, a log and a result file.
+milliseconds. The server is a process of its own, so that whoever uses it (pytest, the CLI) need not import Paddle
+and may have threads. It runs one job at a time: N forked ranks, each with a fresh parallel environment, a log and a
+result file.
 
-Protocol: one line of JSON per request on the server's standard input, one line per answer on a pipe; results are JSON
-files. No pickle. The server, and with it every rank, ends when its standard input is closed.
+Protocol: one line of JSON per request on the server's standard input, one line per answer on a pipe; results are
+JSON files. No pickle. The server, and with it every rank, ends when its standard input is closed.
 
-A forked rank is a copy of the server: the preloaded modules must not have computed anything on several threads, which
-is why the server and its ranks run with one thread each.
+A forked rank is a copy of the server: the preloaded modules must not have computed anything on several threads,
+which is why the server and its ranks run with one thread each.
 
-Time: a job of one rank adds 10 ms to what it does, of two 0.1 s (rendezvous). Memory: pages of the server are shared.
+Time: a job of one rank adds 10 ms to what it does, of two 0.1 s (rendezvous). Memory: pages of the server are
+shared.
 """
 
 from __future__ import annotations
@@ -101,9 +103,7 @@ class ForkServer:
     ) -> None:
         self._stack.close()
 
-    def run(
-        self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None, timeout: float = 60.0
-    ) -> JobResult:
+    def run(self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None, timeout: float = 60.0) -> JobResult:
         """Run a job of which every rank is expected to return.
 
         Args:
@@ -199,7 +199,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _failure(job: str, result: JobResult) -> errors.PeerError:
     lines: list[str] = []
-    for rank, (code, log) in enumerate(zip(result.returncodes, result.logs)):
+    for rank, (code, log) in enumerate(zip(result.returncodes, result.logs, strict=True)):
         lines.append(f"rank {rank} returned {code}; the end of {log}:")
         lines.extend(f"    {line}" for line in ranks.tail(log).splitlines())
     what = "ran out of time" if result.timed_out else "failed"
@@ -317,10 +317,11 @@ def _lead_own_group(pid: int) -> None:
 
 
 def _forget_parallel_environment() -> None:
-    """Paddle caches the environment variables of the process that imported it."""
-    parallel = sys.modules.get("paddle.distributed.parallel")
-    if parallel is not None:
-        parallel.__dict__["_global_parallel_env"] = None
+    """Paddle caches the environment variables of the process that imported it, in two places."""
+    for module, cache in (("parallel", "_global_parallel_env"), ("collective", "_global_env")):
+        loaded = sys.modules.get(f"paddle.distributed.{module}")
+        if loaded is not None:
+            setattr(loaded, cache, None)
 
 
 def _run_job(request: _Request, rank: int) -> int:

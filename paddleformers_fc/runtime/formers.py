@@ -1,7 +1,7 @@
 """What PaddleFormers' Trainer takes for granted and a float32 run on a CPU does not have.
 
-Two things. With gradient clipping, the Trainer records the global gradient norm through ``optimizer._inner_opt``, which exists
-only when the optimizer was wrapped for mixed precision. And it accepts sharding stage 1 version 2
+Two things. With gradient clipping, the Trainer records the global gradient norm through ``optimizer._inner_opt``,
+which exists only when the optimizer was wrapped for mixed precision. And it accepts sharding stage 1 version 2
 (``split_param``, its default) only together with ``amp_master_grad``, which needs bfloat16 or float16, although the
 optimizer below works in float32. Both refusals are answered by leaving the step out and doing what it guards.
 
@@ -10,6 +10,7 @@ Cost: nothing. What is lost: the Trainer's log has no ``global_norm`` in float32
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from paddle.distributed import fleet
@@ -21,6 +22,7 @@ def clipping_in_float32() -> None:
     """``Trainer._wrap_distributed_optimizer`` does not ask a plain optimizer for the one inside it."""
     original = Trainer._wrap_distributed_optimizer
 
+    @functools.wraps(original)
     def _wrap_distributed_optimizer(self: Any, optimizer: Any) -> Any:
         if hasattr(optimizer, "_inner_opt"):
             return original(self, optimizer)
@@ -42,6 +44,7 @@ def split_parameters_in_float32() -> None:
     """
     original = TrainingArguments.__post_init__
 
+    @functools.wraps(original)
     def __post_init__(self: Any) -> None:
         asked = self.split_param and not (self.bf16 or self.fp16)
         if asked:

@@ -1,16 +1,17 @@
 """Process groups that find each other: one store per group.
 
 ``ProcessGroupGloo`` ignores its group id when it writes its members' addresses into the store, so two groups that
-are created one after the other read each other's addresses: with four ranks one start in three fails, with eight
-it hangs. Here each group larger than the default one gets a store of its own, served by its first member; the
-default store only carries that store's address, under a key that holds the group id. Paddle numbers groups by a
-counter that every rank advances in the same order, so the id is the same on every member and used once.
+are created one after the other read each other's addresses: with four ranks one start in three fails, with eight it
+hangs. Here each group larger than the default one gets a store of its own, served by its first member; the default
+store only carries that store's address, under a key that holds the group id. Paddle numbers groups by a counter that
+every rank advances in the same order, so the id is the same on every member and used once.
 
 Cost: one listening socket and one thread (Paddle's) per group and process; rendezvous of a group takes about 10 ms.
 """
 
 from __future__ import annotations
 
+import functools
 import socket
 from typing import Any
 
@@ -18,10 +19,9 @@ from paddle.base import core
 from paddle.distributed import collective
 
 from .. import errors
-from . import p2p
+from . import p2p, stores
 from ._replace import replace_everywhere
 
-_TIMEOUT_SECONDS = 120
 _BIND_ATTEMPTS = 8
 
 # A group's store must live as long as the group, which Paddle never frees.
@@ -32,6 +32,7 @@ def apply() -> None:
     """Create every gloo group through :func:`new_process_group`."""
     original = collective._new_process_group_impl
 
+    @functools.wraps(original)
     def new_process_group_impl(
         backend: str,
         store: Any,
@@ -53,7 +54,6 @@ def apply() -> None:
         p2p.register(group, group_id)
         return group
 
-    new_process_group_impl.__name__ = original.__name__
     replace_everywhere(original, new_process_group_impl)
 
 
@@ -75,7 +75,7 @@ def group_store(default_store: Any, rank: int, group_id: int) -> Any:
     else:
         default_store.wait(key)
         host, port = bytes(default_store.get(key)).decode().rsplit(":", 1)
-        store = core.TCPStore(host, int(port), False, 1, _TIMEOUT_SECONDS)
+        store = stores.open_store(host, int(port), is_master=False)
     _stores.append(store)
     return store
 
@@ -88,8 +88,7 @@ def _serve(group_id: int) -> tuple[Any, str]:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         try:
-            # A world size of 1: the store serves at once instead of counting its members.
-            return core.TCPStore("127.0.0.1", port, True, 1, _TIMEOUT_SECONDS), f"127.0.0.1:{port}"
+            return stores.open_store("127.0.0.1", port, is_master=True), f"127.0.0.1:{port}"
         except Exception as refusal:
             refusals.append(f"port {port}: {refusal}")
     raise errors.PeerError(

@@ -1,10 +1,10 @@
 """bfloat16 weights on a CPU: bfloat16 storage, float32 arithmetic.
 
-Training in bfloat16 with float32 master weights (O2) is what real checkpoints come from, and Paddle's CPU build lacks four
-kernels of it: ``linear``, ``matmul``, ``c_embedding`` and ``adamw_``. The first three get their bfloat16 operands widened
-to float32, and what they return stays float32, so that activations are wider than on an accelerator; parameters, their
-gradients before accumulation, and everything that is saved have the dtypes they have there. ``adamw_`` updates the
-master weight, in float32 as on an accelerator, and rounds it into the parameter.
+Training in bfloat16 with float32 master weights (O2) is what real checkpoints come from, and Paddle's CPU build
+lacks four kernels of it: ``linear``, ``matmul``, ``c_embedding`` and ``adamw_``. The first three get their bfloat16
+operands widened to float32, and what they return stays float32, so that activations are wider than on an
+accelerator; parameters, their gradients before accumulation, and everything that is saved have the dtypes they have
+there. ``adamw_`` updates the master weight, in float32 as on an accelerator, and rounds it into the parameter.
 
 Time: one widened copy of each operand per call. Memory: that copy, until the backward has used it.
 """

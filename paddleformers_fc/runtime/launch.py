@@ -1,13 +1,14 @@
 """Run a Python script or module on N ranks of this machine.
 
-``launch(["train.py", "--steps", "3"], nproc=2, ...)`` starts two processes with the environment that Paddle
-expects over gloo, writes one log per rank, and returns when all have ended or one has failed. Ranks start through
-:mod:`.rankmain`, which makes them dump their stacks when they hang. Nothing is mended here: the script, or the file that its
-``custom_register_path`` names, calls :func:`paddleformers_fc.runtime.activate`.
+``launch(["train.py", "--steps", "3"], nproc=2, ...)`` starts two processes with the environment that Paddle expects
+over gloo, writes one log per rank, and returns when all have ended or one has failed. Ranks start through
+:mod:`.rankmain`, which makes them dump their stacks when they hang. Nothing is mended here: the script, or the file
+that its ``custom_register_path`` names, calls :func:`paddleformers_fc.runtime.activate`.
 
 This module does not import Paddle.
 
-Time: starting Python and Paddle costs 1 s per rank and core, with PaddleFormers 2.5 s. Memory: 250 to 450 MB per rank.
+Time: starting Python and Paddle costs 1 s per rank and core, with PaddleFormers 2.5 s. Memory: 250 to 450 MB per
+rank.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class LaunchResult:
         """The end of every failed rank's log, as a person reads it; of all logs when time was over."""
         shown = [
             f"--- rank {rank} (code {code}): {log}\n{ranks.tail(log)}"
-            for rank, (code, log) in enumerate(zip(self.returncodes, self.logs))
+            for rank, (code, log) in enumerate(zip(self.returncodes, self.logs, strict=True))
             if code != 0
         ]
         return "\n".join(shown)
@@ -86,7 +87,7 @@ def launch(
         stack.callback(os.close, lifeline_write)
         processes = [
             _start(argv, log, lifeline_read, {**os.environ, **placed, **(env or {})})
-            for log, placed in zip(logs, ranks.rank_environments(nproc))
+            for log, placed in zip(logs, ranks.rank_environments(nproc), strict=True)
         ]
         os.close(lifeline_read)
         copy = _Echo(stack.enter_context(logs[0].open("rb")), echo)

@@ -2,11 +2,11 @@
 
 Paddle's tensor parallel layers call ``c_identity``, ``c_concat``, ``c_split`` and ``c_softmax_with_cross_entropy``.
 Each gets a PyLayer in the place where the kernel is looked up (``paddle._C_ops``), so that the layers above it, and
-the autograd code that Paddle already has around them, stay as they are. ``c_split`` alone is replaced one
-floor higher, because the backward of ``c_split_eager`` gathers along axis 0 what its forward split along the last.
+the autograd code that Paddle already has around them, stay as they are. ``c_split`` alone is replaced one floor
+higher, because the backward of ``c_split_eager`` gathers along axis 0 what its forward split along the last.
 
-Time: what the collectives take; the cross entropy adds three all_reduces of ``[tokens, 1]`` float32 and keeps
-the softmax, ``[tokens, vocab / ranks]`` float32, for its backward, as the fused kernel does.
+Time: what the collectives take; the cross entropy adds three all_reduces of ``[tokens, 1]`` float32 and keeps the
+softmax, ``[tokens, vocab / ranks]`` float32, for its backward, as the fused kernel does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def own_part_of_last_axis(tensor: Any, group: Any) -> Any:
     return tensor[..., begin : begin + share].clone()
 
 
-class _Concat(PyLayer):  # type: ignore[misc]
+class _Concat(PyLayer):
     @staticmethod
     def forward(ctx: Any, tensor: Any, group: Any) -> Any:
         ctx.group = group
@@ -50,7 +50,7 @@ class _Concat(PyLayer):  # type: ignore[misc]
         return own_part_of_last_axis(gradient, ctx.group)
 
 
-class _Split(PyLayer):  # type: ignore[misc]
+class _Split(PyLayer):
     @staticmethod
     def forward(ctx: Any, tensor: Any, group: Any, rank: int, nranks: int) -> Any:
         ctx.group = group
@@ -61,7 +61,7 @@ class _Split(PyLayer):  # type: ignore[misc]
         return gather_last_axis(gradient, ctx.group)
 
 
-class _SoftmaxCrossEntropy(PyLayer):  # type: ignore[misc]
+class _SoftmaxCrossEntropy(PyLayer):
     """``log(sum(exp(x))) - x[label]`` over a vocabulary of which each member holds an equal, consecutive part."""
 
     @staticmethod
@@ -127,7 +127,6 @@ def c_softmax_with_cross_entropy(
 
 def apply() -> None:
     """Put the four operators where Paddle looks them up."""
-    _C_ops.c_identity = c_identity
-    _C_ops.c_concat = c_concat
-    _C_ops.c_softmax_with_cross_entropy = c_softmax_with_cross_entropy
-    mp_ops.c_split_eager = _Split
+    for operator in (c_identity, c_concat, c_softmax_with_cross_entropy):
+        setattr(_C_ops, operator.__name__, operator)
+    mp_ops.__dict__["c_split_eager"] = _Split

@@ -1,14 +1,14 @@
 """Point-to-point messages over sockets of our own, because gloo's do not work inside groups of more than two.
 
 ``ProcessGroupGloo`` numbers its messages by one counter per group that *every* member is expected to advance, so a
-message between two of three members is never delivered; and its send returns only once the receiver has asked,
-so two ranks that send before they receive wait forever. Here every rank has one **mailbox**: a listening
-socket whose address is published in the default store. A message carries (group id, channel, sender) and is
-queued at the receiver; a send is handed to one writing thread per receiver and returns at once. Inside a
-coalescing block receives are postponed to the end of the block, so that all sends leave first.
+message between two of three members is never delivered; and its send returns only once the receiver has asked, so
+two ranks that send before they receive wait forever. Here every rank has one **mailbox**: a listening socket whose
+address is published in the default store. A message carries (group id, channel, sender) and is queued at the
+receiver; a send is handed to one writing thread per receiver and returns at once. Inside a coalescing block receives
+are postponed to the end of the block, so that all sends leave first.
 
-Time: one copy into bytes, one through loopback, one into the tensor. Memory: messages sent and not yet received
-are held by the receiver, without a bound; a pipeline has a handful of micro-batches under way.
+Time: one copy into bytes, one through loopback, one into the tensor. Memory: messages sent and not yet received are
+held by the receiver, without a bound; a pipeline has a handful of micro-batches under way.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import secrets
 import socket
 import struct
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -269,35 +269,48 @@ def send_array(process_group: Any, target: int, array: np.ndarray[Any, Any], cha
     mailbox().post(address.group_id, channel, address.ranks[target], array.tobytes())
 
 
-def receive_array(
-    process_group: Any, source: int, dtype: np.dtype[Any], channel: int = MESSAGES
-) -> np.ndarray[Any, Any]:
-    """The next array from rank ``source`` of the group, flat."""
+def exchanged_array(process_group: Any, source: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """The next array that rank ``source`` of the group sent over :data:`EXCHANGES`, flat."""
     address = address_of(process_group)
-    return np.frombuffer(mailbox().take(address.group_id, channel, address.ranks[source]), dtype=dtype)
+    return np.frombuffer(mailbox().take(address.group_id, EXCHANGES, address.ranks[source]), dtype=dtype)
 
 
-@dataclass
 class _Receive:
-    """A receive that happens when somebody waits for it."""
+    """The task of a receive, which happens when somebody waits for it.
 
-    process_group: Any
-    source: int
-    dtype: np.dtype[Any]
-    deliver: Callable[[np.ndarray[Any, Any]], None]
-    done: bool = field(default=False)
+    Messages of one sender are delivered in the order in which they were asked for, whichever is waited for first.
+    """
+
+    def __init__(
+        self, process_group: Any, source: int, dtype: np.dtype[Any], deliver: Callable[[np.ndarray[Any, Any]], None]
+    ) -> None:
+        self._address = address_of(process_group)
+        self._source = self._address.ranks[source]
+        self._dtype = dtype
+        self._deliver = deliver
+        self._done = False
+        self._queue = _asked_for[(self._address.group_id, self._source)]
+        self._queue.append(self)
 
     def wait(self, *_: Any) -> bool:
-        if not self.done:
-            self.deliver(receive_array(self.process_group, self.source, self.dtype))
-            self.done = True
+        while not self._done:
+            self._queue.popleft()._receive()
         return True
 
     def is_completed(self) -> bool:
-        return self.done
+        return self._done
 
     def synchronize(self) -> None:
         self.wait()
+
+    def _receive(self) -> None:
+        message = mailbox().take(self._address.group_id, MESSAGES, self._source)
+        self._deliver(np.frombuffer(message, dtype=self._dtype))
+        self._done = True
+
+
+# By (group id, global rank of the sender): receives that nobody has waited for yet.
+_asked_for: defaultdict[tuple[int, int], deque[_Receive]] = defaultdict(deque)
 
 
 # None outside a coalescing block; inside, the receives to make at its end.
@@ -351,28 +364,28 @@ def _part(size: int, parts: int, index: int) -> slice:
     return slice(index * share, (index + 1) * share)
 
 
-def _send_partial(self: Any, tensor: Any, dst: int, num: int, id: int, sync_op: bool = True) -> Done:
+def _send_partial(self: Any, tensor: Any, dst: int, parts: int, index: int, sync_op: bool = True) -> Done:
     array = to_array(tensor).reshape(-1)
-    send_array(self, dst, array[_part(array.size, num, id)])
+    send_array(self, dst, array[_part(array.size, parts, index)])
     return DONE
 
 
-def _recv_partial(self: Any, tensor: Any, src: int, num: int, id: int, sync_op: bool = True) -> _Receive:
+def _recv_partial(self: Any, tensor: Any, src: int, parts: int, index: int, sync_op: bool = True) -> _Receive:
     def deliver(part: np.ndarray[Any, Any]) -> None:
         whole = to_array(tensor).reshape(-1).copy()
-        whole[_part(whole.size, num, id)] = part
+        whole[_part(whole.size, parts, index)] = part
         fill(tensor, whole)
 
     return _begin(_Receive(self, src, array_dtype(tensor), deliver), sync_op)
 
 
-def _all_gather_partial(self: Any, out: Any, part: Any, num: int, id: int, sync_op: bool = True) -> Done:
-    mine = to_array(part).reshape(-1)
-    mine = mine[_part(mine.size, num, id)]
+def _all_gather_partial(self: Any, out: Any, tensor: Any, parts: int, index: int, sync_op: bool = True) -> Done:
+    mine = to_array(tensor).reshape(-1)
+    mine = mine[_part(mine.size, parts, index)]
     for target in range(self.size()):
         send_array(self, target, mine, EXCHANGES)
-    parts = [receive_array(self, source, mine.dtype, EXCHANGES) for source in range(self.size())]
-    fill(out, np.concatenate(parts))
+    received = [exchanged_array(self, source, mine.dtype) for source in range(self.size())]
+    fill(out, np.concatenate(received))
     return DONE
 
 
@@ -389,5 +402,5 @@ def apply() -> None:
         setattr(core.ProcessGroupGloo, name, method)
         # The "calc stream" variants order themselves with computation, which on a CPU everything does.
         setattr(core.ProcessGroupGloo, f"{name}_on_calc_stream", method)
-    core.ProcessGroupGloo._start_coalescing = _start_coalescing
-    core.ProcessGroupGloo._end_coalescing = _end_coalescing
+    for name, method in {"_start_coalescing": _start_coalescing, "_end_coalescing": _end_coalescing}.items():
+        setattr(core.ProcessGroupGloo, name, method)

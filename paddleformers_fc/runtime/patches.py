@@ -1,7 +1,8 @@
 """The table of everything that is mended, and the versions for which it is known to be needed.
 
-One row per fault: a name, what it mends, whose fault it is. :func:`apply_all` carries the table out, in its order. Importing
-this module imports Paddle, and PaddleFormers if it is installed; :mod:`paddleformers_fc.runtime` imports it when the runtime is activated.
+One row per fault: a name, what it mends, whose fault it is. :func:`apply_all` carries the table out, in its order.
+Importing this module imports Paddle, and PaddleFormers if it is installed; :mod:`paddleformers_fc.runtime` imports
+it when the runtime is activated.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import collectives, device, groups, half, mpu, p2p, pipeline, rendezvous, sharding
-
+from . import collectives, device, groups, half, mpu, p2p, pipeline, sharding, stores
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Patch:
 
 
 _PADDLE = (
-    Patch("rendezvous", "Ranks that start before rank 0 sleep for three seconds.", "paddle", rendezvous.apply),
+    Patch("stores", "Ranks sleep 3 s at the start and 40 ms at every question.", "paddle", stores.apply),
     Patch("groups", "Process groups read each other's addresses and hang.", "paddle", groups.apply),
     Patch("collectives", "Gloo lacks collectives, and its float16 sum is inf.", "paddle", collectives.apply),
     Patch("p2p", "Messages inside groups of more than two are not delivered.", "paddle", p2p.apply),
@@ -43,7 +43,7 @@ _PADDLE = (
     Patch("device-id", "ParallelEnv has no device id.", "paddle", device.device_id),
     Patch("fused-buffers", "Tensor fusion refuses main memory.", "paddle", device.fused_buffers),
     Patch("inputs", "broadcast_input_data refuses main memory.", "paddle", pipeline.apply),
-    Patch("sharding-v2", "clear_grad detaches gradients from their buffer.", "paddle", sharding.clear_gradients_in_place),
+    Patch("sharding-v2", "clear_grad detaches gradients from their buffer.", "paddle", sharding.clear_in_place),
     Patch("sharding-2-3", "Sharding stages 2 and 3 refuse main memory.", "paddle", sharding.stages_two_and_three),
 )
 

@@ -1,7 +1,8 @@
-"""The first thing a launched rank runs: ``python -m paddleformers_fc.runtime.rankmain LIFELINE (SCRIPT | -m MODULE) ARGS...``.
+"""The first thing a launched rank runs: ``python -m paddleformers_fc.runtime.rankmain LIFELINE (SCRIPT | -m MODULE)
+ARGS...``.
 
-It arranges for stack dumps and for the rank's end when its launcher vanishes (see :mod:`.ranks`), and then becomes the script,
-as if ``python SCRIPT ARGS...`` had been typed.
+It arranges for stack dumps and for the rank's end when its launcher vanishes (see :mod:`.ranks`), and then becomes
+the script, as if ``python SCRIPT ARGS...`` had been typed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What every way of starting ranks on this machine has in common: environment, ports, supervision, life line.
 
 A job is a set of rank processes, each the leader of a process group of its own and writing to a log of its own. The
-supervisor polls them until all have ended. When one fails, the others get a few seconds to fail by themselves
-(they usually notice, and their message is worth reading); when time is over, or they do not, each first dumps its Python
-stacks into its log (SIGUSR1) and is then killed with its whole process group. Ranks hold the read end of a
-pipe, the life line, whose write end only their starter has: a starter that vanishes, however it ends, takes its ranks along.
+supervisor polls them until all have ended. When one fails, the others get a few seconds to fail by themselves (they
+usually notice, and their message is worth reading); when time is over, or they do not, each first dumps its Python
+stacks into its log (SIGUSR1) and is then killed with its whole process group. Ranks hold the read end of a pipe, the
+life line, whose write end only their starter has: a starter that vanishes, however it ends, takes its ranks along.
 
 This module imports neither Paddle nor anything else beyond the standard library.
 
@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import random
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +32,7 @@ DUMP_SECONDS = 1.0
 TIMED_OUT = 124
 _VANISHED = 125
 _TAIL_BYTES = 6000
+_PORTS = range(12000, 32000)
 
 
 class RankProcess(Protocol):
@@ -66,12 +68,20 @@ class Outcome:
 
 
 def free_ports(count: int) -> list[int]:
-    """``count`` different ports of the loopback interface on which nothing listens now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
+    """``count`` different ports of the loopback interface on which nothing listens now.
+
+    They lie below the range from which the system takes ports for outgoing connections, so that none of the job's own
+    connections can take one of them before it is bound.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(found) == count:
+            break
+        with socket.socket() as probe:
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                found.append(port)
+    return found
 
 
 def rank_environments(nproc: int) -> list[dict[str, str]]:

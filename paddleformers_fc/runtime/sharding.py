@@ -1,19 +1,20 @@
 """Sharding of optimizer states, gradients and parameters in main memory.
 
 Stage 1 version 2 keeps gradients as views of one fused buffer. On a CPU, ``Tensor.clear_gradient(True)`` marks a
-gradient as empty instead of zeroing it, and the next backward puts a new tensor in its place: from the second
-step on the buffer is no longer what backward writes to, and training goes wrong without an error. Zeroing in place
-keeps the views.
+gradient as empty instead of zeroing it, and the next backward puts a new tensor in its place: from the second step
+on the buffer is no longer what backward writes to, and training goes wrong without an error. Zeroing in place keeps
+the views.
 
-Stages 2 and 3 work on a CPU once three questions get another answer: whether Paddle was built for an
-accelerator (asserted), what number the device has (parsed out of its name), and whether parameters must first be moved off
-the accelerator. The dispatcher ``group_sharded_parallel`` is written anew, because its first line refuses the device.
+Stages 2 and 3 work on a CPU once three questions get another answer: whether Paddle was built for an accelerator
+(asserted), what number the device has (parsed out of its name), and whether parameters must first be moved off the
+accelerator. The dispatcher ``group_sharded_parallel`` is written anew, because its first line refuses the device.
 
 Cost: nothing beside the work itself.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import paddle
@@ -36,10 +37,11 @@ from .. import errors
 from ._replace import ModuleView, replace_everywhere
 
 
-def clear_gradients_in_place() -> None:
+def clear_in_place() -> None:
     """``DygraphShardingOptimizerV2.clear_grad`` zeroes gradients where they are."""
     original = DygraphShardingOptimizerV2.clear_grad
 
+    @functools.wraps(original)
     def clear_grad(self: Any, set_to_zero: bool = True) -> None:
         if self.sd_release_grads:
             original(self, set_to_zero)  # Gradients are dropped, not kept: there is no view to lose.
@@ -62,6 +64,7 @@ def stages_two_and_three() -> None:
 
     original = group_sharded_storage.ParamStorage.add_rank_params
 
+    @functools.wraps(original)
     def add_rank_params(self: Any, trainable_params: Any, param2align: Any, convert_gpu: bool = True) -> None:
         # The buffer is where it has to be; False says that it need not be moved.
         original(self, trainable_params, param2align, False)

@@ -1,9 +1,10 @@
 """Models, data and trainings that take a second: what tests of parallel training are made of.
 
-Everything here is deterministic and the same under every layout, so that two layouts that train alike give equal losses
-up to rounding. That takes care: no token 0 (Paddle's ``padding_idx`` treats it differently under tensor parallelism), ``sdpa``
-attention (the eager one has no causal mask in a pipeline), no weight decay (parameters are excluded from it by name,
-and pipelines rename them), one global batch of :data:`GLOBAL_BATCH` samples cut the same way everywhere.
+Everything here is deterministic and the same under every layout, so that two layouts that train alike give equal
+losses up to rounding. That takes care: no token 0 (Paddle's ``padding_idx`` treats it differently under tensor
+parallelism), ``sdpa`` attention (the eager one has no causal mask in a pipeline), no weight decay (parameters are
+excluded from it by name, and pipelines rename them), one global batch of :data:`GLOBAL_BATCH` samples cut the same
+way everywhere.
 
 The functions below :class:`Layout` import Paddle and run inside rank processes; pytest itself imports none of it.
 """
@@ -68,6 +69,9 @@ SD2V2 = Layout("sd2v2", nproc=2, sharding=2, split_param=True)
 SD2S2 = Layout("sd2stage2", nproc=2, sharding=2, stage=2)
 SD2S3 = Layout("sd2stage3", nproc=2, sharding=2, stage=3)
 PP4VPP2 = Layout("pp4vpp2", nproc=4, pp=4, vpp=2)
+TP2PP2 = Layout("tp2pp2", nproc=4, tp=2, pp=2)
+TP2SD2V2 = Layout("tp2sd2v2", nproc=4, tp=2, sharding=2, split_param=True)
+PP2SD2V2 = Layout("pp2sd2v2", nproc=4, pp=2, sharding=2, split_param=True)
 EP2 = Layout("ep2", nproc=2, sharding=2, split_param=True, ep=2)
 
 
@@ -245,7 +249,7 @@ def _interleaved(parts: Sequence[Any], groups: int) -> Any:
     import numpy as np
 
     cut = [np.split(part, groups, axis=-1) for part in parts]
-    return np.concatenate([piece for group in zip(*cut) for piece in group], axis=-1)
+    return np.concatenate([piece for group in zip(*cut, strict=True) for piece in group], axis=-1)
 
 
 def initialise(model: Any, tp: int) -> None:
@@ -255,9 +259,12 @@ def initialise(model: Any, tp: int) -> None:
     for key, shard in model.sharded_state_dict().items():
         is_split = list(shard.local_shape) != list(shard.global_shape)
         whole = model_weight(key, shard.global_shape, model.config, tp if is_split else 1)
-        box = tuple(slice(begin, begin + size) for begin, size in zip(shard.global_offset, shard.local_shape))
+        box = tuple(
+            slice(begin, begin + size) for begin, size in zip(shard.global_offset, shard.local_shape, strict=True)
+        )
         tensor = shard.local_tensor
         tensor.set_value(paddle.to_tensor(whole[box]).astype(tensor.dtype))
+
 
 class Samples:
     """:data:`SAMPLES` arithmetic sequences over the vocabulary without token 0; the same on every rank.
