@@ -1,7 +1,7 @@
 """Which package may import which, and that the pure ones do without Paddle.
 
-The contracts are in ``pyproject.toml``. Each is held here against the code as it is, and against a copy in which it is broken:
-a contract that nothing can break says nothing.
+The contracts are in ``pyproject.toml``. Each is held here against the code as it is, and against a copy in which it is
+broken: a contract that nothing can break says nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PURE = ("errors", "mapping", "families", "layout", "catalog", "plan", "storage")
 
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
 
-# Imports each module named on the command line in a process where Paddle cannot be imported. An attempt is reported even
-# when the module swallows the ImportError, because behaviour must not depend on what is installed.
+# Imports each module named on the command line in a process where Paddle cannot be imported. An attempt is reported
+# even when the module swallows the ImportError, because behaviour must not depend on what is installed.
 WITHOUT_PADDLE = """
 import importlib, sys
 

@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from paddleformers_fc.cli.demo.assets import Assets, prepare
 from paddleformers_fc.cli.demo.jobs import AS_LOADED, Run, Trained, train
 from paddleformers_fc.cli.demo.report import Comparison, Line, draw, table
@@ -39,6 +37,7 @@ from paddleformers_fc.cli.demo.settings import (
     TP2,
     Layout,
 )
+from paddleformers_fc.cli.output import console, print_json
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
@@ -87,7 +86,7 @@ def demo(output: Path = DEFAULT_OUTPUT, as_json: bool = False) -> int:
         OptionError: the directory holds something else.
         FlexError: a training failed.
     """
-    progress = Console(stderr=True, highlight=False)
+    progress = console(stderr=True)
     started = time.monotonic()
     place = _prepare(output, progress.print)
     comparisons = [compare_llama(place), compare_ernie(place)]
@@ -99,10 +98,9 @@ def demo(output: Path = DEFAULT_OUTPUT, as_json: bool = False) -> int:
         "comparisons": [comparison.to_json() for comparison in comparisons],
         "faults": faults,
     }
-    text = json.dumps(summary, indent=2)
-    (place.root / SUMMARY).write_text(text + "\n", encoding="utf-8")
+    (place.root / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if as_json:
-        print(text)
+        print_json(summary)
     else:
         _show(comparisons, faults, place.root, seconds)
     return 1 if faults else 0
@@ -202,11 +200,11 @@ def _prepare(output: Path, say: Say) -> Workplace:
 
 
 def _show(comparisons: Iterable[Comparison], faults: list[str], root: Path, seconds: float) -> None:
-    console = Console(highlight=False)
+    screen = console()
     for comparison in comparisons:
-        console.print(table(comparison))
+        screen.print(table(comparison))
     for fault in faults:
-        console.print(f"WRONG: {fault}", style="bold red")
+        screen.print(f"WRONG: {fault}", style="bold red")
     if not faults:
-        console.print("Every resumed run holds the saved state bit for bit and trains on like the uninterrupted run.")
-    console.print(f"{root / PICTURE}\n{root / SUMMARY}\n{seconds:.0f} s in all.")
+        screen.print("Every resumed run holds the saved state bit for bit and trains on like the uninterrupted run.")
+    screen.print(f"{root / PICTURE}\n{root / SUMMARY}\n{seconds:.0f} s in all.")

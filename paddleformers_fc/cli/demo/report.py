@@ -5,6 +5,7 @@ This module only shows. What is right and what is wrong is decided in :class:`Co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +63,9 @@ class Comparison:
     reloaded: float | None = None
 
     def difference(self, line: Line, step: int) -> float:
-        """How far the loss of a step is from the uninterrupted run's; infinite when the step was not logged."""
-        if step not in line.losses or step not in self.reference.losses:
-            return float("inf")
-        return abs(line.losses[step] - self.reference.losses[step])
+        """How far the loss of a step is from the uninterrupted run's; infinite for one not logged or not a number."""
+        difference = abs(line.losses.get(step, math.nan) - self.reference.losses.get(step, math.nan))
+        return math.inf if math.isnan(difference) else difference
 
     def largest_difference(self, line: Line) -> float:
         """The largest difference over the compared steps."""
@@ -77,8 +77,7 @@ class Comparison:
         for line in self.lines:
             if line.stock:
                 continue
-            # Written so that a loss that is no number is a fault.
-            if not self.largest_difference(line) <= TOLERANCE:
+            if self.largest_difference(line) > TOLERANCE:
                 found.append(
                     f"{self.model}, {line.layout}: the loss differs by {self.largest_difference(line):.1e} from the "
                     f"uninterrupted run's; allowed are {TOLERANCE:.0e}."
@@ -110,16 +109,21 @@ class Comparison:
                 {
                     "layout": line.layout,
                     "stock": line.stock,
-                    "losses": {str(step): loss for step, loss in sorted(line.losses.items())},
-                    "largest_difference": None if line is self.reference else self.largest_difference(line),
+                    "losses": {str(step): _finite(loss) for step, loss in sorted(line.losses.items())},
+                    "largest_difference": None if line is self.reference else _finite(self.largest_difference(line)),
                     "export_md5": line.export_md5,
                     "unequal_tensors": list(line.unequal_tensors),
                 }
                 for line in (self.reference, *self.lines)
             ],
-            "reloaded_export_loss": self.reloaded,
+            "reloaded_export_loss": None if self.reloaded is None else _finite(self.reloaded),
             "faults": self.faults(),
         }
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no word for infinity nor for what is not a number."""
+    return number if math.isfinite(number) else None
 
 
 def table(comparison: Comparison) -> Table:
@@ -127,12 +131,12 @@ def table(comparison: Comparison) -> Table:
     last = max(comparison.reference.losses, default=comparison.resumed_at)
     steps = range(comparison.resumed_at + 1, last + 1)
     shown = Table(title=comparison.model, title_justify="left")
-    shown.add_column("layout")
+    shown.add_column("layout", no_wrap=True)
     for step in steps:
         shown.add_column(f"loss at {step}", justify="right")
     compared = sorted({step for line in comparison.lines for step in line.compared})
     shown.add_column("difference at " + ", ".join(map(str, compared)), justify="right")
-    shown.add_column("md5 of the export")
+    shown.add_column("md5 of the export", no_wrap=True)
     for line in (comparison.reference, *comparison.lines):
         losses = [f"{line.losses[step]:.8f}" if step in line.losses else "-" for step in steps]
         difference = "" if line is comparison.reference else f"{comparison.largest_difference(line):.1e}"
