@@ -16,6 +16,7 @@ from paddleformers.trainer.trainer_utils import init_optimizer
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.families import family_for
+from paddleformers_fc.families.declarations import TiedName
 from paddleformers_fc.layout.roles import MASTER_SUFFIX, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 
 LiveRoles = dict[str, dict[str, Any]]
@@ -67,6 +68,7 @@ def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:
         stored: names of stored states, such as ``model.norm.weight.moment1_0``.
     """
     weights = _owners(model, model_roles(model)[MODEL_STATE])
+    stored = _with_aliases(model, stored)
     groups = getattr(optimizer, "_param_groups", None) or ()
     if any(isinstance(group, dict) for group in groups):
         _create_in_groups(optimizer, weights, stored)
@@ -79,15 +81,28 @@ def _owners(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
 
     Left alone, Paddle names them after whichever name sorts first.
     """
-    tied = family_for({"model_type": model.config.model_type}).tied
     aliases = {
         one.alias
-        for one in tied
+        for one in _tied(model)
         if one.alias in weights
         and one.owner in weights
         and weights[one.alias].local_tensor.name == weights[one.owner].local_tensor.name
     }
     return {name: weight for name, weight in weights.items() if name not in aliases}
+
+
+def _with_aliases(model: Any, stored: Collection[str]) -> set[str]:
+    """The stored names, and those of aliases whose owner has states: on another pipeline stage an alias has its own."""
+    owners = {one.owner: one.alias for one in _tied(model)}
+    states = [name.rpartition(".") for name in stored]
+    return {*stored, *(f"{owners[parameter]}.{suffix}" for parameter, _, suffix in states if parameter in owners)}
+
+
+def _tied(model: Any) -> tuple[TiedName, ...]:
+    """The aliases of a model that ties its word embeddings; none of one that does not."""
+    if not model.config.tie_word_embeddings:
+        return ()
+    return family_for({"model_type": model.config.model_type}).tied
 
 
 def _create_in_groups(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> None:

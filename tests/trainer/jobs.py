@@ -14,6 +14,7 @@ def flex_trainer(
     layout: Mapping[str, Any],
     output_dir: str,
     arguments: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     **trainer: Any,
 ) -> Any:
     """A ``FlexTrainer`` over the tiny model and data."""
@@ -21,7 +22,7 @@ def flex_trainer(
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **(arguments or {})}
     args = tiny.training_arguments(layout, output_dir, **settings)
-    return tiny.trainer(tiny.build(model_type, layout, args), args, **{"cls": FlexTrainer, **trainer})
+    return tiny.trainer(tiny.build(model_type, layout, args, **(model or {})), args, **{"cls": FlexTrainer, **trainer})
 
 
 def run(
@@ -30,9 +31,10 @@ def run(
     output_dir: str,
     arguments: Mapping[str, Any] | None = None,
     resume: str | bool | None = None,
+    model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train and save; the losses, and what the Trainer's state says afterwards."""
-    trainer = flex_trainer(model_type, layout, output_dir, arguments)
+    trainer = flex_trainer(model_type, layout, output_dir, arguments, model)
     trainer.train(resume_from_checkpoint=resume)
     state = trainer.state
     return {
