@@ -11,6 +11,7 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter, sub
 
 Shape = tuple[int, ...]
 
@@ -30,7 +31,7 @@ class Box:
     @property
     def shape(self) -> Shape:
         """The length of every axis, in elements."""
-        return tuple(h - low for low, h in zip(self.lo, self.hi, strict=True))
+        return tuple(map(sub, self.hi, self.lo))
 
     @property
     def volume(self) -> int:
@@ -124,10 +125,28 @@ def cover_faults(outer: Box, boxes: Sequence[Box]) -> list[CoverFault]:
     Returns:
         gaps and overlaps, the first of each kind per slab; not every element of a large fault is listed.
     """
-    indexed = [(box, i) for i, box in enumerate(boxes) if box.volume]
-    if outer.volume == 0:
+    if outer.volume == 0 or _is_row(outer, boxes):
         return []
-    return _faults(outer, indexed, 0)
+    return _faults(outer, [(box, i) for i, box in enumerate(boxes) if box.volume], 0)
+
+
+def _is_row(outer: Box, boxes: Sequence[Box]) -> bool:
+    """Whether the boxes lie one behind the other along one axis and fill ``outer``: what every rule makes."""
+    ordered = sorted(boxes, key=attrgetter("lo"))
+    if not outer.lo:
+        return len(ordered) == 1
+    if not ordered or ordered[0].lo != outer.lo or ordered[-1].hi != outer.hi:
+        return False
+    axis = next((i for i, high in enumerate(outer.hi) if ordered[0].hi[i] != high), 0)
+    at = outer.lo[axis]
+    for box in ordered:
+        low, high = box.lo, box.hi
+        if low[axis] != at or low[:axis] != outer.lo[:axis] or low[axis + 1 :] != outer.lo[axis + 1 :]:
+            return False
+        if high[:axis] != outer.hi[:axis] or high[axis + 1 :] != outer.hi[axis + 1 :]:
+            return False
+        at = high[axis]
+    return True
 
 
 def _faults(outer: Box, boxes: list[tuple[Box, int]], axis: int) -> list[CoverFault]:

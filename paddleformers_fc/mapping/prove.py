@@ -11,10 +11,11 @@ Linear in the correspondences, up to the sort of the boxes of one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from operator import le
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
+from paddleformers_fc.mapping.boxes import Box, Shape, cover_faults, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping, TensorSpec
 from paddleformers_fc.mapping.folding import fold
 
@@ -62,7 +63,7 @@ def _local_faults(mapping: Mapping, item: Correspondence) -> Iterator[str]:
     if source is None or target is None:
         return
     for name, box, spec in ((item.source, item.source_box, source), (item.target, item.target_box, target)):
-        if len(box.lo) != len(spec.shape) or not whole(spec.shape).contains(box):
+        if not _inside(box, spec.shape):
             yield f"{name}: box {box} is outside shape {list(spec.shape)}"
             return
     yield from _axes_faults(item)
@@ -72,19 +73,30 @@ def _local_faults(mapping: Mapping, item: Correspondence) -> Iterator[str]:
         yield f"{item.target}: is {target.dtype}, the declared cast gives {item.cast}"
 
 
+def _inside(box: Box, shape: Shape) -> bool:
+    return len(box.lo) == len(shape) and all(map(le, box.hi, shape)) and min(box.lo, default=0) >= 0
+
+
 def _axes_faults(item: Correspondence) -> Iterator[str]:
-    used = [axis for axis in item.axes if axis != NEW_AXIS]
-    shape, source_shape = item.target_box.shape, item.source_box.shape
-    if len(item.axes) != len(shape) or len(set(used)) != len(used) or any(a >= len(source_shape) for a in used):
-        yield f"{item.target}: axes {list(item.axes)} do not permute the axes of {item.source}"
+    axes, shape, source_shape = item.axes, item.target_box.shape, item.source_box.shape
+    if len(axes) == len(shape) == len(source_shape) and sorted(axes) == list(range(len(axes))):
+        # The common case: a permutation, with no axis added or left out.
+        if tuple(map(source_shape.__getitem__, axes)) != shape:
+            yield f"{item.target}: box {item.target_box} does not have the shape of {item.source} {item.source_box}"
         return
-    expected = tuple(1 if axis == NEW_AXIS else source_shape[axis] for axis in item.axes)
+    used = [axis for axis in axes if axis != NEW_AXIS]
+    if len(axes) != len(shape) or len(set(used)) != len(used) or not set(used) <= set(range(len(source_shape))):
+        yield f"{item.target}: axes {list(axes)} do not permute the axes of {item.source}"
+        return
+    expected = tuple(1 if axis == NEW_AXIS else source_shape[axis] for axis in axes)
     unused = [length for axis, length in enumerate(source_shape) if axis not in used]
     if expected != shape or any(length != 1 for length in unused):
         yield f"{item.target}: box {item.target_box} does not have the shape of {item.source} {item.source_box}"
 
 
-def _tiling_faults(name: str, spec: TensorSpec, boxes: Iterable[Box], verb: str) -> Iterator[str]:
+def _tiling_faults(name: str, spec: TensorSpec, boxes: list[Box], verb: str) -> Iterator[str]:
+    if len(boxes) == 1 and boxes[0].hi == spec.shape and not any(boxes[0].lo):
+        return
     # A box of another rank was reported already; it has no place in this tensor.
     fitting = [box for box in boxes if len(box.lo) == len(spec.shape)]
     for fault in cover_faults(whole(spec.shape), fitting):
