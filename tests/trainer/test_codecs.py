@@ -1,0 +1,98 @@
+"""The Trainer's state as JSON: what goes in comes back bit for bit, and what cannot is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from paddleformers_fc.errors import FormatError
+from paddleformers_fc.trainer.codecs import decode, decode_object, describe, encode
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text().filter(lambda key: not key.startswith("__")), inner)
+    ),
+    max_leaves=20,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equality in which NaN equals NaN, 0.0 differs from -0.0, and 1 differs from True and 1.0."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return (math.isnan(one) and math.isnan(other)) or (
+            one == other and math.copysign(1, one) == math.copysign(1, other)
+        )
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+@given(VALUES)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    assert same(decode(encode(value, "x"), "x"), value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "uint32", "int64", "bool", "float16"])
+def test_an_array_comes_back_bit_for_bit(dtype: str) -> None:
+    array = np.random.default_rng(0).integers(0, 255, size=(3, 16), dtype=np.uint8).view(dtype)
+    back = decode(encode({"a": array}, "x"), "x")["a"]
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    np.testing.assert_array_equal(back, array)
+
+
+def test_numbers_of_numpy_become_plain_numbers() -> None:
+    assert decode(encode([np.float32(0.1), np.int64(7), np.bool_(True)], "x"), "x") == [float(np.float32(0.1)), 7, True]
+
+
+def test_an_ordered_dict_is_a_dict() -> None:
+    assert decode(encode(OrderedDict(b=1, a=2), "x"), "x") == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"a": {"b": [1, object()]}}, "state.a.b[1]"),
+        ({"a": ("x", {1, 2})}, "state.a[1]"),
+        ({"a": {3: "x"}}, "state.a"),
+        ({"a": b"raw"}, "state.a"),
+        ({"a": np.array(["text"])}, "state.a"),
+        ({"a": {"__array__": 1}}, "state.a"),
+    ],
+)
+def test_what_json_cannot_hold_is_refused_by_its_place(value: Any, place: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        encode(value, "state")
+    assert caught.value.where == place
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"\x80\x04K\x01.", b'{"__array__": "x", "values": [], "shape": []}'])
+def test_a_damaged_document_is_named(raw: bytes) -> None:
+    with pytest.raises(FormatError) as caught:
+        decode(raw, "checkpoint-3/trainer/state.json")
+    assert caught.value.where == "checkpoint-3/trainer/state.json"
+
+
+def test_a_list_is_no_object() -> None:
+    with pytest.raises(FormatError, match="not a JSON object"):
+        decode_object(b"[1]", "state.json")
+
+
+def test_a_description_is_json_whatever_it_describes() -> None:
+    described = describe({1: {"a"}, "b": [np.float32(2), object(), None]})
+    assert json.loads(json.dumps(described))["b"][0] == 2.0
+    assert described["1"] == ["a"]

@@ -1,0 +1,191 @@
+"""The options: defaults, ranges, and what is refused beside ``flex_checkpoint: true``. No Paddle is needed here."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.trainer.options import (
+    CONFLICTS,
+    WITHOUT_EFFECT,
+    FlexFields,
+    check_options,
+    parse_size,
+    without_effect,
+)
+
+CONTRADICTIONS: dict[str, Any] = {
+    "save_checkpoint_format": "unified_checkpoint",
+    "load_checkpoint_format": "sharding_io",
+    "unified_checkpoint": True,
+    "save_sharded_model": True,
+    "load_sharded_model": True,
+    "ckpt_quant_stage": "O1",
+    "enable_zero_cost_checkpoint": True,
+    "flash_device_save_steps": 10,
+    "use_async_save": True,
+    "zcc_save_ema_coef": 0.99,
+    "sharded_model_from_ema": True,
+    "enable_auto_parallel": True,
+    "auto_parallel_resume_form_hybrid_parallel": True,
+    "aoa_config": {"aoa_statements": ["a -> b"]},
+    "load_from_hf": True,
+    "sharding": "stage3",
+    "optim": "muon",
+    "tensorwise_offload_optimizer": True,
+    "using_sonic_moe": True,
+    "save_on_each_node": True,
+    "replicate_saved_into_local": True,
+    "pdc_download_ckpt": True,
+}
+"""For every option that is refused, a value that is."""
+
+HARMLESS: dict[str, Any] = {
+    "save_checkpoint_format": "flex_checkpoint",
+    "load_checkpoint_format": "flex_checkpoint",
+    "ckpt_quant_stage": "O0",
+    "zcc_save_ema_coef": None,
+    "aoa_config": None,
+    "sharding": "stage1",
+    "optim": "adamw",
+    "flash_device_save_steps": 0,
+}
+
+
+def options(**changed: Any) -> SimpleNamespace:
+    defaults = {one.name: one.default for one in dataclasses.fields(FlexFields)}
+    return SimpleNamespace(**{**defaults, **changed})
+
+
+@pytest.mark.parametrize("one", dataclasses.fields(FlexFields), ids=lambda one: one.name)
+def test_every_help_line_ends_with_the_default(one: dataclasses.Field[Any]) -> None:
+    spelled = str(one.default).lower() if isinstance(one.default, bool) else str(one.default)
+    assert one.metadata["help"].endswith(f" Default: {spelled}.")
+
+
+def test_the_defaults_are_in_range() -> None:
+    check_options(options(flex_checkpoint=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("flex_checkpoint", "yes"),
+        ("flex_verify", "everything"),
+        ("flex_verify", True),
+        ("flex_threads", 0),
+        ("flex_threads", 257),
+        ("flex_threads", True),
+        ("flex_threads", 2.5),
+        ("flex_timeout", 0),
+        ("flex_timeout", "1h"),
+        ("flex_timeout", 604801),
+        ("flex_max_shard_size", "0GB"),
+        ("flex_max_shard_size", "999kB"),
+        ("flex_max_shard_size", "-5GB"),
+        ("flex_max_shard_size", "5 apples"),
+        ("flex_max_shard_size", 5),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        check_options(options(**{name: value}))
+    (line,) = caught.value.evidence
+    assert line.startswith(f"{name}: {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("flex_verify", "off"),
+        ("flex_verify", "full"),
+        ("flex_threads", 1),
+        ("flex_threads", 256),
+        ("flex_timeout", 1),
+        ("flex_timeout", 604800),
+        ("flex_max_shard_size", "1MB"),
+        ("flex_max_shard_size", "4.5GiB"),
+    ],
+)
+def test_the_ends_of_the_ranges_are_accepted(name: str, value: Any) -> None:
+    check_options(options(flex_checkpoint=True, **{name: value}))
+
+
+def test_all_values_out_of_range_are_named_at_once() -> None:
+    with pytest.raises(OptionError) as caught:
+        check_options(options(flex_verify="x", flex_threads=0, flex_timeout=0, flex_max_shard_size=""))
+    assert [line.partition(":")[0] for line in caught.value.evidence] == [
+        "flex_verify",
+        "flex_threads",
+        "flex_timeout",
+        "flex_max_shard_size",
+    ]
+
+
+def test_every_refused_option_is_tried_here() -> None:
+    assert {conflict.key for conflict in CONFLICTS} == set(CONTRADICTIONS)
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_contradiction_names_both_keys(name: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        check_options(options(flex_checkpoint=True, **{name: CONTRADICTIONS[name]}))
+    (line,) = caught.value.evidence
+    assert line.startswith(f"flex_checkpoint: true and {name}: ")
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_without_flex_checkpoint_nothing_contradicts(name: str) -> None:
+    check_options(options(flex_checkpoint=False, **{name: CONTRADICTIONS[name]}))
+
+
+def test_all_contradictions_are_named_at_once() -> None:
+    with pytest.raises(OptionError) as caught:
+        check_options(options(flex_checkpoint=True, **CONTRADICTIONS))
+    assert len(caught.value.evidence) == len(CONTRADICTIONS)
+
+
+def test_the_values_that_mean_the_same_are_accepted() -> None:
+    check_options(options(flex_checkpoint=True, **HARMLESS))
+
+
+def test_an_option_without_effect_is_said_and_not_refused() -> None:
+    chosen = options(flex_checkpoint=True, flex_ckpt_comm_method="broadcast", load_via_cpu=True)
+    check_options(chosen)
+    (line,) = without_effect(chosen)
+    assert "flex_checkpoint: true and flex_ckpt_comm_method: broadcast" in line
+
+
+def test_an_option_is_refused_or_without_effect_but_not_both() -> None:
+    assert not {one.key for one in CONFLICTS} & {one.key for one in WITHOUT_EFFECT}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("12B", 12),
+        ("5GB", 5_000_000_000),
+        ("5gb", 5_000_000_000),
+        (" 1.5 MB ", 1_500_000),
+        ("4GiB", 4 * 2**30),
+        ("1TB", 10**12),
+        ("2KiB", 2048),
+    ],
+)
+def test_a_size_is_read_with_its_unit(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5", "GB", "5 GBs", "five GB", "5,5GB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="is not a size"):
+        parse_size(text)
+
+
+def test_the_fields_check_themselves_when_they_are_made() -> None:
+    with pytest.raises(OptionError, match="not possible"):
+        FlexFields(flex_threads=0)

@@ -1,0 +1,118 @@
+"""Where a resumed run takes up its data: counted in samples, and refused where nobody can tell."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from paddleformers_fc.errors import FormatError, OptionError
+from paddleformers_fc.trainer.position import (
+    Order,
+    Pace,
+    Position,
+    Start,
+    epochs_left,
+    from_document,
+    pace_of,
+    start_after,
+    to_document,
+)
+
+SHUFFLED = Order(indexed=True, length=64, shuffled=True, seed=42)
+STREAM = Order(indexed=False, length=0, shuffled=False, seed=0)
+DP2 = Pace(micro_batch=4, accumulation=1, ranks=2)
+HALFWAY = Position(epoch=1, samples=24, consumed=88)
+
+
+def test_a_position_survives_its_document() -> None:
+    saved = (HALFWAY, DP2, SHUFFLED)
+    assert from_document(to_document(*saved), "data.json") == saved
+
+
+@pytest.mark.parametrize("document", [{}, {"position": {}}, {"position": 3, "pace": 4, "order": 5}])
+def test_a_damaged_document_is_named(document: dict[str, object]) -> None:
+    with pytest.raises(FormatError) as caught:
+        from_document(document, "checkpoint-3/trainer/data.json")
+    assert caught.value.where == "checkpoint-3/trainer/data.json"
+
+
+def test_the_pace_multiplies_ranks_micro_batch_and_accumulation() -> None:
+    args = SimpleNamespace(per_device_train_batch_size=3, gradient_accumulation_steps=5, dataset_world_size=2)
+    assert (pace_of(args).per_pass, pace_of(args).per_step) == (6, 30)
+
+
+def test_the_same_settings_go_on_with_the_next_sample() -> None:
+    assert start_after((HALFWAY, DP2, SHUFFLED), DP2, SHUFFLED, 8) == Start(HALFWAY, 3)
+
+
+@pytest.mark.parametrize(
+    ("pace", "passes"),
+    [(Pace(8, 1, 1), 3), (Pace(2, 2, 2), 6), (Pace(2, 1, 4), 3), (Pace(1, 1, 2), 12), (Pace(12, 1, 2), 1)],
+)
+def test_another_global_batch_goes_on_with_the_next_sample(pace: Pace, passes: int) -> None:
+    assert start_after((HALFWAY, DP2, SHUFFLED), pace, SHUFFLED, 64 // pace.per_pass) == Start(HALFWAY, passes)
+
+
+def test_a_stream_is_taken_up_by_passes() -> None:
+    assert start_after((HALFWAY, DP2, STREAM), Pace(1, 1, 2), STREAM, None) == Start(HALFWAY, 12)
+
+
+def test_an_epoch_with_no_full_step_left_is_over() -> None:
+    used_up = Position(epoch=1, samples=56, consumed=120)
+    start = start_after((used_up, DP2, SHUFFLED), Pace(4, 2, 2), SHUFFLED, 8)
+    assert start == Start(Position(epoch=2, samples=0, consumed=120), 0)
+
+
+def test_the_beginning_of_an_epoch_may_be_resumed_with_anything() -> None:
+    start = start_after((Position(2, 0, 128), DP2, SHUFFLED), Pace(5, 1, 3), STREAM, None)
+    assert start == Start(Position(2, 0, 128), 0)
+
+
+@pytest.mark.parametrize(
+    ("pace", "order", "evidence"),
+    [
+        (Pace(5, 1, 1), SHUFFLED, "take 5 at a time"),
+        (Pace(1, 1, 5), SHUFFLED, "take 5 at a time"),
+        (DP2, replace(SHUFFLED, seed=43), "seed was 42 and is 43"),
+        (DP2, replace(SHUFFLED, length=63), "64 samples were shuffled and 63 are now"),
+        (DP2, Order(True, 64, False, 0), "dataloader_shuffle was true and is false"),
+        (DP2, STREAM, "was a map and is a stream now"),
+    ],
+)
+def test_data_that_comes_otherwise_is_refused(pace: Pace, order: Order, evidence: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        start_after((HALFWAY, DP2, SHUFFLED), pace, order, 8)
+    assert any(evidence in line for line in caught.value.evidence)
+    assert "ignore_data_skip: true" in caught.value.next_step
+
+
+def test_unshuffled_data_may_have_grown() -> None:
+    ordered = Order(True, 64, False, 0)
+    assert start_after((HALFWAY, DP2, ordered), DP2, replace(ordered, length=80), 10) == Start(HALFWAY, 3)
+
+
+@given(
+    old=st.builds(Pace, st.integers(1, 6), st.integers(1, 3), st.integers(1, 4)),
+    new=st.builds(Pace, st.integers(1, 6), st.integers(1, 3), st.integers(1, 4)),
+    steps=st.integers(1, 10),
+)
+def test_no_sample_is_repeated_or_lost(old: Pace, new: Pace, steps: int) -> None:
+    trained = steps * old.per_step
+    order = Order(True, trained + 1000, True, 1)
+    saved = (Position(0, trained, trained), old, order)
+    if trained % new.per_pass:
+        with pytest.raises(OptionError):
+            start_after(saved, new, order, None)
+    else:
+        assert start_after(saved, new, order, None).passes * new.per_pass == trained
+
+
+@pytest.mark.parametrize(
+    ("bounded", "done", "left"), [(True, False, sys.maxsize), (False, False, 2), (True, True, 0), (False, True, 0)]
+)
+def test_the_loop_makes_the_epochs_that_are_left(bounded: bool, done: bool, left: int) -> None:
+    assert epochs_left(Start(HALFWAY, 3), 3, bounded, done) == left

@@ -1,0 +1,99 @@
+"""What ``save_total_limit`` deletes, and what it never does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from paddleformers_fc.storage.commit import create_staging
+from paddleformers_fc.storage.files import write_file
+from paddleformers_fc.storage.manifest import Manifest, write_manifest
+from paddleformers_fc.trainer.rotation import numbered, rotate, superfluous
+
+
+def make_checkpoint(output_dir: Path, step: int) -> Path:
+    """A finished checkpoint with one small file."""
+    directory = output_dir / f"checkpoint-{step}"
+    directory.mkdir()
+    receipt = write_file(directory / "config.json", b"{}", root=directory)
+    manifest = Manifest(
+        written_by="test", step=step, consumed_samples=0, world_size=1, parallel={}, family="", aoa={}, files=[receipt]
+    )
+    write_manifest(directory, manifest)
+    return directory
+
+
+def left(output_dir: Path) -> list[str]:
+    return sorted(path.name for path in output_dir.iterdir())
+
+
+def quiet(_: str) -> None:
+    """Say nothing."""
+
+
+def test_directories_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for name in ("checkpoint-10", "checkpoint-9", "checkpoint-x", "hf_checkpoint-3", "checkpoint-8.old"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-7").write_text("a file")
+    assert [path.name for path in numbered(tmp_path, "checkpoint")] == ["checkpoint-9", "checkpoint-10"]
+
+
+def test_the_oldest_beyond_the_limit_go(tmp_path: Path) -> None:
+    for step in (2, 4, 10):
+        make_checkpoint(tmp_path, step)
+    said: list[str] = []
+    rotate(tmp_path, 2, None, said.append)
+    assert left(tmp_path) == ["checkpoint-10", "checkpoint-4"]
+    (line,) = said
+    assert "checkpoint-2" in line
+    assert "save_total_limit: 2" in line
+
+
+def test_without_a_limit_nothing_goes(tmp_path: Path) -> None:
+    for step in (2, 4):
+        make_checkpoint(tmp_path, step)
+    rotate(tmp_path, None, None, quiet)
+    assert left(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
+    best, *_ = [make_checkpoint(tmp_path, step) for step in (2, 4, 6)]
+    rotate(tmp_path, 1, best, quiet)
+    assert left(tmp_path) == ["checkpoint-2", "checkpoint-6"]
+
+
+def test_the_newest_whole_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2)
+    make_checkpoint(tmp_path, 4)
+    (make_checkpoint(tmp_path, 6) / "config.json").write_bytes(b"longer than it was")
+    rotate(tmp_path, 1, None, quiet)
+    assert "checkpoint-4" in left(tmp_path)
+
+
+def test_directories_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1" / "model_state").mkdir(parents=True)
+    for step in (2, 4):
+        make_checkpoint(tmp_path, step)
+    rotate(tmp_path, 2, None, quiet)
+    assert left(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
+
+
+def test_a_directory_that_a_running_save_writes_stays(tmp_path: Path) -> None:
+    staging = create_staging(tmp_path / "checkpoint-4")
+    make_checkpoint(tmp_path, 2)
+    rotate(tmp_path, 1, None, quiet)
+    assert staging.is_dir()
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+@given(kept=st.sets(st.integers(0, 4), max_size=2), count=st.integers(1, 5))
+def test_as_many_stay_as_the_limit_says_and_those_that_are_kept(limit: int, kept: set[int], count: int) -> None:
+    paths = [Path(f"checkpoint-{index}") for index in range(count)]
+    safe = frozenset(paths[index] for index in kept if index < count)
+    gone = superfluous(paths, limit, safe)
+    stay = [path for path in paths if path not in gone]
+    assert safe <= set(stay)
+    assert len(stay) == min(count, max(limit, len(safe)))
+    assert gone == sorted(gone)
