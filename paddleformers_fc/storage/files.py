@@ -373,7 +373,7 @@ def remove_tree(path: Path) -> None:
         remove_file(path)
         return
     for entry in list_directory(path):
-        if is_directory(entry) and not entry.is_symlink():
+        if is_directory(entry):
             remove_tree(entry)
         else:
             remove_file(entry)

@@ -105,10 +105,12 @@ def test_a_file_that_ends_early_is_corrupt_and_says_where(
     assert caught.value.evidence == (f"wanted 200 bytes from byte {offset}, got {got}",)
 
 
-def test_a_missing_file_is_corrupt_and_does_not_stop_the_reader(reader: RangeReader, data_files: list[Path]) -> None:
-    with pytest.raises(Corrupt, match="gone is missing"):
-        reader.read_into(data_files[0].with_name("gone"), 0, bytearray(1))
-    reader.read_into(data_files[0], 0, bytearray(1))
+@pytest.mark.timeout(PATIENCE)
+def test_a_missing_file_is_corrupt_and_takes_no_descriptor(data_files: list[Path]) -> None:
+    with RangeReader(max_open_files=1) as reader:
+        with pytest.raises(Corrupt, match="gone is missing"):
+            reader.read_into(data_files[0].with_name("gone"), 0, bytearray(1))
+        reader.read_into(data_files[0], 0, bytearray(1))
 
 
 def test_a_directory_is_refused(reader: RangeReader, tmp_path: Path) -> None:
@@ -185,6 +187,51 @@ def test_two_threads_read_one_file_at_the_same_time(data_files: list[Path], monk
         for job in jobs:
             job.result(PATIENCE)
     assert machine.still_open == 0
+
+
+def test_two_threads_that_open_one_file_at_the_same_time_keep_one_descriptor(
+    data_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = threading.Barrier(2)
+
+    class MeetingOs(WatchedOs):
+        def open(self, *arguments: Any) -> int:
+            meeting.wait(PATIENCE)
+            return super().open(*arguments)
+
+    machine = MeetingOs()
+    monkeypatch.setattr(files, "os", machine)
+    with RangeReader(max_open_files=2) as reader, ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(reader.read_into, data_files[0], 0, bytearray(9)) for _ in range(2)]
+        for job in jobs:
+            job.result(PATIENCE)
+        assert (machine.opened, machine.still_open) == (2, 1)
+    assert machine.still_open == 0
+
+
+def test_a_thread_that_waits_for_a_file_goes_on_as_soon_as_another_has_opened_it(
+    data_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = threading.Event()
+
+    class Condition(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            waiting.set()
+            return super().wait(timeout)
+
+    class SlowOs(WatchedOs):
+        def open(self, *arguments: Any) -> int:
+            assert waiting.wait(PATIENCE)
+            return super().open(*arguments)
+
+    machine = SlowOs(meeting=threading.Barrier(2))
+    monkeypatch.setattr(files, "os", machine)
+    with RangeReader(max_open_files=1) as reader, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(reader, "_change", Condition())
+        jobs = [pool.submit(reader.read_into, data_files[0], 0, bytearray(9)) for _ in range(2)]
+        for job in jobs:
+            job.result(PATIENCE)
+    assert machine.opened == 1
 
 
 def test_a_thread_waits_for_a_descriptor_instead_of_exceeding_the_bound(

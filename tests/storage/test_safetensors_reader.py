@@ -121,6 +121,11 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
     "fractional offset": ({"t": tensor(offsets=[0, 4.0])}, b"1234", "'t' has data_offsets"),
     "offsets reversed": ({"t": tensor(offsets=[4, 0])}, b"1234", "'t' takes the bytes 4 to 0"),
     "size does not fit": ({"t": tensor(shape=[2])}, b"1234", "'t' takes the bytes 0 to 4, .* has 8 bytes"),
+    "more bytes than its shape": (
+        {"t": tensor(offsets=[0, 8])},
+        b"12345678",
+        "'t' takes the bytes 0 to 8, .* has 4 bytes",
+    ),
     "gap before": ({"t": tensor(offsets=[4, 8])}, b"12345678", "'t' leaves a gap behind the header"),
     "gap between": ({"s": tensor(), "t": tensor(offsets=[8, 12])}, b"0" * 12, "'t' leaves a gap behind 's'"),
     "overlap": ({"s": tensor(shape=[2], offsets=[0, 8]), "t": tensor(offsets=[4, 8])}, b"0" * 8, "'t' overlaps 's'"),
@@ -283,6 +288,30 @@ def test_a_header_of_random_parts_is_refused_or_read_as_the_library_does(
 def test_what_is_called_malformed_is_so_to_the_library_too(case: str) -> None:
     document, data, _ = MALFORMED[case]
     assert not library_accepts(header_bytes(document) + data)
+
+
+@THOROUGH
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    which=st.integers(0, 2),
+    field=st.sampled_from(["begin", "end", "shape", "name", "nothing"]),
+    by=st.sampled_from([-4, -1, 1, 4, 2**32, 2**62, 2**64]),
+)
+def test_a_header_with_one_thing_changed_is_refused_or_read_as_the_library_does(
+    scratch: Path, sizes: list[int], which: int, field: str, by: int
+) -> None:
+    which %= len(sizes)
+    entries, position = [], 0
+    for number, size in enumerate(sizes):
+        name, shape, begin, end = f"t{number}", size, position, position + 4 * size
+        if number == which:
+            name = "t0" if field == "name" else name
+            shape += by * (field == "shape")
+            begin, end = begin + by * (field == "begin"), end + by * (field == "end")
+        entries.append(f'"{name}":{json.dumps(tensor("F32", [shape], [begin, end]))}')
+        position += 4 * size
+    text = "{" + ",".join(entries) + "}"
+    refused_or_as_the_library_reads_it(scratch, header_bytes(text.encode()) + bytes(position))
 
 
 def test_the_bound_on_the_header_is_that_of_the_library() -> None:
