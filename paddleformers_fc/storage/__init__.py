@@ -7,11 +7,12 @@
 ``files``        the only place that writes, syncs, renames and deletes
 ``safetensors``  a validating header reader and a streaming writer
 ``ranges``       parallel reads of byte ranges into memory that the caller owns
-``manifest``     ``flex_checkpoint.json``: what a finished checkpoint consists of, and how it is checked
+``regions``      boxes of a stored tensor, read into any strided array
 ``names``        how the directories beside a checkpoint are called
 ``owner``        which process an unfinished directory belongs to, and whether that process still lives
+``manifest``     ``flex_checkpoint.json``: what a finished checkpoint consists of, and how it is checked
 ``commit``       the life of a checkpoint directory: staged, committed, replaced, cleaned up, removed
 ===============  =====================================================================================
 
-The names follow one direction: each module imports only from those above it. Nothing here imports Paddle.
+Each module imports only from those above it. Nothing here imports Paddle.
 """

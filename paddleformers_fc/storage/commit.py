@@ -170,13 +170,16 @@ def publish(staging: Path, target: Path) -> None:
 def discard(staging: Path) -> None:
     """Delete the staging directory of a save that failed; harmless if it is gone.
 
+    A rank that is still writing into it gets a :class:`StorageError`, and nothing that it writes comes back to life.
+
     Raises:
         StorageError: it is not a staging directory, or the operating system refused.
     """
     parsed = parse_beside(staging)
     if parsed is None or parsed[1] != UNFINISHED:
         raise StorageError(f"{staging} is not a staging directory and is not deleted.", where=str(staging))
-    remove_tree(staging)
+    if is_directory(staging):
+        remove_checkpoint(staging)
 
 
 def remove_checkpoint(directory: Path) -> None:
@@ -211,9 +214,7 @@ def clean_unfinished(output_dir: Path) -> tuple[list[Leftover], list[Leftover]]:
         StorageError: the operating system refused.
     """
     leftovers = unfinished(output_dir)
-    removed = [one for one in leftovers if one.disposable]
-    for one in removed:
-        remove_checkpoint(one.path)
+    removed = [one for one in leftovers if one.disposable and _remove_unless_gone(one.path)]
     return removed, [one for one in leftovers if not one.disposable]
 
 
@@ -304,6 +305,17 @@ def _try_remove(directory: Path) -> Path | None:
     except StorageError:
         return directory
     return None
+
+
+def _remove_unless_gone(directory: Path) -> bool:
+    """Whether this call removed it, and not another process that cleans at the same time."""
+    try:
+        remove_checkpoint(directory)
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return False
+        raise
+    return True
 
 
 def _doom(directory: Path) -> Path:

@@ -29,7 +29,6 @@ from paddleformers_fc.storage.receipts import DEFAULT_BLOCK_BYTES, FileReceipt
 # One write call: small enough that the bytes are still in the processor's cache when they are written after hashing.
 _WRITE_BYTES = 1024 * 1024
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
-_NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _ADVICE = {
@@ -340,17 +339,14 @@ def rename(source: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two names atomically; False, with nothing changed, where the file system or the platform cannot.
+    """Swap two names atomically; False, with nothing changed, if the system did not do it.
 
-    Raises:
-        StorageError: it can, but the operating system refused.
+    Platforms, file systems and sandboxes that cannot exchange names say so with several different error numbers. The
+    caller falls back on plain renames, and they report what is really wrong, if anything is.
     """
-    number = _renameat2(os.fsencode(one), os.fsencode(other))
-    if number == 0:
-        return True
-    if number in _NO_EXCHANGE:
+    if not sys.platform.startswith("linux"):
         return False
-    raise refused(f"exchange {one} with", other, OSError(number, os.strerror(number)))
+    return _renameat2(os.fsencode(one), os.fsencode(other)) == 0
 
 
 def remove_file(path: Path) -> None:
@@ -443,11 +439,6 @@ def _make_parents(path: Path, root: Path | None) -> None:
 
 
 def _renameat2(one: bytes, other: bytes) -> int:
-    """The error number of an exchanging rename, 0 for success."""
-    if not sys.platform.startswith("linux"):
-        return errno.ENOSYS
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return errno.ENOSYS
-    result: int = call(_AT_FDCWD, one, _AT_FDCWD, other, ctypes.c_uint(_RENAME_EXCHANGE))
-    return 0 if result == 0 else ctypes.get_errno()
+    """The system call that exchanges two names; 0 for success."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    return -1 if call is None else int(call(_AT_FDCWD, one, _AT_FDCWD, other, ctypes.c_uint(_RENAME_EXCHANGE)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import struct
@@ -154,7 +153,7 @@ class Machine:
 
     def renameat2(self, one: bytes, other: bytes) -> int:
         if not self.can_exchange:
-            return errno.EINVAL
+            return -1
         return int(self._do("exchange", Path(os.fsdecode(other)), lambda: _renameat2(one, other)))
 
     def lose_power(self, root: Path) -> None:
