@@ -1,0 +1,225 @@
+"""``diff``: which canonical tensors of two checkpoints are not the same bits, whatever their layouts and formats.
+
+Every tensor of either side is put together in canonical form and hashed (md5), one at a time; memory is the largest
+tensor and a digest per tensor. Open weights hold ``model_state`` alone, so beside them nothing else is compared, nor
+read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, Kind, kind_of
+from paddleformers_fc.cli.output import count_text
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
+from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
+from paddleformers_fc.mapping.folding import fold
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+class Side(msgspec.Struct, frozen=True):
+    """One of the two directories: its path as it was named, and what it is."""
+
+    path: str
+    kind: Kind
+
+
+class Form(msgspec.Struct, frozen=True):
+    """A tensor on one side: element type, global shape, and md5 of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    md5: str
+
+
+class Different(msgspec.Struct, frozen=True):
+    """A tensor that both sides hold and that is not the same."""
+
+    name: str
+    a: Form
+    b: Form
+
+    @property
+    def reason(self) -> str:
+        """What differs, in words."""
+        if self.a.shape != self.b.shape:
+            return f"shape {list(self.a.shape)} and {list(self.b.shape)}"
+        if self.a.dtype != self.b.dtype:
+            return f"dtype {self.a.dtype} and {self.b.dtype}"
+        return "values"
+
+
+class RoleDifference(msgspec.Struct, frozen=True):
+    """What was found in one role.
+
+    Attributes:
+        equal: tensors that are the same, bit for bit.
+        different: tensors that both sides hold and that are not.
+        only_in_a: names.
+        only_in_b: names.
+    """
+
+    equal: int
+    different: list[Different]
+    only_in_a: list[str]
+    only_in_b: list[str]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.different or self.only_in_a or self.only_in_b)
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The outcome.
+
+    Attributes:
+        equal: whether everything that was compared is the same.
+        a: the first directory.
+        b: the second.
+        roles: what was found, by compared role.
+        not_compared: roles that one side holds and the other cannot.
+        seconds: how long it took.
+    """
+
+    equal: bool
+    a: Side
+    b: Side
+    roles: dict[str, RoleDifference]
+    not_compared: list[str]
+    seconds: float
+
+
+def diff(a: Path, b: Path, role: str | None = None) -> Difference:
+    """Compare two directories.
+
+    Args:
+        a: a flex checkpoint or a directory of open weights.
+        b: the other.
+        role: the only role to compare; None for all that both sides can have.
+    Raises:
+        OptionError: the role is unknown, held by neither side, or one that open weights do not have.
+        FlexError: a directory cannot be opened, proved or read.
+    """
+    started = time.monotonic()
+    sides = (Side(str(a), kind_of(a)), Side(str(b), kind_of(b)))
+    roles = _compared_roles(sides, role)
+    first, second = ({(one.role, one.name): one for one in _digests(path, roles)} for path in (a, b))
+    present = [name for name in roles if any(key[0] == name for key in (*first, *second))]
+    if not present:
+        raise OptionError(f"Neither side holds a tensor of {role}.", where=f"{a} and {b}")
+    found = {name: _compare(name, first, second) for name in present}
+    left_out = _left_out(sides) if role is None else []
+    equal = all(one.same for one in found.values())
+    return Difference(equal, *sides, found, left_out, round(time.monotonic() - started, 3))
+
+
+def _left_out(sides: Sequence[Side]) -> list[str]:
+    """Roles that the checkpoint holds and the open weights beside it cannot hold."""
+    if all(side.kind != HUGGINGFACE for side in sides):
+        return []
+    return [
+        role
+        for role in ROLES
+        if role != MODEL_STATE and any(side.kind == FLEX and (Path(side.path) / role).is_dir() for side in sides)
+    ]
+
+
+def _compared_roles(sides: Sequence[Side], role: str | None) -> tuple[str, ...]:
+    if role is not None and role not in ROLES:
+        raise OptionError(f"There is no role {role!r}.", where="--role", evidence=[f"roles: {', '.join(ROLES)}"])
+    weights = next((side for side in sides if side.kind == HUGGINGFACE), None)
+    if weights is None:
+        return ROLES if role is None else (role,)
+    if role not in (None, MODEL_STATE):
+        raise OptionError(
+            f"Open weights have no {role}.",
+            where=weights.path,
+            next_step=f"Compare two flex checkpoints, or leave {MODEL_STATE} as the role.",
+        )
+    return (MODEL_STATE,)
+
+
+def _digests(directory: Path, roles: tuple[str, ...]) -> Iterator[TensorDigest]:
+    """Digests of the wanted roles; what comes after the last of them is not read."""
+    last = max(ROLES.index(role) for role in roles)
+    for digest in canonical_digests(directory):
+        if ROLES.index(digest.role) > last:
+            return
+        if digest.role in roles:
+            yield digest
+
+
+def _compare(
+    role: str, first: dict[tuple[str, str], TensorDigest], second: dict[tuple[str, str], TensorDigest]
+) -> RoleDifference:
+    mine = {name: one for (found, name), one in first.items() if found == role}
+    theirs = {name: one for (found, name), one in second.items() if found == role}
+    different = [
+        Different(name, _form(one), _form(theirs[name]))
+        for name, one in mine.items()
+        if name in theirs and one != theirs[name]
+    ]
+    only_in_a = [name for name in mine if name not in theirs]
+    only_in_b = [name for name in theirs if name not in mine]
+    return RoleDifference(len(mine) - len(different) - len(only_in_a), different, only_in_a, only_in_b)
+
+
+def _form(digest: TensorDigest) -> Form:
+    return Form(digest.dtype, digest.shape, digest.md5)
+
+
+def show(found: Difference, console: Console) -> None:
+    """The counts as a table, then every difference, indices folded."""
+    from rich.text import Text
+
+    console.print(Text.assemble(("A ", "bold"), f"{found.a.path} ({_kind_text(found.a.kind)})"))
+    console.print(Text.assemble(("B ", "bold"), f"{found.b.path} ({_kind_text(found.b.kind)})"))
+    console.print(_counts(found))
+    for role, one in found.roles.items():
+        _show_lines(console, f"{role}: different", [f"{item.name}: {item.reason}" for item in one.different])
+        _show_lines(console, f"{role}: only in A", one.only_in_a)
+        _show_lines(console, f"{role}: only in B", one.only_in_b)
+    if found.not_compared:
+        console.print(Text(f"Not compared, because open weights do not have it: {', '.join(found.not_compared)}."))
+    equal = sum(one.equal for one in found.roles.values())
+    verdict = Text("equal", "bold green") if found.equal else Text("different", "bold red")
+    console.print(
+        Text.assemble(verdict, f": {count_text(equal, 'tensor')} the same bit for bit, {found.seconds:.2f} s")
+    )
+
+
+def _kind_text(kind: Kind) -> str:
+    return "open weights" if kind == HUGGINGFACE else "flex checkpoint"
+
+
+def _counts(found: Difference) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("role", style="cyan")
+    for heading in ("equal", "different", "only in A", "only in B"):
+        table.add_column(heading, justify="right")
+    for role, one in found.roles.items():
+        counts = (one.equal, len(one.different), len(one.only_in_a), len(one.only_in_b))
+        table.add_row(role, *(f"{count:,}" for count in counts), style=None if one.same else "red")
+    return table
+
+
+def _show_lines(console: Console, heading: str, lines: list[str]) -> None:
+    from rich.text import Text
+
+    if lines:
+        console.print(Text(f"{heading} ({len(lines)})", "bold red"))
+        for line in fold(lines):
+            console.print(Text(f"  {line}"))

@@ -1,0 +1,151 @@
+"""``export``: a flex checkpoint as Hugging Face files, and one number that says whether two exports are the same.
+
+The number costs one more pass over the files, which the system's cache mostly serves; memory is one block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paddleformers_fc.catalog import open_huggingface
+from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.cli.output import count_text, size_text
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.storage.ranges import RangeReader
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_READ_BYTES = 1024 * 1024
+
+
+class ExportedFile(msgspec.Struct, frozen=True):
+    """One weight file: its name and its size in bytes."""
+
+    name: str
+    bytes: int
+
+
+class Exported(msgspec.Struct, frozen=True):
+    """What was written.
+
+    Attributes:
+        source: the checkpoint as it was named.
+        path: the directory that was written.
+        files: the weight files.
+        tensors: how many canonical tensors.
+        bytes: of those tensors.
+        md5: see :func:`weights_md5`.
+        seconds: how long it took, md5 included.
+    """
+
+    source: str
+    path: str
+    files: list[ExportedFile]
+    tensors: int
+    bytes: int
+    md5: str
+    seconds: float
+
+
+def export(source: Path, target: Path, max_shard_bytes: int, verify: str, replace: bool) -> Exported:
+    """Export a checkpoint.
+
+    Args:
+        source: a finished flex checkpoint.
+        target: the directory to write; other files in it are kept.
+        max_shard_bytes: bound on the tensors of one file, in bytes.
+        verify: how the source is checked first: ``off``, ``size`` or ``full``.
+        replace: whether weights that are in the target may be replaced.
+    Raises:
+        OptionError: the target is a checkpoint, or holds weights that may not be replaced.
+        FlexError: the source cannot be opened, proved or read, or the target not be written.
+    """
+    started = time.monotonic()
+    _refuse_target(target, replace)
+    report = export_checkpoint(source, target, max_shard_bytes, verify=verify)
+    return Exported(
+        source=str(source),
+        path=str(target),
+        files=[ExportedFile(name, receipt.size) for name, receipt in sorted(report.files.items())],
+        tensors=report.tensors,
+        bytes=report.bytes,
+        md5=weights_md5(target),
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+def _refuse_target(target: Path, replace: bool) -> None:
+    if (target / MANIFEST_NAME).exists():
+        raise OptionError(
+            "An export is not written into a checkpoint.",
+            where=str(target),
+            evidence=[f"{MANIFEST_NAME} is there"],
+            next_step="Name another directory.",
+        )
+    present = [name for name in (INDEX_NAME, SINGLE_NAME) if (target / name).exists()]
+    if present and not replace:
+        raise OptionError(
+            "The directory holds weights already.",
+            where=str(target),
+            evidence=[f"{name} is there" for name in present],
+            next_step="Name another directory, or add --replace to have its weights replaced.",
+        )
+
+
+def weights_md5(directory: Path) -> str:
+    """One md5 for a directory of open weights, whatever files they are divided into.
+
+    For every tensor in the order of its name (compared as text): the name in UTF-8, then the tensor's bytes,
+    row-major and little-endian. With the safetensors library::
+
+        digest = hashlib.md5()
+        for name in sorted(tensors):
+            digest.update(name.encode())
+            digest.update(tensors[name].tobytes())
+
+    Args:
+        directory: a directory of open weights.
+    Raises:
+        FlexError: the directory cannot be opened or read.
+    """
+    digest = hashlib.md5()
+    buffer = memoryview(bytearray(_READ_BYTES))
+    tensors = open_huggingface(directory).roles[MODEL_STATE]
+    with RangeReader() as reader:
+        for name in sorted(tensors):
+            digest.update(name.encode())
+            width = item_size(to_safetensors(tensors[name].dtype))
+            for fragment in tensors[name].fragments:  # One, or none where the tensor has no element.
+                end = fragment.begin + fragment.box.volume * width
+                for position in range(fragment.begin, end, _READ_BYTES):
+                    chunk = buffer[: min(end - position, _READ_BYTES)]
+                    reader.read_into(directory / fragment.file, position, chunk)
+                    digest.update(chunk)
+    return digest.hexdigest()
+
+
+def show(found: Exported, console: Console) -> None:
+    """The files, a line each, and the sum."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(Text(found.path, "bold"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    for file in found.files:
+        table.add_row(f"  {file.name}", size_text(file.bytes))
+    console.print(table)
+    console.print(f"md5 of names and bytes: {found.md5}")
+    tensors = f"{count_text(found.tensors, 'tensor')}, {size_text(found.bytes)}"
+    console.print(Text.assemble(("exported", "bold green"), f": {tensors}, {found.seconds:.2f} s"))

@@ -1,0 +1,241 @@
+"""``inspect``: what a checkpoint holds, from its manifest and headers alone.
+
+No tensor byte is read; the cost is one small read per file. The facts are one Struct, which ``--json`` prints as it is
+and :func:`show` turns into text.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from paddleformers_fc.catalog import StoredTensor
+from paddleformers_fc.cli.listing import TensorFacts, list_tensors, show_tensors
+from paddleformers_fc.cli.opening import HUGGINGFACE, Kind, Opened, open_directory
+from paddleformers_fc.cli.output import count_text, size_text
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_CONFIG_KEYS = (
+    "model_type",
+    "architectures",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "moe_num_experts",
+    "num_experts",
+    "tie_word_embeddings",
+)
+
+
+class JobFacts(msgspec.Struct, frozen=True):
+    """The job that saved a flex checkpoint.
+
+    Attributes:
+        step: optimizer steps done.
+        consumed_samples: training samples seen.
+        world_size: number of ranks.
+        parallel: degree per parallel axis.
+        family: the model family whose mapping was used.
+        written_by: program and version.
+    """
+
+    step: int
+    consumed_samples: int
+    world_size: int
+    parallel: dict[str, int]
+    family: str
+    written_by: str
+
+
+class RoleFacts(msgspec.Struct, frozen=True):
+    """What is stored in one role.
+
+    Attributes:
+        tensors: how many.
+        elements: numbers in them; for ``model_state`` these are the parameters.
+        bytes: of those numbers.
+        dtypes: number of tensors by element type.
+        files: how many files hold them.
+    """
+
+    tensors: int
+    elements: int
+    bytes: int
+    dtypes: dict[str, int]
+    files: int
+
+
+class Inspection(msgspec.Struct, frozen=True):
+    """Everything that ``inspect`` says.
+
+    Attributes:
+        kind: ``flex_checkpoint`` or ``huggingface``.
+        path: the directory as it was named.
+        job: who saved it; None for open weights.
+        model: the keys of ``config.json`` that tell a model's size.
+        files: how many files count.
+        bytes: their sizes together.
+        roles: what is stored, by role.
+        tensors: every stored tensor that was asked for; None when none was.
+    """
+
+    kind: Kind
+    path: str
+    job: JobFacts | None
+    model: dict[str, Any]
+    files: int
+    bytes: int
+    roles: dict[str, RoleFacts]
+    tensors: list[TensorFacts] | None = None
+
+
+def inspect(directory: Path, pattern: str | None = None) -> Inspection:
+    """The facts about a directory.
+
+    Args:
+        directory: a flex checkpoint or a directory of open weights.
+        pattern: a shell pattern; the stored tensors whose names match are listed. None lists nothing.
+    Raises:
+        OptionError: no stored tensor matches.
+        FlexError: the directory cannot be opened.
+    """
+    opened = open_directory(directory, "size")
+    sizes = _file_sizes(opened)
+    tensors = None if pattern is None else list_tensors(opened, pattern)
+    if tensors == []:
+        raise OptionError(
+            f"No stored tensor matches {pattern!r}.",
+            where=str(directory),
+            next_step="Quote the pattern, as in '*q_proj*'; optimizer states end in a suffix such as .moment1_0.",
+        )
+    return Inspection(
+        kind=opened.kind,
+        path=str(directory),
+        job=_job(opened),
+        model={key: opened.config[key] for key in _CONFIG_KEYS if key in opened.config},
+        files=len(sizes),
+        bytes=sum(sizes.values()),
+        roles={role: _role_facts(list(stored.values())) for role, stored in opened.catalog.roles.items()},
+        tensors=tensors,
+    )
+
+
+def _file_sizes(opened: Opened) -> dict[str, int]:
+    """Size by name of every file that counts."""
+    if opened.checkpoint is not None:
+        return {receipt.path: receipt.size for receipt in opened.checkpoint.manifest.files}
+    names = {
+        fragment.file
+        for stored in opened.catalog.roles.values()
+        for tensor in stored.values()
+        for fragment in tensor.fragments
+    }
+    return {name: (opened.catalog.root / name).stat().st_size for name in sorted(names)}
+
+
+def _job(opened: Opened) -> JobFacts | None:
+    if opened.checkpoint is None:
+        return None
+    manifest = opened.checkpoint.manifest
+    return JobFacts(
+        manifest.step,
+        manifest.consumed_samples,
+        manifest.world_size,
+        manifest.parallel,
+        manifest.family,
+        manifest.written_by,
+    )
+
+
+def _role_facts(tensors: list[StoredTensor]) -> RoleFacts:
+    dtypes: dict[str, int] = {}
+    elements = size = 0
+    for tensor in tensors:
+        count = math.prod(tensor.shape)
+        elements += count
+        size += count * item_size(to_safetensors(tensor.dtype))
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + 1
+    files = {fragment.file for tensor in tensors for fragment in tensor.fragments}
+    return RoleFacts(len(tensors), elements, size, dtypes, len(files))
+
+
+def show(found: Inspection, console: Console) -> None:
+    """The facts as text."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(Text(found.path, "bold"))
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column()
+    for label, value in _headline(found):
+        facts.add_row(f"  {label}", value)
+    console.print(facts)
+    console.print()
+    console.print(_role_table(found.roles))
+    if found.tensors is not None:
+        console.print()
+        show_tensors(found.tensors, console)
+
+
+def _headline(found: Inspection) -> list[tuple[str, str]]:
+    lines = [("kind", "open weights (Hugging Face)" if found.kind == HUGGINGFACE else "flex checkpoint")]
+    if found.job is not None:
+        job = found.job
+        lines.append(("step", f"{job.step:,}, after {count_text(job.consumed_samples, 'sample')}"))
+        lines.append(("saved by", f"{job.written_by}, {count_text(job.world_size, 'rank')}{_degrees(job.parallel)}"))
+        lines.append(("family", job.family))
+    if found.model:
+        lines.append(("model", _model_text(found.model)))
+    if MODEL_STATE in found.roles:
+        lines.append(("parameters", f"{found.roles[MODEL_STATE].elements:,}"))
+    lines.append(("on disk", f"{count_text(found.files, 'file')}, {size_text(found.bytes)}"))
+    return lines
+
+
+def _degrees(parallel: dict[str, int]) -> str:
+    used = [f"{axis} {degree}" for axis, degree in parallel.items() if degree > 1]
+    return f" ({', '.join(used)})" if used else ""
+
+
+def _model_text(model: dict[str, Any]) -> str:
+    numbers = [
+        f"{key.removeprefix('num_').replace('_', ' ')} {value}"
+        for key, value in model.items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    ]
+    if model.get("tie_word_embeddings"):
+        numbers.append("tied embeddings")
+    names = [str(model.get("model_type", "")), *map(str, model.get("architectures") or ())]
+    return ", ".join([*filter(None, names), *numbers])
+
+
+def _role_table(roles: dict[str, RoleFacts]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
+    table.add_column("role", style="cyan")
+    for heading in ("tensors", "elements", "bytes"):
+        table.add_column(heading, justify="right")
+    table.add_column("dtypes")
+    table.add_column("files", justify="right")
+    for role, facts in roles.items():
+        dtypes = ", ".join(
+            dtype if len(facts.dtypes) == 1 else f"{dtype} ({count})" for dtype, count in sorted(facts.dtypes.items())
+        )
+        table.add_row(
+            role, f"{facts.tensors:,}", f"{facts.elements:,}", size_text(facts.bytes), dtypes, f"{facts.files:,}"
+        )
+    return table

@@ -1,0 +1,250 @@
+"""The command line ``paddleformers-fc``: its verbs, and what their exit codes mean.
+
+====  ================================================================================================================
+code  meaning
+====  ================================================================================================================
+0     right: what was asked for was done, or what was checked is as it must be
+1     found wrong: a checkpoint is damaged, unfinished or does not fit, or two are different
+2     misuse, or trouble: an argument that cannot be used, or work that could not be done; nothing is said about a
+      checkpoint
+130   interrupted by Ctrl-C
+====  ================================================================================================================
+
+``train`` returns the code of its job. The declarations of the verbs are here, their work is in a module each, imported
+when the verb runs: only ``train`` and ``demo`` import Paddle, and ``--help`` takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from paddleformers_fc.cli import output
+from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, MismatchError, OptionError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PROGRAM = "paddleformers-fc"
+RIGHT, WRONG, MISUSE, INTERRUPTED = 0, 1, 2, 130
+
+_T = TypeVar("_T")
+
+app = typer.Typer(
+    help="Flex checkpoints for PaddleFormers: train, look at, check, compare and export them.",
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Level(str, Enum):
+    """How much of a checkpoint's files is checked."""
+
+    off = "off"
+    size = "size"
+    full = "full"
+
+
+Directory = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR", exists=True, file_okay=False, help="A flex checkpoint or a directory of open weights."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+@app.command()
+def inspect(
+    directory: Directory,
+    pattern: Annotated[
+        str | None,
+        typer.Argument(metavar="[PATTERN]", help="List the stored tensors whose names match, such as '*q_proj*'."),
+    ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List stored tensors: all, or those that match.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Show what a checkpoint holds: who saved it, its roles, dtypes and files, and its tensors."""
+    from paddleformers_fc.cli import inspection
+
+    found = inspection.inspect(directory, pattern or ("*" if tensors else None))
+    _present(found, inspection.show, as_json)
+    return RIGHT
+
+
+@app.command()
+def verify(
+    directory: Directory,
+    level: Annotated[
+        Level, typer.Option(help="off: manifest and headers. size: also that every file is there. full: every byte.")
+    ] = Level.full,
+    as_json: Json = False,
+) -> int:
+    """Check a checkpoint: files and checksums, headers, coverage, the proof of its mapping, tied tensors."""
+    import msgspec
+
+    from paddleformers_fc.cli import verification
+
+    with output.working(f"checking {directory}"):
+        outcome, problem = verification.verify(directory, level.value)
+    if as_json:
+        wire = msgspec.json.decode(problem.to_wire()) if problem else {}
+        output.print_json({**wire, **msgspec.to_builtins(outcome)})
+    else:
+        verification.show(outcome, output.console())
+        if problem:
+            output.print_error(problem, as_json=False)
+    return exit_code(problem) if problem else RIGHT
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", exists=True, file_okay=False, help="A checkpoint or open weights.")],
+    b: Annotated[Path, typer.Argument(metavar="B", exists=True, file_okay=False, help="The other.")],
+    role: Annotated[
+        str | None, typer.Option(help="Compare this role alone: model_state, master_weight, optimizer_state, ...")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Compare two checkpoints tensor by tensor (md5 in canonical form), across parallel layouts and formats.
+
+    Beside a directory of open weights only model_state is compared.
+    """
+    from paddleformers_fc.cli import difference
+
+    with output.working(f"comparing {a} and {b}"):
+        found = difference.diff(a, b, role)
+    _present(found, difference.show, as_json)
+    return RIGHT if found.equal else WRONG
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CKPT", exists=True, file_okay=False, help="A finished flex checkpoint.")
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", file_okay=False, help="Where the Hugging Face files go.")],
+    max_shard_size: Annotated[str, typer.Option(help="Bound on one file's tensors: 500MB, 5GB, 4GiB, ...")] = "5GB",
+    verify: Annotated[Level, typer.Option(help="How the checkpoint is checked first.")] = Level.size,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace weights that are in the directory.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Write a checkpoint's weights as Hugging Face files; prints them and one md5, the same for every layout."""
+    from paddleformers_fc.cli import exporting
+    from paddleformers_fc.trainer.options import parse_size
+
+    with output.working(f"exporting {checkpoint}"):
+        found = exporting.export(checkpoint, directory, parse_size(max_shard_size), verify.value, replace)
+    _present(found, exporting.show, as_json)
+    return RIGHT
+
+
+@app.command()
+def train(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.yaml", exists=True, dir_okay=False, help="A PaddleFormers configuration.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that replace the configuration's.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Local ranks on a machine without an accelerator.", show_default="1")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print command and environment; start nothing.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Run the stock PaddleFormers training of a YAML, with flex checkpoints registered.
+
+    Without an accelerator it runs on --nproc local processes over gloo. With one it is handed over to
+    paddleformers-cli, which starts paddle.distributed.launch on the visible devices. Logs go to output_dir/log; rank
+    0's is shown. Under --json the log goes to the error stream. The exit code is the job's.
+    """
+    from paddleformers_fc.cli import training
+
+    job = training.prepare(config, nproc, overrides or [])
+    if dry_run:
+        _present(training.plan(job), training.show_plan, as_json)
+        return RIGHT
+    if not job.flex:
+        sys.stderr.write(f"{PROGRAM}: flex_checkpoint is not true, so checkpoints are PaddleFormers' own.\n")
+    ended = training.run(job, echo=sys.stderr if as_json else sys.stdout)
+    if ended.report:
+        sys.stderr.write(f"{ended.report}\n")
+    _present(ended, training.show, as_json)
+    return ended.returncode
+
+
+@app.command()
+def demo(
+    directory: Annotated[
+        Path, typer.Option("--output", file_okay=False, help="The directory to work in; an earlier demo is replaced.")
+    ] = Path("demo_out"),
+    as_json: Json = False,
+) -> int:
+    """Train tiny models, resume them under other layouts, export them, and show that the numbers are the same."""
+    from paddleformers_fc.cli.demo import demo as run_demo
+
+    return run_demo(directory, as_json)
+
+
+@app.command()
+def register_path(as_json: Json = False) -> int:
+    """Print the file that a YAML for the stock paddleformers-cli names as its custom_register_path."""
+    from paddleformers_fc.trainer.register import PATH
+
+    if as_json:
+        output.print_json({"custom_register_path": str(PATH)})
+    else:
+        print(PATH)
+    return RIGHT
+
+
+def exit_code(error: FlexError) -> int:
+    """1 where the error says that a checkpoint is wrong, else 2."""
+    return WRONG if isinstance(error, (CheckpointError, MappingError, MismatchError)) else MISUSE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line.
+
+    Args:
+        arguments: without the program's name; by default those of this process.
+    Returns:
+        the exit code.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in arguments
+    command = typer.main.get_command(app)
+    try:
+        return int(command.main(args=arguments, prog_name=PROGRAM, standalone_mode=False) or RIGHT)
+    except FlexError as error:
+        output.print_error(error, as_json)
+        return exit_code(error)
+    except typer.TyperException as error:
+        if as_json:
+            output.print_error(OptionError(error.format_message()), as_json)
+        else:
+            error.show()  # type: ignore[attr-defined]  # Every such exception has it.
+        return MISUSE
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except Exception as error:
+        # A traceback would end in code 1, which says that a checkpoint is wrong. Nothing was found out about it.
+        traceback.print_exc()
+        if as_json:
+            output.print_error(FlexError(f"{type(error).__name__}: {error}", next_step="Report this fault."), as_json)
+        return MISUSE
+
+
+def _present(found: _T, show: Callable[[_T, Console], None], as_json: bool) -> None:
+    if as_json:
+        output.print_json(found)
+    else:
+        show(found, output.console())

@@ -1,0 +1,99 @@
+"""What kind of directory a user has named, and what is stored in it.
+
+Two kinds can be read: a finished flex checkpoint, which its manifest tells, and a directory of open weights in
+safetensors files. Anything else is refused; where finished checkpoints lie inside it, which is what an output directory
+looks like, the error names them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_flex, open_huggingface
+from paddleformers_fc.catalog.flex import CONFIG_NAME
+from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.errors import FormatError, NotACheckpoint
+from paddleformers_fc.storage.files import list_directory, read_file
+from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.storage.names import parse_step
+
+Kind = Literal["flex_checkpoint", "huggingface"]
+FLEX: Kind = "flex_checkpoint"
+HUGGINGFACE: Kind = "huggingface"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A directory that was opened.
+
+    Args:
+        kind: what it is.
+        catalog: what is stored.
+        config: the model's configuration; empty for open weights without ``config.json``.
+        checkpoint: the flex checkpoint, or None for open weights.
+    """
+
+    kind: Kind
+    catalog: Catalog
+    config: dict[str, Any]
+    checkpoint: FlexCheckpoint | None = None
+
+
+def kind_of(directory: Path) -> Kind:
+    """What a directory is, by the names of its files alone.
+
+    Raises:
+        NotACheckpoint: it is neither a finished flex checkpoint nor a directory of open weights.
+    """
+    if (directory / MANIFEST_NAME).exists():
+        return FLEX
+    if (directory / INDEX_NAME).exists() or (directory / SINGLE_NAME).exists():
+        return HUGGINGFACE
+    raise NotACheckpoint(
+        f"{directory} is neither a finished flex checkpoint nor a directory of open weights.",
+        where=str(directory),
+        evidence=[f"no {MANIFEST_NAME}, {INDEX_NAME} or {SINGLE_NAME} is in it"],
+        next_step=_advice(directory),
+    )
+
+
+def open_directory(directory: Path, verify: str) -> Opened:
+    """Open a flex checkpoint or a directory of open weights.
+
+    Args:
+        directory: what the user named; it exists.
+        verify: ``off``, ``size`` or ``full``, for a flex checkpoint.
+    Raises:
+        FlexError: it is neither, or it is damaged.
+    """
+    if kind_of(directory) == FLEX:
+        checkpoint = open_flex(directory, verify)
+        return Opened(FLEX, checkpoint.catalog, checkpoint.config, checkpoint)
+    return Opened(HUGGINGFACE, open_huggingface(directory), _config_beside(directory))
+
+
+def _config_beside(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG_NAME
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(read_file(path))
+    except ValueError as error:
+        raise FormatError("The model's configuration is not JSON.", where=str(path), evidence=[str(error)]) from error
+    if not isinstance(config, dict):
+        raise FormatError("The model's configuration is not a JSON object.", where=str(path))
+    return config
+
+
+def _advice(directory: Path) -> str:
+    inside = sorted(
+        (step, path.name)
+        for path in list_directory(directory)
+        if (step := parse_step(path)) is not None and (path / MANIFEST_NAME).exists()
+    )
+    if inside:
+        return f"Name a checkpoint inside it: {', '.join(name for _, name in inside)}."
+    return "Name a finished checkpoint-N directory, or a directory with safetensors files and their index."

@@ -1,0 +1,83 @@
+"""How a verb speaks: one JSON document, or text for a person; errors on the error stream.
+
+Under ``--json`` a verb prints exactly one JSON document on standard output, whatever happens; an error is the document
+of :meth:`~paddleformers_fc.errors.FlexError.to_wire`. Otherwise results go to standard output as text and errors to the
+error stream. Rich is imported when text is shown, never for JSON.
+
+A terminal sets the width of the text. A file or a pipe has no width, so lines are not wrapped there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from paddleformers_fc.errors import FlexError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNWRAPPED = 1000
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def print_json(document: Any) -> None:
+    """Print the one document of a verb.
+
+    Args:
+        document: a msgspec Struct, or anything JSON can hold.
+    """
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
+
+
+def print_error(error: FlexError, as_json: bool) -> None:
+    """Say what is wrong, where whoever asked looks for it.
+
+    Args:
+        error: what is wrong.
+        as_json: whether the verb was called with ``--json``.
+    """
+    if as_json:
+        print_json(msgspec.json.decode(error.to_wire()))
+    else:
+        sys.stderr.write(error.render() + "\n")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where a person reads. Text is taken as it is: neither markup nor emoji nor guessed colours."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _UNWRAPPED
+    return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+
+
+@contextmanager
+def working(doing: str) -> Iterator[None]:
+    """Show on the error stream that something takes its time; nothing where that is no terminal.
+
+    Args:
+        doing: what is being done, such as ``reading checkpoint-3``.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    with console(stderr=True).status(f"{doing} …"):
+        yield
+
+
+def size_text(count: int) -> str:
+    """A number of bytes as a person reads it, in powers of 1000: ``1.5 GB``."""
+    size, unit = float(count), 0
+    while size >= 999.5 and unit + 1 < len(_UNITS):
+        size, unit = size / 1000, unit + 1
+    return f"{count} B" if unit == 0 else f"{size:.3g} {_UNITS[unit]}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A count with its noun: ``1 tensor``, ``1,024 tensors``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

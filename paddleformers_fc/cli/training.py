@@ -1,0 +1,294 @@
+"""``train``: the stock PaddleFormers training of a YAML, with flex checkpoints, on the devices of this machine.
+
+What runs is PaddleFormers' own command line, unchanged. This verb adds two overrides to the YAML: the registration file
+as ``custom_register_path`` (where the YAML names one of its own, both run, the YAML's first), and ``device=cpu`` where
+there is no accelerator and the YAML names no device. Then, on a machine
+
+* without an accelerator, the ranks are local processes over gloo, started and supervised by
+  :mod:`paddleformers_fc.runtime.launch`; each writes a log, rank 0's is shown while it runs;
+* with one, PaddleFormers' ``paddleformers-cli`` is called, which starts ``paddle.distributed.launch`` on the visible
+  devices, and which reads ``NNODES``, ``RANK`` and ``MASTER_ADDR`` for jobs of several machines.
+
+Options that contradict each other are refused before a process is started.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+import yaml
+
+from paddleformers_fc.cli.output import count_text
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.runtime.launch import launch
+from paddleformers_fc.runtime.ranks import rank_environments
+from paddleformers_fc.trainer import register
+from paddleformers_fc.trainer.options import FlexFields, check_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+REGISTER_KEY = "custom_register_path"
+REGISTER_BOTH = Path(__file__).resolve().with_name("register_both.py")
+OWN_REGISTRATION = "PADDLEFORMERS_FC_OWN_REGISTRATION"
+"""The environment variable that tells :func:`register_both` which file the YAML names."""
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training that is about to be started.
+
+    Args:
+        argv: what Python runs, as a module with its arguments.
+        ranks: number of local processes; None where ``paddle.distributed.launch`` decides.
+        environment: variables on top of this process' environment.
+        log_dir: gets the logs of all ranks.
+        flex: whether the run saves flex checkpoints.
+    """
+
+    argv: tuple[str, ...]
+    ranks: int | None
+    environment: Mapping[str, str]
+    log_dir: Path
+    flex: bool
+
+    @property
+    def command(self) -> list[str]:
+        """The command of one rank, or of the launcher."""
+        return [sys.executable, *self.argv]
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """What ``--dry-run`` says.
+
+    Attributes:
+        command: of every rank, or of the launcher.
+        environment: variables that all ranks get on top of the caller's.
+        ranks: by rank the variables that place it; ports are chosen anew at every start. None where
+            ``paddle.distributed.launch`` decides.
+        log_dir: where the logs will be.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    ranks: list[dict[str, str]] | None
+    log_dir: str
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a training ended.
+
+    Attributes:
+        returncode: 0 when every rank succeeded, else the first failing rank's.
+        command: as in :class:`Planned`.
+        logs: of every rank, or their directory where ``paddle.distributed.launch`` names them.
+        seconds: from start to end.
+        report: the end of the log of every rank that failed; empty when none did.
+    """
+
+    returncode: int
+    command: list[str]
+    logs: list[str]
+    seconds: float
+    report: str
+
+
+def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
+    """Work out what to start.
+
+    Args:
+        config: a YAML or JSON file of PaddleFormers.
+        nproc: number of ranks; None for one, or on accelerators for one per visible device.
+        overrides: ``key=value``, as PaddleFormers' command line takes them.
+    Raises:
+        OptionError: a file or option that cannot be used, or options that contradict each other.
+    """
+    settings = {**read_settings(config), **parse_overrides(overrides)}
+    check_options(SimpleNamespace(**{**vars(FlexFields()), **settings}))
+    device = str(settings.get("device") or local_device()).partition(":")[0]
+    added, environment = _registration(settings.get(REGISTER_KEY))
+    passed = [text for text in overrides if not text.startswith(f"{REGISTER_KEY}=")]
+    if "device" not in settings and device == CPU:
+        added.append(f"device={CPU}")
+    arguments = ("train", str(config), *passed, *added)
+    log_dir = _output_dir(settings, config) / "log"
+    flex = bool(settings.get("flex_checkpoint"))
+    if device == CPU:
+        return Job(("-m", "paddleformers.cli.launcher", *arguments), nproc or 1, environment, log_dir, flex)
+    if nproc is not None:
+        raise OptionError(
+            f"--nproc is for machines without an accelerator, and this run uses {device}.",
+            where="--nproc",
+            next_step="Leave it out; choose the devices with CUDA_VISIBLE_DEVICES or its like.",
+        )
+    environment |= {
+        "PADDLEFORMERS_DIST_LOG": str(log_dir),
+        # PaddleFormers starts its ranks as plain `python`, which must be this one.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    }
+    return Job(("-m", "paddleformers.cli.cli", *arguments), None, environment, log_dir, flex)
+
+
+def read_settings(config: Path) -> dict[str, Any]:
+    """The keys of a configuration file, read as PaddleFormers' command line reads it.
+
+    Raises:
+        OptionError: it is neither YAML nor JSON, or no mapping.
+    """
+    text = config.read_text(encoding="utf-8")
+    try:
+        if config.suffix in (".yaml", ".yml"):
+            settings = yaml.safe_load(text)
+        elif config.suffix == ".json":
+            settings = json.loads(text)
+        else:
+            raise OptionError(
+                "PaddleFormers takes a configuration that ends in .yaml, .yml or .json.", where=str(config)
+            )
+    except (yaml.YAMLError, ValueError) as error:
+        raise OptionError("The configuration cannot be read.", where=str(config), evidence=[str(error)]) from error
+    if not isinstance(settings, dict):
+        raise OptionError("The configuration holds no keys.", where=str(config))
+    return settings
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """The values of ``key=value`` arguments; a value is YAML.
+
+    Raises:
+        OptionError: an argument without a key or without ``=``; all of them.
+    """
+    pairs = [(text, *text.partition("=")) for text in overrides]
+    wrong = [text for text, key, equals, _ in pairs if not key or not equals]
+    if wrong:
+        raise OptionError(
+            "An override is written key=value.",
+            evidence=[repr(text) for text in wrong],
+            next_step="Write for instance max_steps=10.",
+        )
+    try:
+        return {key: yaml.safe_load(value) for _, key, _, value in pairs}
+    except yaml.YAMLError as error:
+        raise OptionError("The value of an override is no YAML.", evidence=[str(error)]) from error
+
+
+def local_device() -> str:
+    """What Paddle computes on when nobody tells it: ``cpu``, ``gpu:0``, ..."""
+    import paddle
+
+    return str(paddle.device.get_device())
+
+
+def register_both() -> None:
+    """In a rank: run the file that the YAML names, then register this package.
+
+    Ours comes last: it hands over to what it finds, so a class that the other file replaced is handed over to as well.
+    """
+    path = Path(os.environ[OWN_REGISTRATION])
+    spec = importlib.util.spec_from_file_location("custom_template", path)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"{REGISTER_KEY} names a file that is no Python.", where=str(path))
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    register.register()
+
+
+def _registration(own: Any) -> tuple[list[str], dict[str, str]]:
+    """The override that registers this package, and the environment that goes with it."""
+    if own is None or Path(str(own)).resolve() == register.PATH:
+        return [f"{REGISTER_KEY}={register.PATH}"], {}
+    path = Path(str(own)).resolve()
+    if not path.is_file():
+        raise OptionError(f"{REGISTER_KEY} names a file that does not exist.", where=str(path))
+    return [f"{REGISTER_KEY}={REGISTER_BOTH}"], {OWN_REGISTRATION: str(path)}
+
+
+def _output_dir(settings: Mapping[str, Any], config: Path) -> Path:
+    named = settings.get("output_dir")
+    if not isinstance(named, str) or not named:
+        raise OptionError(
+            "The configuration names no output_dir.",
+            where=str(config),
+            next_step="Add output_dir: the directory for checkpoints and logs.",
+        )
+    return Path(named).expanduser()
+
+
+def plan(job: Job) -> Planned:
+    """What a start would do, without doing it."""
+    ranks = None if job.ranks is None else rank_environments(job.ranks)
+    return Planned(job.command, dict(job.environment), ranks, str(job.log_dir))
+
+
+def run(job: Job, echo: IO[str]) -> Ended:
+    """Start a training and wait for it.
+
+    Args:
+        job: what :func:`prepare` made.
+        echo: gets rank 0's log while it runs; a file, because a launcher writes to it by its descriptor.
+    """
+    if job.ranks is None:
+        return _run_launcher(job, echo)
+    result = launch(job.argv, job.ranks, job.log_dir, math.inf, job.environment, echo)
+    logs = [str(log) for log in result.logs]
+    return Ended(result.returncode, job.command, logs, round(result.seconds, 1), result.report())
+
+
+def _run_launcher(job: Job, echo: IO[str]) -> Ended:
+    started = time.monotonic()
+    process = subprocess.Popen(job.command, env={**os.environ, **job.environment}, stdout=echo)
+    try:
+        returncode = process.wait()
+    except KeyboardInterrupt:
+        # The launcher has had the same signal from the terminal and ends its ranks.
+        process.wait()
+        raise
+    code = returncode if returncode >= 0 else 128 - returncode
+    return Ended(code, job.command, [str(job.log_dir)], round(time.monotonic() - started, 1), "")
+
+
+def show_plan(planned: Planned, console: Console) -> None:
+    """The command and the environment, as a shell takes them."""
+    for line in _shell_lines(planned):
+        console.print(line, soft_wrap=True)
+
+
+def _shell_lines(planned: Planned) -> list[str]:
+    ranks = planned.ranks or []
+    shared = {key: value for key, value in (ranks[0] if ranks else {}).items() if all(r[key] == value for r in ranks)}
+    lines = [_assignment(*pair) for pair in sorted({**shared, **planned.environment}.items())]
+    for rank, placed in enumerate(ranks):
+        own = {key: value for key, value in placed.items() if key not in shared}
+        if own:
+            lines.append(f"# rank {rank}: " + " ".join(_assignment(*pair) for pair in sorted(own.items())))
+    if ranks:
+        lines.append(f"# {count_text(len(ranks), 'rank')} on this machine; ports are chosen anew at every start")
+    lines.append(f"# logs in {planned.log_dir}")
+    return [*lines, shlex.join(planned.command)]
+
+
+def _assignment(key: str, value: str) -> str:
+    return f"{key}={shlex.quote(value)}"
+
+
+def show(ended: Ended, console: Console) -> None:
+    """How it ended, in a line."""
+    from rich.text import Text
+
+    verdict = Text("trained", "bold green") if ended.returncode == 0 else Text("failed", "bold red")
+    code = "" if ended.returncode == 0 else f" with code {ended.returncode}"
+    console.print(Text.assemble(verdict, f"{code}: {ended.seconds:.1f} s, logs in {Path(ended.logs[0]).parent}"))

@@ -1,0 +1,228 @@
+"""``verify``: is this checkpoint what was saved, and can all of it be used?
+
+================  ==================================================================================================
+``manifest``      it can be read and matches its own checksum
+``files``         every file is there and of its size; at level ``full`` every byte is as it was written
+``tensors``       headers follow their format; every tensor is stored whole and once
+``mapping``       the rules are proved; they and the stored tensors have the same names; all canonical tensors can be
+                  made
+``equal values``  tied tensors, and numbers stored several times, are equal bit for bit (level ``full``)
+================  ==================================================================================================
+
+Each check rests on the ones before it, so the first that fails is the last that is made; it reports all it finds.
+Open weights have no checksums: their index, headers and ranges are checked, which is all that can be.
+
+Time: at level ``full`` one pass over the files, by a few threads; memory: one block per thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from paddleformers_fc.catalog import FlexCheckpoint, open_flex
+from paddleformers_fc.cli.opening import FLEX, Kind, kind_of, open_directory
+from paddleformers_fc.cli.output import count_text, size_text
+from paddleformers_fc.errors import FlexError, MismatchError
+from paddleformers_fc.execute.reading import verify_equal
+from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.plan import LoadPlan, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_T = TypeVar("_T")
+_DEPTH = {"size": "all there and of their sizes", "full": "every byte as it was written"}
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One check.
+
+    Attributes:
+        name: what was checked.
+        passed: whether it is right.
+        detail: what was found; for a check that failed, the fault in one sentence.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class Verification(msgspec.Struct, frozen=True):
+    """The outcome.
+
+    Attributes:
+        kind: ``flex_checkpoint`` or ``huggingface``.
+        path: the directory as it was named.
+        level: ``off``, ``size`` or ``full``.
+        passed: whether everything that was checked is right.
+        checks: in the order in which they were made.
+        files: files of the checkpoint.
+        bytes: their sizes together.
+        tensors: stored tensors, of all roles.
+        seconds: how long it took.
+    """
+
+    kind: Kind
+    path: str
+    level: str
+    passed: bool
+    checks: list[Check]
+    files: int
+    bytes: int
+    tensors: int
+    seconds: float
+
+
+class _Protocol:
+    """The checks made so far, and what they counted."""
+
+    def __init__(self) -> None:
+        self.checks: list[Check] = []
+        self.files = self.bytes = self.tensors = 0
+
+    def check(self, name: str, work: Callable[[], _T], detail: Callable[[_T], str]) -> _T:
+        """Make one check: note what it found, or its fault, which is raised again."""
+        try:
+            found = work()
+        except FlexError as error:
+            self.checks.append(Check(name, False, error.what))
+            raise
+        self.checks.append(Check(name, True, detail(found)))
+        return found
+
+
+def verify(directory: Path, level: str) -> tuple[Verification, FlexError | None]:
+    """Check a directory.
+
+    Args:
+        directory: a flex checkpoint or a directory of open weights.
+        level: ``off`` reads manifest and headers, ``size`` looks at the files as well, ``full`` reads every byte.
+    Returns:
+        the outcome, and the error that says all that is wrong, or None.
+    """
+    started = time.monotonic()
+    kind = kind_of(directory)
+    protocol = _Protocol()
+    problem: FlexError | None = None
+    try:
+        (_check_flex if kind == FLEX else _check_huggingface)(directory, level, protocol)
+    except FlexError as error:
+        problem = error
+    outcome = Verification(
+        kind=kind,
+        path=str(directory),
+        level=level,
+        passed=problem is None,
+        checks=protocol.checks,
+        files=protocol.files,
+        bytes=protocol.bytes,
+        tensors=protocol.tensors,
+        seconds=round(time.monotonic() - started, 3),
+    )
+    return outcome, problem
+
+
+def _check_flex(directory: Path, level: str, protocol: _Protocol) -> None:
+    manifest = protocol.check("manifest", lambda: read_manifest(directory), _manifest_text)
+    protocol.files = len(manifest.files)
+    protocol.bytes = sum(receipt.size for receipt in manifest.files)
+    if level != "off":
+        protocol.check(
+            "files",
+            lambda: verify_files(directory, manifest, level),
+            lambda _: f"{count_text(protocol.files, 'file')}, {size_text(protocol.bytes)}: {_DEPTH[level]}",
+        )
+    checkpoint = protocol.check(
+        "tensors",
+        lambda: open_flex(directory, "off"),
+        lambda opened: f"{count_text(_tensor_count(opened), 'tensor')}, each stored whole and once",
+    )
+    protocol.tensors = _tensor_count(checkpoint)
+    plan = protocol.check("mapping", lambda: _prove(checkpoint), _plan_text)
+    if level == "full":
+        protocol.check(
+            "equal values",
+            lambda: verify_equal(plan.checks, directory),
+            lambda _: f"{count_text(len(plan.checks), 'pair')} compared" if plan.checks else "none are stored twice",
+        )
+
+
+def _check_huggingface(directory: Path, level: str, protocol: _Protocol) -> None:
+    opened = protocol.check(
+        "tensors",
+        lambda: open_directory(directory, level),
+        lambda found: (
+            f"{count_text(len(found.catalog.roles[MODEL_STATE]), 'tensor')}, each in the file that the index names; "
+            "this format has no checksums"
+        ),
+    )
+    tensors = opened.catalog.roles[MODEL_STATE]
+    files = {fragment.file for tensor in tensors.values() for fragment in tensor.fragments}
+    protocol.tensors = len(tensors)
+    protocol.files = len(files)
+    protocol.bytes = sum((directory / name).stat().st_size for name in files)
+
+
+def _manifest_text(manifest: Manifest) -> str:
+    return f"step {manifest.step:,}, {count_text(manifest.world_size, 'rank')}, {manifest.written_by}"
+
+
+def _tensor_count(checkpoint: FlexCheckpoint) -> int:
+    return sum(len(tensors) for tensors in checkpoint.catalog.roles.values())
+
+
+def _prove(checkpoint: FlexCheckpoint) -> LoadPlan:
+    """The plan that makes every canonical tensor of every role out of what is stored."""
+    source = canonical_source(checkpoint)
+    faults = _name_faults(checkpoint)
+    if faults:
+        raise MismatchError(
+            f"The rules and the stored tensors name different tensors: {len(faults)} differences.",
+            where=str(checkpoint.catalog.root),
+            evidence=fold(faults),
+            next_step="Use another checkpoint: this one does not hold all of its model.",
+        )
+    plan = plan_reads(source, canonical_layout(source))
+    plan.report.refuse(str(checkpoint.catalog.root))
+    return plan
+
+
+def _name_faults(checkpoint: FlexCheckpoint) -> list[str]:
+    known = checkpoint.rules.targets.keys()
+    stored = checkpoint.catalog.roles.get(MODEL_STATE, {}).keys()
+    faults = [f"{name}: the rules know this tensor, and it is not stored" for name in known if name not in stored]
+    for role, tensors in checkpoint.catalog.roles.items():
+        faults.extend(
+            f"{name}: stored as {role}, and the rules know no such tensor"
+            for name in tensors
+            if split_state_name(role, name).parameter not in known
+        )
+    return faults
+
+
+def _plan_text(plan: LoadPlan) -> str:
+    names = {(item.role, item.name) for item in plan.items}
+    return f"proved; {count_text(len(names), 'canonical tensor')} can be made"
+
+
+def show(outcome: Verification, console: Console) -> None:
+    """The checks, a line each, and the sum."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(Text(outcome.path, "bold"))
+    table = Table.grid(padding=(0, 2))
+    for check in outcome.checks:
+        mark = Text("  right", "green") if check.passed else Text("  WRONG", "bold red")
+        table.add_row(mark, check.name, check.detail)
+    console.print(table)
+    verdict = Text("right", "bold green") if outcome.passed else Text("found wrong", "bold red")
+    console.print(Text.assemble(verdict, f": level {outcome.level}, {outcome.seconds:.2f} s"))

@@ -1,0 +1,81 @@
+"""A command line in this process, and small checkpoints to point it at."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.cli.main import main
+from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, read_manifest, write_manifest
+from tests.execute.simulated import CONFIG, Arrays, live, succeed
+
+STEP = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command line returned and printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Standard output as the one JSON document it must be."""
+        document = json.loads(self.out)
+        assert isinstance(document, dict)
+        return document
+
+
+def run(*arguments: object) -> Outcome:
+    """Run ``paddleformers-fc`` with these arguments."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def save(
+    directory: Path,
+    arrays: Arrays,
+    tp: int = 1,
+    sharded: int = 1,
+    config: Mapping[str, Any] = CONFIG,
+    roles: tuple[str, ...] = ("model_state", "optimizer_state"),
+) -> Path:
+    """Save a checkpoint as ``tp * sharded`` ranks; its directory."""
+
+    def work(channel: Any) -> None:
+        held = {role: names for role, names in live(arrays, tp, channel.rank, sharded=sharded).items() if role in roles}
+        files = {"config.json": config_bytes(config)} if channel.rank == 0 else {}
+        save_checkpoint(directory, held, config, files, JobRecord(STEP, STEP * 8, {"tp": tp, "pp": 1}), channel)
+
+    succeed(tp * sharded, work)
+    return directory
+
+
+def seal(checkpoint: Path, block_bytes: int = 1 << 20) -> None:
+    """Write the manifest anew for the files as they are now, with checksum blocks of this length."""
+    manifest = read_manifest(checkpoint)
+    receipts = []
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST_NAME):
+        hasher = BlockHasher(block_bytes)
+        hasher.update(path.read_bytes())
+        receipts.append(hasher.receipt(path.relative_to(checkpoint).as_posix()))
+    fields = {name: getattr(manifest, name) for name in Manifest.__struct_fields__}
+    write_manifest(checkpoint, Manifest(**{**fields, "files": receipts}))
+
+
+def flip(path: Path, position: int) -> None:
+    """Change one bit of the byte at this position."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)

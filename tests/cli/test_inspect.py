@@ -1,0 +1,147 @@
+"""``inspect`` says what is stored, and where."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddleformers_fc import __version__
+from tests.cli.support import run, save
+from tests.execute.simulated import canonical, model
+
+ARRAYS = canonical()
+
+
+def test_a_checkpoint_says_who_saved_it(four: Path) -> None:
+    found = run("inspect", four, "--json").document
+    assert found["kind"] == "flex_checkpoint"
+    assert found["job"] == {
+        "step": 3,
+        "consumed_samples": 24,
+        "world_size": 4,
+        "parallel": {"tp": 2, "pp": 1},
+        "family": "ernie4_5",
+        "written_by": f"paddleformers_fc {__version__}",
+    }
+    assert found["model"]["num_key_value_heads"] == 2
+
+
+def test_a_role_says_how_much_it_holds(four: Path) -> None:
+    found = run("inspect", four, "--json").document
+    tensors = len(model(ARRAYS, 2))
+    elements = sum(array.size for array in ARRAYS.values())
+    assert found["roles"]["model_state"] == {
+        "tensors": tensors,
+        "elements": elements,
+        "bytes": 4 * elements,
+        "dtypes": {"float32": tensors},
+        "files": 4,
+    }
+    # Two moments of every weight and two powers of beta for every tensor.
+    assert found["roles"]["optimizer_state"]["elements"] == 2 * elements + 2 * tensors
+
+
+def test_the_bytes_on_disk_are_those_of_the_listed_files(four: Path) -> None:
+    found = run("inspect", four, "--json").document
+    files = [path for path in four.rglob("*") if path.is_file() and path.name != "flex_checkpoint.json"]
+    assert (found["files"], found["bytes"]) == (len(files), sum(path.stat().st_size for path in files))
+
+
+def test_no_tensor_is_listed_unless_asked(four: Path) -> None:
+    assert run("inspect", four, "--json").document["tensors"] is None
+    assert "qkv_proj" not in run("inspect", four).out
+
+
+def test_every_listed_piece_is_where_it_says(four: Path) -> None:
+    stored = {name: array for name, (array, _) in model(ARRAYS, 2).items()}
+    listed = run("inspect", four, "--tensors", "--json").document["tensors"]
+    weights = {tensor["name"]: tensor for tensor in listed if tensor["role"] == "model_state"}
+    assert weights.keys() == stored.keys()
+    for name, tensor in weights.items():
+        seen = np.zeros(tensor["shape"], np.float32)
+        for piece in tensor["pieces"]:
+            data = (four / piece["file"]).read_bytes()[piece["begin"] : piece["begin"] + piece["bytes"]]
+            box = tuple(slice(a, a + n) for a, n in zip(piece["offset"], piece["shape"], strict=True))
+            seen[box] = np.frombuffer(data, np.float32).reshape(piece["shape"])
+        assert np.array_equal(seen, stored[name]), name
+
+
+def test_a_flattened_piece_says_its_range(four: Path) -> None:
+    name = "model.norm.weight.moment1_0"
+    (tensor,) = run("inspect", four, "--tensors", name, "--json").document["tensors"]
+    assert [piece["flat"] for piece in tensor["pieces"]] == [[0, 8], [8, 16]]
+    assert "elements 8:16" in run("inspect", four, name).out
+
+
+def test_a_pattern_lists_what_matches_alone(four: Path) -> None:
+    listed = run("inspect", four, "*.0.*qkv_proj.weight", "--json").document["tensors"]
+    assert [(tensor["role"], tensor["name"]) for tensor in listed] == [
+        ("model_state", "model.layers.0.self_attn.qkv_proj.weight")
+    ]
+
+
+def test_a_pattern_that_matches_nothing_is_misuse(four: Path) -> None:
+    outcome = run("inspect", four, "qkv")
+    assert outcome.code == 2
+    assert "No stored tensor matches 'qkv'" in outcome.err
+
+
+def test_tensors_stored_alike_are_one_row(four: Path) -> None:
+    lines = run("inspect", four, "*up_gate_proj.weight").out.splitlines()
+    (row,) = [index for index, line in enumerate(lines) if "up_gate_proj" in line]
+    assert "model.layers.{0...1}.mlp.up_gate_proj.weight" in lines[row]
+    assert "16 x 48" in lines[row]
+    assert "[0:16, 0:24]" in lines[row]
+    assert "[0:16, 24:48]" in lines[row + 1]
+
+
+def test_a_row_shows_four_pieces_and_counts_the_rest(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "checkpoint-3", ARRAYS, sharded=6)
+    text = run("inspect", checkpoint, "model.norm.weight.moment1_0").out
+    assert "elements 9:12" in text
+    assert "elements 12:15" not in text
+    assert "and 2 more" in text
+
+
+def test_open_weights_are_told_apart(weights: Path) -> None:
+    found = run("inspect", weights, "--tensors", "--json").document
+    assert (found["kind"], found["job"]) == ("huggingface", None)
+    assert found["files"] == len(list(weights.glob("*.safetensors")))
+    assert {tensor["name"]: tuple(tensor["shape"]) for tensor in found["tensors"]} == {
+        name: array.shape for name, array in ARRAYS.items()
+    }
+    assert "open weights" in run("inspect", weights).out
+
+
+def test_open_weights_need_no_configuration(weights_copy: Path) -> None:
+    (weights_copy / "config.json").unlink()
+    assert run("inspect", weights_copy, "--json").document["model"] == {}
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_configuration_beside_open_weights_is_named(weights_copy: Path, text: str) -> None:
+    (weights_copy / "config.json").write_text(text)
+    outcome = run("inspect", weights_copy)
+    assert outcome.code == 1
+    assert str(weights_copy / "config.json") in outcome.err
+
+
+def test_a_directory_of_checkpoints_names_them_in_order(four: Path, tmp_path: Path) -> None:
+    for step in (12, 3):
+        shutil.copytree(four, tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-20").mkdir()
+    outcome = run("inspect", tmp_path)
+    assert outcome.code == 1
+    assert "Name a checkpoint inside it: checkpoint-3, checkpoint-12." in outcome.err
+
+
+def test_a_truncated_file_is_named(copy: Path) -> None:
+    path = copy / "model_state/rank-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    outcome = run("inspect", copy)
+    assert outcome.code == 1
+    assert "model_state/rank-00001.safetensors is truncated" in outcome.err
+    assert outcome.out == ""
