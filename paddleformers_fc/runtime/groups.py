@@ -46,8 +46,7 @@ def apply() -> None:
         if backend != "gloo":
             return original(backend, store, rank, world_size, group_name, pg_options, group_id, **options)
         if group_name == collective._default_group_name:
-            # Every rank opens its mailbox before the first rendezvous, so a later send never waits for one.
-            p2p.open_mailbox(store, rank)
+            p2p.open_mailbox(store, rank, world_size)
         else:
             store = group_store(store, rank, group_id)
         group = core.ProcessGroupGloo.create(store, rank, world_size, group_id)

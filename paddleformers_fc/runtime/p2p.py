@@ -13,6 +13,7 @@ held by the receiver, without a bound; a pipeline has a handful of micro-batches
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import secrets
@@ -72,7 +73,7 @@ class Mailbox:
 
     def __init__(self, store: Any, rank: int) -> None:
         self.rank = rank
-        self._store = store
+        self._addresses: list[str] = []
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._arrived: defaultdict[tuple[int, int, int], queue.SimpleQueue[bytearray]] = defaultdict(queue.SimpleQueue)
         self._arrived_lock = threading.Lock()
@@ -81,6 +82,13 @@ class Mailbox:
         port = self._server.getsockname()[1]
         store.set(_ADDRESS_KEY.format(rank=rank), f"127.0.0.1:{port}:{self._token.hex()}")
         threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
+
+    def learn_addresses(self, store: Any, world_size: int) -> None:
+        """Read where every rank's mailbox is, while rank 0, which serves the store, is certain to be there."""
+        for rank in range(world_size):
+            key = _ADDRESS_KEY.format(rank=rank)
+            store.wait(key)
+            self._addresses.append(bytes(store.get(key)).decode())
 
     def post(self, group_id: int, channel: int, target: int, payload: bytes) -> None:
         """Send ``payload`` to global rank ``target``; returns once it is queued.
@@ -111,14 +119,17 @@ class Mailbox:
                 next_step=f"Read the log of rank {source}, or allow more time with {TIMEOUT_VARIABLE}.",
             ) from None
 
+    def flush(self) -> None:
+        """Wait until every message has been handed to the operating system, which delivers it if this process ends."""
+        for writer in self._writers.values():
+            writer.flush()
+
     def _queue(self, group_id: int, channel: int, source: int) -> queue.SimpleQueue[bytearray]:
         with self._arrived_lock:
             return self._arrived[(group_id, channel, source)]
 
     def _connect(self, target: int) -> socket.socket:
-        key = _ADDRESS_KEY.format(rank=target)
-        self._store.wait(key)
-        host, port, token = bytes(self._store.get(key)).decode().split(":")
+        host, port, token = self._addresses[target].split(":")
         connection = socket.create_connection((host, int(port)))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(bytes.fromhex(token))
@@ -148,7 +159,7 @@ class _Writer:
     def __init__(self, connection: socket.socket, target: int) -> None:
         self._connection = connection
         self._target = target
-        self._pending: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
+        self._pending: queue.Queue[tuple[bytes, bytes]] = queue.Queue()
         self._failure: OSError | None = None
         threading.Thread(target=self._run, name=f"mailbox-writer-{target}", daemon=True).start()
 
@@ -161,14 +172,20 @@ class _Writer:
             )
         self._pending.put((header, payload))
 
+    def flush(self) -> None:
+        self._pending.join()
+
     def _run(self) -> None:
-        try:
-            while True:
-                header, payload = self._pending.get()
-                self._connection.sendall(header)
-                self._connection.sendall(payload)
-        except OSError as failure:
-            self._failure = failure
+        while True:
+            header, payload = self._pending.get()
+            try:
+                if self._failure is None:
+                    self._connection.sendall(header)
+                    self._connection.sendall(payload)
+            except OSError as failure:
+                self._failure = failure
+            finally:
+                self._pending.task_done()
 
 
 def _receive(connection: socket.socket, size: int) -> bytearray | None:
@@ -192,11 +209,25 @@ _mailbox: Mailbox | None = None
 _group_ids: dict[int, tuple[Any, int]] = {}
 
 
-def open_mailbox(store: Any, rank: int) -> None:
-    """Open this process' mailbox, once."""
+def open_mailbox(store: Any, rank: int, world_size: int) -> None:
+    """Open this process' mailbox, once, and learn where those of the other ranks are.
+
+    Args:
+        store: the job's default store.
+        rank: this process' global rank.
+        world_size: number of ranks, all of which call this.
+    """
     global _mailbox
     if _mailbox is None:
         _mailbox = Mailbox(store, rank)
+        _mailbox.learn_addresses(store, world_size)
+        atexit.register(flush)
+
+
+def flush() -> None:
+    """Wait until the messages of this process are under way; at its exit, so that none is lost with it."""
+    if _mailbox is not None:
+        _mailbox.flush()
 
 
 def register(process_group: Any, group_id: int) -> None:

@@ -25,12 +25,14 @@ def broadcast_input_data(hcg: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, An
         kwargs: the same, by name.
 
     Returns:
-        ``inputs`` and ``kwargs``, filled with the first member's data.
+        The same ``inputs`` and ``kwargs``; their tensors hold the first member's data now.
     """
     place = paddle.CPUPlace()
-    given = hybrid_parallel_util._broadcast_nested_data(hcg, "cpu", place, inputs) if inputs else inputs
-    named = hybrid_parallel_util._broadcast_nested_data(hcg, "cpu", place, kwargs) if kwargs else kwargs
-    return given, named
+    for container in (inputs, kwargs):
+        if container:
+            # Fills the tensors in place; what it returns is of no use.
+            hybrid_parallel_util._broadcast_nested_data(hcg, "cpu", place, container)
+    return inputs, kwargs
 
 
 def apply() -> None:

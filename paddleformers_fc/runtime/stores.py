@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import stat
 import time
 from contextlib import suppress
 from typing import Any
@@ -57,15 +58,20 @@ def open_store(host: str, port: int, is_master: bool) -> Any:
 
 def send_at_once() -> None:
     """Set ``TCP_NODELAY`` on this process' open TCP sockets; Paddle does not tell which is a store's."""
-    for descriptor in _open_descriptors():
-        with suppress(OSError):  # Closed meanwhile, or no socket, or not TCP.
+    for descriptor in _open_sockets():
+        with suppress(OSError):  # Closed meanwhile, or not TCP.
             with socket.socket(fileno=os.dup(descriptor)) as duplicate:
                 duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _open_descriptors() -> list[int]:
+def _open_sockets() -> list[int]:
     directory = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
-    return [int(name) for name in os.listdir(directory)]
+    found = []
+    for descriptor in map(int, os.listdir(directory)):
+        with suppress(OSError):  # The descriptor through which the directory was listed is closed by now.
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                found.append(descriptor)
+    return found
 
 
 def apply() -> None:
