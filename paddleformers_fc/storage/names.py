@@ -8,7 +8,7 @@
 ``kept-TOKEN.checkpoint-500``         somebody else's files that were found under the name; never deleted here
 ====================================  =================================================================================
 
-The first three begin with a dot and the last one with another word, so that nothing which looks for ``checkpoint-*``
+The hidden three begin with a dot and the last one with another word, so that nothing which looks for ``checkpoint-*``
 (people, the Trainer's rotation) takes them for checkpoints.
 """
 
