@@ -41,7 +41,7 @@ if ! usable "$VENV/bin/python"; then
     "$python" -m venv "$VENV"
 fi
 
-echo "Installing into $VENV (about 1.5 GB, several minutes on a slow network, once)."
+echo "Installing into $VENV (about 2 GB, once; a minute or two on a fast network)."
 "$VENV/bin/python" -m pip install --quiet --constraint constraints.txt --editable '.[cpu,test,docs]'
 rm -f "$VENV"/.installed-*
 touch "$STAMP"
