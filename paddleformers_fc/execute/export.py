@@ -24,11 +24,12 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree
 from paddleformers_fc.execute.reading import read_whole_tensor
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
+from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.plan import ReadItem, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
-from paddleformers_fc.storage.commit import create_staging, discard, publish
+from paddleformers_fc.storage.commit import discard, publish
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import (
     fsync_directory,
@@ -97,25 +98,19 @@ def export_checkpoint(
     def prepare() -> bytes:
         checkpoint = open_flex(source, verify)
         opened.append((checkpoint, canonical_source(checkpoint)))
-        return str(create_staging(target)).encode() if channel.rank == 0 else b""
+        return b""
 
-    staging = Path(agree(channel, f"opening {source}", prepare)[0].decode())
-    try:
-        checkpoint, canonical = opened[0]
-        layout = canonical_layout(canonical).get(MODEL_STATE, {})
-        files = _divided(layout, max_shard_bytes)
-        mine = files[channel.rank :: channel.world_size]
+    agree(channel, f"opening {source}", prepare)
+    checkpoint, canonical = opened[0]
+    layout = canonical_layout(canonical).get(MODEL_STATE, {})
+    files = _divided(layout, max_shard_bytes)
+    mine = files[channel.rank :: channel.world_size]
+    with staging_beside(target, channel, _nothing) as staging:
         written = agree(channel, "exporting", lambda: _write_files(staging, canonical, mine))
-        receipts = {
-            receipt.path: receipt
-            for payload in written
-            for receipt in msgspec.json.decode(payload, type=list[FileReceipt])
-        }
         agree(channel, "finishing the export", lambda: _finish(staging, target, checkpoint, files, channel))
-    except BaseException:
-        if channel.rank == 0:
-            discard(staging)
-        raise
+    receipts = {
+        receipt.path: receipt for payload in written for receipt in msgspec.json.decode(payload, type=list[FileReceipt])
+    }
     total = sum(_nbytes(shard) for shard in layout.values())
     return ExportReport(target, receipts, len(layout), total)
 
@@ -140,15 +135,17 @@ def save_weights(
     Raises:
         FlexError: the same on every rank; older weights in the target are untouched.
     """
-    made = agree(channel, "preparing", lambda: str(create_staging(target)).encode() if channel.rank == 0 else b"")
-    workspace = Path(made[0].decode())
-    try:
+    with staging_beside(target, channel, _nothing) as workspace:
         passage = workspace / "weights"
         save_checkpoint(passage, {MODEL_STATE: weights}, config, files, JobRecord(0, 0, {}), channel)
-        return export_checkpoint(passage, target, max_shard_bytes, channel)
-    finally:
+        report = export_checkpoint(passage, target, max_shard_bytes, channel)
         if channel.rank == 0:
             discard(workspace)
+    return report
+
+
+def _nothing() -> None:
+    """What must hold before an export is written: the checkpoint was opened and proved already."""
 
 
 def _divided(layout: Mapping[str, Shard], max_shard_bytes: int) -> list[_FilePlan]:

@@ -27,6 +27,7 @@ from paddleformers_fc.catalog.stored import gather_shards
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.execute.memory import host_copy
+from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.families import ModelTensor, bind, family_for
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.codec import HEADER_KEY, ShardRecord, encode_shards, record_of
@@ -36,7 +37,7 @@ from paddleformers_fc.mapping import RuleSet, prove
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.codec import encode_rules
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.commit import commit, create_staging, discard
+from paddleformers_fc.storage.commit import commit
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import FileReceipt, Manifest, write_manifest
@@ -61,6 +62,27 @@ class JobRecord:
     parallel: dict[str, int]
 
 
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save did.
+
+    Args:
+        manifest: of the finished checkpoint.
+        set_aside: directories with somebody's files that were found under the checkpoint's name and moved out of the
+            way, and older checkpoints that could not be deleted; normally none.
+    """
+
+    manifest: Manifest
+    set_aside: tuple[Path, ...]
+
+
+class _Finished(msgspec.Struct):
+    """The coordinator's outcome on its way to the other ranks."""
+
+    manifest: Manifest
+    set_aside: list[str]
+
+
 class _Description(msgspec.Struct):
     """One live shard on its way to the other ranks."""
 
@@ -75,7 +97,7 @@ def save_checkpoint(
     files: Mapping[str, bytes],
     job: JobRecord,
     channel: Channel,
-) -> Manifest:
+) -> SaveReport:
     """Write a finished checkpoint.
 
     Args:
@@ -86,7 +108,7 @@ def save_checkpoint(
         job: what the manifest says about the job.
         channel: all ranks of the job; every rank must call.
     Returns:
-        the manifest.
+        the manifest, and directories that the save had to leave beside it.
     Raises:
         FlexError: the same on every rank; the target is untouched.
     """
@@ -98,19 +120,13 @@ def save_checkpoint(
 
     everyone = [_decoded(payload) for payload in agree(channel, "describing shards", describe)]
     share = divide(everyone)[channel.rank]
-    staging = Path(
-        agree(channel, "preparing", lambda: _prepare(directory, everyone, config, files, channel))[0].decode()
-    )
-    try:
+    with staging_beside(directory, channel, lambda: _refuse_unfit(everyone, config, files)) as staging:
         written = agree(channel, "writing", lambda: _write_share(staging, own, share, files, channel.rank))
         finished = agree(
             channel, "committing", lambda: _finish(staging, directory, everyone, config, written, job, channel)
         )
-    except BaseException:
-        if channel.rank == 0:
-            discard(staging)
-        raise
-    return msgspec.json.decode(finished[0], type=Manifest)
+    outcome = msgspec.json.decode(finished[0], type=_Finished)
+    return SaveReport(outcome.manifest, tuple(map(Path, outcome.set_aside)))
 
 
 def divide(everyone: list[Held]) -> list[list[tuple[str, str]]]:
@@ -210,17 +226,12 @@ def _union(everyone: list[Held]) -> dict[str, Shard]:
     return union
 
 
-def _prepare(
-    directory: Path, everyone: list[Held], config: Mapping[str, Any], files: Mapping[str, bytes], channel: Channel
-) -> bytes:
-    """On the coordinator: prove that what will be saved is whole, then create the staging directory."""
-    if channel.rank != 0:
-        return b""
+def _refuse_unfit(everyone: list[Held], config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+    """On the coordinator, before anything is written: prove that what will be saved is whole and describes itself."""
     if CONFIG_NAME not in files:
-        raise OptionError(f"A checkpoint describes itself, and {CONFIG_NAME} is missing.", where=str(directory))
+        raise OptionError(f"A checkpoint describes itself, and {CONFIG_NAME} is missing from its files.")
     prove(model_rules(config, _union(everyone)).mapping(), "The model's mapping")
     _refuse_partial(everyone)
-    return str(create_staging(directory)).encode()
 
 
 def _refuse_partial(everyone: list[Held]) -> None:
@@ -299,8 +310,9 @@ def _finish(
         files=sorted(receipts, key=lambda receipt: receipt.path),
     )
     write_manifest(staging, manifest)
-    commit(staging, directory)
-    return msgspec.json.encode(manifest)
+    committed = commit(staging, directory)
+    set_aside = [str(path) for path in (committed.kept, committed.left) if path is not None]
+    return msgspec.json.encode(_Finished(manifest, set_aside))
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:

@@ -288,9 +288,11 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
     prepared = _agreed(channel, "preparing a checkpoint", lambda: (_roles_to_save(trainer), _files(trainer, channel)))
     roles, files = prepared
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args))
-    manifest = save_checkpoint(directory, roles, documents.model_config(trainer.model), files, job, channel)
+    report = save_checkpoint(directory, roles, documents.model_config(trainer.model), files, job, channel)
+    for path in report.set_aside:
+        logger.warning(f"{path} was in the way of {directory} and is kept; delete it when nobody needs it.")
     trainer.runtime_timer.stop()
-    saved = CheckpointReport(job.step, directory, time.monotonic() - started, _total_bytes(manifest))
+    saved = CheckpointReport(job.step, directory, time.monotonic() - started, _total_bytes(report.manifest))
     for reporter in _reporters(trainer):
         reporter.on_checkpoint_saved(args, saved)
     trainer._rotate_checkpoints(output_dir=args.output_dir)
