@@ -1,8 +1,8 @@
 """``diff``: which canonical tensors of two checkpoints are not the same bits, whatever their layouts and formats.
 
 Every tensor of either side is put together in canonical form and hashed (md5), one at a time; memory is the largest
-tensor and a digest per tensor. Open weights hold ``model_state`` alone, so beside them nothing else is compared, nor
-read.
+tensor and a digest per tensor. Open weights hold ``model_state`` alone, so beside them nothing else is compared, and
+the optimizer's states, most of a checkpoint's bytes, are not read.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _compared_roles(sides: Sequence[Side], role: str | None) -> tuple[str, ...]:
 
 
 def _digests(directory: Path, roles: tuple[str, ...]) -> Iterator[TensorDigest]:
-    """Digests of the wanted roles; what comes after the last of them is not read."""
+    """Digests of the wanted roles; of what comes after the last of them one tensor is read, and no more."""
     last = max(ROLES.index(role) for role in roles)
     for digest in canonical_digests(directory):
         if ROLES.index(digest.role) > last:

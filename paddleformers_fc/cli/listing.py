@@ -3,8 +3,8 @@
 A piece is what one rank wrote: a box of the tensor, or a range of a box's elements, at a place in a file. It is read
 from the headers, where it is written as it was saved; the catalog has only the boxes it is made of.
 
-For a person, tensors that differ only in their indices and are stored alike are one row, ``layers.{0...31}``, and a row
-shows at most four pieces. JSON has all of both.
+For a person, tensors that differ only in their indices and are stored alike are one entry, ``layers.{0...31}``, and an
+entry shows at most four pieces. JSON has all of both.
 """
 
 from __future__ import annotations
@@ -129,22 +129,18 @@ def _whole_tensors(catalog: Catalog) -> Iterator[tuple[str, str, Piece]]:
 
 
 def show_tensors(tensors: Iterable[TensorFacts], console: Console) -> None:
-    """The tensors as a table per role."""
-    from rich import box
-    from rich.table import Table
+    """The tensors under the heading of their role; below each, a line per piece: its place in the tensor, its files."""
+    from rich.text import Text
 
     for role, rows in groupby(_rows(tensors), key=itemgetter(0)):
-        table = Table(box=box.SIMPLE_HEAD, title=role, title_justify="left", title_style="bold cyan")
-        table.add_column("tensor", overflow="fold")
-        table.add_column("shape")
-        table.add_column("dtype")
-        table.add_column("bytes", justify="right")
-        table.add_column("stored as", overflow="fold")
+        console.print(Text(role, "bold cyan"))
         for _, name, alike in rows:
             first = alike[0]
             shape = " x ".join(map(str, first.shape)) or "scalar"
-            table.add_row(name, shape, first.dtype, size_text(first.bytes), _pieces_text(alike))
-        console.print(table)
+            form = f"{first.dtype} {shape}, {size_text(first.bytes)}"
+            console.print(Text.assemble(f"  {name}  ", (form, "green")), soft_wrap=True)
+            for line in _piece_lines(alike):
+                console.print(Text(f"      {line}", "dim"), soft_wrap=True)
 
 
 def _rows(tensors: Iterable[TensorFacts]) -> Iterator[tuple[str, str, list[TensorFacts]]]:
@@ -165,17 +161,14 @@ def _template(name: str) -> str:
     return ".".join("#" if part.isdigit() else part for part in name.split("."))
 
 
-def _pieces_text(alike: list[TensorFacts]) -> str:
-    """A line per piece: its place in the tensor, and the files it is in."""
-    lines = []
+def _piece_lines(alike: list[TensorFacts]) -> Iterator[str]:
     first = alike[0]
     for index, piece in enumerate(first.pieces[:_SHOWN_PIECES]):
         files = sorted({PurePosixPath(tensor.pieces[index].file).stem for tensor in alike})
-        names = ", ".join(files) if len(files) <= _SHOWN_FILES else f"{len(files)} files"
-        lines.append(f"{_place(piece, first.shape)}  {names}")
+        names = " or ".join(files) if len(files) <= _SHOWN_FILES else f"{len(files)} files"
+        yield f"{_place(piece, first.shape)}  {names}"
     if len(first.pieces) > _SHOWN_PIECES:
-        lines.append(f"and {len(first.pieces) - _SHOWN_PIECES} more")
-    return "\n".join(lines)
+        yield f"and {len(first.pieces) - _SHOWN_PIECES} more"
 
 
 def _place(piece: Piece, shape: tuple[int, ...]) -> str:

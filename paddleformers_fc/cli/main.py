@@ -11,7 +11,7 @@ code  meaning
 ====  ================================================================================================================
 
 ``train`` returns the code of its job. The declarations of the verbs are here, their work is in a module each, imported
-when the verb runs: only ``train`` and ``demo`` import Paddle, and ``--help`` takes a tenth of a second.
+when the verb runs: only ``train`` and ``demo`` import Paddle, and ``--help`` takes a fifth of a second.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def inspect(
     directory: Directory,
     pattern: Annotated[
         str | None,
-        typer.Argument(metavar="[PATTERN]", help="List the stored tensors whose names match, such as '*q_proj*'."),
+        typer.Argument(metavar="PATTERN", help="List the stored tensors whose names match, such as '*q_proj*'."),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List stored tensors: all, or those that match.")] = False,
     as_json: Json = False,
@@ -152,19 +152,23 @@ def train(
         Path, typer.Argument(metavar="CONFIG.yaml", exists=True, dir_okay=False, help="A PaddleFormers configuration.")
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that replace the configuration's.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys that replace the configuration's.")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Local ranks on a machine without an accelerator.", show_default="1")
+        int | None, typer.Option(min=1, help="Local ranks on a machine without an accelerator; 1 by default.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print command and environment; start nothing.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Run the stock PaddleFormers training of a YAML, with flex checkpoints registered.
+    """Run the stock PaddleFormers training of a YAML, with flex checkpoints.
 
-    Without an accelerator it runs on --nproc local processes over gloo. With one it is handed over to
-    paddleformers-cli, which starts paddle.distributed.launch on the visible devices. Logs go to output_dir/log; rank
-    0's is shown. Under --json the log goes to the error stream. The exit code is the job's.
+    Without an accelerator: on --nproc local processes over gloo.
+
+    With one: handed over to paddleformers-cli, which starts
+    paddle.distributed.launch on the visible devices.
+
+    Logs go to output_dir/log; rank 0's is shown, under --json on the error
+    stream. The exit code is the job's.
     """
     from paddleformers_fc.cli import training
 

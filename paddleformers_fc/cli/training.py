@@ -32,7 +32,7 @@ import msgspec
 import yaml
 
 from paddleformers_fc.cli.output import count_text
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import EnvironmentMismatch, OptionError
 from paddleformers_fc.runtime.launch import launch
 from paddleformers_fc.runtime.ranks import rank_environments
 from paddleformers_fc.trainer import register
@@ -117,7 +117,14 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
         overrides: ``key=value``, as PaddleFormers' command line takes them.
     Raises:
         OptionError: a file or option that cannot be used, or options that contradict each other.
+        EnvironmentMismatch: PaddleFormers is not installed.
     """
+    if importlib.util.find_spec("paddleformers") is None:
+        raise EnvironmentMismatch(
+            "Training needs PaddleFormers, which is not installed.",
+            where=sys.executable,
+            next_step="Run pip install 'paddleformers-fc[cpu]', or with [gpu] for NVIDIA devices.",
+        )
     settings = {**read_settings(config), **parse_overrides(overrides)}
     check_options(SimpleNamespace(**{**vars(FlexFields()), **settings}))
     device = str(settings.get("device") or local_device()).partition(":")[0]

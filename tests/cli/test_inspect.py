@@ -89,16 +89,18 @@ def test_a_pattern_that_matches_nothing_is_misuse(four: Path) -> None:
     assert "No stored tensor matches 'qkv'" in outcome.err
 
 
-def test_tensors_stored_alike_are_one_row(four: Path) -> None:
+def test_tensors_stored_alike_are_one_entry(four: Path) -> None:
     lines = run("inspect", four, "*up_gate_proj.weight").out.splitlines()
     (row,) = [index for index, line in enumerate(lines) if "up_gate_proj" in line]
     assert "model.layers.{0...1}.mlp.up_gate_proj.weight" in lines[row]
     assert "16 x 48" in lines[row]
-    assert "[0:16, 0:24]" in lines[row]
-    assert "[0:16, 24:48]" in lines[row + 1]
+    assert [line.strip() for line in lines[row + 1 : row + 3]] == [
+        "[0:16, 0:24]  rank-00000 or rank-00002",
+        "[0:16, 24:48]  rank-00001 or rank-00003",
+    ]
 
 
-def test_a_row_shows_four_pieces_and_counts_the_rest(tmp_path: Path) -> None:
+def test_an_entry_shows_four_pieces_and_counts_the_rest(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "checkpoint-3", ARRAYS, sharded=6)
     text = run("inspect", checkpoint, "model.norm.weight.moment1_0").out
     assert "elements 9:12" in text

@@ -1,0 +1,177 @@
+"""``diff`` compares numbers, not layouts, and names what differs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from paddleformers_fc.storage.ranges import RangeReader
+from tests.cli.support import flip, run, save, seal
+from tests.execute.simulated import canonical
+
+CHANGED = "model.layers.1.self_attn.v_proj.weight"
+
+
+def test_two_layouts_of_the_same_weights_are_equal(one: Path, four: Path) -> None:
+    outcome = run("diff", one, four, "--json")
+    document = outcome.document
+    tensors = len(canonical())
+    assert outcome.code == 0
+    assert document["equal"]
+    assert document["not_compared"] == []
+    assert {role: found["equal"] for role, found in document["roles"].items()} == {
+        "model_state": tensors,
+        "optimizer_state": 4 * tensors,
+    }
+
+
+def changed(directory: Path) -> Path:
+    """A checkpoint in which one number of one part of a fused tensor is another."""
+    arrays = canonical()
+    arrays[CHANGED][3, 5] += 1
+    return save(directory, arrays)
+
+
+def test_the_one_tensor_that_differs_is_named_as_everybody_calls_it(four: Path, tmp_path: Path) -> None:
+    outcome = run("diff", four, changed(tmp_path / "changed"), "--json")
+    assert outcome.code == 1
+    assert not outcome.document["equal"]
+    weights, states = (outcome.document["roles"][role] for role in ("model_state", "optimizer_state"))
+    (different,) = weights["different"]
+    assert different["name"] == CHANGED
+    assert different["a"]["shape"] == different["b"]["shape"] == [8, 16]
+    assert different["a"]["md5"] != different["b"]["md5"]
+    assert [item["name"] for item in states["different"]] == [f"{CHANGED}.moment{n}_0" for n in (1, 2)]
+    assert weights["only_in_a"] == weights["only_in_b"] == []
+
+
+def test_a_person_sees_the_counts_and_the_names(four: Path, tmp_path: Path) -> None:
+    outcome = run("diff", four, changed(tmp_path / "changed"))
+    assert outcome.code == 1
+    assert f"{CHANGED}: values" in outcome.out
+    assert "model_state: different (1)" in outcome.out
+    assert "different: " in outcome.out.splitlines()[-1]
+
+
+def test_one_role_can_be_compared_alone(four: Path, tmp_path: Path) -> None:
+    other = changed(tmp_path / "changed")
+    document = run("diff", four, other, "--role", "model_state", "--json").document
+    assert list(document["roles"]) == ["model_state"]
+    assert document["not_compared"] == []
+    assert list(run("diff", four, other, "--role", "optimizer_state", "--json").document["roles"]) == [
+        "optimizer_state"
+    ]
+
+
+def test_beside_open_weights_the_weights_alone_are_compared(four: Path, weights: Path) -> None:
+    for pair in ((four, weights), (weights, four)):
+        outcome = run("diff", *pair, "--json")
+        assert outcome.code == 0
+        assert outcome.document["roles"]["model_state"]["equal"] == len(canonical())
+        assert list(outcome.document["roles"]) == ["model_state"]
+        assert outcome.document["not_compared"] == ["optimizer_state"]
+    assert "open weights do not have it: optimizer_state" in run("diff", four, weights).out
+
+
+def test_beside_open_weights_optimizer_states_are_not_read(
+    four: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: Counter[str] = Counter()
+    read_into = RangeReader.read_into
+
+    def record(self: RangeReader, path: Path, offset: int, buffer: Any) -> None:
+        counts[path.parent.name] += memoryview(buffer).nbytes
+        read_into(self, path, offset, buffer)
+
+    monkeypatch.setattr(RangeReader, "read_into", record)
+    assert run("diff", four, weights).code == 0
+    size = sum(array.nbytes for array in canonical().values())
+    largest = max(array.nbytes for array in canonical().values())
+    assert counts["model_state"] >= size
+    assert counts["optimizer_state"] <= largest
+
+
+def test_names_on_one_side_only_are_listed_and_folded(four: Path, tmp_path: Path) -> None:
+    shallow = save(tmp_path / "shallow", canonical(layers=1))
+    deep = save(tmp_path / "deep", canonical(layers=3))
+    document = run("diff", shallow, deep, "--role", "model_state", "--json").document
+    only = document["roles"]["model_state"]["only_in_b"]
+    assert {name.split(".")[2] for name in only} == {"1", "2"}
+    assert document["roles"]["model_state"]["only_in_a"] == []
+    assert "model.layers.{1...2}.mlp.down_proj.weight" in run("diff", shallow, deep).out
+    assert "model_state: only in A" in run("diff", deep, shallow).out
+
+
+def test_a_checkpoint_without_optimizer_states_is_different(four: Path, tmp_path: Path) -> None:
+    bare = save(tmp_path / "bare", canonical(), roles=("model_state",))
+    outcome = run("diff", bare, four, "--json")
+    assert outcome.code == 1
+    assert outcome.document["roles"]["model_state"]["different"] == []
+    assert len(outcome.document["roles"]["optimizer_state"]["only_in_b"]) == 4 * len(canonical())
+
+
+def test_another_shape_or_dtype_of_the_same_bytes_is_a_difference(tmp_path: Path) -> None:
+    zeros = np.zeros((4, 2), np.float32)
+    forms = {"a": zeros, "shape": zeros.reshape(2, 4), "dtype": zeros.astype(np.int32)}
+    for name, array in forms.items():
+        (tmp_path / name).mkdir()
+        save_file({"w": array}, tmp_path / name / "model.safetensors")
+    assert "w: shape [4, 2] and [2, 4]" in run("diff", tmp_path / "a", tmp_path / "shape").out
+    outcome = run("diff", tmp_path / "a", tmp_path / "dtype")
+    assert outcome.code == 1
+    assert "w: dtype float32 and int32" in outcome.out
+
+
+def test_open_weights_are_compared_with_open_weights(weights: Path, tmp_path: Path) -> None:
+    tensors = {}
+    for path in weights.glob("*.safetensors"):
+        tensors.update(load_file(path))
+    (tmp_path / "single").mkdir()
+    save_file(tensors, tmp_path / "single/model.safetensors")
+    outcome = run("diff", weights, tmp_path / "single", "--json")
+    assert outcome.code == 0
+    assert outcome.document["not_compared"] == []
+
+
+@pytest.mark.parametrize(
+    ("role", "text"),
+    [("moments", "There is no role 'moments'"), ("ema_state", "Neither side holds a tensor of ema_state")],
+)
+def test_a_role_that_nobody_has_is_misuse(one: Path, four: Path, role: str, text: str) -> None:
+    outcome = run("diff", one, four, "--role", role)
+    assert outcome.code == 2
+    assert text in outcome.err
+
+
+def test_a_role_that_open_weights_cannot_have_is_misuse(four: Path, weights: Path) -> None:
+    outcome = run("diff", four, weights, "--role", "optimizer_state", "--json")
+    assert outcome.code == 2
+    assert outcome.document["what"] == "Open weights have no optimizer_state."
+
+
+def test_a_side_that_cannot_be_read_is_not_called_different(four: Path, copy: Path) -> None:
+    path = copy / "model_state/rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    outcome = run("diff", four, copy, "--json")
+    assert outcome.code == 1
+    assert outcome.document["error"] == "Corrupt"
+
+
+def test_a_flipped_bit_makes_a_difference(four: Path, copy: Path) -> None:
+    path = copy / "model_state/rank-00000.safetensors"
+    flip(path, path.stat().st_size - 1)
+    seal(copy)
+    outcome = run("diff", four, copy, "--json")
+    assert outcome.code == 1
+    assert len(outcome.document["roles"]["model_state"]["different"]) == 1
+
+
+def test_the_document_does_not_change_from_run_to_run(four: Path, one: Path) -> None:
+    texts = [json.dumps({**run("diff", one, four, "--json").document, "seconds": 0}) for _ in range(2)]
+    assert texts[0] == texts[1]

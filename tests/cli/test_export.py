@@ -1,0 +1,108 @@
+"""``export`` writes Hugging Face files and one md5 that no layout changes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.trainer.options import parse_size
+from tests.cli.support import flip, run, save
+from tests.execute.simulated import canonical
+
+ARRAYS = canonical()
+
+
+def md5_of_arrays() -> str:
+    """The documented definition, over the weights that were saved."""
+    digest = hashlib.md5()
+    for name in sorted(ARRAYS):
+        digest.update(name.encode())
+        digest.update(ARRAYS[name].tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("size", ["1GB", "8kB"])
+def test_the_md5_is_the_same_for_every_layout_and_file_size(tmp_path: Path, layout: tuple[int, int], size: str) -> None:
+    checkpoint = save(tmp_path / "checkpoint-3", ARRAYS, *layout)
+    outcome = run("export", checkpoint, tmp_path / "export", "--max-shard-size", size, "--json")
+    assert outcome.code == 0
+    assert outcome.document["md5"] == md5_of_arrays()
+
+
+def test_the_listed_files_are_those_that_were_written(four: Path, tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    document = run("export", four, target, "--max-shard-size", "8kB", "--json").document
+    written = {path.name: path.stat().st_size for path in target.glob("*.safetensors")}
+    assert len(written) > 1
+    assert {file["name"]: file["bytes"] for file in document["files"]} == written
+    assert document["tensors"] == len(ARRAYS)
+    assert document["bytes"] == sum(array.nbytes for array in ARRAYS.values())
+
+
+def test_a_person_sees_files_and_md5(four: Path, tmp_path: Path) -> None:
+    outcome = run("export", four, tmp_path / "export")
+    assert outcome.code == 0
+    assert "model.safetensors" in outcome.out
+    assert md5_of_arrays() in outcome.out
+
+
+@pytest.mark.parametrize("size", ["", "5", "GB", "5XB", "-1GB", "0B"])
+def test_a_size_that_is_none_is_misuse(four: Path, tmp_path: Path, size: str) -> None:
+    outcome = run("export", four, tmp_path / "export", f"--max-shard-size={size}")
+    assert outcome.code == 2
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("200MB", 2 * 10**8), ("1GiB", 2**30), ("1.5kB", 1500), (" 7 b ", 7)]
+)
+def test_sizes_are_read_in_both_kinds_of_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_weights_that_are_there_are_not_replaced_unasked(four: Path, tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    target.mkdir()
+    (target / "model.safetensors").write_bytes(b"precious")
+    outcome = run("export", four, target)
+    assert outcome.code == 2
+    assert "--replace" in outcome.err
+    assert (target / "model.safetensors").read_bytes() == b"precious"
+    assert run("export", four, target, "--replace").code == 0
+    assert run("diff", four, target).code == 0
+
+
+def test_other_files_in_the_directory_are_kept(four: Path, tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    target.mkdir()
+    (target / "README.md").write_text("mine")
+    assert run("export", four, target).code == 0
+    assert (target / "README.md").read_text() == "mine"
+
+
+def test_a_checkpoint_is_not_written_into(one: Path, copy: Path) -> None:
+    before = sorted(path.relative_to(copy) for path in copy.rglob("*"))
+    for source in (one, copy):
+        outcome = run("export", source, copy, "--replace")
+        assert outcome.code == 2
+        assert "not written into a checkpoint" in outcome.err
+    assert sorted(path.relative_to(copy) for path in copy.rglob("*")) == before
+
+
+def test_open_weights_are_no_checkpoint_to_export(weights: Path, tmp_path: Path) -> None:
+    outcome = run("export", weights, tmp_path / "export")
+    assert outcome.code == 1
+    assert "not a finished checkpoint" in outcome.err
+
+
+def test_a_damaged_checkpoint_is_not_exported_where_it_is_verified(copy: Path, tmp_path: Path) -> None:
+    flip(copy / "model_state/rank-00000.safetensors", -1)
+    target = tmp_path / "export"
+    outcome = run("export", copy, target, "--verify", "full", "--json")
+    assert outcome.code == 1
+    assert outcome.document["error"] == "Corrupt"
+    assert not target.exists()
+    assert [path.name for path in tmp_path.iterdir()] == [copy.name]

@@ -1,0 +1,213 @@
+"""What holds for every verb: exit codes, JSON, misuse, and what is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc import errors
+from paddleformers_fc.cli import inspection
+from paddleformers_fc.cli.main import exit_code
+from tests.cli.support import run
+
+VERBS = ("inspect", "verify", "diff", "export", "train", "demo", "register-path")
+ROOT = Path(__file__).resolve().parents[2]
+
+# Runs the verbs in a process where Paddle cannot be imported. An attempt is reported even when it is swallowed.
+WITHOUT_PADDLE = """
+import json, sys
+
+attempts = []
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"paddle", "paddleformers", "paddlefleet", "torch", "transformers"}:
+            attempts.append(name)
+            raise ModuleNotFoundError(f"{name} is blocked in this test", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from paddleformers_fc.cli.main import main
+
+codes = [main(command) for command in json.loads(sys.argv[1])]
+print(json.dumps({"codes": codes, "attempts": attempts}), file=sys.stderr)
+"""
+
+# Prints which of the named modules one command line has imported.
+IMPORTED = """
+import json, sys
+from paddleformers_fc.cli.main import main
+
+main(json.loads(sys.argv[1]))
+print(json.dumps([name for name in sys.argv[2:] if name in sys.modules]), file=sys.stderr)
+"""
+
+
+def python(code: str, *arguments: str) -> Any:
+    """The last line that ``code`` printed on the error stream, as JSON."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stderr.splitlines()[-1])
+
+
+def test_no_verb_but_train_and_demo_imports_paddle(four: Path, weights: Path, tmp_path: Path) -> None:
+    commands = [
+        ["--help"],
+        ["inspect", str(four), "--tensors"],
+        ["verify", str(four)],
+        ["diff", str(four), str(weights)],
+        ["export", str(four), str(tmp_path / "export")],
+        ["register-path"],
+        *([verb, "--help"] for verb in VERBS),
+    ]
+    found = python(WITHOUT_PADDLE, json.dumps(commands))
+    assert found == {"codes": [0] * len(commands), "attempts": []}
+
+
+def test_an_import_of_paddle_would_be_noticed(tmp_path: Path) -> None:
+    config = tmp_path / "x.yaml"
+    config.write_text("output_dir: out\n")
+    found = python(WITHOUT_PADDLE, json.dumps([["train", str(config), "--dry-run"]]))
+    assert found["attempts"]
+    assert found["codes"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("command", "modules"),
+    [
+        (["register-path"], []),
+        (["register-path", "--json"], []),
+        (["inspect", "{four}", "--json"], ["numpy"]),
+        (["inspect", "{four}"], ["numpy", "rich.table"]),
+    ],
+)
+def test_a_verb_imports_no_more_than_it_needs(four: Path, command: list[str], modules: list[str]) -> None:
+    command = [argument.format(four=four) for argument in command]
+    assert python(IMPORTED, json.dumps(command), "numpy", "rich.table", "yaml", "paddle") == modules
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb: str) -> None:
+    outcome = run(verb, "--help")
+    assert outcome.code == 0
+    assert "--json" in outcome.out
+
+
+MISUSE = [
+    ["inspect"],
+    ["inspect", "/nowhere"],
+    ["inspect", __file__],
+    ["inspect", "/", "--bogus"],
+    ["verify", "/", "--level", "some"],
+    ["diff", "/"],
+    ["export", "/"],
+    ["export", "/", __file__],
+    ["train", "/nowhere.yaml"],
+    ["train", "/"],
+    ["train", __file__, "--nproc", "0"],
+    ["train", __file__, "--nproc", "two"],
+    ["bogus"],
+]
+
+
+@pytest.mark.parametrize("command", MISUSE, ids=" ".join)
+def test_misuse_is_told_on_the_error_stream(command: list[str]) -> None:
+    outcome = run(*command)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert "Error: " in outcome.err
+
+
+@pytest.mark.parametrize("command", MISUSE, ids=" ".join)
+def test_misuse_is_a_document_under_json(command: list[str]) -> None:
+    outcome = run(*command, "--json")
+    assert outcome.code == 2
+    assert outcome.err == ""
+    assert outcome.document["error"] == "OptionError"
+    assert outcome.document["what"]
+
+
+def test_without_a_verb_the_help_is_shown() -> None:
+    outcome = run()
+    assert outcome.code == 2
+    assert "verify" in outcome.out + outcome.err
+
+
+def test_an_error_is_one_document_under_json(tmp_path: Path) -> None:
+    outcome = run("inspect", tmp_path, "--json")
+    assert outcome.code == 1
+    assert outcome.err == ""
+    assert outcome.document.keys() == {"error", "what", "where", "evidence", "next_step"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.NotACheckpoint, 1),
+        (errors.Corrupt, 1),
+        (errors.FormatError, 1),
+        (errors.MappingError, 1),
+        (errors.MismatchError, 1),
+        (errors.OptionError, 2),
+        (errors.StorageError, 2),
+        (errors.PeerError, 2),
+        (errors.EnvironmentMismatch, 2),
+        (errors.FlexError, 2),
+    ],
+)
+def test_one_means_that_a_checkpoint_is_wrong(kind: type[errors.FlexError], code: int) -> None:
+    assert exit_code(kind("It went wrong.")) == code
+
+
+def raising(error: BaseException) -> Any:
+    """A function that raises."""
+
+    def fail(*args: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_fault_of_the_program_says_nothing_about_the_checkpoint(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "inspect", raising(ZeroDivisionError("by zero")))
+    outcome = run("inspect", four)
+    assert outcome.code == 2
+    assert "ZeroDivisionError: by zero" in outcome.err
+    assert "Traceback" in outcome.err
+    assert run("inspect", four, "--json").document["what"] == "ZeroDivisionError: by zero"
+
+
+def test_an_interrupt_ends_without_a_traceback(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "inspect", raising(KeyboardInterrupt()))
+    outcome = run("inspect", four)
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err
+    assert outcome.out == ""
+
+
+def test_the_registration_file_is_printed_and_exists() -> None:
+    outcome = run("register-path")
+    assert outcome.code == 0
+    (path,) = outcome.out.splitlines()
+    assert Path(path).is_absolute()
+    assert Path(path).is_file()
+    assert Path(path).parts[-2:] == ("trainer", "register.py")
+    assert run("register-path", "--json").document == {"custom_register_path": path}
+
+
+def test_the_demo_gets_its_directory_and_returns_its_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[Path, bool]] = []
+
+    def demo(output: Path, as_json: bool) -> int:
+        calls.append((output, as_json))
+        return 1
+
+    monkeypatch.setattr("paddleformers_fc.cli.demo.demo", demo)
+    assert run("demo").code == 1
+    assert run("demo", "--output", tmp_path, "--json").code == 1
+    assert calls == [(Path("demo_out"), False), (tmp_path, True)]

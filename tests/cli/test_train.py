@@ -1,0 +1,231 @@
+"""``train`` starts PaddleFormers' own command line with this package registered, and nothing else changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paddleformers_fc.cli import training
+from paddleformers_fc.cli.demo.assets import prepare as prepare_assets
+from paddleformers_fc.cli.demo.settings import SINGLE, settings
+from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, parse_overrides, prepare, read_settings
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.trainer import register
+from tests.cli.support import Outcome, run
+
+OURS = f"custom_register_path={register.PATH}"
+LAUNCHER = ("-m", "paddleformers.cli.launcher", "train")
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let Paddle find this device when it is asked."""
+
+    def use(device: str) -> None:
+        monkeypatch.setattr(training, "local_device", lambda: device)
+
+    use("cpu")
+    return use
+
+
+def config(directory: Path, **keys: Any) -> Path:
+    """A YAML with these keys and an output directory."""
+    path = directory / "job.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": str(directory / "out"), "flex_checkpoint": True, **keys}))
+    return path
+
+
+def test_the_registration_and_the_device_are_added(tmp_path: Path, on: Any) -> None:
+    path = config(tmp_path)
+    job = prepare(path, None, ["max_steps=3"])
+    assert job.argv == (*LAUNCHER, str(path), "max_steps=3", OURS, "device=cpu")
+    assert (job.ranks, dict(job.environment)) == (1, {})
+    assert job.log_dir == tmp_path / "out/log"
+
+
+@pytest.mark.parametrize("own", [["device=cpu"], []])
+def test_a_device_that_is_named_is_left_alone(tmp_path: Path, on: Any, own: list[str]) -> None:
+    on("gpu:0")
+    path = config(tmp_path) if own else config(tmp_path, device="cpu")
+    assert prepare(path, 2, own).argv == (*LAUNCHER, str(path), *own, OURS)
+
+
+@pytest.mark.parametrize("named_in", ["yaml", "override"])
+def test_a_registration_of_the_users_runs_as_well(tmp_path: Path, on: Any, named_in: str) -> None:
+    own = tmp_path / "own.py"
+    own.touch()
+    path = config(tmp_path, **({"custom_register_path": str(own)} if named_in == "yaml" else {}))
+    job = prepare(path, None, [f"custom_register_path={own}"] if named_in == "override" else [])
+    assert job.argv[4:] == (f"custom_register_path={REGISTER_BOTH}", "device=cpu")
+    assert job.environment == {OWN_REGISTRATION: str(own)}
+
+
+def test_a_yaml_that_names_our_registration_is_left_with_it(tmp_path: Path, on: Any) -> None:
+    job = prepare(config(tmp_path, custom_register_path=str(register.PATH)), None, [])
+    assert job.argv[4:] == (OURS, "device=cpu")
+    assert not job.environment
+
+
+def test_the_files_registration_runs_before_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(sys, "registrations", order, raising=False)
+    monkeypatch.setattr(register, "register", lambda: order.append("ours"))
+    (tmp_path / "own.py").write_text("import sys\nsys.registrations.append(__name__)\n")
+    monkeypatch.setenv(OWN_REGISTRATION, str(tmp_path / "own.py"))
+    spec = importlib.util.spec_from_file_location("custom_template", REGISTER_BOTH)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert order == ["custom_template", "ours"]
+
+
+def test_on_an_accelerator_the_job_is_handed_over(tmp_path: Path, on: Any) -> None:
+    on("gpu:0")
+    path = config(tmp_path)
+    job = prepare(path, None, ["max_steps=3"])
+    assert job.argv == ("-m", "paddleformers.cli.cli", "train", str(path), "max_steps=3", OURS)
+    assert job.ranks is None
+    assert job.environment["PADDLEFORMERS_DIST_LOG"] == str(tmp_path / "out/log")
+    assert job.environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert run("train", path, "--dry-run", "--json").document["ranks"] is None
+
+
+def test_a_job_that_was_handed_over_returns_its_code(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w+") as log:
+        for code, returned in (("print('here'); exit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)):
+            job = training.Job(("-c", code), None, {}, tmp_path, True)
+            assert training.run(job, log).returncode == returned
+        assert (tmp_path / "log").read_text() == "here\n"
+
+
+def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on: Any) -> None:
+    on("gpu:0")
+    with pytest.raises(OptionError, match="--nproc is for machines without an accelerator"):
+        prepare(config(tmp_path), 2, [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "overrides", "text"),
+    [
+        ({"save_checkpoint_format": "unified_checkpoint"}, [], "save_checkpoint_format: unified_checkpoint"),
+        ({}, ["flex_verify=twice"], "flex_verify: 'twice'"),
+        ({"output_dir": None}, [], "names no output_dir"),
+        ({"custom_register_path": "nowhere.py"}, [], "names a file that does not exist"),
+        ({}, ["max_steps", "=3", "save_steps=1"], "- 'max_steps'\n  - '=3'\n"),
+        ({}, ["max_steps=[3"], "The value of an override is no YAML."),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    tmp_path: Path, on: Any, keys: dict[str, Any], overrides: list[str], text: str
+) -> None:
+    outcome = run("train", config(tmp_path, **keys), *overrides)
+    assert outcome.code == 2
+    assert text in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_paddleformers_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    outcome = run("train", config(tmp_path))
+    assert outcome.code == 2
+    assert "paddleformers-fc[cpu]" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.yaml", "a: [1"), ("a.yaml", "- 1"), ("a.yaml", ""), ("a.json", "{"), ("a.toml", "a = 1"), ("a.json", "[]")],
+)
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(OptionError) as caught:
+        read_settings(path)
+    assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.yml", "a.json"])
+def test_a_configuration_is_yaml_or_json(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(json.dumps({"max_steps": 3}))
+    assert read_settings(tmp_path / name) == {"max_steps": 3}
+
+
+def test_the_values_of_overrides_are_yaml() -> None:
+    found = parse_overrides(["a=1", "b=true", "c=x=y", "d="])
+    assert found == {"a": 1, "b": True, "c": "x=y", "d": None}
+
+
+def test_a_dry_run_prints_what_a_shell_takes(tmp_path: Path, on: Any) -> None:
+    path = config(tmp_path)
+    lines = run("train", path, "max_steps=3", "--nproc", "2", "--dry-run").out.splitlines()
+    assert "PADDLE_TRAINERS_NUM=2" in lines
+    assert [line.split(":")[0] for line in lines if line.startswith("# rank")] == ["# rank 0", "# rank 1"]
+    assert shlex.split(lines[-1]) == [sys.executable, *LAUNCHER, str(path), "max_steps=3", OURS, "device=cpu"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_is_a_document_under_json(tmp_path: Path, on: Any) -> None:
+    document = run("train", config(tmp_path), "--nproc", "2", "--dry-run", "--json").document
+    assert document.keys() == {"command", "environment", "ranks", "log_dir"}
+    assert [rank["PADDLE_TRAINER_ID"] for rank in document["ranks"]] == ["0", "1"]
+
+
+def recipe(directory: Path, **keys: Any) -> Path:
+    """The demo's YAML for one rank and three steps, in ``directory``."""
+    assets = prepare_assets(directory / "assets")
+    content = settings(str(assets.models["llama"]), str(assets.corpus), str(directory / "out"), SINGLE)
+    return config(directory, **{**content, "max_steps": 3, **keys})
+
+
+def test_a_training_leaves_a_checkpoint_that_is_right(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    (tmp_path / "own.py").write_text(f"open({str(witness)!r}, 'w').write(__name__)\n")
+    outcome = run("train", recipe(tmp_path, custom_register_path=str(tmp_path / "own.py")), "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.document["returncode"] == 0
+    assert [Path(log).read_text() for log in outcome.document["logs"]] == [outcome.err]
+    assert "global_step: 3" in outcome.err
+    assert witness.read_text() == "custom_template"
+    checkpoint = tmp_path / "out/checkpoint-3"
+    assert run("verify", checkpoint).code == 0
+    facts = run("inspect", checkpoint, "--json").document["job"]
+    assert (facts["step"], facts["world_size"], facts["family"]) == (3, 1, "llama")
+    exported = run("export", checkpoint, tmp_path / "export", "--json").document
+    assert run("diff", tmp_path / "export", checkpoint).code == 0
+    assert exported["tensors"] == facts_of_weights(tmp_path / "out")
+
+
+def facts_of_weights(directory: Path) -> int:
+    """Number of tensors in the final weights of a training."""
+    outcome: Outcome = run("inspect", directory, "--json")
+    return int(outcome.document["roles"]["model_state"]["tensors"])
+
+
+def test_a_training_that_fails_returns_the_code_of_its_rank_and_shows_why(tmp_path: Path) -> None:
+    outcome = run("train", config(tmp_path, device="cpu", no_such_key=1))
+    assert outcome.code == 1
+    assert "no_such_key" in outcome.out
+    assert "no_such_key" in outcome.err
+    assert outcome.out.splitlines()[-1].startswith("failed with code 1: ")
+
+
+def test_a_run_without_flex_checkpoints_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = training.Ended(0, [], [str(tmp_path / "log/rank-00000.log")], 1.0, "")
+
+    def pretend(job: training.Job, echo: io.StringIO) -> training.Ended:
+        return ended
+
+    monkeypatch.setattr(training, "run", pretend)
+    silent = run("train", config(tmp_path, device="cpu"))
+    told = run("train", config(tmp_path, device="cpu"), "flex_checkpoint=false")
+    assert silent.err == ""
+    assert "flex_checkpoint is not true" in told.err
+    assert silent.out == told.out

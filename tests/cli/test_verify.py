@@ -1,0 +1,208 @@
+"""``verify`` finds what is wrong, names it, and says what it checked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.support import flip, run, save, seal
+from tests.execute.simulated import CONFIG, canonical
+
+ALL_CHECKS = ["manifest", "files", "tensors", "mapping", "equal values"]
+DEPTHS = {
+    "off": ["manifest", "tensors", "mapping"],
+    "size": ["manifest", "files", "tensors", "mapping"],
+    "full": ALL_CHECKS,
+}
+WEIGHTS = "model_state/rank-00001.safetensors"
+
+
+def failed_check(document: dict[str, Any]) -> str:
+    """The one check that failed, which must be the last."""
+    assert not document["passed"]
+    *before, last = document["checks"]
+    assert all(check["passed"] for check in before)
+    assert not last["passed"]
+    return str(last["name"])
+
+
+@pytest.mark.parametrize("level", DEPTHS)
+@pytest.mark.parametrize("name", ["one", "four"])
+def test_a_whole_checkpoint_is_right_at_every_level(kept: Path, name: str, level: str) -> None:
+    outcome = run("verify", kept / name, "--level", level, "--json")
+    document = outcome.document
+    assert outcome.code == 0
+    assert document["passed"]
+    assert [check["name"] for check in document["checks"]] == DEPTHS[level]
+    assert "error" not in document
+
+
+def test_it_says_what_was_checked(four: Path) -> None:
+    document = run("verify", four, "--json").document
+    files = [path for path in four.rglob("*") if path.is_file() and path.name != "flex_checkpoint.json"]
+    assert document["level"] == "full"
+    assert document["files"] == len(files)
+    assert document["bytes"] == sum(path.stat().st_size for path in files)
+    inspected = run("inspect", four, "--json").document
+    assert document["tensors"] == sum(role["tensors"] for role in inspected["roles"].values())
+
+
+@pytest.mark.parametrize("block", [0, 2])
+def test_a_flipped_bit_is_found_with_its_file_and_block(copy: Path, block: int) -> None:
+    seal(copy, block_bytes=1024)
+    flip(copy / WEIGHTS, block * 1024 + 500)
+    outcome = run("verify", copy)
+    assert outcome.code == 1
+    assert f"{WEIGHTS} does not match its checksum" in outcome.err
+    assert f"block {block} (from byte {block * 1024})" in outcome.err
+    assert "WRONG  files" in outcome.out
+
+
+def test_a_flipped_bit_is_only_found_by_reading(copy: Path) -> None:
+    flip(copy / WEIGHTS, (copy / WEIGHTS).stat().st_size - 1)
+    assert run("verify", copy, "--level", "size").code == 0
+    assert run("verify", copy, "--level", "full").code == 1
+
+
+def test_every_damaged_file_is_in_one_report(copy: Path) -> None:
+    (copy / WEIGHTS).unlink()
+    path = copy / "optimizer_state/rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    flip(copy / "config.json", 0)
+    shutil.copy(path, copy / "model_state/rank-00009.safetensors")
+    outcome = run("verify", copy, "--json")
+    document = outcome.document
+    assert outcome.code == 1
+    assert document["error"] == "Corrupt"
+    assert failed_check(document) == "files"
+    evidence = "\n".join(document["evidence"])
+    assert f"{WEIGHTS} is missing" in evidence
+    assert "optimizer_state/rank-00000.safetensors is truncated" in evidence
+    assert "config.json does not match its checksum" in evidence
+    assert "model_state/rank-00009.safetensors does not belong to this checkpoint" in evidence
+
+
+def test_without_looking_at_files_a_missing_small_file_is_not_found(copy: Path) -> None:
+    seal(copy)
+    (copy / "config.json").rename(copy / "elsewhere.json")
+    (copy / "config.json").write_text("{}")
+    assert run("verify", copy, "--level", "off").code == 0
+    assert run("verify", copy, "--level", "size").code == 1
+
+
+def test_a_damaged_manifest_is_the_first_check(copy: Path) -> None:
+    path = copy / "flex_checkpoint.json"
+    path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
+    document = run("verify", copy, "--json").document
+    assert failed_check(document) == "manifest"
+    assert len(document["checks"]) == 1
+
+
+def test_a_file_that_left_the_checkpoint_leaves_tensors_uncovered(copy: Path) -> None:
+    (copy / WEIGHTS).unlink()
+    seal(copy)
+    outcome = run("verify", copy, "--json")
+    assert outcome.code == 1
+    assert failed_check(outcome.document) == "tensors"
+    assert any("is not stored" in line for line in outcome.document["evidence"])
+
+
+def edit_rules(checkpoint: Path, change: Any) -> None:
+    """Apply ``change`` to the document of mapping.json and seal the checkpoint again."""
+    path = checkpoint / "mapping.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    seal(checkpoint)
+
+
+def test_a_mapping_that_cannot_be_proved_is_found(copy: Path) -> None:
+    def turn(document: dict[str, Any]) -> None:
+        rule = next(rule for rule in document["rules"] if "qkv" in rule["targets"][0])
+        rule["parts"] = rule["parts"][::-1]
+        rule["target_blocks"] = 3
+
+    edit_rules(copy, turn)
+    outcome = run("verify", copy, "--json")
+    assert outcome.code == 1
+    assert outcome.document["error"] == "MappingError"
+    assert failed_check(outcome.document) == "mapping"
+
+
+def test_a_stored_tensor_that_no_rule_knows_is_found(copy: Path) -> None:
+    def forget(document: dict[str, Any]) -> None:
+        del document["targets"]["model.norm.weight"]
+        document["rules"] = [rule for rule in document["rules"] if rule["targets"] != ["model.norm.weight"]]
+
+    edit_rules(copy, forget)
+    outcome = run("verify", copy, "--json")
+    assert outcome.code == 1
+    assert failed_check(outcome.document) == "mapping"
+    assert "model.norm.weight: stored as model_state, and the rules know no such tensor" in outcome.document["evidence"]
+    assert any(line.startswith("model.norm.weight.moment1_0: stored as") for line in outcome.document["evidence"])
+
+
+def test_a_tensor_of_the_rules_that_is_not_stored_is_found(copy: Path) -> None:
+    def invent(document: dict[str, Any]) -> None:
+        document["targets"]["model.extra.weight"] = document["targets"]["model.norm.weight"]
+        rule = next(rule for rule in document["rules"] if rule["targets"] == ["model.norm.weight"])
+        document["rules"].append({**rule, "sources": ["model.extra.weight"], "targets": ["model.extra.weight"]})
+
+    edit_rules(copy, invent)
+    outcome = run("verify", copy, "--json")
+    assert outcome.code == 1
+    assert outcome.document["evidence"] == ["model.extra.weight: the rules know this tensor, and it is not stored"]
+
+
+def test_tied_tensors_are_compared(tmp_path: Path) -> None:
+    config = {**CONFIG, "tie_word_embeddings": True}
+    equal, unequal = canonical(), canonical()
+    equal["lm_head.weight"] = equal["model.embed_tokens.weight"].copy()
+    save(tmp_path / "equal", equal, tp=2, config=config)
+    save(tmp_path / "unequal", unequal, tp=2, config=config)
+    right = run("verify", tmp_path / "equal", "--json")
+    assert right.code == 0
+    # Two tensor-parallel pieces of the weight and of each of its two moments, and its two powers of beta.
+    assert right.document["checks"][-1]["detail"] == "8 pairs compared"
+    assert run("verify", tmp_path / "unequal", "--level", "size").code == 0
+    wrong = run("verify", tmp_path / "unequal", "--json")
+    assert wrong.code == 1
+    assert failed_check(wrong.document) == "equal values"
+    assert any("lm_head.weight = model.embed_tokens.weight" in line for line in wrong.document["evidence"])
+
+
+def test_open_weights_are_checked_as_far_as_they_can_be(weights: Path) -> None:
+    outcome = run("verify", weights, "--json")
+    document = outcome.document
+    assert outcome.code == 0
+    assert document["kind"] == "huggingface"
+    assert document["tensors"] == len(canonical())
+    assert document["files"] == len(list(weights.glob("*.safetensors")))
+    assert document["bytes"] == sum(path.stat().st_size for path in weights.glob("*.safetensors"))
+    assert "no checksums" in run("verify", weights).out
+
+
+def test_a_file_that_the_index_names_and_that_is_missing_is_found(weights_copy: Path) -> None:
+    path = min(weights_copy.glob("*.safetensors"))
+    path.unlink()
+    outcome = run("verify", weights_copy)
+    assert outcome.code == 1
+    assert path.name in outcome.err
+
+
+def test_a_truncated_file_of_open_weights_is_found(weights_copy: Path) -> None:
+    path = min(weights_copy.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    outcome = run("verify", weights_copy, "--level", "off")
+    assert outcome.code == 1
+    assert path.name in outcome.err
+
+
+def test_an_empty_directory_is_found_wrong(tmp_path: Path) -> None:
+    outcome = run("verify", tmp_path, "--json")
+    assert outcome.code == 1
+    assert outcome.document["error"] == "NotACheckpoint"
