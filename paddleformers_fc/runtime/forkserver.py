@@ -80,9 +80,16 @@ class ForkServer:
         preload: modules to import before the first fork; ``module:function`` is called as well. The default imports
             PaddleFormers and activates the CPU runtime.
         directory: gets one directory of logs and results per job; a temporary one, removed at the end, by default.
+        grace: seconds for the other ranks of a job to end by themselves once one has failed.
     """
 
-    def __init__(self, preload: Sequence[str] = PRELOAD, directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        preload: Sequence[str] = PRELOAD,
+        directory: Path | None = None,
+        grace: float = ranks.GRACE_SECONDS,
+    ) -> None:
+        self._grace = grace
         self._preload = tuple(preload)
         self._stack = ExitStack()
         self._directory = directory
@@ -131,7 +138,7 @@ class ForkServer:
         self._jobs += 1
         directory = self._root / f"job-{self._jobs:05d}"
         directory.mkdir()
-        request = _Request(job, nproc, dict(kwargs or {}), timeout, str(directory))
+        request = _Request(job, nproc, dict(kwargs or {}), timeout, self._grace, str(directory))
         pipe = self._process.stdin
         if pipe is None:
             raise self._gone()
@@ -231,6 +238,7 @@ class _Request:
     nproc: int
     kwargs: dict[str, Any]
     timeout: float
+    grace: float
     directory: str
 
 
@@ -271,7 +279,7 @@ class _Server:
     def _run(self, request: _Request) -> ranks.Outcome:
         environments = ranks.rank_environments(request.nproc)
         processes = [self._fork(request, rank, environment) for rank, environment in enumerate(environments)]
-        return ranks.supervise(processes, request.timeout, self._check_client)
+        return ranks.supervise(processes, request.timeout, request.grace, self._check_client)
 
     def _check_client(self) -> None:
         # The client sends nothing while a job runs, so a readable input is a closed one.

@@ -60,6 +60,7 @@ def launch(
     timeout: float,
     env: Mapping[str, str] | None = None,
     echo: IO[str] | None = None,
+    grace: float = ranks.GRACE_SECONDS,
 ) -> LaunchResult:
     """Run ``python argv`` on ``nproc`` local ranks and wait for them.
 
@@ -70,6 +71,7 @@ def launch(
         timeout: seconds until all ranks are stopped.
         env: variables on top of this process' environment and of those that place a rank.
         echo: a stream to which rank 0's output is copied while it runs.
+        grace: seconds for the other ranks to end by themselves once one has failed.
 
     Raises:
         OptionError: ``nproc`` below 1 or an empty ``argv``.
@@ -91,7 +93,7 @@ def launch(
         ]
         os.close(lifeline_read)
         copy = _Echo(stack.enter_context(logs[0].open("rb")), echo)
-        outcome = ranks.supervise(processes, timeout, copy.forward)
+        outcome = ranks.supervise(processes, timeout, grace, copy.forward)
         copy.forward()
     return LaunchResult(outcome.returncode, outcome.returncodes, logs, outcome.seconds)
 

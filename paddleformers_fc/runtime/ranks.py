@@ -30,7 +30,6 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0
 DUMP_SECONDS = 1.0
 TIMED_OUT = 124
-_VANISHED = 125
 _TAIL_BYTES = 6000
 _PORTS = range(12000, 32000)
 
@@ -117,13 +116,14 @@ def rank_environments(nproc: int) -> list[dict[str, str]]:
 
 
 def supervise(
-    processes: Sequence[RankProcess], timeout: float, each_poll: Callable[[], None] = lambda: None
+    processes: Sequence[RankProcess], timeout: float, grace: float, each_poll: Callable[[], None] = lambda: None
 ) -> Outcome:
     """Wait for all ranks, or for the first that fails, or until time is over; nothing of the job runs afterwards.
 
     Args:
         processes: the ranks, by rank, just started.
         timeout: seconds for the whole job.
+        grace: seconds for the other ranks to end by themselves once one has failed.
         each_poll: called every 20 ms. What it raises ends the job and is raised again.
     """
     start = time.monotonic()
@@ -132,7 +132,7 @@ def supervise(
     try:
         while any(process.poll() is None for process in processes):
             now = time.monotonic()
-            if now > deadline or (failed_at is not None and now > failed_at + GRACE_SECONDS):
+            if now > deadline or (failed_at is not None and now > failed_at + grace):
                 break
             if failed_at is None and any(process.poll() for process in processes):
                 failed_at = now
@@ -174,7 +174,7 @@ def kill(processes: Sequence[RankProcess]) -> None:
 
 
 def prepare_rank(lifeline: int) -> None:
-    """In a new rank: dump stacks on SIGUSR1, and end when the other end of the life line is closed.
+    """In a new rank, which leads a process group: dump stacks on SIGUSR1, end when the life line is closed.
 
     Args:
         lifeline: file descriptor of the pipe's read end.
@@ -184,7 +184,7 @@ def prepare_rank(lifeline: int) -> None:
 
     def watch() -> None:
         os.read(lifeline, 1)  # Nothing is ever written: this returns when the starter has gone.
-        os._exit(_VANISHED)
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # This rank, which leads its group, and whatever it has started.
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 

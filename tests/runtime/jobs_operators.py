@@ -88,7 +88,9 @@ def half_precision_adamw(steps: int) -> dict[str, Any]:
         parameter.set_value(_numbers(1, 4, 4).astype("bfloat16").astype(dtype))
         optimizer = paddle.optimizer.AdamW(0.1, parameters=[parameter], weight_decay=0.1, multi_precision=True)
         for step in range(steps):
-            (parameter.astype("float32") * _numbers(10 + step, 4, 4).astype("bfloat16").astype("float32")).sum().backward()
+            (
+                parameter.astype("float32") * _numbers(10 + step, 4, 4).astype("bfloat16").astype("float32")
+            ).sum().backward()
             optimizer.step()
             optimizer.clear_grad()
         return parameter, optimizer._master_weights.get(parameter.name)

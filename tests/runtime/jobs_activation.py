@@ -1,0 +1,76 @@
+"""Jobs for ranks in which the CPU runtime is not active yet: how it is activated, or refuses."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from typing import Any
+
+import paddle
+
+from paddleformers_fc import runtime
+from paddleformers_fc.errors import EnvironmentMismatch
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _logged() -> _Lines:
+    handler = _Lines()
+    logging.getLogger("paddleformers_fc").addHandler(handler)
+    return handler
+
+
+def twice() -> dict[str, Any]:
+    """Activate twice: what both calls return, what was logged, and how often ``Tensor.cuda`` was replaced."""
+    from paddleformers_fc.runtime import patches
+
+    log = _logged()
+    before = paddle.Tensor.cuda
+    first = runtime.activate()
+    between = paddle.Tensor.cuda
+    second = runtime.activate()
+    return {
+        "first": first,
+        "second": second,
+        "table": [patch.name for patch in patches.PATCHES],
+        "log": log.lines,
+        "replaced": [between is not before, paddle.Tensor.cuda is not between],
+    }
+
+
+def _refusal() -> dict[str, Any]:
+    before = paddle.Tensor.cuda
+    log = _logged()
+    try:
+        runtime.activate()
+    except EnvironmentMismatch as error:
+        return {"error": str(error), "touched": paddle.Tensor.cuda is not before, "log": log.lines}
+    return {"error": "", "touched": paddle.Tensor.cuda is not before, "log": log.lines}
+
+
+def with_another_paddle() -> dict[str, Any]:
+    """Activate under a Paddle that nobody knows."""
+    paddle.__version__ = "3.9.0"
+    return _refusal()
+
+
+def with_another_paddleformers() -> dict[str, Any]:
+    """Activate under a PaddleFormers that nobody knows."""
+    true_version = importlib.metadata.version
+    importlib.metadata.version = lambda name: "1.3.0" if name == "paddleformers" else true_version(name)
+    return _refusal()
+
+
+def on_an_accelerator() -> dict[str, Any]:
+    """Activate in a process that computes on a GPU, as far as it can tell."""
+    paddle.device.get_device = lambda: "gpu:0"
+    before = paddle.Tensor.cuda
+    log = _logged()
+    return {"names": runtime.activate(), "touched": paddle.Tensor.cuda is not before, "log": log.lines}

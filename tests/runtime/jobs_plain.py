@@ -1,0 +1,78 @@
+"""Jobs for ranks that need no Paddle: what the fork server does with what they return, raise or never finish."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+
+def identity(**given: Any) -> dict[str, Any]:
+    """What the rank was given, and who it is."""
+    names = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_RANK_IN_NODE", "PADDLE_DISTRI_BACKEND")
+    return {
+        "given": given,
+        "environment": {name: os.environ[name] for name in names},
+        "leader": os.getpgrp() == os.getpid(),
+    }
+
+
+def master() -> str:
+    """Where rank 0 would listen."""
+    return os.environ["PADDLE_MASTER"]
+
+
+def fail_on(rank: int) -> str:
+    """One rank raises, the others return."""
+    if os.environ["PADDLE_TRAINER_ID"] == str(rank):
+        raise RuntimeError("the reactor is on fire")
+    return "fine"
+
+
+def die_on(rank: int) -> None:
+    """One rank kills itself, the others wait for ever."""
+    if os.environ["PADDLE_TRAINER_ID"] == str(rank):
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for_a_sign_that_never_comes()
+
+
+def hang_with_a_child(pid_file: str) -> None:
+    """Start a process of one's own and wait for ever."""
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    unfinished = Path(f"{pid_file}.unfinished")
+    unfinished.write_text(str(child.pid))
+    unfinished.rename(pid_file)
+    wait_for_a_sign_that_never_comes()
+
+
+def wait_for_a_sign_that_never_comes() -> None:
+    """Hang, in a function whose name can be found in a stack."""
+    threading.Event().wait()
+
+
+def unsayable() -> object:
+    """A value that JSON cannot hold."""
+    return object()
+
+
+def loud(lines: int) -> None:
+    """Write to both outputs."""
+    for number in range(lines):
+        print(f"line {number}")
+    print("to standard error", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    command, *arguments = sys.argv[1:]
+    calls = {
+        "print": lambda: print(identity(), flush=True),
+        "loud": lambda: loud(int(arguments[0])),
+        "fail": lambda: fail_on(int(arguments[0])),
+        "die": lambda: die_on(int(arguments[0])),
+        "hang": lambda: hang_with_a_child(arguments[0]),
+    }
+    calls[command]()
