@@ -25,12 +25,12 @@ class WatchedChannel:
 
     Args:
         channel: the channel.
-        seconds: how long an exchange may take.
+        patience: how many seconds an exchange may take.
     """
 
-    def __init__(self, channel: Channel, seconds: float) -> None:
+    def __init__(self, channel: Channel, patience: float) -> None:
         self._channel = channel
-        self._seconds = seconds
+        self.patience = patience
 
     @property
     def rank(self) -> int:
@@ -44,7 +44,7 @@ class WatchedChannel:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank; the process ends if they do not come in time."""
-        watchman = threading.Timer(self._seconds, self._give_up)
+        watchman = threading.Timer(self.patience, self._give_up)
         watchman.daemon = True
         watchman.start()
         try:
@@ -54,7 +54,7 @@ class WatchedChannel:
 
     def _give_up(self) -> None:
         error = PeerError(
-            f"Rank {self.rank} has waited {self._seconds} s for the other ranks and gives up.",
+            f"Rank {self.rank} has waited {self.patience} s for the other ranks and gives up.",
             where=f"rank {self.rank} of {self.world_size}",
             next_step="Find the rank that failed in the other ranks' logs, or raise flex_timeout if they are slow.",
         )
@@ -63,6 +63,6 @@ class WatchedChannel:
         os._exit(EXIT_CODE)
 
 
-def watched(channel: Channel, seconds: float) -> Channel:
+def watched(channel: Channel, patience: float) -> Channel:
     """``channel`` with an end to waiting; unchanged if there is nobody to wait for."""
-    return WatchedChannel(channel, seconds) if channel.world_size > 1 else channel
+    return WatchedChannel(channel, patience) if channel.world_size > 1 else channel

@@ -1,8 +1,12 @@
-"""What ranks do in the tests of this room; each function is a job of the fork server and returns JSON."""
+"""What ranks do in the tests of this room; each public function is a job of the fork server and returns JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import importlib.util
+import json
+import pickle
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +14,14 @@ from tests.harness import tiny
 
 
 def flex_trainer(
-    model_type: str,
     layout: Mapping[str, Any],
     output_dir: str,
     arguments: Mapping[str, Any] | None = None,
+    model_type: str = "llama",
     model: Mapping[str, Any] | None = None,
     **trainer: Any,
 ) -> Any:
-    """A ``FlexTrainer`` over the tiny model and data."""
+    """A ``FlexTrainer`` over the tiny model and data; ``arguments`` and ``trainer`` override what is set here."""
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **(arguments or {})}
@@ -25,22 +29,367 @@ def flex_trainer(
     return tiny.trainer(tiny.build(model_type, layout, args, **(model or {})), args, **{"cls": FlexTrainer, **trainer})
 
 
-def run(
-    model_type: str,
-    layout: Mapping[str, Any],
-    output_dir: str,
-    arguments: Mapping[str, Any] | None = None,
-    resume: str | bool | None = None,
-    model: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def run(resume: str | bool | None = None, **settings: Any) -> dict[str, Any]:
     """Train and save; the losses, and what the Trainer's state says afterwards."""
-    trainer = flex_trainer(model_type, layout, output_dir, arguments, model)
+    trainer = flex_trainer(**settings)
     trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    """What a test asks of a finished training."""
     state = trainer.state
     return {
         "losses": trainer.losses,
         "step": state.global_step,
         "epoch": state.epoch,
         "consumed": state.consumed_samples,
-        "entries": sorted(path.name for path in Path(output_dir).iterdir()),
+        "epochs": state.num_train_epochs,
+        "scheduler": {key: value for key, value in trainer.lr_scheduler.state_dict().items() if key != "verbose"},
     }
+
+
+def resume_and_save_again(resume: str, **settings: Any) -> None:
+    """Load a checkpoint and, without a step of training, save it under this layout."""
+    trainer = flex_trainer(**settings)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer._save_checkpoint(trainer.model)
+
+
+def refused(resume: str | bool, **settings: Any) -> dict[str, Any]:
+    """Try to resume; the error, and whether a weight has changed."""
+    from paddleformers_fc.errors import FlexError
+
+    trainer = flex_trainer(**settings)
+    before = weights_of(trainer.model)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except FlexError as error:
+        return {"error": type(error).__name__, "text": error.render(), "changed": weights_of(trainer.model) != before}
+    return {"error": None}
+
+
+def weights_of(model: Any) -> dict[str, str]:
+    """The bytes of every tensor of a model, as hex."""
+    return {name: tensor.astype("float32").numpy().tobytes().hex() for name, tensor in model.state_dict().items()}
+
+
+def refused_arguments(output_dir: str, arguments: Mapping[str, Any]) -> str:
+    """Make training arguments; the error."""
+    from paddleformers_fc.errors import OptionError
+
+    try:
+        flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments)
+    except OptionError as error:
+        return error.render()
+    return ""
+
+
+def field_names() -> list[str]:
+    """Every option of PaddleFormers' command line and of our classes."""
+    import dataclasses
+
+    from paddleformers_fc import FlexTrainingArguments
+    from paddleformers_fc.trainer.cli_arguments import FlexFinetuningArguments
+
+    both = set(dataclasses.fields(FlexTrainingArguments)), set(dataclasses.fields(FlexFinetuningArguments))
+    return sorted({one.name for one in both[0]} & {one.name for one in both[1]})
+
+
+# ---- Which samples are trained.
+
+
+def known_samples() -> dict[tuple[int, ...], int]:
+    """The tokens of every sample, and its index; of samples that are equal, the last one's."""
+    samples = tiny.Samples()
+    return {tuple(samples[index]["input_ids"].tolist()): index for index in range(len(samples))}
+
+
+def every_sample() -> list[int]:
+    """What an epoch trains, sorted."""
+    known, samples = known_samples(), tiny.Samples()
+    return sorted(known[tuple(samples[index]["input_ids"].tolist())] for index in range(len(samples)))
+
+
+def run_and_watch_samples(resume: str | None = None, **settings: Any) -> list[int]:
+    """Train; the indices of the samples that this rank trained, in order."""
+    from paddleformers.trainer import TrainerCallback
+
+    known = known_samples()
+    trained: list[int] = []
+
+    class WatchSamples(TrainerCallback):  # type: ignore[misc]
+        def on_load_data_end(self, args: Any, state: Any, control: Any, inputs: Any = None, **_: Any) -> None:
+            if state.global_step < state.max_steps:
+                trained.extend(known[tuple(row)] for row in inputs["input_ids"].tolist())
+
+    flex_trainer(**settings, callbacks=[WatchSamples()]).train(resume_from_checkpoint=resume)
+    return trained
+
+
+# ---- No pickle.
+
+
+@contextlib.contextmanager
+def without_pickle() -> Iterator[None]:
+    """Make every use of pickle fail."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise AssertionError("pickle was used")
+
+    names = ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")
+    saved = {name: getattr(pickle, name) for name in names}
+    for name in names:
+        setattr(pickle, name, fail)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(pickle, name, value)
+
+
+def run_without_pickle(resume: str | None = None, **settings: Any) -> int:
+    """Train, save, resume and export while pickle cannot be used."""
+    trainer = flex_trainer(**settings)
+    with without_pickle():
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(str(Path(settings["output_dir"]) / "exported"))
+    return int(trainer.state.global_step)
+
+
+# ---- The stock Trainer.
+
+
+def _methods() -> dict[str, int]:
+    from paddleformers.trainer import PdArgumentParser, Trainer, TrainingArguments
+
+    owners = (Trainer, PdArgumentParser, TrainingArguments)
+    return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()}
+
+
+def replaced_methods() -> dict[str, list[str]]:
+    """Which methods of PaddleFormers are others after importing, installing and uninstalling."""
+    before = _methods()
+
+    def changed() -> list[str]:
+        return sorted(name for name, value in _methods().items() if before.get(name) != value)
+
+    from paddleformers_fc.trainer import install
+
+    found = {"imported": changed()}
+    install.install()
+    install.install()
+    found["installed"] = changed()
+    install.uninstall()
+    found["uninstalled"] = changed()
+    return found
+
+
+def run_native(way: str, output_dir: str, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Train without ``flex_checkpoint``: with the stock Trainer alone, through our subclass, or installed."""
+    from paddleformers.trainer import Trainer, TrainingArguments
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments, install
+
+    if way == "installed":
+        install()
+    classes = {
+        "stock": (TrainingArguments, Trainer),
+        "installed": (FlexTrainingArguments, Trainer),
+        "subclass": (FlexTrainingArguments, FlexTrainer),
+    }
+    arguments, cls = classes[way]
+    args = tiny.training_arguments(layout, output_dir, cls=arguments, max_steps=4, save_steps=1, save_total_limit=2)
+    trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=cls)
+    trainer.train()
+    trainer.save_model(str(Path(output_dir) / "final"))
+    files = sorted(path.relative_to(output_dir).as_posix() for path in Path(output_dir).rglob("*") if path.is_file())
+    return {"losses": trainer.losses, "files": [name for name in files if not name.startswith("runs/")]}
+
+
+def run_installed(resume: str | bool | None = None, **settings: Any) -> dict[str, Any]:
+    """Train with the stock Trainer class after ``install()``."""
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import install
+
+    install()
+    return run(resume, **settings, cls=Trainer)
+
+
+def parse_after_registration(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse as the command line does: the parser is made, the registration file is run by its path, then the YAML."""
+    from paddleformers.cli.hparams import FinetuningArguments
+    from paddleformers.trainer import PdArgumentParser
+
+    parser = PdArgumentParser([FinetuningArguments])
+    spec = importlib.util.spec_from_file_location("custom_template", path)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    parsed, unknown = parser.parse_dict(dict(values), return_unknown_ars=True)
+    from_argv, *_ = PdArgumentParser([FinetuningArguments]).parse_args_into_dataclasses(
+        ["--output_dir", values["output_dir"], "--compute_type", "float32", "--amp_master_grad", "false"]
+        + ["--device", "cpu", "--flex_checkpoint", "true", "--flex_threads", "3"]
+    )
+    return {
+        "unknown": sorted(unknown),
+        "is_finetuning": isinstance(parsed, FinetuningArguments),
+        "flex_checkpoint": parsed.flex_checkpoint,
+        "flex_threads": parsed.flex_threads,
+        "from_argv": [from_argv.flex_checkpoint, from_argv.flex_threads],
+    }
+
+
+# ---- Callback, export, best model.
+
+
+def reports(output_dir: str, resume: str) -> list[list[Any]]:
+    """Resume, save once, and return what a callback was told."""
+    from paddleformers_fc import FlexCheckpointCallback
+
+    told: list[list[Any]] = []
+
+    class Remember(FlexCheckpointCallback):  # type: ignore[misc]
+        def on_checkpoint_saved(self, args: Any, report: Any) -> None:
+            told.append(["saved", report.step, report.directory.name, report.bytes > 0, report.seconds > 0])
+
+        def on_checkpoint_loaded(self, args: Any, report: Any) -> None:
+            told.append(["loaded", report.step, report.directory.name, report.bytes > 0, report.seconds > 0])
+
+    arguments = {"max_steps": 4, "save_steps": 4}
+    flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, callbacks=[Remember()]).train(resume)
+    return told
+
+
+def stock_trainer_with_our_callback(output_dir: str) -> None:
+    """A Trainer that does not know ``flex_checkpoint`` although its arguments ask for it."""
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import FlexCheckpointCallback
+
+    flex_trainer(tiny.SINGLE.to_json(), output_dir, cls=Trainer, callbacks=[FlexCheckpointCallback()])
+
+
+def export(output_dir: str, layout: Mapping[str, Any], resume: str) -> dict[str, Any]:
+    """Export in the three ways that a Trainer has; whether what is reloaded equals the model."""
+    from paddleformers.transformers import AutoModelForCausalLM
+
+    trainer = flex_trainer(layout, output_dir, {"max_steps": 3})
+    trainer.train(resume_from_checkpoint=resume)
+    targets = {name: str(Path(output_dir) / name) for name in ("save_model", "save_pretrained", "in_many_files")}
+    trainer.save_model(targets["save_model"], last_fc_to_hf=True)
+    trainer.model.save_pretrained(targets["save_pretrained"])
+    trainer.model.save_pretrained(targets["in_many_files"], max_shard_size="300kB")
+    found: dict[str, Any] = {}
+    for name, target in targets.items():
+        found[name] = sorted(path.name for path in Path(target).iterdir())
+    if layout["nproc"] == 1:
+        reloaded = AutoModelForCausalLM.from_pretrained(targets["in_many_files"], convert_from_hf=True)
+        found["same"] = weights_of(reloaded) == weights_of(trainer.model)
+    return found
+
+
+def run_to_best(output_dir: str) -> dict[str, Any]:
+    """Train with a learning rate that makes the model worse; what it ends with is its best checkpoint."""
+    arguments = {
+        "max_steps": 3,
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "evaluation_strategy": "steps",
+        "eval_steps": 1,
+        "do_eval": True,
+        "load_best_model_at_end": True,
+        "learning_rate": 10.0,
+        "lr_scheduler_type": "constant",
+    }
+    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, eval_dataset=tiny.Samples())
+    trainer.train()
+    at_end = trainer.evaluate()["eval_loss"]
+    return {"best": trainer.state.best_metric, "at_end": at_end, "checkpoint": trainer.state.best_model_checkpoint}
+
+
+# ---- Random generators, waiting.
+
+
+def random_states() -> dict[str, Any]:
+    """Draw, capture, draw, restore, draw again."""
+    import random
+
+    import numpy as np
+    import paddle
+    from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
+
+    from paddleformers_fc.trainer import rng
+
+    get_rng_state_tracker().add("model_parallel_rng", 11)
+
+    def draw() -> list[Any]:
+        with get_rng_state_tracker().rng_state("model_parallel_rng"):
+            tracked = paddle.rand([2]).tolist()
+        plain = [random.random(), random.gauss(0, 1), np.random.randn(2).tolist(), paddle.rand([2]).tolist()]
+        return [*plain, paddle.randperm(9).tolist(), tracked]
+
+    draw()
+    captured = rng.capture(world_size=2, hybrid=True)
+    first, second = draw(), draw()
+    restored = rng.restore(captured, "rng", world_size=2, hybrid=True, tensor_parallel=True)
+    again = draw()
+    elsewhere = rng.restore(captured, "rng", world_size=1, hybrid=True, tensor_parallel=True)
+    return {
+        "same": first == again,
+        "moved": first != second,
+        "restored": restored,
+        "elsewhere": elsewhere,
+        "untouched": draw() == second,
+    }
+
+
+def patience(output_dir: str) -> list[Any]:
+    """The channel over which a Trainer of two ranks talks."""
+    from paddleformers_fc.trainer import seam
+    from paddleformers_fc.trainer.watch import WatchedChannel
+
+    trainer = flex_trainer(tiny.DP2.to_json(), output_dir, {"flex_timeout": 123})
+    channel = seam._channel(trainer.args)
+    return [isinstance(channel, WatchedChannel), channel.patience, channel.rank, channel.world_size]
+
+
+# ---- The stock command line.
+
+
+def write_corpus(directory: str, text: str) -> None:
+    """A tokenizer trained on a text, a tiny Llama for it, and the text's paragraphs as training data."""
+    from paddleformers.transformers import LlamaForCausalLM
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    root = Path(directory)
+    passage = Path(text).read_text()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=384, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(passage.splitlines(), trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+    )
+    wrapped.save_pretrained(str(root / "model"))
+    config = tiny.config("llama", vocab_size=384, max_position_embeddings=128, pad_token_id=2)
+    LlamaForCausalLM(config).save_pretrained(str(root / "model"))
+    paragraphs = [" ".join(part.split()) for part in passage.split("\n\n") if len(part) > 80]
+    (root / "train.jsonl").write_text("".join(json.dumps({"text": [part]}) + "\n" for part in paragraphs))
+
+
+def run_command_line(yaml: str) -> None:
+    """What ``paddleformers-cli train`` runs in each of its workers."""
+    import sys
+
+    from paddleformers.cli import launcher
+
+    sys.argv = ["launcher.py", "train", yaml]
+    launcher.launch()

@@ -77,7 +77,7 @@ def test_a_missing_output_directory_holds_nothing(tmp_path: Path) -> None:
 
 def test_every_rank_takes_the_first_ranks_answer(tmp_path: Path) -> None:
     seen = [tmp_path / "first", tmp_path / "second"]
-    for directory, step in zip(seen, (5, 9)):
+    for directory, step in zip(seen, (5, 9), strict=True):
         directory.mkdir()
         make_checkpoint(directory, step)
     meeting = Meeting()

@@ -1,0 +1,419 @@
+"""The Trainer with flex checkpoints, in real processes: saving, resuming, refusing, exporting."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.storage.manifest import read_manifest
+from tests.harness import tiny
+from tests.harness.tiny import DP2, PP2, SD2V1, SD2V2, SINGLE, TP2, Layout
+from tests.trainer.jobs import every_sample
+
+JOBS = "tests.trainer.jobs"
+SIX_STEPS = {"max_steps": 6, "save_steps": 3}
+
+
+def bf16(layout: Layout) -> Layout:
+    return Layout(**{**layout.to_json(), "name": f"{layout.name}-bf16", "bf16": True})
+
+
+class Saved:
+    """An uninterrupted run of six steps that saved at 3 and 6.
+
+    Args:
+        output_dir: where.
+        losses: of its six steps.
+    """
+
+    def __init__(self, output_dir: Path, losses: list[float]) -> None:
+        self.output_dir = output_dir
+        self.losses = losses
+        self.third = output_dir / "checkpoint-3"
+
+
+def train_six(ranks: ForkServer, output_dir: Path, layout: Layout) -> Saved:
+    settings = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": SIX_STEPS}
+    result = ranks.run(f"{JOBS}:run", layout.nproc, settings)
+    return Saved(output_dir, result.values[0]["losses"])
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Data parallel on two ranks, float32."""
+    return train_six(ranks, tmp_path_factory.mktemp("dp2"), DP2)
+
+
+@pytest.fixture(scope="module")
+def saved_bf16(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Data parallel on two ranks, bfloat16 with master weights."""
+    return train_six(ranks, tmp_path_factory.mktemp("dp2-bf16"), bf16(DP2))
+
+
+def settings(layout: Layout, output_dir: Path, resume: Path | bool | None = None, **arguments: Any) -> dict[str, Any]:
+    """The keyword arguments of a job."""
+    given: dict[str, Any] = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": arguments}
+    if resume is not None:
+        given["resume"] = resume if isinstance(resume, bool) else str(resume)
+    return given
+
+
+# ---- Resuming.
+
+
+@pytest.mark.parametrize("layout", [SINGLE, DP2, TP2, PP2, SD2V1, SD2V2], ids=lambda layout: layout.name)
+def test_a_run_resumed_under_any_layout_goes_on_as_if_uninterrupted(
+    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
+) -> None:
+    result = ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, tmp_path, saved.third, **SIX_STEPS))
+    assert result.values[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-6)
+    assert result.values[0]["consumed"] == 6 * tiny.GLOBAL_BATCH
+
+
+@pytest.mark.parametrize("layout", [SINGLE, TP2, PP2, SD2V1, SD2V2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_what_is_loaded_under_any_layout_is_bitwise_what_was_saved(
+    ranks: ForkServer, request: pytest.FixtureRequest, tmp_path: Path, layout: Layout, half: bool
+) -> None:
+    source: Saved = request.getfixturevalue("saved_bf16" if half else "saved")
+    chosen = bf16(layout) if half else layout
+    ranks.run(f"{JOBS}:resume_and_save_again", layout.nproc, settings(chosen, tmp_path, source.third, max_steps=3))
+    expected = list(canonical_digests(source.third))
+    assert {digest.role for digest in expected} >= {"model_state", "optimizer_state"}
+    assert ("master_weight" in {digest.role for digest in expected}) == half
+    assert list(canonical_digests(tmp_path / "checkpoint-3")) == expected
+
+
+@pytest.mark.parametrize("layout", [SINGLE, SD2V2], ids=lambda layout: layout.name)
+def test_a_bfloat16_run_goes_on_exactly(ranks: ForkServer, tmp_path: Path, layout: Layout) -> None:
+    whole = train_six(ranks, tmp_path / "whole", bf16(layout))
+    result = ranks.run(
+        f"{JOBS}:run", layout.nproc, settings(bf16(layout), tmp_path / "resumed", whole.third, **SIX_STEPS)
+    )
+    assert result.values[0]["losses"] == whole.losses[3:]
+
+
+def test_a_single_process_resumes_from_the_newest_and_from_a_path(ranks: ForkServer, tmp_path: Path) -> None:
+    whole = train_six(ranks, tmp_path, SINGLE)
+    by_path = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "other", whole.third, **SIX_STEPS))
+    assert by_path.values[0]["losses"] == whole.losses[3:]
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    newest = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, True, **SIX_STEPS))
+    assert newest.values[0]["losses"] == whole.losses[3:]
+
+
+def test_the_state_of_a_resumed_run_is_that_of_the_uninterrupted_one(ranks: ForkServer, tmp_path: Path) -> None:
+    arguments = {"max_steps": 11, "save_steps": 3, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+    whole = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "whole", **arguments))
+    third = tmp_path / "whole" / "checkpoint-3"
+    resumed = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "resumed", third, **arguments))
+    expected = whole.values[0]
+    assert resumed.values[0] == {**expected, "losses": expected["losses"][3:]}
+    ninth = [
+        json.loads((tmp_path / name / "checkpoint-9" / "trainer" / "data.json").read_text())
+        for name in ("whole", "resumed")
+    ]
+    assert ninth[0] == ninth[1]
+    assert ninth[0]["position"] == {"epoch": 1, "samples": 8, "consumed": 72}
+
+
+def test_an_empty_newest_directory_is_passed_over_with_a_warning(
+    ranks: ForkServer, saved: Saved, tmp_path: Path
+) -> None:
+    shutil.copytree(saved.third, tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-5").mkdir()
+    result = ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, True, **SIX_STEPS))
+    assert result.values[0]["losses"] == saved.losses[3:]
+    warnings = [line for line in result.logs[0].read_text().splitlines() if "checkpoint-5" in line and "WARN" in line]
+    assert len(warnings) == 1
+
+
+def test_a_finished_run_trains_no_further_step(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+    result = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, saved.third, max_steps=3, save_steps=1))
+    assert result.values[0]["losses"] == []
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_step_that_was_saved_before_is_replaced(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+    shutil.copytree(saved.output_dir, tmp_path, dirs_exist_ok=True)
+    before = list(canonical_digests(tmp_path / "checkpoint-6"))
+    ranks.run(f"{JOBS}:run", 2, settings(TP2, tmp_path, tmp_path / "checkpoint-3", **SIX_STEPS))
+    assert read_manifest(tmp_path / "checkpoint-6").parallel["tp"] == 2
+    assert [one.name for one in canonical_digests(tmp_path / "checkpoint-6")] == [one.name for one in before]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6"]
+
+
+def test_random_generators_of_another_number_of_ranks_are_said_once(
+    ranks: ForkServer, saved: Saved, tmp_path: Path
+) -> None:
+    alone = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "one", saved.third, **SIX_STEPS))
+    assert alone.logs[0].read_text().count("Random generators start anew") == 1
+    again = ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path / "two", saved.third, **SIX_STEPS))
+    assert not any("Random generators start anew" in log.read_text() for log in again.logs)
+
+
+def test_random_generators_come_back_as_they_were(ranks: ForkServer) -> None:
+    (found,) = ranks.run(f"{JOBS}:random_states", 1).values
+    assert found == {"same": True, "moved": True, "restored": True, "elsewhere": False, "untouched": True}
+
+
+# ---- The data of a resumed run.
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batch", "accumulation"), [(SINGLE, 2, 2), (SINGLE, 4, 1), (DP2, 2, 1)], ids=["a", "b", "c"]
+)
+def test_another_global_batch_neither_repeats_nor_loses_a_sample(
+    ranks: ForkServer, tmp_path: Path, layout: Layout, micro_batch: int, accumulation: int
+) -> None:
+    first = ranks.run(f"{JOBS}:run_and_watch_samples", 2, settings(DP2, tmp_path, max_steps=3, save_steps=3))
+    batch = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
+    rest = ranks.run(
+        f"{JOBS}:run_and_watch_samples",
+        layout.nproc,
+        settings(layout, tmp_path, tmp_path / "checkpoint-3", max_steps=13, save_steps=13, **batch),
+    )
+    trained = [index for indices in (*first.values, *rest.values) for index in indices]
+    assert sorted(trained) == every_sample()
+    assert read_manifest(tmp_path / "checkpoint-13").consumed_samples == tiny.SAMPLES
+
+
+def test_a_batch_that_does_not_fit_the_samples_trained_is_refused(
+    ranks: ForkServer, saved: Saved, tmp_path: Path
+) -> None:
+    batch = {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 1}
+    (found,) = ranks.run(f"{JOBS}:refused", 1, settings(SINGLE, tmp_path, saved.third, **SIX_STEPS, **batch)).values
+    assert found["error"] == "OptionError"
+    assert "24 samples" in found["text"]
+    assert "ignore_data_skip: true" in found["text"]
+
+
+def test_data_shuffled_with_another_seed_is_refused(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+    (found,) = ranks.run(f"{JOBS}:refused", 1, settings(SINGLE, tmp_path, saved.third, **SIX_STEPS, seed=7)).values
+    assert found["error"] == "OptionError"
+    assert "seed was 42 and is 7" in found["text"]
+
+
+def test_the_data_may_begin_anew(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+    (indices,) = ranks.run(
+        f"{JOBS}:run_and_watch_samples",
+        1,
+        settings(SINGLE, tmp_path, saved.third, max_steps=11, ignore_data_skip=True, seed=7),
+    ).values
+    assert sorted(indices) == every_sample()
+
+
+# ---- What is refused.
+
+
+def test_a_directory_without_a_manifest_is_refused_on_every_rank_before_a_weight_changes(
+    ranks: ForkServer, saved: Saved, tmp_path: Path
+) -> None:
+    broken = tmp_path / "checkpoint-3"
+    shutil.copytree(saved.third, broken)
+    (broken / "flex_checkpoint.json").unlink()
+    result = ranks.run(f"{JOBS}:refused", 2, settings(TP2, tmp_path / "out", broken))
+    assert result.values[0] == result.values[1]
+    assert result.values[0]["error"] == "NotACheckpoint"
+    assert str(broken) in result.values[0]["text"]
+    assert not result.values[0]["changed"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model_state/rank-00000.safetensors",
+        "optimizer_state/rank-00001.safetensors",
+        "trainer/state.json",
+        "mapping.json",
+    ],
+)
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_damaged_file_is_named_on_every_rank_before_a_weight_changes(
+    ranks: ForkServer, saved: Saved, tmp_path: Path, name: str, damage: str
+) -> None:
+    broken = tmp_path / "checkpoint-3"
+    shutil.copytree(saved.third, broken)
+    if damage == "missing":
+        (broken / name).unlink()
+    else:
+        (broken / name).write_bytes((broken / name).read_bytes()[:-1])
+    result = ranks.run(f"{JOBS}:refused", 2, settings(DP2, tmp_path / "out", broken))
+    assert result.values[0] == result.values[1]
+    assert result.values[0]["error"] == "Corrupt"
+    assert name in result.values[0]["text"]
+    assert not result.values[0]["changed"]
+
+
+def test_a_flipped_bit_is_found_by_a_full_check_only(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+    broken = tmp_path / "checkpoint-3"
+    shutil.copytree(saved.third, broken)
+    path = broken / "model_state" / "rank-00000.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    (by_size,) = ranks.run(f"{JOBS}:refused", 1, settings(SINGLE, tmp_path / "size", broken, max_steps=3)).values
+    assert by_size["error"] is None
+    (full,) = ranks.run(
+        f"{JOBS}:refused", 1, settings(SINGLE, tmp_path / "full", broken, max_steps=3, flex_verify="full")
+    ).values
+    assert full["error"] == "Corrupt"
+    assert "model_state/rank-00000.safetensors" in full["text"]
+    assert not full["changed"]
+
+
+def test_no_checkpoint_to_resume_from_is_an_error(ranks: ForkServer, tmp_path: Path) -> None:
+    (found,) = ranks.run(f"{JOBS}:refused", 1, settings(SINGLE, tmp_path, True)).values
+    assert found["error"] == "NotACheckpoint"
+    assert str(tmp_path) in found["text"]
+
+
+def test_contradictory_options_are_refused_by_both_keys(ranks: ForkServer, tmp_path: Path) -> None:
+    arguments = {"save_checkpoint_format": "unified_checkpoint"}
+    (text,) = ranks.run(f"{JOBS}:refused_arguments", 1, {"output_dir": str(tmp_path), "arguments": arguments}).values
+    assert "flex_checkpoint: true and save_checkpoint_format: unified_checkpoint" in text
+
+
+def test_every_option_that_is_compared_exists_in_paddleformers(ranks: ForkServer) -> None:
+    from paddleformers_fc.trainer.options import CONFLICTS, FIELD_NAMES, WITHOUT_EFFECT
+
+    (names,) = ranks.run(f"{JOBS}:field_names", 1).values
+    assert {*FIELD_NAMES, *(one.key for one in (*CONFLICTS, *WITHOUT_EFFECT))} <= set(names)
+
+
+# ---- Weights without the rest of a run.
+
+
+def test_a_run_saved_without_optimizer_gives_its_weights_and_nothing_else(ranks: ForkServer, tmp_path: Path) -> None:
+    ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, max_steps=3, save_steps=3, ignore_save_lr_and_optim=True))
+    third = tmp_path / "checkpoint-3"
+    assert not (third / "optimizer_state").exists()
+    (refused,) = ranks.run(f"{JOBS}:refused", 1, settings(SINGLE, tmp_path / "a", third)).values
+    assert refused["error"] == "MismatchError"
+    assert "ignore_load_lr_and_optim: true" in refused["text"]
+    (started,) = ranks.run(
+        f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "b", third, max_steps=2, ignore_load_lr_and_optim=True)
+    ).values
+    assert started["step"] == 2
+    assert started["consumed"] == 2 * tiny.GLOBAL_BATCH
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_a_new_run_begins_with_the_weights_of_a_checkpoint(
+    ranks: ForkServer, request: pytest.FixtureRequest, tmp_path: Path, half: bool
+) -> None:
+    source: Saved = request.getfixturevalue("saved_bf16" if half else "saved")
+    layout = bf16(SD2V2) if half else SD2V2
+    arguments = {"max_steps": 1, "save_steps": 1, "learning_rate": 0.0, "ignore_load_lr_and_optim": True}
+    ranks.run(f"{JOBS}:run", 2, settings(layout, tmp_path, source.third, **arguments))
+    weights = ("model_state", "master_weight")
+    expected = [digest for digest in canonical_digests(source.third) if digest.role in weights]
+    assert [one for one in canonical_digests(tmp_path / "checkpoint-1") if one.role in weights] == expected
+
+
+# ---- What is written.
+
+
+def test_saving_and_resuming_use_no_pickle(ranks: ForkServer, tmp_path: Path) -> None:
+    arguments = {"max_steps": 2, "save_steps": 1}
+    ranks.run(f"{JOBS}:run_without_pickle", 2, settings(TP2, tmp_path, **arguments))
+    resume = tmp_path / "checkpoint-1"
+    result = ranks.run(f"{JOBS}:run_without_pickle", 2, settings(TP2, tmp_path / "out", resume, **arguments))
+    assert result.values == (2, 2)
+
+
+def test_a_checkpoint_holds_json_and_safetensors_and_nothing_else(saved: Saved) -> None:
+    files = sorted(path.relative_to(saved.third).as_posix() for path in saved.third.rglob("*") if path.is_file())
+    assert {name.rpartition(".")[2] for name in files} == {"json", "safetensors"}
+    for name in files:
+        if name.endswith(".json"):
+            json.loads((saved.third / name).read_bytes())
+    assert {"config.json", "trainer/state.json", "trainer/rng-00001.json", "flex_checkpoint.json"} <= set(files)
+
+
+def test_a_checkpoint_says_what_the_job_was(saved: Saved) -> None:
+    manifest = read_manifest(saved.third)
+    assert (manifest.step, manifest.consumed_samples, manifest.world_size) == (3, 24, 2)
+    assert manifest.parallel == {"dp": 2, "tp": 1, "pp": 1, "sharding": 1, "ep": 1, "sep": 1, "cp": 1}
+    arguments = json.loads((saved.third / "trainer" / "arguments.json").read_text())
+    assert (arguments["flex_checkpoint"], arguments["max_steps"], arguments["optim"]) == (True, 6, "adamw")
+
+
+def test_secrets_are_not_saved(ranks: ForkServer, tmp_path: Path) -> None:
+    ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, max_steps=1, save_steps=1, wandb_api_key="open sesame"))
+    for path in (tmp_path / "checkpoint-1").rglob("*.json"):
+        assert "open sesame" not in path.read_text()
+
+
+def test_old_checkpoints_beyond_the_limit_go(ranks: ForkServer, tmp_path: Path) -> None:
+    arguments = {"max_steps": 4, "save_steps": 1, "save_total_limit": 2}
+    ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, **arguments))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(ranks: ForkServer, tmp_path: Path) -> None:
+    (found,) = ranks.run(f"{JOBS}:run_to_best", 1, {"output_dir": str(tmp_path)}).values
+    best = Path(found["checkpoint"])
+    assert best != tmp_path / "checkpoint-3"
+    assert set(tmp_path.glob("checkpoint-*")) == {best, tmp_path / "checkpoint-3"}
+    assert found["at_end"] == pytest.approx(found["best"], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [SINGLE, TP2], ids=lambda layout: layout.name)
+def test_an_export_is_what_from_pretrained_reads(
+    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
+) -> None:
+    found = ranks.run(
+        f"{JOBS}:export",
+        layout.nproc,
+        {"output_dir": str(tmp_path), "layout": layout.to_json(), "resume": str(saved.third)},
+    ).values[0]
+    assert found["save_model"] == found["save_pretrained"] == ["config.json", "model.safetensors", "training_args.json"]
+    assert "model.safetensors.index.json" in found["in_many_files"]
+    assert "model-00002-of-00003.safetensors" in found["in_many_files"]
+    assert found.get("same", True)
+    expected = [one for one in canonical_digests(saved.third) if one.role == "model_state"]
+    assert list(canonical_digests(tmp_path / "save_pretrained")) == expected
+
+
+def test_exports_beside_the_steps_have_their_own_directories(ranks: ForkServer, tmp_path: Path) -> None:
+    arguments = {"max_steps": 4, "save_hf_steps": 1, "save_hf_total_limit": 2}
+    ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, **arguments))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf_checkpoint-3", "hf_checkpoint-4"]
+    assert (tmp_path / "hf_checkpoint-4" / "model.safetensors").exists()
+
+
+# ---- The callback, and waiting.
+
+
+def test_every_save_and_load_is_one_line_in_the_log(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+    result = ranks.run(f"{JOBS}:run", 2, settings(TP2, tmp_path, saved.third, max_steps=4, save_steps=4))
+    lines = result.logs[0].read_text().splitlines()
+    (loaded,) = [line for line in lines if f"Resumed step 3 from {saved.third}: " in line]
+    (written,) = [line for line in lines if f"Saved step 4 to {tmp_path / 'checkpoint-4'}: " in line]
+    assert " s" in loaded
+    assert " in " in written
+    assert not any("Saved step" in line for line in result.logs[1].read_text().splitlines())
+
+
+def test_a_callback_of_the_user_gets_the_reports(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+    (told,) = ranks.run(f"{JOBS}:reports", 1, {"output_dir": str(tmp_path), "resume": str(saved.third)}).values
+    assert told == [["loaded", 3, "checkpoint-3", True, True], ["saved", 4, "checkpoint-4", True, True]]
+
+
+def test_a_trainer_that_does_not_know_the_option_is_warned_of(ranks: ForkServer, tmp_path: Path) -> None:
+    result = ranks.run(f"{JOBS}:stock_trainer_with_our_callback", 1, {"output_dir": str(tmp_path)})
+    assert "this Trainer does not know it" in result.logs[0].read_text()
+    knowing = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, max_steps=1))
+    assert "this Trainer does not know it" not in knowing.logs[0].read_text()
+
+
+def test_no_rank_waits_longer_than_it_was_told_to(ranks: ForkServer, tmp_path: Path) -> None:
+    result = ranks.run(f"{JOBS}:patience", 2, {"output_dir": str(tmp_path)})
+    assert result.values == ([True, 123, 0, 2], [True, 123, 1, 2])

@@ -1,0 +1,51 @@
+"""An exchange that takes too long ends the process with a message; one that does not leaves no trace."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from paddleformers_fc.execute.channel import LocalChannel
+from paddleformers_fc.trainer.watch import EXIT_CODE, WatchedChannel, watched
+
+WAITS_FOR_EVER = """
+import threading
+from paddleformers_fc.trainer.watch import WatchedChannel
+
+class Deaf:
+    rank, world_size = 3, 8
+    def exchange(self, payload):
+        threading.Event().wait()
+
+WatchedChannel(Deaf(), 0.05).exchange(b"")
+"""
+
+
+class Echo:
+    """Two ranks that say the same."""
+
+    rank, world_size = 1, 2
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return [payload, payload]
+
+
+def test_a_rank_that_waits_too_long_says_so_and_ends() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WAITS_FOR_EVER], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == EXIT_CODE
+    assert "Rank 3 has waited 0.05 s for the other ranks and gives up." in ended.stderr
+    assert "raise flex_timeout" in ended.stderr
+    assert "in exchange" in ended.stderr
+
+
+def test_an_exchange_in_time_is_passed_on() -> None:
+    channel = watched(Echo(), 60)
+    assert isinstance(channel, WatchedChannel)
+    assert (channel.rank, channel.world_size, channel.exchange(b"x")) == (1, 2, [b"x", b"x"])
+
+
+def test_a_process_alone_is_not_watched() -> None:
+    alone = LocalChannel()
+    assert watched(alone, 60) is alone

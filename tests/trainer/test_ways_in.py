@@ -1,0 +1,224 @@
+"""The ways in: a script, the stock Trainer once installed, the stock command line; and that none changes the rest."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.runtime.ranks import free_ports
+from paddleformers_fc.storage.manifest import read_manifest
+from paddleformers_fc.trainer.register import PATH
+from tests.harness.tiny import SINGLE
+from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
+
+REPLACED = [
+    "PdArgumentParser.__init__",
+    "PdArgumentParser.parse_dict",
+    "Trainer.__init__",
+    "Trainer._inner_training_loop",
+    "Trainer._load_flex_checkpoint",
+    "Trainer._load_rng_state",
+    "Trainer._rotate_checkpoints",
+    "Trainer._save",
+    "Trainer._save_checkpoint",
+    "Trainer._sorted_checkpoints",
+    "Trainer.train",
+]
+
+
+def test_the_facade_imports_no_paddle() -> None:
+    code = "import sys, paddleformers_fc, paddleformers_fc.trainer; sys.exit('paddle' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_facade_has_the_names_that_a_script_needs_and_no_others() -> None:
+    import paddleformers_fc
+
+    assert paddleformers_fc.__all__ == ["FlexCheckpointCallback", "FlexTrainer", "FlexTrainingArguments", "install"]
+    with pytest.raises(AttributeError, match="no attribute 'FlexTrainers'"):
+        _ = paddleformers_fc.FlexTrainers
+
+
+def test_importing_changes_nothing_and_uninstalling_puts_everything_back(ranks: ForkServer) -> None:
+    (found,) = ranks.run(f"{JOBS}:replaced_methods", 1).values
+    assert found == {"imported": [], "installed": REPLACED, "uninstalled": []}
+
+
+def test_without_flex_checkpoint_every_way_in_is_paddleformers_own(ranks: ForkServer, tmp_path: Path) -> None:
+    outcomes = [
+        ranks.run(
+            f"{JOBS}:run_native", 1, {"way": way, "output_dir": str(tmp_path / way), "layout": SINGLE.to_json()}
+        ).values[0]
+        for way in ("stock", "subclass", "installed")
+    ]
+    assert "checkpoint-4/model_state/0.metadata" in outcomes[0]["files"]
+    assert outcomes[1:] == outcomes[:1] * 2
+
+
+def test_the_stock_trainer_saves_and_resumes_once_installed(ranks: ForkServer, tmp_path: Path) -> None:
+    whole = ranks.run(f"{JOBS}:run_installed", 1, settings(SINGLE, tmp_path, **SIX_STEPS)).values[0]
+    resume = tmp_path / "checkpoint-3"
+    assert read_manifest(resume).step == 3
+    resumed = ranks.run(f"{JOBS}:run_installed", 1, settings(SINGLE, tmp_path / "a", resume, **SIX_STEPS)).values[0]
+    assert resumed == {**whole, "losses": whole["losses"][3:]}
+    subclass = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "b", resume, **SIX_STEPS)).values[0]
+    assert subclass == resumed
+
+
+def test_the_path_of_the_registration_file_is_printed() -> None:
+    command = [sys.executable, "-m", "paddleformers_fc.trainer.register"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert printed == f"{PATH}\n"
+    assert PATH.is_file()
+
+
+def test_the_stock_parser_accepts_our_keys_once_the_file_has_run(ranks: ForkServer, tmp_path: Path) -> None:
+    values = {
+        "output_dir": str(tmp_path),
+        "device": "cpu",
+        "compute_type": "float32",
+        "amp_master_grad": False,
+        "flex_checkpoint": True,
+        "flex_threads": 2,
+        "flex_thread": 1,
+    }
+    (found,) = ranks.run(f"{JOBS}:parse_after_registration", 1, {"path": str(PATH), "values": values}).values
+    assert found == {
+        "unknown": ["flex_thread"],
+        "is_finetuning": True,
+        "flex_checkpoint": True,
+        "flex_threads": 2,
+        "from_argv": [True, 3],
+    }
+
+
+# ---- The stock command line.
+
+LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
+
+
+@pytest.fixture(scope="module")
+def corpus(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, its tokenizer and a real text."""
+    directory = tmp_path_factory.mktemp("corpus")
+    ranks.run(f"{JOBS}:write_corpus", 1, {"directory": str(directory), "text": str(LICENSE)})
+    return directory
+
+
+def write_yaml(corpus: Path, output_dir: Path, **changed: Any) -> Path:
+    """The YAML of a training on the corpus, with two additions: the registration file and ``flex_checkpoint``."""
+    values = {
+        "custom_register_path": str(PATH),
+        "flex_checkpoint": True,
+        "stage": "PT",
+        "fine_tuning": "full",
+        "model_name_or_path": str(corpus / "model"),
+        "train_dataset_type": "erniekit",
+        "train_dataset_path": str(corpus / "train.jsonl"),
+        "train_dataset_prob": "1.0",
+        "eval_dataset_type": "erniekit",
+        "eval_dataset_path": str(corpus / "train.jsonl"),
+        "eval_dataset_prob": "1.0",
+        "max_seq_len": 64,
+        "packing": False,
+        "mix_strategy": "concat",
+        "_attn_implementation": "sdpa",
+        "output_dir": str(output_dir),
+        "device": "cpu",
+        "compute_type": "float32",
+        "amp_master_grad": False,
+        "do_train": True,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "sharding": "",
+        "report_to": "none",
+    }
+    path = output_dir.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump({**values, **changed}))
+    return path
+
+
+def losses(log: str) -> list[float]:
+    """The losses that a Trainer logged."""
+    return [float(found) for found in re.findall(r"\bloss: ([0-9.]+), learning_rate", log)]
+
+
+def train_in_one_process(ranks: ForkServer, path: Path) -> str:
+    """Train as the command line's worker does; its log."""
+    return ranks.run(f"{JOBS}:run_command_line", 1, {"yaml": str(path)}).logs[0].read_text()
+
+
+def test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes(
+    ranks: ForkServer, corpus: Path, tmp_path: Path
+) -> None:
+    path = write_yaml(corpus, tmp_path / "out", tensor_model_parallel_size=2)
+    (port,) = free_ports(1)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(LICENSE.parent),
+        "PADDLE_DISTRI_BACKEND": "gloo",
+        # The command line sizes a job by this list, on a machine without an accelerator too.
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "paddleformers.cli.cli", "train", str(path)]
+    trained = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
+    log = (tmp_path / "paddleformers_dist_log" / "workerlog.0").read_text()
+    assert read_manifest(tmp_path / "out" / "checkpoint-2").parallel["tp"] == 2
+    resume = str(tmp_path / "out" / "checkpoint-2")
+    alone = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "alone", resume_from_checkpoint=resume))
+    assert losses(alone) == pytest.approx(losses(log)[2:], abs=1e-6)
+    last = canonical_digests(tmp_path / "out" / "checkpoint-4")
+    assert list(canonical_digests(tmp_path / "out")) == [one for one in last if one.role == "model_state"]
+    assert (tmp_path / "alone" / "tokenizer.json").exists()
+
+
+def test_the_command_line_resumes_from_the_newest_finished_checkpoint(
+    ranks: ForkServer, corpus: Path, tmp_path: Path
+) -> None:
+    whole = losses(train_in_one_process(ranks, write_yaml(corpus, tmp_path / "out")))
+    assert len(whole) == 4
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    (tmp_path / "out" / "checkpoint-9").mkdir()
+    log = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "out", resume_from_checkpoint=True))
+    assert losses(log) == whole[2:]
+    assert "checkpoint-9 cannot be resumed from and is passed over" in log
+
+
+def test_the_command_line_is_not_misled_by_an_unfinished_directory(
+    ranks: ForkServer, corpus: Path, tmp_path: Path
+) -> None:
+    whole = losses(train_in_one_process(ranks, write_yaml(corpus, tmp_path / "whole")))
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    log = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "out"))
+    assert losses(log) == whole
+    assert "checkpoint-2 cannot be resumed from and is passed over" in log
+
+
+def test_the_command_line_refuses_a_contradiction_by_both_keys(ranks: ForkServer, corpus: Path, tmp_path: Path) -> None:
+    path = write_yaml(corpus, tmp_path / "out", save_checkpoint_format="unified_checkpoint")
+    result = ranks.attempt(f"{JOBS}:run_command_line", 1, {"yaml": str(path)})
+    assert not result.ok
+    text = result.logs[0].read_text()
+    assert "flex_checkpoint: true and save_checkpoint_format: unified_checkpoint" in text
+    assert not list(tmp_path.glob("out/checkpoint-*"))
