@@ -6,9 +6,10 @@ its output is weighted by the router, with zero for the tokens that did not choo
 over tensor, pipeline and expert parallel ranks is therefore exactly the model's own; the numbers differ from those
 of the fused kernels by rounding and by the auxiliary loss, which is a plain one.
 
-Three faults have nothing to do with the device but stand in the way of a CPU run as well: multi-token prediction passes
-its arguments in the wrong positions, experts do not say over which ranks they are reduced, and the expert parallel
-optimizer tests ``isinstance`` against a class that Paddle 3.3.1 lacks.
+Some faults have nothing to do with the device but stand in the way of a CPU run as well: multi-token prediction passes
+its arguments in the wrong positions, the forward that is meant for generation calls the loss without the logits that it
+needs, experts do not say over which ranks they are reduced, and the expert parallel optimizer tests ``isinstance``
+against a class that Paddle 3.3.1 lacks.
 
 Time: experts / top-k times the fused block. Memory: one expert's activations of all tokens at a time.
 """
@@ -124,7 +125,7 @@ def dense_experts() -> None:
 
 
 def multi_token_prediction() -> None:
-    """The prediction blocks get the position embeddings."""
+    """The prediction blocks get the position embeddings, and the loss gets their logits."""
     layer_forward = modeling.Ernie4_5_MoeDecoderLayer.forward
     latest: list[Any] = [None]
 
@@ -147,6 +148,16 @@ def multi_token_prediction() -> None:
         return layer_forward(self, *head, position_embeddings, *args, **kwargs)
 
     modeling.Ernie4_5_MoeDecoderLayer.forward = forward
+
+    model_forward = modeling.Ernie4_5_MoeForCausalLM.forward
+
+    @functools.wraps(model_forward)
+    def forward_in_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            kwargs["return_dict"] = False  # The other path calls the loss without the prediction logits.
+        return model_forward(self, *args, **kwargs)
+
+    modeling.Ernie4_5_MoeForCausalLM.forward = forward_in_training
 
 
 def expert_gradients() -> None:

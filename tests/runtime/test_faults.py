@@ -45,9 +45,18 @@ def test_without_its_patch_training_stops(
         assert error in seen["error"]
 
 
-def test_without_its_patch_multi_token_prediction_stops(ranks: ForkServer, tmp_path: Path) -> None:
-    (seen,) = without(ranks, "ernie-mtp", "ernie4_5_moe", tiny.SINGLE, tmp_path, num_nextn_predict_layers=1)
-    assert seen["error"] == "TypeError: cannot unpack non-iterable bool object"
+@pytest.mark.parametrize(
+    ("patch", "error"),
+    [
+        ("ernie-mtp", "TypeError: cannot unpack non-iterable bool object"),
+        ("ernie-mtp-loss", "TypeError: 'NoneType' object is not subscriptable"),
+    ],
+)
+def test_without_its_patch_multi_token_prediction_stops(
+    ranks: ForkServer, tmp_path: Path, patch: str, error: str
+) -> None:
+    (seen,) = without(ranks, patch, "ernie4_5_moe", tiny.SINGLE, tmp_path, num_nextn_predict_layers=1)
+    assert seen["error"] == error
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Every layout trains like one process.
 
-The bound: a loss is of the order of 5, where neighbouring float32 numbers are 4.8e-7 apart. Layouts add the same numbers
-in another order; a sum of n of them is off by at most log2(n) half steps when added as a tree, 17 for the 1e5 products
-behind one loss, which is 4e-6. Three optimizer steps on such gradients have been seen to add less than that again.
+The bound: a loss is of the order of 5, where neighbouring float32 numbers are 4.8e-7 apart. Layouts add the same
+numbers in another order; a sum of n of them is off by at most log2(n) half steps when added as a tree, 17 for the 1e5
+products behind one loss, which is 4e-6. Three optimizer steps have been seen to add less than that again.
 """
 
 from __future__ import annotations
