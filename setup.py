@@ -18,7 +18,7 @@ def version() -> str:
 setup(
     name="paddleformers-fc",
     version=version(),
-    description="Flex checkpoints for PaddleFormers' Trainer: save once, resume under any parallel layout, export anywhere.",
+    description="Flex checkpoints for PaddleFormers: save once, resume under any parallel layout, export anywhere.",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
