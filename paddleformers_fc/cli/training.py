@@ -127,7 +127,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
         )
     settings = {**read_settings(config), **parse_overrides(overrides)}
     check_options(SimpleNamespace(**{**vars(FlexFields()), **settings}))
-    device = str(settings.get("device") or local_device()).partition(":")[0]
+    device = _device(settings.get("device"))
     added, environment = _registration(settings.get(REGISTER_KEY))
     passed = [text for text in overrides if not text.startswith(f"{REGISTER_KEY}=")]
     if "device" not in settings and device == CPU:
@@ -212,6 +212,20 @@ def register_both() -> None:
         raise OptionError(f"{REGISTER_KEY} names a file that is no Python.", where=str(path))
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     register.register()
+
+
+def _device(named: Any) -> str:
+    """The kind of device a run will use: ``cpu``, ``gpu``, ``xpu``, ...; Paddle is asked unless the CPU was named."""
+    if named == CPU:
+        return CPU
+    found = local_device().partition(":")[0]
+    if named and found == CPU:
+        raise OptionError(
+            f"The configuration asks for {named}, and Paddle finds no accelerator here.",
+            where="device",
+            next_step="Add device=cpu to run on local processes.",
+        )
+    return str(named or found)
 
 
 def _registration(own: Any) -> tuple[list[str], dict[str, str]]:

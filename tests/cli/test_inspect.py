@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from paddleformers_fc import __version__
+from paddleformers_fc.cli.listing import Piece, TensorFacts, show_tensors
+from paddleformers_fc.cli.output import console
 from tests.cli.support import run, save
 from tests.execute.simulated import canonical, model
 
@@ -147,3 +149,24 @@ def test_a_truncated_file_is_named(copy: Path) -> None:
     assert outcome.code == 1
     assert "model_state/rank-00001.safetensors is truncated" in outcome.err
     assert outcome.out == ""
+
+
+def test_a_small_file_of_another_size_is_named(copy: Path) -> None:
+    with (copy / "config.json").open("a") as file:
+        file.write("\n")
+    outcome = run("inspect", copy)
+    assert outcome.code == 1
+    assert "config.json is too long" in outcome.err
+
+
+def test_names_whose_indices_form_no_rectangle_are_entries_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["layers.0.experts.0.w", "layers.0.experts.1.w", "layers.1.experts.0.w"]
+    whole = {"offset": (0,), "shape": (4,)}
+    tensors = [
+        TensorFacts("model_state", name, "float32", (4,), 16, (Piece(f"model_state/{n}.safetensors", 0, 16, **whole),))
+        for n, name in enumerate(names)
+    ]
+    show_tensors(tensors, console())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1::2]] == names
+    assert [line.split() for line in lines[2::2]] == [["whole", str(n)] for n in range(3)]

@@ -52,6 +52,11 @@ def test_the_registration_and_the_device_are_added(tmp_path: Path, on: Any) -> N
     assert job.log_dir == tmp_path / "out/log"
 
 
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, on: Any) -> None:
+    with pytest.raises(OptionError, match="asks for gpu, and Paddle finds no accelerator here"):
+        prepare(config(tmp_path, device="gpu"), 2, [])
+
+
 @pytest.mark.parametrize("own", [["device=cpu"], []])
 def test_a_device_that_is_named_is_left_alone(tmp_path: Path, on: Any, own: list[str]) -> None:
     on("gpu:0")
