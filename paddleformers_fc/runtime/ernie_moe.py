@@ -124,8 +124,8 @@ def dense_experts() -> None:
     modeling.Ernie4_5_MoeSparseMoeBlock.forward = forward
 
 
-def multi_token_prediction() -> None:
-    """The prediction blocks get the position embeddings, and the loss gets their logits."""
+def prediction_positions() -> None:
+    """The prediction blocks of multi-token prediction get the position embeddings."""
     layer_forward = modeling.Ernie4_5_MoeDecoderLayer.forward
     latest: list[Any] = [None]
 
@@ -149,6 +149,9 @@ def multi_token_prediction() -> None:
 
     modeling.Ernie4_5_MoeDecoderLayer.forward = forward
 
+
+def prediction_loss() -> None:
+    """The loss of multi-token prediction gets the logits of its blocks."""
     model_forward = modeling.Ernie4_5_MoeForCausalLM.forward
 
     @functools.wraps(model_forward)

@@ -11,8 +11,8 @@ JSON files. No pickle. The server, and with it every rank, ends when its standar
 A forked rank is a copy of the server: the preloaded modules must not have computed anything on several threads,
 which is why the server and its ranks run with one thread each.
 
-Time: a job of one rank adds 10 ms to what it does, of two 0.1 s (rendezvous). Memory: pages of the server are
-shared.
+Time: a job takes 20 ms, with a parallel environment of two ranks 0.15 s, beside what it does. Memory: ranks share the
+pages of the server, about 400 MB, until they write to them.
 """
 
 from __future__ import annotations
@@ -332,20 +332,13 @@ def _forget_parallel_environment() -> None:
             setattr(loaded, cache, None)
 
 
-def _send_what_is_left() -> None:
-    """A forked rank leaves by ``os._exit``, at which nothing that is registered for the exit happens."""
-    p2p = sys.modules.get("paddleformers_fc.runtime.p2p")
-    if p2p is not None:
-        p2p.flush()
-
-
 def _run_job(request: _Request, rank: int) -> int:
     value = _resolve(request.job)(**request.kwargs)
-    _send_what_is_left()
     path = _result_path(Path(request.directory), rank)
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(value))
     unfinished.rename(path)
+    ranks.leave()
     return 0
 
 

@@ -34,6 +34,8 @@ from .. import errors
 
 _HEADER = struct.Struct("<qqqq")  # group id, channel, sender's global rank, bytes that follow
 _TOKEN_BYTES = 16
+_RANK = struct.Struct("<q")
+_LEAVE_SECONDS = 30.0
 _PIECE = 1 << 20
 _ADDRESS_KEY = "p2p-mailbox/{rank}"
 TIMEOUT_VARIABLE = "FLEX_P2P_TIMEOUT"
@@ -78,6 +80,9 @@ class Mailbox:
         self._arrived: defaultdict[tuple[int, int, int], queue.SimpleQueue[bytearray]] = defaultdict(queue.SimpleQueue)
         self._arrived_lock = threading.Lock()
         self._writers: dict[int, _Writer] = {}
+        self._world_size = 1
+        self._gone: set[int] = set()
+        self._somebody_went = threading.Condition()
         self._server = socket.create_server(("127.0.0.1", 0), backlog=128)
         port = self._server.getsockname()[1]
         store.set(_ADDRESS_KEY.format(rank=rank), f"127.0.0.1:{port}:{self._token.hex()}")
@@ -89,6 +94,10 @@ class Mailbox:
             key = _ADDRESS_KEY.format(rank=rank)
             store.wait(key)
             self._addresses.append(bytes(store.get(key)).decode())
+        self._world_size = world_size
+        if self.rank != 0:
+            # Rank 0 sees by the end of this connection that this rank has gone, see leave().
+            self._writer(0)
 
     def post(self, group_id: int, channel: int, target: int, payload: bytes) -> None:
         """Send ``payload`` to global rank ``target``; returns once it is queued.
@@ -99,9 +108,7 @@ class Mailbox:
         if target == self.rank:
             self._queue(group_id, channel, self.rank).put(bytearray(payload))
             return
-        if target not in self._writers:
-            self._writers[target] = _Writer(self._connect(target), target)
-        self._writers[target].put(_HEADER.pack(group_id, channel, self.rank, len(payload)), payload)
+        self._writer(target).put(_HEADER.pack(group_id, channel, self.rank, len(payload)), payload)
 
     def take(self, group_id: int, channel: int, source: int) -> bytearray:
         """The next message from global rank ``source``, in the order in which it was sent.
@@ -124,6 +131,21 @@ class Mailbox:
         for writer in self._writers.values():
             writer.flush()
 
+    def leave(self) -> None:
+        """To be called when this rank's work is done: send what is left, and as rank 0 stay until the others have gone.
+
+        Rank 0 serves the store, and the others may still be asking it something. It does not stay for ever.
+        """
+        self.flush()
+        if self.rank == 0:
+            with self._somebody_went:
+                self._somebody_went.wait_for(lambda: len(self._gone) >= self._world_size - 1, _LEAVE_SECONDS)
+
+    def _writer(self, target: int) -> _Writer:
+        if target not in self._writers:
+            self._writers[target] = _Writer(self._connect(target), target)
+        return self._writers[target]
+
     def _queue(self, group_id: int, channel: int, source: int) -> queue.SimpleQueue[bytearray]:
         with self._arrived_lock:
             return self._arrived[(group_id, channel, source)]
@@ -132,7 +154,7 @@ class Mailbox:
         host, port, token = self._addresses[target].split(":")
         connection = socket.create_connection((host, int(port)))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(bytes.fromhex(token))
+        connection.sendall(bytes.fromhex(token) + _RANK.pack(self.rank))
         return connection
 
     def _accept(self) -> None:
@@ -142,9 +164,17 @@ class Mailbox:
 
     def _read(self, connection: socket.socket) -> None:
         # A stranger on the loopback interface does not know the token and is not listened to.
-        if _receive(connection, _TOKEN_BYTES) != self._token:
+        introduction = _receive(connection, _TOKEN_BYTES + _RANK.size)
+        if introduction is None or introduction[:_TOKEN_BYTES] != self._token:
             connection.close()
             return
+        self._read_messages(connection)
+        (visitor,) = _RANK.unpack(introduction[_TOKEN_BYTES:])
+        with self._somebody_went:
+            self._gone.add(visitor)
+            self._somebody_went.notify_all()
+
+    def _read_messages(self, connection: socket.socket) -> None:
         while (header := _receive(connection, _HEADER.size)) is not None:
             group_id, channel, source, size = _HEADER.unpack(header)
             payload = _receive(connection, size)
@@ -228,6 +258,12 @@ def flush() -> None:
     """Wait until the messages of this process are under way; at its exit, so that none is lost with it."""
     if _mailbox is not None:
         _mailbox.flush()
+
+
+def leave() -> None:
+    """This rank's work is done: :meth:`Mailbox.leave`, if it ever had a mailbox."""
+    if _mailbox is not None:
+        _mailbox.leave()
 
 
 def register(process_group: Any, group_id: int) -> None:

@@ -1,8 +1,8 @@
-"""The first thing a launched rank runs: ``python -m paddleformers_fc.runtime.rankmain LIFELINE (SCRIPT | -m MODULE)
-ARGS...``.
+"""The first thing that a launched rank runs.
 
-It arranges for stack dumps and for the rank's end when its launcher vanishes (see :mod:`.ranks`), and then becomes
-the script, as if ``python SCRIPT ARGS...`` had been typed.
+``python -m paddleformers_fc.runtime.rankmain LIFELINE (SCRIPT | -m MODULE) ARGS...`` arranges for stack dumps and for the
+rank's end when its launcher vanishes (see :mod:`.ranks`), and then becomes the script, as if ``python SCRIPT ARGS...``
+had been typed. When the script has succeeded, rank 0 stays until the other ranks have gone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,16 @@ def main() -> None:
     """Prepare this process as a rank, then run the rest of the command line as ``__main__``."""
     lifeline, *command = sys.argv[1:]
     ranks.prepare_rank(int(lifeline))
+    try:
+        _become(command)
+    except SystemExit as end:
+        if not end.code:
+            ranks.leave()
+        raise
+    ranks.leave()
+
+
+def _become(command: list[str]) -> None:
     if command[0] == "-m":
         sys.argv = command[1:]
         sys.path.insert(0, os.getcwd())

@@ -18,6 +18,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -187,6 +188,13 @@ def prepare_rank(lifeline: int) -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)  # This rank, which leads its group, and whatever it has started.
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def leave() -> None:
+    """In a rank whose work is done: what :func:`paddleformers_fc.runtime.p2p.leave` does, where messages are in use."""
+    p2p = sys.modules.get("paddleformers_fc.runtime.p2p")
+    if p2p is not None:
+        p2p.leave()
 
 
 def tail(log: Path) -> str:

@@ -6,7 +6,7 @@ and only then lets Paddle connect. And the client writes each question in severa
 ``TCP_NODELAY``, so that every answer waits for a delayed acknowledgement, 40 ms; groups ask dozens of questions. Here
 the option is set on the store's sockets once they are open.
 
-Time: the rendezvous of four ranks with all their groups falls from 3 s to 0.3 s. Memory: nothing.
+Time: eight ranks with all groups of tp2 pp2 sharding2 find each other in 1 s instead of 9 s. Memory: nothing.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def build(model_type: str, layout: Layout | Mapping[str, Any], args: Any, **over
     model_config.pipeline_model_parallel_size = layout.pp
     model_config.virtual_pipeline_model_parallel_size = layout.vpp
     model_config.expert_model_parallel_size = layout.ep
-    model_config.sequence_parallel = False
+    model_config.sequence_parallel = args.sequence_parallel
     model_config.use_flash_attention = False
     model_config.max_sequence_length = model_config.seq_length = SEQUENCE
     model_config._attn_implementation = "sdpa"

@@ -19,6 +19,11 @@ def test_groups_find_each_other_every_time(ranks: ForkServer, attempt: int) -> N
         assert sums == seen * rounds
 
 
+def test_rank_zero_stays_until_the_others_have_gone(ranks: ForkServer) -> None:
+    for _ in range(3):
+        assert ranks.run(f"{JOBS}:an_environment_and_nothing_else", 6).values == (0, 1, 2, 3, 4, 5)
+
+
 def test_two_of_three_ranks_exchange_messages(ranks: ForkServer) -> None:
     assert ranks.run(f"{JOBS}:pairs_inside_a_larger_group", 3).values == ([3.0], [0.0, 1.0, 4.0, 5.0], [2.0])
 
