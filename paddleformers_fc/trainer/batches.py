@@ -86,7 +86,7 @@ class ResumedBatches:
         return iterator
 
 
-class PositionTracker(TrainerCallback):  # type: ignore[misc]
+class PositionTracker(TrainerCallback):
     """Follows the training loop and always knows the position.
 
     It also corrects the two numbers of the Trainer's state that the loop derives from steps: the samples consumed, and

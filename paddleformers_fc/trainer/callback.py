@@ -34,7 +34,7 @@ class CheckpointReport:
     bytes: int
 
 
-class FlexCheckpointCallback(TrainerCallback):  # type: ignore[misc]
+class FlexCheckpointCallback(TrainerCallback):
     """Writes one line per checkpoint that is saved or loaded.
 
     A Trainer with ``flex_checkpoint: true`` has one by itself; add a subclass to do more.

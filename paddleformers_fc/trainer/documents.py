@@ -40,6 +40,8 @@ DATA = "trainer/data.json"
 ARGUMENTS = "trainer/arguments.json"
 EXPORTED_ARGUMENTS = "training_args.json"
 
+# What PaddleFormers' pipeline and expert-parallel models write into their configuration when they are built.
+_LAYOUT_KEYS = frozenset({"moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"})
 _SECRET_ENDINGS = ("_token", "_api_key", "password", "secret")
 
 
@@ -48,8 +50,8 @@ def rng_name(rank: int) -> str:
     return f"trainer/rng-{rank:05d}.json"
 
 
-def config_text(model: Any) -> str:
-    """The text of ``config.json``, the same under every parallel layout.
+def model_config(model: Any) -> dict[str, Any]:
+    """What ``config.json`` says: the model's configuration without anything that belongs to a parallel layout.
 
     Args:
         model: the model as it was built, or a wrapper of it.
@@ -63,13 +65,13 @@ def config_text(model: Any) -> str:
         config.dtype = str(dtype).rpartition(".")[2]
     config.tensor_model_parallel_size = 1
     config._save_to_hf = True
-    return str(config.to_json_string(use_diff=True, saving_file=True))
+    values = json.loads(config.to_json_string(use_diff=True, saving_file=True))
+    return {key: value for key, value in values.items() if key not in _LAYOUT_KEYS}
 
 
-def model_config(model: Any) -> dict[str, Any]:
-    """What ``config.json`` says, as a dict."""
-    config: dict[str, Any] = json.loads(config_text(model))
-    return config
+def config_text(model: Any) -> str:
+    """The text of ``config.json``."""
+    return json.dumps(model_config(model), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def model_files(trainer: Any) -> dict[str, bytes]:

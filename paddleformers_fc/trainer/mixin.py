@@ -20,30 +20,30 @@ class FlexTrainerMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.train``; ``resume_from_checkpoint=True`` takes the newest finished checkpoint."""
-        return seam.train(self, super().train, *args, **kwargs)  # type: ignore[misc]
+        return seam.train(self, super().train, *args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        return seam.inner_training_loop(self, super()._inner_training_loop, *args, **kwargs)  # type: ignore[misc]
+        return seam.inner_training_loop(self, super()._inner_training_loop, *args, **kwargs)
 
     def _load_flex_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        seam.load(self, super()._load_flex_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        seam.load(self, super()._load_flex_checkpoint, *args, **kwargs)
 
     def _load_rng_state(self, *args: Any, **kwargs: Any) -> None:
-        seam.load_rng_state(self, super()._load_rng_state, *args, **kwargs)  # type: ignore[misc]
+        seam.load_rng_state(self, super()._load_rng_state, *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        seam.save(self, super()._save_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        seam.save(self, super()._save_checkpoint, *args, **kwargs)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        seam.save_model(self, super()._save, *args, **kwargs)  # type: ignore[misc]
+        seam.save_model(self, super()._save, *args, **kwargs)
 
     def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> list[str]:
-        found: list[str] = seam.sorted_checkpoints(self, super()._sorted_checkpoints, *args, **kwargs)  # type: ignore[misc]
+        found: list[str] = seam.sorted_checkpoints(self, super()._sorted_checkpoints, *args, **kwargs)
         return found
 
     def _rotate_checkpoints(self, *args: Any, **kwargs: Any) -> None:
-        seam.rotate_checkpoints(self, super()._rotate_checkpoints, *args, **kwargs)  # type: ignore[misc]
+        seam.rotate_checkpoints(self, super()._rotate_checkpoints, *args, **kwargs)
 
 
-class FlexTrainer(FlexTrainerMixin, Trainer):  # type: ignore[misc]
+class FlexTrainer(FlexTrainerMixin, Trainer):
     """PaddleFormers' Trainer with flex checkpoints, when its arguments say ``flex_checkpoint=True``."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from paddleformers_fc.errors import FormatError, OptionError
@@ -102,13 +102,9 @@ def from_document(document: dict[str, Any], where: str) -> tuple[Position, Pace,
         FormatError: the document is damaged.
     """
     try:
-        position, pace, order = (
-            kind(**{one.name: document[key][one.name] for one in fields(kind)})
-            for key, kind in (("position", Position), ("pace", Pace), ("order", Order))
-        )
+        return Position(**document["position"]), Pace(**document["pace"]), Order(**document["order"])
     except (KeyError, TypeError) as error:
         raise FormatError("The position in the data cannot be read.", where=where, evidence=[repr(error)]) from error
-    return position, pace, order
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from paddle.base import core
 from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
 from paddleformers.utils.log import logger
 
+from paddleformers_fc.errors import FormatError
 from paddleformers_fc.trainer.codecs import decode_object, encode
 
 _TENSOR_PARALLEL_GENERATOR = "model_parallel_rng"
@@ -61,14 +62,22 @@ def restore(raw: bytes, where: str, world_size: int, hybrid: bool, tensor_parall
         FormatError: the document is damaged.
     """
     state = decode_object(raw, where)
-    if state["world_size"] != world_size:
-        return False
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    _set_device(state["device"])
-    core.default_cpu_generator().set_state(_made(state["cpu"]))
-    if hybrid:
-        _set_tracker(state["hybrid_parallel"], tensor_parallel)
+    try:
+        if state["world_size"] != world_size:
+            return False
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        _set_device(state["device"])
+        core.default_cpu_generator().set_state(_made(state["cpu"]))
+        if hybrid:
+            _set_tracker(state["hybrid_parallel"], tensor_parallel)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            "The state of the random generators cannot be read.",
+            where=where,
+            evidence=[f"{type(error).__name__}: {error}"],
+            next_step="The file was changed after it was written; resume from another checkpoint.",
+        ) from error
     return True
 
 

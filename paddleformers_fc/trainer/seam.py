@@ -15,7 +15,6 @@ failed.
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -86,21 +85,14 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
     Raises:
         OptionError: the model is one whose checkpoints are not supported.
     """
-    arguments = kwargs.get("args", args[2] if len(args) > 2 else None)
-    if not is_active(arguments):
-        native(*args, **kwargs)
-        return
-    setattr(arguments, ATTENDED, True)
+    for given in (*args, *kwargs.values()):
+        if is_active(given):
+            setattr(given, ATTENDED, True)
     native(*args, **kwargs)
-    if trainer.model is None:
+    arguments = trainer.args
+    if not is_active(arguments) or trainer.model is None:
         return
-    if isinstance(trainer.model, LoRAModel):
-        raise OptionError(
-            "flex_checkpoint: true contradicts another option.",
-            where="training arguments",
-            evidence=["flex_checkpoint: true and lora: true: adapters are not supported yet"],
-            next_step="Remove one of the two keys.",
-        )
+    _refuse_unsupported(trainer.model)
     run = Run()
     setattr(trainer, _RUN, run)
     trainer.add_callback(run.tracker)
@@ -110,6 +102,22 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
     if arguments.should_log:
         for line in without_effect(arguments):
             logger.warning(line)
+
+
+def _refuse_unsupported(model: Any) -> None:
+    if isinstance(model, LoRAModel):
+        raise OptionError(
+            "flex_checkpoint: true contradicts another option.",
+            where="training arguments",
+            evidence=["flex_checkpoint: true and lora: true: adapters are not supported yet"],
+            next_step="Remove one of the two keys.",
+        )
+    if getattr(model, "config", None) is None:
+        raise OptionError(
+            "flex_checkpoint: true needs a model of PaddleFormers, whose configuration says what its tensors are.",
+            where=type(model).__name__,
+            next_step="Train a PretrainedModel, or remove flex_checkpoint.",
+        )
 
 
 @_when_active
@@ -429,7 +437,7 @@ def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
         return roles, {**documents.model_files(trainer), documents.EXPORTED_ARGUMENTS: arguments}
 
     roles, files = _agreed(channel, "preparing an export", prepare)
-    config = json.loads(documents.config_text(trainer.model))
+    config = documents.model_config(trainer.model)
     report = save_weights(roles[MODEL_STATE], config, files, directory, max_shard_bytes, channel)
     if trainer.args.should_log:
         logger.info(f"Exported {report.tensors} tensors to {directory} in {len(report.files)} files.")

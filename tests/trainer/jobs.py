@@ -320,6 +320,7 @@ def random_states() -> dict[str, Any]:
     import paddle
     from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
 
+    from paddleformers_fc.errors import FormatError
     from paddleformers_fc.trainer import rng
 
     get_rng_state_tracker().add("model_parallel_rng", 11)
@@ -336,7 +337,13 @@ def random_states() -> dict[str, Any]:
     restored = rng.restore(captured, "rng", world_size=2, hybrid=True, tensor_parallel=True)
     again = draw()
     elsewhere = rng.restore(captured, "rng", world_size=1, hybrid=True, tensor_parallel=True)
+    try:
+        rng.restore(b'{"world_size": 2}', "trainer/rng-00000.json", 2, hybrid=True, tensor_parallel=True)
+        damaged = ""
+    except FormatError as error:
+        damaged = error.where
     return {
+        "damaged": damaged,
         "same": first == again,
         "moved": first != second,
         "restored": restored,

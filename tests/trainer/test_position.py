@@ -33,7 +33,9 @@ def test_a_position_survives_its_document() -> None:
     assert from_document(to_document(*saved), "data.json") == saved
 
 
-@pytest.mark.parametrize("document", [{}, {"position": {}}, {"position": 3, "pace": 4, "order": 5}])
+@pytest.mark.parametrize(
+    "document", [{}, {"position": {"epoch": 1}}, {"position": {"weeks": 1}}, {"position": 3, "pace": 4, "order": 5}]
+)
 def test_a_damaged_document_is_named(document: dict[str, object]) -> None:
     with pytest.raises(FormatError) as caught:
         from_document(document, "checkpoint-3/trainer/data.json")

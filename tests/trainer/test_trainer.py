@@ -13,7 +13,7 @@ from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.harness import tiny
-from tests.harness.tiny import DP2, PP2, SD2V1, SD2V2, SINGLE, TP2, Layout
+from tests.harness.tiny import DP2, EP2, PP2, SD2V1, SD2V2, SINGLE, TP2, Layout
 from tests.trainer.jobs import every_sample
 
 JOBS = "tests.trainer.jobs"
@@ -160,7 +160,39 @@ def test_random_generators_of_another_number_of_ranks_are_said_once(
 
 def test_random_generators_come_back_as_they_were(ranks: ForkServer) -> None:
     (found,) = ranks.run(f"{JOBS}:random_states", 1).values
-    assert found == {"same": True, "moved": True, "restored": True, "elsewhere": False, "untouched": True}
+    said = {"same": True, "moved": True, "restored": True, "elsewhere": False, "untouched": True}
+    assert found == {**said, "damaged": "trainer/rng-00000.json"}
+
+
+@pytest.fixture(scope="module")
+def saved_ernie(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """ERNIE 4.5 MoE, data parallel on two ranks."""
+    output_dir = tmp_path_factory.mktemp("ernie")
+    given = {**settings(DP2, output_dir, **SIX_STEPS), "model_type": "ernie4_5_moe"}
+    return Saved(output_dir, ranks.run(f"{JOBS}:run", 2, given).values[0]["losses"])
+
+
+@pytest.mark.parametrize("layout", [SINGLE, TP2, PP2, EP2], ids=lambda layout: layout.name)
+def test_a_mixture_of_experts_goes_on_under_any_layout(
+    ranks: ForkServer, saved_ernie: Saved, tmp_path: Path, layout: Layout
+) -> None:
+    given = {**settings(layout, tmp_path, saved_ernie.third, **SIX_STEPS), "model_type": "ernie4_5_moe"}
+    resumed = ranks.run(f"{JOBS}:run", layout.nproc, given).values[0]
+    assert resumed["losses"] == pytest.approx(saved_ernie.losses[3:], abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, SD2V2], ids=lambda layout: layout.name)
+def test_tied_embeddings_go_on_under_any_layout_and_back(ranks: ForkServer, tmp_path: Path, layout: Layout) -> None:
+    # A pipeline counts a tied weight twice in the gradient norm, so nothing is clipped here.
+    arguments = {**SIX_STEPS, "max_grad_norm": 0.0}
+    model = {"tie_word_embeddings": True}
+    whole = ranks.run(f"{JOBS}:run", 1, {**settings(SINGLE, tmp_path / "a", **arguments), "model": model}).values[0]
+    there = settings(layout, tmp_path / "b", tmp_path / "a" / "checkpoint-3", **{**arguments, "max_steps": 5})
+    there["arguments"]["save_steps"] = 5
+    first = ranks.run(f"{JOBS}:run", layout.nproc, {**there, "model": model}).values[0]["losses"]
+    back = settings(SINGLE, tmp_path / "c", tmp_path / "b" / "checkpoint-5", **arguments)
+    second = ranks.run(f"{JOBS}:run", 1, {**back, "model": model}).values[0]["losses"]
+    assert first + second == pytest.approx(whole["losses"][3:], abs=1e-6)
 
 
 # ---- The data of a resumed run.
@@ -380,6 +412,20 @@ def test_an_export_is_what_from_pretrained_reads(
     assert found.get("same", True)
     expected = [one for one in canonical_digests(saved.third) if one.role == "model_state"]
     assert list(canonical_digests(tmp_path / "save_pretrained")) == expected
+
+
+def test_the_export_is_the_same_whatever_the_layout(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+    contents: list[tuple[dict[str, bytes], dict[str, Any]]] = []
+    for layout in (SINGLE, TP2, PP2, SD2V2):
+        output_dir = tmp_path / layout.name
+        given = {"output_dir": str(output_dir), "layout": layout.to_json(), "resume": str(saved.third)}
+        ranks.run(f"{JOBS}:export", layout.nproc, given)
+        files = sorted((output_dir / "in_many_files").glob("*model*"))
+        config = json.loads((output_dir / "in_many_files" / "config.json").read_text())
+        # A pipeline overwrites this one when it is built; nothing reads it once there are weights.
+        del config["initializer_range"]
+        contents.append(({path.name: path.read_bytes() for path in files}, config))
+    assert contents[1:] == contents[:1] * 3
 
 
 def test_exports_beside_the_steps_have_their_own_directories(ranks: ForkServer, tmp_path: Path) -> None:
