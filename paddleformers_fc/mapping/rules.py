@@ -13,7 +13,11 @@ concat, even or not; its reverse is a split  one per source  1              1
 ``fused_qkv_old``: [Q | K | V] per TP rank   q, k, v         1              TP degree
 fused in both spaces (phi)                   q, k, v         1              TP degree
 stacked experts on a new axis                one per expert  1              1
+stacked experts that are fused themselves    gate, up        1              1
 ===========================================  ==============  =============  =============
+
+In the last row one rule per expert fills a :class:`Slab` of the stack: its parts lie along one axis, the experts along
+another.
 
 A rule is data: :class:`RuleSet` is what a checkpoint stores in ``mapping.json``, with every size explicit, so that a
 file written today means the same when families change tomorrow. :meth:`RuleSet.mapping` gives the denotation.
@@ -26,10 +30,22 @@ from collections.abc import Iterator, Mapping as MappingABC
 from dataclasses import dataclass, field, replace
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping.boxes import Box, Shape
+from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping, TensorSpec
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
+
+
+@dataclass(frozen=True)
+class Slab:
+    """The stretch of one axis of a target that a rule fills, from ``start`` to before ``stop``."""
+
+    axis: int
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"stretch {self.start}:{self.stop} on axis {self.axis}"
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,7 @@ class Rule:
         source_blocks: rounds in which a single source deals its parts.
         target_blocks: rounds in which a single target deals its parts.
         cast: dtype that the numbers are converted to, or None where the bits are kept.
+        slab: where the rule fills only a part of its target, which; on another axis than ``axis``.
     """
 
     sources: tuple[str, ...]
@@ -55,9 +72,12 @@ class Rule:
     source_blocks: int = 1
     target_blocks: int = 1
     cast: str | None = None
+    slab: Slab | None = None
 
     def source_shapes(self, target: Shape) -> list[Shape]:
         """The shape of every source, from the shape of the first target."""
+        if self.slab is not None:
+            target = _narrowed(whole(target), self.slab).shape
         rank = sum(axis != NEW_AXIS for axis in self.axes)
         lengths = _side_lengths(self.sources, self.parts)
         shapes: list[Shape] = []
@@ -88,6 +108,16 @@ class Rule:
                 yield f"{name} has {len(shape)} axes, the rule is for {len(self.axes)}"
             elif shape[self.axis] != length:
                 yield f"{name} has length {shape[self.axis]} on axis {self.axis}, the parts sum to {length}"
+            elif self.slab is not None and not self._slab_fits(self.slab, shape):
+                yield f"{name} with shape {list(shape)} has no {self.slab}"
+
+    def _slab_fits(self, slab: Slab, shape: Shape) -> bool:
+        return (
+            0 <= slab.axis < len(shape)
+            and slab.axis != self.axis
+            and 0 <= slab.start < slab.stop <= shape[slab.axis]
+            and (self.axes[slab.axis] != NEW_AXIS or slab.stop - slab.start == 1)
+        )
 
     def correspondences(self, target_shapes: list[Shape]) -> Iterator[Correspondence]:
         """The box correspondences that this rule denotes.
@@ -100,6 +130,8 @@ class Rule:
             source, source_at = (run.part, run.in_part) if len(self.sources) > 1 else (0, run.in_source)
             target, target_at = (run.part, run.in_part) if len(self.targets) > 1 else (0, run.in_target)
             target_box = _along(target_shapes[target], self.axis, target_at, run.length)
+            if self.slab is not None:
+                target_box = _narrowed(target_box, self.slab)
             source_axis = self.axes[self.axis]
             source_box = (
                 _along(source_shapes[source], 0, 0, source_shapes[source][0])
@@ -173,6 +205,11 @@ def _along(shape: Shape, axis: int, start: int, length: int) -> Box:
     if shape:
         lo[axis], hi[axis] = start, start + length
     return Box(tuple(lo), tuple(hi))
+
+
+def _narrowed(box: Box, slab: Slab) -> Box:
+    before, after = slice(None, slab.axis), slice(slab.axis + 1, None)
+    return Box(box.lo[before] + (slab.start,) + box.lo[after], box.hi[before] + (slab.stop,) + box.hi[after])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie, prove
 from paddleformers_fc.mapping.codec import decode_rules, encode_rules
+from paddleformers_fc.mapping.rules import Slab
 from tests.mapping.numbers import moved, numbered
 from tests.mapping.strategies import rule_sets
 
@@ -66,6 +67,44 @@ def test_experts_are_stacked_on_a_new_axis() -> None:
     assert (moved(mapping, arrays)["stack"] == np.stack([arrays[name] for name in experts])).all()
     back = moved(mapping.reversed(), moved(mapping, arrays))
     assert all((back[name] == arrays[name]).all() for name in experts)
+
+
+def fused_stack(axes: tuple[int, ...], rows: int, experts: int = 3) -> tuple[Rule, ...]:
+    """A rule per expert: gate and up side by side on the last axis, experts along the first."""
+    sources = [(f"{expert}.gate", f"{expert}.up") for expert in range(experts)]
+    last = len(axes) - 1
+    return tuple(
+        Rule(names, ("stack",), (4, 4), last, axes, slab=Slab(0, expert * rows, (expert + 1) * rows))
+        for expert, names in enumerate(sources)
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "rows", "shape"), [((1, 0), 2, (6, 8)), ((-1, 1, 0), 1, (3, 2, 8))], ids=["along an axis", "on a new axis"]
+)
+def test_fused_experts_are_stacked_slab_by_slab(axes: tuple[int, ...], rows: int, shape: tuple[int, ...]) -> None:
+    mapping = RuleSet({"stack": TensorSpec(shape, "float32")}, fused_stack(axes, rows)).mapping()
+    prove(mapping)
+    prove(mapping.reversed())
+    arrays = numbered(mapping)
+    assert {spec.shape for spec in mapping.sources.values()} == {(4, 2)}
+    fused = [np.concatenate([arrays[f"{e}.gate"].T, arrays[f"{e}.up"].T], axis=1) for e in range(3)]
+    assert (moved(mapping, arrays)["stack"] == np.stack(fused).reshape(shape)).all()
+    back = moved(mapping.reversed(), moved(mapping, arrays))
+    assert all((back[name] == arrays[name]).all() for name in arrays)
+
+
+def test_a_slab_that_is_left_out_is_a_gap_and_one_outside_does_not_fit() -> None:
+    stack = {"stack": TensorSpec((6, 8), "float32")}
+    with pytest.raises(MappingError, match=r"stack: \[2:4, 0:8\] is not written"):
+        prove(RuleSet(stack, (fused_stack((1, 0), 2)[0], fused_stack((1, 0), 2)[2])).mapping())
+    with pytest.raises(MappingError, match=r"shape \[6, 8\] has no stretch 6:8 on axis 0"):
+        RuleSet(stack, fused_stack((1, 0), 2, experts=4)).mapping()
+
+
+def test_a_slab_survives_the_way_through_json() -> None:
+    rules = RuleSet({"stack": TensorSpec((6, 8), "float32")}, fused_stack((1, 0), 2))
+    assert decode_rules(encode_rules(rules), "mapping.json") == rules
 
 
 @settings(max_examples=150, deadline=None)
