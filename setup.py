@@ -33,7 +33,7 @@ setup(
         "numpy",
         "pyyaml",
         "rich",
-        "typer",
+        "typer>=0.29",
         "xxhash",
     ],
     extras_require={

@@ -130,6 +130,4 @@ def from_wire(text: str) -> FlexError:
     """The error that :meth:`FlexError.to_wire` wrote."""
     fields = json.loads(text)
     kind = _BY_NAME.get(fields["error"], FlexError)
-    return kind(
-        fields["what"], where=fields["where"], evidence=fields["evidence"], next_step=fields["next_step"]
-    )
+    return kind(fields["what"], where=fields["where"], evidence=fields["evidence"], next_step=fields["next_step"])

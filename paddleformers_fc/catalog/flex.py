@@ -15,7 +15,7 @@ from typing import Any
 from paddleformers_fc.catalog.stored import Catalog, gather_shards
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards
-from paddleformers_fc.layout.roles import ROLES
+from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.codec import decode_rules
@@ -71,14 +71,28 @@ def open_flex(directory: Path, verify: str = "size") -> FlexCheckpoint:
             roles[role] = tensors
     catalog = Catalog(directory, roles)
     faults.extend(catalog.faults())
+    faults.extend(_name_faults(catalog, rules))
     if faults:
         raise Corrupt(
-            f"{len(faults)} tensors are not stored whole and once.",
+            f"The checkpoint does not hold all of its model, whole and once: {len(faults)} faults.",
             where=str(directory),
             evidence=fold(faults),
             next_step="Resume from another checkpoint; this one was damaged after it was finished.",
         )
     return FlexCheckpoint(catalog, manifest, rules, config)
+
+
+def _name_faults(catalog: Catalog, rules: RuleSet) -> Iterator[str]:
+    """Weights that the rules know and no file holds, and the other way round. An alias may share its owner's file."""
+    stored = catalog.roles.get(MODEL_STATE, {})
+    aliases = {tie.alias for tie in rules.ties}
+    for name in rules.targets:
+        if name not in stored and name not in aliases:
+            yield f"{name}: the rules know this tensor, and it is not stored"
+    for role, tensors in catalog.roles.items():
+        for name in tensors:
+            if split_state_name(role, name).parameter not in rules.targets:
+                yield f"{name}: stored as {role}, and the rules know no such tensor"
 
 
 def _is_shard_file(path: str, role: str) -> bool:

@@ -8,7 +8,7 @@ the optimizer's states, most of a checkpoint's bytes, are not read.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,7 +113,7 @@ def diff(a: Path, b: Path, role: str | None = None) -> Difference:
     started = time.monotonic()
     sides = (Side(str(a), kind_of(a)), Side(str(b), kind_of(b)))
     roles = _compared_roles(sides, role)
-    first, second = ({(one.role, one.name): one for one in _digests(path, roles)} for path in (a, b))
+    first, second = ({(one.role, one.name): one for one in canonical_digests(path, roles=roles)} for path in (a, b))
     present = [name for name in roles if any(key[0] == name for key in (*first, *second))]
     if not present:
         raise OptionError(f"Neither side holds a tensor of {role}.", where=f"{a} and {b}")
@@ -147,16 +147,6 @@ def _compared_roles(sides: Sequence[Side], role: str | None) -> tuple[str, ...]:
             next_step=f"Compare two flex checkpoints, or leave {MODEL_STATE} as the role.",
         )
     return (MODEL_STATE,)
-
-
-def _digests(directory: Path, roles: tuple[str, ...]) -> Iterator[TensorDigest]:
-    """Digests of the wanted roles; of what comes after the last of them one tensor is read, and no more."""
-    last = max(ROLES.index(role) for role in roles)
-    for digest in canonical_digests(directory):
-        if ROLES.index(digest.role) > last:
-            return
-        if digest.role in roles:
-            yield digest
 
 
 def _compare(

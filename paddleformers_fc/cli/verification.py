@@ -3,9 +3,8 @@
 ================  ==================================================================================================
 ``manifest``      it can be read and matches its own checksum
 ``files``         every file is there and of its size; at level ``full`` every byte is as it was written
-``tensors``       headers follow their format; every tensor is stored whole and once
-``mapping``       the rules are proved; they and the stored tensors have the same names; all canonical tensors can be
-                  made
+``tensors``       headers follow their format; every tensor is stored whole and once, and is one that the rules know
+``mapping``       the rules are proved; all canonical tensors can be made
 ``equal values``  tied tensors, and numbers stored several times, are equal bit for bit (level ``full``)
 ================  ==================================================================================================
 
@@ -27,10 +26,9 @@ import msgspec
 from paddleformers_fc.catalog import FlexCheckpoint, open_flex
 from paddleformers_fc.cli.opening import FLEX, Kind, kind_of, open_directory
 from paddleformers_fc.cli.output import count_text, size_text
-from paddleformers_fc.errors import FlexError, MismatchError
+from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.reading import verify_equal
-from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
-from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.plan import LoadPlan, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
 
@@ -182,30 +180,9 @@ def _tensor_count(checkpoint: FlexCheckpoint) -> int:
 def _prove(checkpoint: FlexCheckpoint) -> LoadPlan:
     """The plan that makes every canonical tensor of every role out of what is stored."""
     source = canonical_source(checkpoint)
-    faults = _name_faults(checkpoint)
-    if faults:
-        raise MismatchError(
-            f"The rules and the stored tensors name different tensors: {len(faults)} differences.",
-            where=str(checkpoint.catalog.root),
-            evidence=fold(faults),
-            next_step="Use another checkpoint: this one does not hold all of its model.",
-        )
     plan = plan_reads(source, canonical_layout(source))
     plan.report.refuse(str(checkpoint.catalog.root))
     return plan
-
-
-def _name_faults(checkpoint: FlexCheckpoint) -> list[str]:
-    known = checkpoint.rules.targets.keys()
-    stored = checkpoint.catalog.roles.get(MODEL_STATE, {}).keys()
-    faults = [f"{name}: the rules know this tensor, and it is not stored" for name in known if name not in stored]
-    for role, tensors in checkpoint.catalog.roles.items():
-        faults.extend(
-            f"{name}: stored as {role}, and the rules know no such tensor"
-            for name in tensors
-            if split_state_name(role, name).parameter not in known
-        )
-    return faults
 
 
 def _plan_text(plan: LoadPlan) -> str:

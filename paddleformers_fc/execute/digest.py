@@ -7,7 +7,7 @@ what the ``diff`` verb compares, and how a resume is shown to be bitwise.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import numpy as np
 from paddleformers_fc.catalog import open_flex, open_huggingface
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.execute.reading import read_whole_tensor, verify_equal
-from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping import Mapping, TensorSpec
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.correspondences import Correspondence
@@ -45,17 +45,18 @@ class TensorDigest:
     md5: str
 
 
-def canonical_digests(directory: Path, verify: str = "size") -> Iterator[TensorDigest]:
+def canonical_digests(directory: Path, verify: str = "size", roles: Collection[str] = ROLES) -> Iterator[TensorDigest]:
     """Digests of everything in a flex checkpoint or a Hugging Face directory, in natural order.
 
     Args:
         directory: a finished flex checkpoint, or a directory of open weights.
         verify: how a flex checkpoint is checked first.
+        roles: which roles to read.
     Raises:
         FlexError: the directory cannot be opened, proved or read.
     """
     source = _source(directory, verify)
-    layout = canonical_layout(source)
+    layout = {role: shards for role, shards in canonical_layout(source).items() if role in roles}
     plan = plan_reads(source, layout)
     plan.report.refuse(str(directory))
     verify_equal(plan.checks, directory)

@@ -93,6 +93,12 @@ def export_checkpoint(
     """
     if max_shard_bytes < 1:
         raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
+    if (target / MANIFEST_NAME).exists():
+        raise OptionError(
+            "The target of the export is a finished checkpoint, which is never written into.",
+            where=str(target),
+            next_step="Name another directory.",
+        )
     opened: list[tuple[FlexCheckpoint, Source]] = []
 
     def prepare() -> bytes:

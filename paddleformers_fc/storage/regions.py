@@ -108,4 +108,3 @@ def _strides(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
         strides.append(step)
         step *= length
     return tuple(reversed(strides))
-

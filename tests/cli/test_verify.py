@@ -141,7 +141,7 @@ def test_a_stored_tensor_that_no_rule_knows_is_found(copy: Path) -> None:
     edit_rules(copy, forget)
     outcome = run("verify", copy, "--json")
     assert outcome.code == 1
-    assert failed_check(outcome.document) == "mapping"
+    assert failed_check(outcome.document) == "tensors"
     assert "model.norm.weight: stored as model_state, and the rules know no such tensor" in outcome.document["evidence"]
     assert any(line.startswith("model.norm.weight.moment1_0: stored as") for line in outcome.document["evidence"])
 
