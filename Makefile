@@ -2,7 +2,8 @@
 # Everything is installed into .venv; no environment has to be active, and none outside .venv is changed.
 
 VENV   := .venv
-PYTHON ?= python3
+# The interpreter to make .venv with; by default the first of python3, python3.12, python3.11, python3.10 that will do.
+PYTHON ?=
 OUTPUT ?= demo_out
 
 BIN    := $(VENV)/bin

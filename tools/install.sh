@@ -5,12 +5,15 @@
 # virtual environments (Debian's python3 cannot without the package python3-venv).
 set -eu
 
+# Whoever names an interpreter gets that one or an error.
+candidates=${PYTHON:-python3 python3.12 python3.11 python3.10}
+
 usable() {
     "$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
 }
 
 find_python() {
-    for candidate in "$PYTHON" python3 python3.12 python3.11 python3.10; do
+    for candidate in $candidates; do
         if usable "$candidate"; then
             command -v "$candidate"
             return 0
@@ -21,7 +24,7 @@ find_python() {
 
 explain() {
     echo "No usable Python was found. Needed: version 3.10, 3.11 or 3.12 with the modules venv and ensurepip." >&2
-    for candidate in "$PYTHON" python3 python3.12 python3.11 python3.10; do
+    for candidate in $candidates; do
         if version=$("$candidate" --version 2>/dev/null); then
             echo "  $candidate: $version" >&2
         else
