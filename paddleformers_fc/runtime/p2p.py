@@ -22,6 +22,7 @@ import struct
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ MESSAGES = 0
 """The channel of ``send`` and ``recv``."""
 EXCHANGES = 1
 """The channel of collectives that are made of messages: it never mixes with a receive that is still to come."""
+_FAREWELL = 2
 
 
 class Done:
@@ -96,7 +98,7 @@ class Mailbox:
             self._addresses.append(bytes(store.get(key)).decode())
         self._world_size = world_size
         if self.rank != 0:
-            # Rank 0 sees by the end of this connection that this rank has gone, see leave().
+            # By its end either side sees that the other has gone, see leave().
             self._writer(0)
 
     def post(self, group_id: int, channel: int, target: int, payload: bytes) -> None:
@@ -132,14 +134,20 @@ class Mailbox:
             writer.flush()
 
     def leave(self) -> None:
-        """To be called when this rank's work is done: send what is left, and as rank 0 stay until the others have gone.
+        """To be called when this rank's work is done: send what is left, and stay until the others are done as well.
 
-        Rank 0 serves the store, and the others may still be asking it something. It does not stay for ever.
+        The others may still be connecting to this rank, or asking rank 0 for an address. Everybody bids rank 0 farewell
+        and waits for the end of its process, which waits for everybody's farewell or end; nobody waits for ever.
         """
+        if self.rank != 0:
+            with suppress(errors.PeerError):  # Rank 0 has ended already: there is nobody to stay for.
+                self._writer(0).put(_HEADER.pack(0, _FAREWELL, self.rank, 0), b"")
         self.flush()
-        if self.rank == 0:
-            with self._somebody_went:
-                self._somebody_went.wait_for(lambda: len(self._gone) >= self._world_size - 1, _LEAVE_SECONDS)
+        if self.rank != 0:
+            self._writer(0).wait_for_end(_LEAVE_SECONDS)
+            return
+        with self._somebody_went:
+            self._somebody_went.wait_for(lambda: len(self._gone) >= self._world_size - 1, _LEAVE_SECONDS)
 
     def _writer(self, target: int) -> _Writer:
         if target not in self._writers:
@@ -169,9 +177,11 @@ class Mailbox:
             connection.close()
             return
         self._read_messages(connection)
-        (visitor,) = _RANK.unpack(introduction[_TOKEN_BYTES:])
+        self._note_departure(*_RANK.unpack(introduction[_TOKEN_BYTES:]))
+
+    def _note_departure(self, rank: int) -> None:
         with self._somebody_went:
-            self._gone.add(visitor)
+            self._gone.add(rank)
             self._somebody_went.notify_all()
 
     def _read_messages(self, connection: socket.socket) -> None:
@@ -180,7 +190,10 @@ class Mailbox:
             payload = _receive(connection, size)
             if payload is None:
                 return  # The sender died in mid-message; whoever waits for it is told by the timeout.
-            self._queue(group_id, channel, source).put(payload)
+            if channel == _FAREWELL:
+                self._note_departure(source)
+            else:
+                self._queue(group_id, channel, source).put(payload)
 
 
 class _Writer:
@@ -204,6 +217,12 @@ class _Writer:
 
     def flush(self) -> None:
         self._pending.join()
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Until the receiver's process has ended: nothing is ever sent in this direction of the connection."""
+        self._connection.settimeout(seconds)
+        with suppress(OSError):
+            self._connection.recv(1)
 
     def _run(self) -> None:
         while True:

@@ -1,8 +1,8 @@
 """The first thing that a launched rank runs.
 
-``python -m paddleformers_fc.runtime.rankmain LIFELINE (SCRIPT | -m MODULE) ARGS...`` arranges for stack dumps and for the
-rank's end when its launcher vanishes (see :mod:`.ranks`), and then becomes the script, as if ``python SCRIPT ARGS...``
-had been typed. When the script has succeeded, rank 0 stays until the other ranks have gone.
+``python -m paddleformers_fc.runtime.rankmain LIFELINE (SCRIPT | -m MODULE) ARGS...`` arranges for stack dumps and for
+the rank's end when its launcher vanishes (see :mod:`.ranks`), and then becomes the script, as if ``python SCRIPT
+ARGS...`` had been typed. A rank whose script has succeeded stays until the other ranks are done.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def test_groups_find_each_other_every_time(ranks: ForkServer, attempt: int) -> N
         assert sums == seen * rounds
 
 
-def test_rank_zero_stays_until_the_others_have_gone(ranks: ForkServer) -> None:
+def test_ranks_that_are_done_stay_until_the_others_are(ranks: ForkServer) -> None:
     for _ in range(3):
         assert ranks.run(f"{JOBS}:an_environment_and_nothing_else", 6).values == (0, 1, 2, 3, 4, 5)
 
