@@ -26,12 +26,13 @@ from paddleformers_fc.execute.reading import read_whole_tensor
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.layout import Shard
-from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.plan import ReadItem, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.commit import discard, publish
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import (
+    files_within,
     fsync_directory,
     list_directory,
     make_directories,
@@ -46,6 +47,8 @@ from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.safetensors import SafetensorsWriter
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
+TRAINER_DIRECTORY = "trainer"
+"""Where the trainer keeps its own state inside a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -202,11 +205,7 @@ def _finish(staging: Path, target: Path, checkpoint: FlexCheckpoint, files: list
     """On the coordinator: the small files, the index, and the final name."""
     if channel.rank != 0:
         return b""
-    small = [
-        receipt.path
-        for receipt in checkpoint.manifest.files
-        if "/" not in receipt.path and receipt.path not in (MAPPING_NAME, MANIFEST_NAME)
-    ]
+    small = [receipt.path for receipt in checkpoint.manifest.files if _describes_model(receipt.path)]
     for name in small:
         write_file(staging / name, read_file(checkpoint.catalog.root / name), root=staging)
     if len(files) > 1:
@@ -234,11 +233,18 @@ def _install(staging: Path, target: Path, weights: set[str]) -> None:
     for path in list_directory(target):
         if path.name not in weights and _is_weight_file(path.name):
             remove_file(path)
-    names = [path.name for path in list_directory(staging) if path.name != OWNER_NAME]
-    for name in sorted(names, key=lambda name: (name == INDEX_NAME, name)):
-        rename(staging / name, target / name)
-    fsync_directory(target)
+    moved = [path.relative_to(staging) for path in files_within(staging) if path.name != OWNER_NAME]
+    for path in sorted(moved, key=lambda path: (path.name == INDEX_NAME, path)):
+        make_directories((target / path).parent)
+        rename(staging / path, target / path)
+    for directory in {path.parent for path in moved}:
+        fsync_directory(target / directory)
     discard(staging)
+
+
+def _describes_model(path: str) -> bool:
+    """Whether a file of a checkpoint belongs into an export: configuration, tokenizer, templates."""
+    return path != MAPPING_NAME and path.split("/")[0] not in (*ROLES, TRAINER_DIRECTORY)
 
 
 def _is_weight_file(name: str) -> bool:

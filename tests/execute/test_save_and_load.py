@@ -94,6 +94,25 @@ def test_an_export_in_several_files_has_an_index_that_is_right(tmp_path: Path) -
     assert len(outcome[0].files) == len(set(index["weight_map"].values())) > 3
 
 
+def test_an_export_takes_along_what_describes_the_model_and_nothing_of_the_trainer(tmp_path: Path) -> None:
+    files = {
+        "config.json": config_bytes(CONFIG),
+        "templates/chat.jinja": b"hello",
+        "trainer/state.json": b"{}",
+    }
+    source = tmp_path / "checkpoint-3"
+    succeed(
+        1, lambda channel: save_checkpoint(source, live(ARRAYS, 1, 0), CONFIG, files, JobRecord(3, 24, {}), channel)
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes.txt").write_text("kept")
+    for target in ("fresh", "run"):
+        export_checkpoint(source, tmp_path / target)
+        found = {str(path.relative_to(tmp_path / target)) for path in (tmp_path / target).rglob("*") if path.is_file()}
+        assert found - {"notes.txt"} == {"config.json", "model.safetensors", "templates/chat.jinja"}
+    assert (tmp_path / "run/notes.txt").read_text() == "kept"
+
+
 def test_an_export_over_an_older_one_leaves_nothing_of_it(tmp_path: Path) -> None:
     target = tmp_path / "run"
     (target / "checkpoint-1").mkdir(parents=True)
