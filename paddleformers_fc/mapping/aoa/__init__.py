@@ -1,0 +1,10 @@
+"""Paddle's AOA language: the text that says how one side's tensors become the other's.
+
+:func:`parse` reads it against real tensors into a mapping, which is then proved like any other. :func:`render` writes
+a mapping as text that Paddle's own engine reads the same way. The language is described in ``docs/aoa.md``.
+"""
+
+from paddleformers_fc.mapping.aoa.parsing import parse, parse_config, with_aliases
+from paddleformers_fc.mapping.aoa.tensors import AoaTensor, uncut
+
+__all__ = ["AoaTensor", "parse", "parse_config", "uncut", "with_aliases"]

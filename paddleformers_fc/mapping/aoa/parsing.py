@@ -1,0 +1,131 @@
+"""AOA text and two sides of tensors, to the mapping that the text means.
+
+All statements are read before anything is refused, so that one report names the faults of all of them. The mapping is
+a claim like any other: :func:`paddleformers_fc.mapping.prove` decides whether it is total and single-writer. What a
+proof could only say of boxes (a shape or dtype that does not fit, a source that two statements read) is said here, with
+the statement. Time is linear in the text, in the tensors and in what the statements stand for, which is limited.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping as MappingABC, Sequence
+from dataclasses import replace
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.mapping.aoa.evaluate import Evaluation
+from paddleformers_fc.mapping.aoa.expand import Budget, Expander, Step
+from paddleformers_fc.mapping.aoa.faults import Fault, Faults, Line, Span
+from paddleformers_fc.mapping.aoa.names import NameIndex
+from paddleformers_fc.mapping.aoa.outcome import mapping_of
+from paddleformers_fc.mapping.aoa.syntax import Statement, parse_line
+from paddleformers_fc.mapping.aoa.tensors import AoaTensor
+from paddleformers_fc.mapping.correspondences import Mapping
+from paddleformers_fc.mapping.rules import Tie
+
+Tensors = MappingABC[str, AoaTensor]
+
+_BREAK = re.compile(r"[\r\n]+")
+_CONFIG = {"aoa_statements": list, "aoa_config_reverse": bool, "enable_traceback": bool}
+_SPARE = 1_000_000
+_PER_TENSOR = 64
+
+
+def parse(statements: Sequence[str], left: Tensors, right: Tensors | None, ties: Iterable[Tie] = ()) -> Mapping:
+    """The mapping that AOA statements mean, from the left side of their arrows to the right side.
+
+    The reverse is ``parse(...).reversed()``; no statement is ever read backwards.
+
+    Args:
+        statements: the text, one statement per entry or per line.
+        left: every tensor that may be read.
+        right: every tensor that is wanted, or None where they are whatever the statements make.
+        ties: right tensors that are another name of an owner; a statement that copies the owner's source to the alias
+            says no more than the tie, and the alias is not in the mapping.
+    Returns:
+        the mapping, not proved.
+    Raises:
+        MappingError: with the faults of all statements.
+    """
+    faults = Faults()
+    index = NameIndex(left)
+    budget = Budget(_SPARE + _PER_TENSOR * (len(left) + len(right or ())))
+    written = _read_lines(statements, faults)
+    steps = _expand(written, Expander(index, None if right is None else NameIndex(right), budget), faults)
+    outcome = Evaluation(steps, left, right or {}, index, budget).run(faults)
+    mapping = mapping_of(outcome, left, right, {tie.alias: tie.owner for tie in ties}, faults)
+    faults.raise_any()
+    return mapping
+
+
+def parse_config(
+    config: MappingABC[str, object], stored: Tensors, wanted: Tensors | None, ties: Iterable[Tie] = ()
+) -> Mapping:
+    """The mapping that an ``aoa_config`` means, from what is stored to what is wanted.
+
+    Args:
+        config: ``aoa_statements``, and ``aoa_config_reverse`` where they are written for the opposite direction.
+        stored: every stored tensor.
+        wanted: every wanted tensor; may be None only where the configuration is not reversed.
+        ties: tied names of the arrows' right side.
+    Raises:
+        MappingError: for a key that is not known, a value of another type, and for the faults of all statements.
+    """
+    for key, value in config.items():
+        if key not in _CONFIG or not isinstance(value, _CONFIG[key]):
+            wanted_type = _CONFIG[key].__name__ if key in _CONFIG else "no key of it"
+            raise MappingError(
+                f"aoa_config has an entry {key!r} that cannot be used.",
+                where="aoa_config",
+                evidence=[f"{key} is {type(value).__name__}, wanted {wanted_type}"],
+                next_step=f"The keys are {', '.join(_CONFIG)}.",
+            )
+    raw = config.get("aoa_statements", [])
+    statements = [str(entry) for entry in raw] if isinstance(raw, list) else []
+    if not config.get("aoa_config_reverse", False):
+        return parse(statements, stored, wanted, ties)
+    if wanted is None:
+        raise MappingError(
+            "Statements are reversed only where both sides are known.",
+            where="aoa_config",
+            evidence=["aoa_config_reverse is true, and the tensors on the left side are not given"],
+            next_step="Give the names, shapes and dtypes of the tensors on the left of the arrows.",
+        )
+    return parse(statements, wanted, stored, ties).reversed()
+
+
+def _read_lines(statements: Sequence[str], faults: Faults) -> list[Statement]:
+    found: list[Statement] = []
+    for number, text in enumerate(statements, start=1):
+        lines = _BREAK.split(text)
+        for part, line_text in enumerate(lines, start=1):
+            line = Line(number, part if len(lines) > 1 else 0, line_text)
+            try:
+                statement = parse_line(line)
+            except Fault as fault:
+                faults.add(line, fault, Span(0, len(line_text)))
+                continue
+            if statement is not None:
+                found.append(statement)
+    return found
+
+
+def _expand(statements: Sequence[Statement], expander: Expander, faults: Faults) -> list[Step]:
+    steps: list[Step] = []
+    for statement in statements:
+        try:
+            steps.extend(expander.steps(statement))
+        except Fault as fault:
+            faults.add(statement.line, fault, statement.arrow)
+    return steps
+
+
+def with_aliases(mapping: Mapping, aliases: MappingABC[str, AoaTensor]) -> Mapping:
+    """The mapping with tied names as targets that keep their values, which is how statements say a tie.
+
+    Args:
+        mapping: onto owners alone.
+        aliases: the tied names.
+    """
+    specs = {name: tensor.spec for name, tensor in aliases.items()}
+    return replace(mapping, targets={**mapping.targets, **specs}, fresh=mapping.fresh | frozenset(aliases))

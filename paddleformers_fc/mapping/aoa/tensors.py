@@ -1,0 +1,33 @@
+"""What the language needs to know of a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paddleformers_fc.mapping.boxes import Shape
+from paddleformers_fc.mapping.correspondences import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AoaTensor:
+    """A tensor of one side.
+
+    Args:
+        shape: its global shape, in elements.
+        dtype: its element type by its numpy name, such as ``bfloat16``.
+        cuts: into how many tensor-parallel shards each axis is cut.
+    """
+
+    shape: Shape
+    dtype: str
+    cuts: Shape
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Shape and dtype alone."""
+        return TensorSpec(self.shape, self.dtype)
+
+
+def uncut(shape: Shape, dtype: str) -> AoaTensor:
+    """A tensor that one rank holds whole, as in a file of open weights."""
+    return AoaTensor(shape, dtype, (1,) * len(shape))
