@@ -50,6 +50,37 @@ class _ReduceScatterTokens(PyLayer):
         return _all_gather_rows(gradient, ctx.group)
 
 
+class _EnterReplicated(PyLayer):
+    """Tokens that every rank holds already: each rank's experts contribute their part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Any, group: Any) -> Any:
+        ctx.group = group
+        return tokens.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return _summed(gradient, ctx.group)
+
+
+class _LeaveReplicated(PyLayer):
+    """The sum of every rank's experts, for tokens that every rank holds."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Any, group: Any) -> Any:
+        return _summed(tokens, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient.clone()
+
+
+def _summed(tensor: Any, group: Any) -> Any:
+    total = tensor.clone()
+    group.process_group.all_reduce(total)
+    return total
+
+
 def _all_gather_rows(tensor: Any, group: Any) -> Any:
     out = paddle.empty([tensor.shape[0] * group.nranks, *tensor.shape[1:]], tensor.dtype)
     group.process_group.all_gather_into_tensor(out, tensor)
@@ -101,16 +132,29 @@ def dense_forward(block: Any, input: Any) -> tuple[Any, None, Any, Any]:
     spread = group is not None and getattr(group, "nranks", 1) > 1
     seen, seen_weights = tokens, weights
     if spread:
-        seen, seen_weights = _AllGatherTokens.apply(tokens, group), _AllGatherTokens.apply(weights, group)
+        # Gathering tokens that are replicated would count each of them once per rank in the experts' gradients.
+        enter, leave = (
+            (_EnterReplicated, _LeaveReplicated)
+            if _tokens_are_replicated(block.config, group)
+            else (_AllGatherTokens, _ReduceScatterTokens)
+        )
+        seen, seen_weights = enter.apply(tokens, group), enter.apply(weights, group)
     mixed = paddle.zeros_like(seen)
     for index, expert in enumerate(block.experts):
         if expert is not None:  # The list is global: None stands for an expert of another rank.
             mixed = mixed + expert(seen) * seen_weights[:, index : index + 1].astype(seen.dtype)
     if spread:
-        mixed = _ReduceScatterTokens.apply(mixed, group)
+        mixed = leave.apply(mixed, group)
     if block.shared_experts is not None:
         mixed = mixed + block.shared_experts(tokens)
     return mixed.reshape(input.shape), None, balance, logits
+
+
+def _tokens_are_replicated(config: Any, group: Any) -> bool:
+    """Whether the ranks that share the experts hold equal tokens: tensor-parallel ones, unless the sequence is split."""
+    if config.sequence_parallel:
+        return False
+    return list(group.ranks) == list(fleet.get_hybrid_communicate_group().get_model_parallel_group().ranks)
 
 
 def dense_experts() -> None:
