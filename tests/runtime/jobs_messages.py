@@ -57,17 +57,24 @@ def both_send_first(elements: int) -> bool:
 
 
 def a_coalesced_ring(dtype: str) -> list[float]:
-    """Each rank sends to the next and receives from the previous one in one block that lists receives first."""
+    """Each rank receives from the previous one and sends to the next, in this order, in two kinds of blocks."""
     dist.init_parallel_env()
     rank, size = dist.get_rank(), dist.get_world_size()
-    out, into = paddle.full([2, 2], float(rank)).astype(dtype), paddle.zeros([2, 2]).astype(dtype)
+    out, into = paddle.full([2], float(rank)).astype(dtype), paddle.zeros([2]).astype(dtype)
     operations = [
         dist.P2POp(dist.irecv, into, (rank - 1) % size),
         dist.P2POp(dist.isend, out, (rank + 1) % size),
     ]
     for task in dist.batch_isend_irecv(operations):
         task.wait()
-    values: list[float] = into.astype("float32").flatten().tolist()
+
+    group = dist.collective._get_default_group().process_group
+    group._start_coalescing()
+    into_again = paddle.zeros([2]).astype(dtype)
+    group.recv_on_calc_stream(into_again, (rank - 1) % size)
+    group.send_on_calc_stream((out.astype("float32") + 10).astype(dtype), (rank + 1) % size)
+    group._end_coalescing()
+    values: list[float] = paddle.concat([into, into_again]).astype("float32").tolist()
     return values
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paddleformers_fc.runtime.forkserver import ForkServer
@@ -64,6 +65,35 @@ def test_interleaved_stages_train_like_one_process(
 ) -> None:
     seen = losses(ranks, "llama", tiny.PP4VPP2, tmp_path, num_hidden_layers=8)
     assert_like(seen, single["llama8"], BOUND)
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer"), [(tiny.SD2V1, "DygraphShardingOptimizer"), (tiny.SD2V2, "DygraphShardingOptimizerV2")]
+)
+def test_float32_is_sharded_by_the_version_that_was_asked_for(
+    ranks: ForkServer, tmp_path: Path, layout: Layout, optimizer: str
+) -> None:
+    kwargs = {"layout": layout.to_json(), "output_dir": str(tmp_path)}
+    assert (
+        ranks.run("tests.runtime.jobs_training:optimizer_of", 2, kwargs).values
+        == ([optimizer, layout.split_param],) * 2
+    )
+
+
+@pytest.mark.parametrize("correction", [None, [0.0, 5.0, 0.0, 5.0]])
+def test_a_dense_block_weighs_the_chosen_experts(ranks: ForkServer, correction: list[float] | None) -> None:
+    (seen,) = ranks.run("tests.runtime.jobs_training:routed", 1, {"correction": correction}).values
+    tokens, logits = np.array(seen["tokens"]), np.array(seen["tokens"]) @ np.array(seen["gate"])
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = []
+    for token, probability in zip(tokens, probabilities, strict=True):
+        # The correction moves the choice and leaves the weights alone.
+        chosen = np.argsort(probability + (correction or 0.0))[-2:]
+        weight = probability[chosen] / probability[chosen].sum()
+        expected.append(token * (weight @ (chosen + 1.0)) + token * 100)
+    np.testing.assert_allclose(np.array(seen["out"])[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(seen["logits"], logits, rtol=1e-5, atol=1e-6)
+    assert seen["balance"] == pytest.approx(0.5 * (probabilities.mean(0) ** 2).sum(), rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", [tiny.TP2, tiny.EP2], ids=lambda layout: layout.name)
