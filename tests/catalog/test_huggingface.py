@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
+
 from paddleformers_fc.catalog import open_huggingface
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
-from safetensors.numpy import save_file
 
 
 def weights(*names: str, fill: float = 1.0) -> dict[str, np.ndarray]:
@@ -51,7 +52,7 @@ def test_every_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
 def test_a_tensor_that_its_file_does_not_hold_is_named(tmp_path: Path) -> None:
     indexed(tmp_path, one=["a", "b"])
     save_file(weights("a"), tmp_path / "one.safetensors")
-    with pytest.raises(Corrupt, match="b: the index says one.safetensors"):
+    with pytest.raises(Corrupt, match=r"b: the index says one\.safetensors"):
         open_huggingface(tmp_path)
 
 

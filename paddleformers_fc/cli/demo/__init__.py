@@ -120,7 +120,7 @@ def compare_ernie(place: Workplace) -> Comparison:
     """ERNIE 4.5 MoE: from data parallel to tensor parallel, with this package and without it."""
     model, corpus = place.assets.models["ernie_moe"], place.assets.corpus
     whole = place.train(Run("ernie_moe-dp2", model, corpus, DP2))
-    ours = _resumed(place, whole, TP2, compared=_AFTER_RESUME[:1])
+    ours = _resumed(place, whole, TP2)
     stock_whole = place.train(Run("ernie_moe-stock-dp2", model, corpus, DP2, flex=False))
     stock = place.train(
         Run("ernie_moe-stock-tp2", model, corpus, TP2, flex=False, resume=_checkpoint(stock_whole, RESUME_AT))
@@ -129,7 +129,7 @@ def compare_ernie(place: Workplace) -> Comparison:
     return Comparison("ERNIE 4.5 MoE", RESUME_AT, _reference(place, whole), (ours, theirs))
 
 
-def _resumed(place: Workplace, whole: Trained, layout: Layout, compared: tuple[int, ...] = _AFTER_RESUME) -> Line:
+def _resumed(place: Workplace, whole: Trained, layout: Layout) -> Line:
     """Go on from the uninterrupted run's checkpoint under another layout; export and digest what was loaded."""
     family = whole.run.name.partition("-")[0]
     saved = _checkpoint(whole, RESUME_AT)
@@ -139,7 +139,7 @@ def _resumed(place: Workplace, whole: Trained, layout: Layout, compared: tuple[i
     return Line(
         layout.name,
         trained.losses,
-        compared,
+        _AFTER_RESUME,
         export_md5=_export(place, loaded, run.name),
         unequal_tensors=_unequal_tensors(saved, loaded),
     )
