@@ -103,6 +103,13 @@ def test_a_mixture_of_experts_trains_like_one_process(
     assert_like(losses(ranks, "ernie4_5_moe", layout, tmp_path), single["ernie4_5_moe"], BOUND)
 
 
+def test_experts_spread_over_tensor_parallel_ranks_train_like_one_process(
+    ranks: ForkServer, single: dict[str, list[float]], tmp_path: Path
+) -> None:
+    seen = losses(ranks, "ernie4_5_moe", tiny.TP2, tmp_path, moe_group="mp")
+    assert_like(seen, single["ernie4_5_moe"], BOUND)
+
+
 def test_multi_token_prediction_trains_like_one_process(
     ranks: ForkServer, single: dict[str, list[float]], tmp_path: Path
 ) -> None:
