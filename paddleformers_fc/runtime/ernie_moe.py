@@ -151,7 +151,7 @@ def dense_forward(block: Any, input: Any) -> tuple[Any, None, Any, Any]:
 
 
 def _tokens_are_replicated(config: Any, group: Any) -> bool:
-    """Whether the ranks that share the experts hold equal tokens: tensor-parallel ones, unless they split the sequence."""
+    """Whether the ranks that share the experts hold equal tokens: tensor-parallel ones that do not split sequences."""
     if config.sequence_parallel:
         return False
     return list(group.ranks) == list(fleet.get_hybrid_communicate_group().get_model_parallel_group().ranks)
