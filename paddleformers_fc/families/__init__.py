@@ -1,6 +1,19 @@
 """Model families: one small declaration each, from which rules, their reverse and their AOA text are derived."""
 
 from paddleformers_fc.families.bind import ModelTensor, bind
-from paddleformers_fc.families.registry import FAMILIES, family_for
+from paddleformers_fc.families.declarations import Family, TiedName
+from paddleformers_fc.families.enumerate import DeclaredTensor, enumerate_tensors
+from paddleformers_fc.families.registry import FAMILIES, family_for, prove_family, register
 
-__all__ = ["FAMILIES", "ModelTensor", "bind", "family_for"]
+__all__ = [
+    "FAMILIES",
+    "DeclaredTensor",
+    "Family",
+    "ModelTensor",
+    "TiedName",
+    "bind",
+    "enumerate_tensors",
+    "family_for",
+    "prove_family",
+    "register",
+]

@@ -2,7 +2,7 @@
 
 The model's tensors are enumerated, never guessed from the configuration: every live name must match one statement,
 and every number in it is carried over into the canonical names. The tensor-parallel degree of a fused layout is read
-off the shards themselves. One dictionary lookup per tensor.
+off the shards themselves. One dictionary lookup per tensor; a stack of experts makes one rule per expert.
 """
 
 from __future__ import annotations
@@ -13,13 +13,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families.declarations import Family, Geometry, Statement
+from paddleformers_fc.families.declarations import (
+    NUMBERS,
+    PLACEHOLDER,
+    SIZES,
+    Family,
+    Geometry,
+    Numbers,
+    Stack,
+    Statement,
+)
+from paddleformers_fc.families.sizes import Sizes
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
+from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.mapping.rules import Slab
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_PLACEHOLDER = re.compile(r"\{\w+\}")
 _HOLE = "{}"
+_NO_SHIFTS: dict[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +42,7 @@ class ModelTensor:
         name: its structured name.
         shape: global shape.
         dtype: element type by its numpy name.
-        cuts: into how many tensor-parallel shards each axis is cut.
+        cuts: into how many shards each axis is cut.
     """
 
     name: str
@@ -39,20 +51,29 @@ class ModelTensor:
     cuts: Shape
 
 
-def bind(family: Family, config: Mapping[str, Any], tensors: Iterable[ModelTensor]) -> RuleSet:
+def bind(
+    family: Family,
+    config: Mapping[str, Any],
+    tensors: Iterable[ModelTensor],
+    shifts: Mapping[str, int] = _NO_SHIFTS,
+) -> RuleSet:
     """The rules of one model.
 
     Args:
         family: the model's family.
         config: the model's configuration: ``num_attention_heads``, ``num_key_value_heads``, ``tie_word_embeddings``.
         tensors: every tensor of the model, or of one rank's part of it.
+        shifts: what the model's numbers are larger by than the canonical ones, by placeholder, in place of what the
+            family declares: ``{"expert": -4}`` where a rank counts its experts from 0 and its first one is number 4.
     Raises:
         MappingError: for names that no statement declares and shapes that no rule fits; all of them.
     """
-    known = {_PLACEHOLDER.sub(_HOLE, statement.target): statement for statement in family.statements}
-    ties = {tied.alias: tied.owner for tied in family.tied} if config.get("tie_word_embeddings") else {}
+    sizes = family_sizes(family, config)
+    known = _kinds(family, sizes, shifts)
+    ties = {tied.alias: tied.owner for tied in family.tied} if sizes.holds("tie_word_embeddings") else {}
     targets: dict[str, TensorSpec] = {}
     rules: list[Rule] = []
+    fresh: list[str] = []
     used: dict[str, Statement] = {}
     faults: list[str] = []
     for tensor in _with_owners(list(tensors), ties):
@@ -60,16 +81,16 @@ def bind(family: Family, config: Mapping[str, Any], tensors: Iterable[ModelTenso
         if tensor.name in ties:
             continue
         template = _NUMBER.sub(_HOLE, tensor.name)
-        statement = known.get(template)
-        if statement is None:
-            faults.append(f"{tensor.name}: no statement of family {family.name} declares this tensor")
-            continue
-        used[template] = statement
-        made = _rule(statement, tensor, config)
+        kinds = known.get(template)
+        made = _made(kinds, tensor, sizes) if kinds else f"no statement of family {family.name} declares this tensor"
         if isinstance(made, str):
             faults.append(f"{tensor.name}: {made}")
         else:
-            rules.append(made)
+            statement, found = made
+            used.setdefault(statement.target, statement)
+            rules.extend(found)
+            if not statement.sources:
+                fresh.append(tensor.name)
     if faults:
         raise MappingError(
             f"{len(faults)} tensors of the model cannot be mapped.",
@@ -81,8 +102,225 @@ def bind(family: Family, config: Mapping[str, Any], tensors: Iterable[ModelTenso
         targets=targets,
         rules=tuple(rules),
         ties=tuple(Tie(owner, alias) for alias, owner in ties.items() if alias in targets),
-        statements={"forward": [aoa_statement(statement, config) for statement in used.values()]},
+        fresh=tuple(fresh),
+        statements={"forward": [aoa_statement(statement, config) for statement in used.values() if statement.sources]},
     )
+
+
+def family_sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
+    """The sizes of one model of a family."""
+    return Sizes({**SIZES, **family.sizes}, config, family.defaults)
+
+
+def family_numbers(family: Family) -> dict[str, Numbers]:
+    """The numbers of a family by placeholder."""
+    return {numbers.name: numbers for numbers in (*NUMBERS, *family.numbers)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A statement, ready for tensors of its kind.
+
+    ``sources`` hold positions where the numbers go, ``shifts`` belong to these positions, and ``whole`` is the length
+    of the axis that tensor parallelism cuts, where the configuration gives it.
+    """
+
+    statement: Statement
+    sources: tuple[str, ...]
+    holes: tuple[str, ...]
+    shifts: tuple[int, ...]
+    expert_shift: int
+    whole: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the parts of one tensor lie: the arguments of its rule."""
+
+    parts: tuple[int, ...]
+    axis: int
+    axes: tuple[int, ...]
+    blocks: int = 1
+
+
+def _kinds(family: Family, sizes: Sizes, shifts: Mapping[str, int]) -> dict[str, list[_Kind]]:
+    """Every statement by its target with holes for the numbers."""
+    shift_of = {name: sizes.length(one.shift) for name, one in family_numbers(family).items()} | dict(shifts)
+    known: dict[str, list[_Kind]] = {}
+    for statement in family.statements:
+        holes = tuple(PLACEHOLDER.findall(statement.target))
+        places = {name: f"{{{index}}}" for index, name in enumerate(holes)}
+        if statement.stack is not None:
+            places.setdefault("expert", f"{{{len(holes)}}}")
+        strange = {name for source in statement.sources for name in PLACEHOLDER.findall(source)} - set(places)
+        if strange:
+            raise MappingError(
+                f"{statement.target}: its canonical names hold {', '.join(sorted(strange))}, which it does not.",
+                where=f"family {family.name}",
+                next_step="Every number of a canonical name comes from the model's name.",
+            )
+        kind = _Kind(
+            statement,
+            tuple(_placed(source, places) for source in statement.sources),
+            holes,
+            tuple(shift_of.get(name, 0) for name in holes),
+            shift_of.get("expert", 0),
+            _whole_length(statement, sizes),
+        )
+        kinds = known.setdefault(PLACEHOLDER.sub(_HOLE, statement.target), [])
+        if not any(_is_bound_alike(statement, other.statement) for other in kinds):
+            kinds.append(kind)
+    return known
+
+
+def _placed(name: str, places: Mapping[str, str]) -> str:
+    return PLACEHOLDER.sub(lambda found: places[found.group(1)], name)
+
+
+def _is_bound_alike(one: Statement, other: Statement) -> bool:
+    """Whether two statements differ only in what binding does not ask for."""
+    return (one.sources, one.geometry, one.turned, one.stack) == (
+        other.sources,
+        other.geometry,
+        other.turned,
+        other.stack,
+    )
+
+
+def _whole_length(statement: Statement, sizes: Sizes) -> int | None:
+    if statement.cut is None or not statement.shape or not sizes.knows(statement.shape[statement.cut]):
+        return None
+    return sizes.length(statement.shape[statement.cut])
+
+
+def _made(kinds: list[_Kind], tensor: ModelTensor, sizes: Sizes) -> tuple[Statement, list[Rule]] | str:
+    """The statement that a tensor is bound by and its rules, or why there are none."""
+    numbers = _NUMBER.findall(tensor.name)
+    kind = kinds[0] if len(kinds) == 1 else _chosen(kinds, tensor, numbers, sizes)
+    if kind is None:
+        return f"{len(kinds)} statements declare it, and shape {list(tensor.shape)} does not tell which it is"
+    if any(kind.shifts):
+        moved = [int(number) - shift for number, shift in zip(numbers, kind.shifts, strict=True)]
+        if min(moved) < 0:
+            return f"its numbers are smaller than the shift {list(kind.shifts)} of canonical numbers"
+        numbers = [str(number) for number in moved]
+    if kind.whole is not None and _is_undescribed_piece(kind.whole, kind.statement.cut or 0, tensor):
+        return (
+            f"is described as whole with shape {list(tensor.shape)}, the configuration gives length {kind.whole} on "
+            f"axis {kind.statement.cut}: the ranks hold pieces that are not described as pieces"
+        )
+    rules = _rules(kind, tensor, numbers, sizes) if kind.sources else []
+    return rules if isinstance(rules, str) else (kind.statement, rules)
+
+
+def _is_undescribed_piece(whole: int, axis: int, tensor: ModelTensor) -> bool:
+    if len(tensor.shape) <= axis or tensor.cuts[axis] != 1:
+        return False
+    length = tensor.shape[axis]
+    return 0 < length < whole and whole % length == 0
+
+
+def _chosen(kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> _Kind | None:
+    """The one kind that is declared with this tensor's shape; among several, the one whose condition holds."""
+
+    def named(kind: _Kind) -> dict[str, int]:
+        return {hole: int(number) - shift for hole, number, shift in zip(kind.holes, numbers, kind.shifts, strict=True)}
+
+    fitting = [kind for kind in kinds if _has_shape(kind.statement, named(kind), tensor.shape, sizes)]
+    if len(fitting) > 1:
+        fitting = [kind for kind in fitting if sizes.holds(kind.statement.where, named(kind))]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _has_shape(statement: Statement, numbers: Mapping[str, int], shape: Shape, sizes: Sizes) -> bool:
+    return len(statement.shape) == len(shape) and all(
+        sizes.knows(size, numbers) and sizes.length(size, numbers) == length
+        for size, length in zip(statement.shape, shape, strict=True)
+    )
+
+
+def _rules(kind: _Kind, tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> list[Rule] | str:
+    if kind.statement.stack is not None:
+        return _stack_rules(kind, kind.statement.stack, tensor, numbers, sizes)
+    made = _layout(kind.statement, tensor.shape, tensor.cuts, sizes)
+    if isinstance(made, str):
+        return made
+    sources = tuple(source.format(*numbers) for source in kind.sources)
+    return [Rule(sources, (tensor.name,), made.parts, made.axis, made.axes, target_blocks=made.blocks)]
+
+
+def _layout(statement: Statement, shape: Shape, cuts: Shape, sizes: Sizes) -> _Layout | str:
+    """How the parts lie in one tensor, or in one expert of a stack."""
+    rank, geometry = len(shape), statement.geometry
+    if geometry is Geometry.SAME:
+        return _Layout((shape[-1] if rank else 1,), max(rank - 1, 0), tuple(range(rank)))
+    if geometry is Geometry.LINEAR and rank != 2:
+        return f"a linear weight has two axes, this tensor has {rank}"
+    if rank not in (1, 2):
+        return f"a fused layer has one or two axes, this tensor has {rank}"
+    turned = statement.turned and rank == 2
+    axes = tuple(reversed(range(rank))) if turned else tuple(range(rank))
+    axis = rank - 1 if turned else 0
+    if geometry is Geometry.LINEAR:
+        return _Layout((shape[axis],), axis, axes)
+    if geometry is Geometry.FUSED_FFN:
+        if shape[axis] % (2 * cuts[axis]):
+            return f"length {shape[axis]} does not hold gate and up for {cuts[axis]} tensor-parallel ranks"
+        return _Layout((shape[axis] // 2,) * 2, axis, axes, cuts[axis])
+    return _qkv_layout(statement, shape[axis], cuts[axis], _Layout((), axis, axes), sizes)
+
+
+def _qkv_layout(statement: Statement, length: int, cut: int, layout: _Layout, sizes: Sizes) -> _Layout | str:
+    if not sizes.knows("heads") or not sizes.knows("kv_heads"):
+        return "num_attention_heads and num_key_value_heads are not in the configuration"
+    heads, groups = sizes.length("heads"), sizes.length("kv_heads")
+    if heads < 1 or groups < 1 or heads % groups:
+        return f"num_attention_heads={heads} and num_key_value_heads={groups} do not group query heads"
+    if length % (heads + 2 * groups):
+        return f"length {length} does not hold {heads} query and 2 x {groups} key and value heads"
+    head = length // (heads + 2 * groups)
+    blocks = groups if statement.geometry is Geometry.FUSED_QKV else cut
+    if groups % blocks:
+        return f"{groups} key and value heads are not divisible among {blocks} tensor-parallel ranks"
+    return replace(layout, parts=(heads * head, groups * head, groups * head), blocks=blocks)
+
+
+def _stack_rules(kind: _Kind, stack: Stack, tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> list[Rule] | str:
+    """A rule per expert, or a single one where the experts lie along the axis of their parts."""
+    count, length = sizes.length("experts"), tensor.shape[stack.axis] if stack.axis < len(tensor.shape) else 0
+    share = 1 if stack.new else length // max(count, 1)
+    if not share or share * count != length:
+        return f"shape {list(tensor.shape)} does not hold {count} experts on axis {stack.axis}"
+    one = _layout(kind.statement, _of_one(tensor.shape, stack, share), _of_one(tensor.cuts, stack, 1), sizes)
+    if isinstance(one, str):
+        return one
+    axis, axes = one.axis, one.axes
+    if stack.new:
+        axis, axes = axis + (axis >= stack.axis), (*axes[: stack.axis], NEW_AXIS, *axes[stack.axis :])
+    sources = [
+        tuple(source.format(*numbers, expert - kind.expert_shift) for source in kind.sources) for expert in range(count)
+    ]
+    if axis == stack.axis:
+        everything = tuple(source for names in sources for source in names)
+        return [Rule(everything, (tensor.name,), one.parts * count, axis, axes)]
+    return [
+        Rule(
+            names,
+            (tensor.name,),
+            one.parts,
+            axis,
+            axes,
+            target_blocks=one.blocks,
+            slab=Slab(stack.axis, expert * share, (expert + 1) * share),
+        )
+        for expert, names in enumerate(sources)
+    ]
+
+
+def _of_one(lengths: Shape, stack: Stack, share: int) -> Shape:
+    """The lengths of one expert in a stack."""
+    middle = () if stack.new else (share,)
+    return (*lengths[: stack.axis], *middle, *lengths[stack.axis + 1 :])
 
 
 def _with_owners(tensors: list[ModelTensor], ties: Mapping[str, str]) -> list[ModelTensor]:
@@ -96,53 +334,12 @@ def _with_owners(tensors: list[ModelTensor], ties: Mapping[str, str]) -> list[Mo
     return tensors + absent
 
 
-def _rule(statement: Statement, tensor: ModelTensor, config: Mapping[str, Any]) -> Rule | str:
-    """The rule for one tensor, or why there is none."""
-    numbers = _NUMBER.findall(tensor.name)
-    sources = tuple(_numbered(source, numbers) for source in statement.sources)
-    rank = len(tensor.shape)
-    axes = tuple(reversed(range(rank))) if statement.geometry is not Geometry.SAME else tuple(range(rank))
-    axis = max(rank - 1, 0)
-    length = tensor.shape[axis] if rank else 1
-    if statement.geometry is Geometry.SAME:
-        return Rule(sources, (tensor.name,), (length,), axis, axes)
-    if statement.geometry is Geometry.LINEAR:
-        if rank != 2:
-            return f"a linear weight has two axes, this tensor has {rank}"
-        return Rule(sources, (tensor.name,), (length,), axis, axes)
-    if statement.geometry is Geometry.FUSED_FFN:
-        if length % (2 * tensor.cuts[axis]):
-            return f"length {length} does not hold gate and up for {tensor.cuts[axis]} tensor-parallel ranks"
-        half = length // 2
-        return Rule(sources, (tensor.name,), (half, half), axis, axes, target_blocks=tensor.cuts[axis])
-    return _fused_qkv_rule(sources, tensor, axis, axes, config)
-
-
-def _fused_qkv_rule(
-    sources: tuple[str, ...], tensor: ModelTensor, axis: int, axes: tuple[int, ...], config: Mapping[str, Any]
-) -> Rule | str:
-    heads = config.get("num_attention_heads")
-    groups = config.get("num_key_value_heads") or heads
-    if not isinstance(heads, int) or not isinstance(groups, int) or heads < 1 or groups < 1 or heads % groups:
-        return f"num_attention_heads={heads} and num_key_value_heads={groups} do not group query heads"
-    length = tensor.shape[axis]
-    if length % (heads + 2 * groups):
-        return f"length {length} does not hold {heads} query and 2 x {groups} key and value heads"
-    head = length // (heads + 2 * groups)
-    return Rule(sources, (tensor.name,), (heads * head, groups * head, groups * head), axis, axes, target_blocks=groups)
-
-
-def _numbered(template: str, numbers: list[str]) -> str:
-    remaining = iter(numbers)
-    return _PLACEHOLDER.sub(lambda _: next(remaining), template)
-
-
 def aoa_statement(statement: Statement, config: Mapping[str, Any]) -> str:
     """The statement in Paddle's AOA language, as a person would write it for stock FlexCheckpoint."""
-    names = {"{layer}": "$LAYER_ID", "{index}": "$LAYER_ID", "{expert}": "$EXPERT_ID"}
+    names = {"{expert}": "$EXPERT_ID"}
 
     def spelled(name: str) -> str:
-        return _PLACEHOLDER.sub(lambda found: names[found.group(0)], name)
+        return PLACEHOLDER.sub(lambda found: names.get(found.group(0), "$LAYER_ID"), name)
 
     turned = "^T" if statement.geometry is not Geometry.SAME and not statement.target.endswith(".bias") else ""
     left = ", ".join(spelled(source) + turned for source in statement.sources)

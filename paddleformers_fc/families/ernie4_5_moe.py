@@ -1,35 +1,23 @@
 """ERNIE 4.5 MoE: the dense family's layers, routed and shared experts, and multi-token-prediction blocks.
 
 Routed experts are not cut by tensor parallelism; their fused layout has one round, which the shards themselves say.
+A prediction block is dense or has experts by its own number, as if it were the layer of that number.
 """
 
-from paddleformers_fc.families.declarations import (
-    Family,
-    Statement,
-    TiedName,
-    declared,
-    fused_ffn,
-    fused_qkv,
-    linear,
-    same,
-)
+from paddleformers_fc.families import blocks
+from paddleformers_fc.families.declarations import Family, Numbers, Statements, declared, only, same
 
 
-def _block(block: str) -> tuple[Statement, ...]:
-    ffns = (block + ".mlp", block + ".mlp.shared_experts", block + ".mlp.experts.{expert}")
+def _block(block: str, number: str) -> Statements:
+    sparse = f"({number} + 1) % moe_layer_interval == 0 and moe_layer_start_index <= {number} <= last_moe_layer"
+    statics = same(block + ".mlp.moe_statics.e_score_correction_bias", shape=("1", "experts"), dtype="float32")
+    shared = blocks.fused_ffn(block + ".mlp.shared_experts", "expert_ffn * moe_num_shared_experts", bias="mlp_bias")
     return declared(
-        same(block + ".{input,post_attention}_layernorm.weight"),
-        same(block + ".{input,post_attention}_layernorm.bias"),
-        fused_qkv(block + ".self_attn"),
-        fused_qkv(block + ".self_attn", leaf="bias"),
-        linear(block + ".self_attn.o_proj.weight"),
-        same(block + ".self_attn.o_proj.bias"),
-        linear(block + ".mlp.gate.weight"),
-        same(block + ".mlp.moe_statics.e_score_correction_bias"),
-        *(fused_ffn(ffn) for ffn in ffns),
-        *(fused_ffn(ffn, leaf="bias") for ffn in ffns),
-        *(linear(ffn + ".down_proj.weight") for ffn in ffns),
-        *(same(ffn + ".down_proj.bias") for ffn in ffns),
+        blocks.norm(block + ".{input,post_attention}_layernorm"),
+        blocks.fused_attention(block + ".self_attn", bias="use_bias", output_bias="use_bias"),
+        only(f"not ({sparse})", blocks.fused_ffn(block + ".mlp", bias="mlp_bias")),
+        only(sparse, blocks.turned_router(block + ".mlp.gate"), blocks.experts(block + ".mlp", bias="mlp_bias")),
+        only(sparse, only("moe_use_aux_free", statics), only("moe_num_shared_experts > 0", shared)),
     )
 
 
@@ -37,16 +25,35 @@ FAMILY = Family(
     name="ernie4_5_moe",
     model_types=("ernie4_5_moe",),
     statements=declared(
-        same("model.embed_tokens.weight"),
-        same("model.norm.{weight,bias}"),
-        same("lm_head.{weight,bias}"),
-        _block("model.layers.{layer}"),
-        _block("model.mtp_block.{index}"),
-        same("model.mtp_{emb,hidden}_norm.{index}.weight"),
-        same("model.mtp_{emb,hidden}_norm.{index}.bias"),
-        linear("model.mtp_linear_proj.{index}.weight"),
-        same("model.mtp_linear_proj.{index}.bias"),
+        blocks.ends(),
+        _block(blocks.LAYER, "layer"),
+        _block("model.mtp_block.{index}", "index"),
+        blocks.norm("model.mtp_{emb,hidden}_norm.{index}"),
+        blocks.replicated("model.mtp_linear_proj.{index}", "2 * hidden", "hidden", bias="use_bias"),
     ),
-    tied=(TiedName("lm_head.weight", "model.embed_tokens.weight"),),
-    optional=("model.mtp_",),
+    tied=(blocks.TIED_HEAD,),
+    optional=("model.mtp_{block,emb_norm,hidden_norm,linear_proj}.{index}.",),
+    sizes={
+        "experts": "moe_num_experts",
+        "last_moe_layer": "layers - 1 if moe_layer_end_index == -1 else moe_layer_end_index",
+    },
+    numbers=(Numbers("index", "mtp_layers"),),
+    defaults={
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "moe_use_aux_free": True,
+        "moe_num_experts": 16,
+        "moe_num_shared_experts": 2,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    tiny=dict(
+        blocks.TINY,
+        num_hidden_layers=3,
+        num_nextn_predict_layers=2,
+        use_bias=True,
+        moe_num_experts=4,
+        moe_intermediate_size=16,
+    ),
 )

@@ -1,19 +1,26 @@
-"""Llama: unfused attention and feed-forward, linear weights transposed between Hugging Face and Paddle."""
+"""Llama: attention and feed-forward as canonical files have them, or fused where the configuration says so."""
 
-from paddleformers_fc.families.declarations import Family, TiedName, declared, linear, same
+from paddleformers_fc.families import blocks
+from paddleformers_fc.families.declarations import Family, declared, only
+
+ATTENTION, FFN = blocks.LAYER + ".self_attn", blocks.LAYER + ".mlp"
 
 FAMILY = Family(
     name="llama",
     model_types=("llama",),
     statements=declared(
-        same("model.embed_tokens.weight"),
-        same("model.norm.weight"),
-        same("lm_head.weight"),
-        same("model.layers.{layer}.{input,post_attention}_layernorm.weight"),
-        linear("model.layers.{layer}.self_attn.{q,k,v,o}_proj.weight"),
-        same("model.layers.{layer}.self_attn.{q,k,v,o}_proj.bias"),
-        linear("model.layers.{layer}.mlp.{gate,up,down}_proj.weight"),
-        same("model.layers.{layer}.mlp.{gate,up,down}_proj.bias"),
+        blocks.ends(),
+        blocks.norm(blocks.LAYER + ".{input,post_attention}_layernorm"),
+        only("not fuse_attention_qkv", blocks.qkv(ATTENTION, bias="attention_bias")),
+        only("fuse_attention_qkv", blocks.fused_qkv(ATTENTION, bias="attention_bias")),
+        blocks.attention_output(ATTENTION, bias="attention_bias"),
+        only("not fuse_attention_ffn", blocks.gate_and_up(FFN, bias="mlp_bias")),
+        only("fuse_attention_ffn", blocks.gate_up(FFN, bias="mlp_bias", name="gate_up_fused_proj")),
+        # What other classes of this family call the same layer.
+        only("False", blocks.gate_up(FFN, name="up_gate_proj")),
+        blocks.down(FFN, bias="mlp_bias"),
     ),
-    tied=(TiedName("lm_head.weight", "model.embed_tokens.weight"),),
+    tied=(blocks.TIED_HEAD,),
+    optional=(ATTENTION + ".rotary_emb.inv_freq",),
+    tiny=blocks.TINY,
 )

@@ -1,31 +1,195 @@
-"""Which family a configuration belongs to."""
+"""Which family a configuration belongs to: the families of this package, and those that other distributions declare.
+
+A family is registered by :func:`register`, and only if it is *proved*: the tensors of its tiny configuration are
+enumerated under several degrees of tensor parallelism, bound, and the mapping is proved forward and reversed. What is
+not total, single-writer, in bounds and dtype-closed is no family. This package's own are no exception; each is proved
+when a process first asks for it, which takes milliseconds.
+
+Another distribution declares a family through the entry point group ``paddleformers_fc.families``. The entry point's
+name is the ``model_type``, its object a :class:`~paddleformers_fc.families.declarations.Family`. Nothing is imported
+before a configuration asks for that ``model_type``; what then fails is an error that names the distribution, and leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families import ernie4_5, ernie4_5_moe, llama
+from paddleformers_fc.errors import FlexError, MappingError
+from paddleformers_fc.families import (
+    deepseek_v3,
+    ernie4_5,
+    ernie4_5_moe,
+    gemma3_text,
+    glm4_moe,
+    gpt_oss,
+    kimi_k2,
+    llama,
+    minimax_m2,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
+from paddleformers_fc.families.bind import bind
 from paddleformers_fc.families.declarations import Family
+from paddleformers_fc.families.enumerate import enumerate_tensors
+from paddleformers_fc.mapping import prove
+from paddleformers_fc.mapping.folding import fold
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, ernie4_5.FAMILY, ernie4_5_moe.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    ernie4_5.FAMILY,
+    ernie4_5_moe.FAMILY,
+    phi3.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3_moe.FAMILY,
+    glm4_moe.FAMILY,
+    deepseek_v3.FAMILY,
+    gpt_oss.FAMILY,
+    gemma3_text.FAMILY,
+    minimax_m2.FAMILY,
+    kimi_k2.FAMILY,
+)
+"""The families of this package."""
+
+GROUP = "paddleformers_fc.families"
+DEGREES = (1, 2, 4)
+"""The degrees of tensor parallelism under which a family is proved."""
+
+_OWN = {model_type: family for family in FAMILIES for model_type in family.model_types}
+_registered: dict[str, Family] = {}
 
 
 def family_for(config: Mapping[str, Any]) -> Family:
     """The family that declares this configuration's ``model_type``.
 
     Raises:
-        MappingError: where no family declares it.
+        MappingError: where no family declares it, several do, or the one that does cannot be registered.
     """
-    model_type = config.get("model_type")
-    for family in FAMILIES:
-        if model_type in family.model_types:
-            return family
-    known = sorted(name for family in FAMILIES for name in family.model_types)
-    raise MappingError(
+    model_type = str(config.get("model_type"))
+    if model_type not in _registered:
+        declared = [entry for entry in entry_points(group=GROUP) if entry.name == model_type]
+        origins = [_origin(entry) for entry in declared]
+        if model_type in _OWN:
+            origins.insert(0, "this package")
+        if not origins:
+            raise _unknown(model_type)
+        if len(origins) > 1:
+            raise MappingError(
+                f"Several distributions declare a family for model_type {model_type!r}.",
+                where=f"entry point group {GROUP}",
+                evidence=origins,
+                next_step="A model_type belongs to one family; uninstall the others or have them choose another.",
+            )
+        if declared:
+            _load(declared[0])
+        else:
+            register(_OWN[model_type])
+    return _registered[model_type]
+
+
+def register(family: Family) -> None:
+    """Make a family known in this process, if it is proved on its tiny configuration.
+
+    Args:
+        family: the family.
+    Raises:
+        MappingError: where it is not proved, or declares a ``model_type`` that another family declares. Nothing is
+            registered then.
+    """
+    taken = [
+        f"{model_type}: declared by family {_registered[model_type].name}"
+        for model_type in family.model_types
+        if _registered.get(model_type, family) is not family
+    ]
+    if taken or not family.model_types:
+        raise MappingError(
+            f"Family {family.name} cannot be registered.",
+            evidence=taken or ["it declares no model_type"],
+            next_step="A model_type belongs to one family; choose another.",
+        )
+    prove_family(family)
+    _registered.update(dict.fromkeys(family.model_types, family))
+
+
+def prove_family(family: Family, config: Mapping[str, Any] | None = None) -> int:
+    """Prove a family under every degree of :data:`DEGREES`, forward and reversed.
+
+    Args:
+        family: the family.
+        config: a configuration; by default the family's tiny one.
+    Returns:
+        the number of tensors of that configuration.
+    Raises:
+        MappingError: with every fault of the first degree that has any.
+    """
+    settings = {**family.defaults, **(family.tiny if config is None else config)}
+    tensors = list(enumerate_tensors(family, settings))
+    if not tensors:
+        raise MappingError(
+            f"Family {family.name} declares no tensor under its tiny configuration.",
+            next_step="Give the family a tiny configuration that its statements hold for.",
+        )
+    _refuse_twins([tensor.name for tensor in tensors], family)
+    for degree in DEGREES:
+        under = [tensor.under(tp=degree) for tensor in tensors]
+        mapping = bind(family, settings, under).mapping()
+        prove(mapping, f"The mapping of family {family.name} under {degree} tensor-parallel ranks")
+        prove(mapping.reversed(), f"The reverse of family {family.name} under {degree} tensor-parallel ranks")
+    return len(tensors)
+
+
+def _refuse_twins(names: list[str], family: Family) -> None:
+    twins = [f"{name}: {count} statements declare it" for name, count in Counter(names).items() if count > 1]
+    if twins:
+        raise MappingError(
+            f"Family {family.name} declares {len(twins)} tensors twice under one configuration.",
+            evidence=fold(twins),
+            next_step="Give the statements conditions that exclude each other.",
+        )
+
+
+def _load(entry: EntryPoint) -> None:
+    """Import and register the family that another distribution declares."""
+    try:
+        family = entry.load()
+        if not isinstance(family, Family):
+            raise TypeError(f"{entry.value} is {type(family).__name__}, not a Family")
+        if entry.name not in family.model_types:
+            raise ValueError(f"family {family.name} declares model types {', '.join(family.model_types)}")
+        register(family)
+    except FlexError as error:
+        raise _not_loaded(entry, [error.what, *error.evidence]) from error
+    except Exception as error:
+        raise _not_loaded(entry, [f"{type(error).__name__}: {error}"]) from error
+
+
+def _not_loaded(entry: EntryPoint, evidence: list[str]) -> MappingError:
+    return MappingError(
+        f"The family for model_type {entry.name!r} cannot be registered.",
+        where=_origin(entry),
+        evidence=evidence,
+        next_step="Report this to the authors of that distribution, or uninstall it.",
+    )
+
+
+def _origin(entry: EntryPoint) -> str:
+    name, version = (entry.dist.name, entry.dist.version) if entry.dist is not None else ("unknown", "?")
+    return f"distribution {name} {version}, entry point {entry.name} = {entry.value}"
+
+
+def _unknown(model_type: str) -> MappingError:
+    known = {*_OWN, *_registered, *(entry.name for entry in entry_points(group=GROUP))}
+    return MappingError(
         f"No family declares model_type {model_type!r}.",
         where="config.json",
-        evidence=[f"known model types: {', '.join(known)}"],
-        next_step="Declare the family: one statement per kind of tensor, as in paddleformers_fc/families/llama.py.",
+        evidence=[f"known model types: {', '.join(sorted(known))}"],
+        next_step="Declare the family, as docs/add-a-family.md shows.",
     )

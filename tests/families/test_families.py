@@ -81,7 +81,7 @@ def test_wrong_head_counts_are_refused_with_the_numbers() -> None:
 
 
 def test_an_unknown_model_type_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(MappingError, match="ernie4_5, ernie4_5_moe, llama"):
+    with pytest.raises(MappingError, match="ernie4_5, ernie4_5_moe, gemma3_text"):
         family_for({"model_type": "unheard_of"})
 
 

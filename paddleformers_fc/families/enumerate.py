@@ -1,0 +1,128 @@
+"""The tensors that a configuration gives: names, shapes, dtypes, and what cuts them, from a family's declaration alone.
+
+This is what a model *would* hold. It serves where there is no model: to prove a family when it is registered, and to
+lay out a model over ranks that nobody has. A real model is never bound by it.
+
+Linear in the tensors; sizes and conditions are evaluated once per kind of tensor, or per layer where they name it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families.bind import ModelTensor, family_numbers, family_sizes
+from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Statement
+from paddleformers_fc.families.sizes import Sizes, names_of
+from paddleformers_fc.mapping import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredTensor:
+    """A tensor of a model that is declared and not built.
+
+    Args:
+        name: its name in the model.
+        shape: global shape.
+        dtype: element type by its numpy name.
+        cut: the axis that tensor parallelism cuts, if any.
+        expert_axis: the axis that expert parallelism cuts, where the tensor is a stack of experts.
+        numbers: the numbers in its name by placeholder, in the canonical counting: its layer, its expert.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    cut: int | None
+    expert_axis: int | None
+    numbers: Mapping[str, int]
+
+    def under(self, tp: int = 1, ep: int = 1) -> ModelTensor:
+        """The tensor as a model under these degrees of parallelism describes it.
+
+        Args:
+            tp: degree of tensor parallelism.
+            ep: degree of expert parallelism.
+        Raises:
+            MappingError: where a degree does not divide the axis that it cuts.
+        """
+        cuts = [1] * len(self.shape)
+        for axis, degree in ((self.cut, tp), (self.expert_axis, ep)):
+            if axis is None:
+                continue
+            cuts[axis] *= degree
+            if self.shape[axis] % cuts[axis]:
+                raise MappingError(
+                    f"{self.name}: {self.shape[axis]} elements on axis {axis} cannot be cut into {cuts[axis]} parts.",
+                    evidence=[f"shape {list(self.shape)}"],
+                    next_step="Choose a degree of parallelism that divides the model.",
+                )
+        return ModelTensor(self.name, self.shape, self.dtype, tuple(cuts))
+
+
+def enumerate_tensors(family: Family, config: Mapping[str, Any], dtype: str = "float32") -> Iterator[DeclaredTensor]:
+    """Every tensor of a model, in the order of the declaration.
+
+    Args:
+        family: the model's family.
+        config: the model's configuration; what it lacks is taken from the family's defaults.
+        dtype: the model's dtype.
+    Raises:
+        MappingError: where the configuration lacks what a size needs.
+    """
+    sizes = family_sizes(family, config)
+    spans = _Spans(family, sizes)
+    for statement in family.statements:
+        yield from _of_statement(statement, sizes, spans, dtype)
+
+
+class _Spans:
+    """The numbers that every placeholder of a family stands for, evaluated when they are first needed."""
+
+    def __init__(self, family: Family, sizes: Sizes) -> None:
+        self._family = family
+        self._sizes = sizes
+        self._numbers = family_numbers(family)
+        self._known: dict[str, tuple[range, int]] = {}
+
+    def of(self, name: str) -> tuple[range, int]:
+        """The canonical numbers, and what a model's are larger by."""
+        if name not in self._numbers:
+            raise MappingError(
+                f"The placeholder {{{name}}} stands for no declared numbers.",
+                where=f"family {self._family.name}",
+                next_step=f"Declare Numbers({name!r}, ...) in the family.",
+            )
+        if name not in self._known:
+            one = self._numbers[name]
+            start = self._sizes.length(one.start)
+            span = range(start, start + self._sizes.length(one.count))
+            self._known[name] = span, self._sizes.length(one.shift)
+        return self._known[name]
+
+
+def _of_statement(statement: Statement, sizes: Sizes, spans: _Spans, dtype: str) -> Iterator[DeclaredTensor]:
+    holes: list[str] = PLACEHOLDER.findall(statement.target)
+    needed = names_of(statement.where).union(*(names_of(size) for size in statement.shape))
+    # What the condition and the shape depend on comes first, so that they are evaluated once for all experts.
+    outer = [hole for hole in holes if hole in needed]
+    inner = [hole for hole in holes if hole not in needed]
+    if not outer and not sizes.holds(statement.where):
+        return
+    expert_axis = None if statement.stack is None else statement.stack.axis
+    for fixed in _numberings(outer, spans):
+        if not sizes.holds(statement.where, fixed):
+            continue
+        shape = tuple(sizes.length(size, fixed) for size in statement.shape)
+        for rest in _numberings(inner, spans):
+            numbers = {**fixed, **rest}
+            name = statement.target.format(**{hole: number + spans.of(hole)[1] for hole, number in numbers.items()})
+            yield DeclaredTensor(name, shape, statement.dtype or dtype, statement.cut, expert_axis, numbers)
+
+
+def _numberings(holes: list[str], spans: _Spans) -> Iterator[dict[str, int]]:
+    for numbers in itertools.product(*(spans.of(hole)[0] for hole in holes)):
+        yield dict(zip(holes, numbers, strict=True))

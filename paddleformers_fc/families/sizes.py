@@ -1,0 +1,200 @@
+"""Sizes and conditions of a declaration: small expressions over a model's configuration.
+
+A declaration says ``"heads * head"`` or ``"layer >= first_k_dense_replace"``; here such a text becomes a number or a
+truth. A name is, in this order, a number of the tensor's own name (``layer``), a size that the family declares, a key
+of the configuration, a default of the family. Inside the size ``x`` the name ``x`` is the configuration's.
+
+Expressions are read by Python's own parser and walked over a short list of nodes, so that a declaration is data:
+integers, texts, names, arithmetic, comparison, ``and or not``, ``x if y else z``. Each text is parsed once per process.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from paddleformers_fc.errors import MappingError
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda item, items: item in items,
+    ast.NotIn: lambda item, items: item not in items,
+}
+_NO_NUMBERS: dict[str, int] = {}
+
+
+class Sizes:
+    """The sizes of one model.
+
+    Args:
+        declared: the family's sizes, name -> expression.
+        config: the model's configuration.
+        defaults: what the model's class takes for keys that the configuration does not hold.
+    """
+
+    def __init__(
+        self, declared: Mapping[str, str], config: Mapping[str, Any], defaults: Mapping[str, Any] = _NO_NUMBERS
+    ) -> None:
+        self._declared = declared
+        self._config = config
+        self._defaults = defaults
+        self._known: dict[str, Any] = {}
+        self._open: list[str] = []
+
+    def length(self, expression: str, numbers: Mapping[str, int] = _NO_NUMBERS) -> int:
+        """The value of an expression that is a number of elements or of tensors.
+
+        Args:
+            expression: its text.
+            numbers: the numbers in the tensor's own name, by placeholder.
+        Raises:
+            MappingError: where the expression is malformed, or the configuration lacks what it needs.
+        """
+        found = self._value(expression, numbers)
+        if found is None:
+            raise self._refused(expression, "is not in the configuration")
+        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+            raise self._refused(expression, f"gives {found!r}, which is no length")
+        return found
+
+    def holds(self, condition: str, numbers: Mapping[str, int] = _NO_NUMBERS) -> bool:
+        """Whether a condition holds; an empty one always does.
+
+        Raises:
+            MappingError: as :meth:`length`.
+        """
+        return bool(self._value(condition, numbers)) if condition else True
+
+    def knows(self, expression: str, numbers: Mapping[str, int] = _NO_NUMBERS) -> bool:
+        """Whether an expression has a value under this configuration, with no more numbers of a name than these."""
+        try:
+            return self._value(expression, numbers) is not None
+        except MappingError:
+            return False
+
+    def _value(self, expression: str, numbers: Mapping[str, int]) -> Any:
+        try:
+            return self._walk(parsed(expression), numbers)
+        except (TypeError, ZeroDivisionError) as error:
+            absent = sorted(name for name in names_of(expression) - set(numbers) if self._named(name, numbers) is None)
+            reason = f"needs {', '.join(absent)}, which the configuration does not hold" if absent else str(error)
+            raise self._refused(expression, reason) from error
+
+    def _walk(self, node: ast.expr, numbers: Mapping[str, int]) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name):
+            return self._named(node.id, numbers)
+        if isinstance(node, ast.BinOp):
+            return _ARITHMETIC[type(node.op)](self._walk(node.left, numbers), self._walk(node.right, numbers))
+        if isinstance(node, ast.BoolOp):
+            return self._chosen(node, numbers)
+        if isinstance(node, ast.UnaryOp):
+            value = self._walk(node.operand, numbers)
+            return not value if isinstance(node.op, ast.Not) else -value
+        if isinstance(node, ast.IfExp):
+            return self._walk(node.body if self._walk(node.test, numbers) else node.orelse, numbers)
+        if isinstance(node, ast.Compare):
+            return self._compared(node, numbers)
+        return tuple(self._walk(item, numbers) for item in node.elts) if isinstance(node, ast.Tuple) else None
+
+    def _chosen(self, node: ast.BoolOp, numbers: Mapping[str, int]) -> Any:
+        value: Any = None
+        for operand in node.values:
+            value = self._walk(operand, numbers)
+            if bool(value) is isinstance(node.op, ast.Or):
+                return value
+        return value
+
+    def _compared(self, node: ast.Compare, numbers: Mapping[str, int]) -> bool:
+        left = self._walk(node.left, numbers)
+        for comparison, operand in zip(node.ops, node.comparators, strict=True):
+            right = self._walk(operand, numbers)
+            if not _COMPARISONS[type(comparison)](left, right):
+                return False
+            left = right
+        return True
+
+    def _named(self, name: str, numbers: Mapping[str, int]) -> Any:
+        if name in numbers:
+            return numbers[name]
+        if name in self._known:
+            return self._known[name]
+        if name in self._declared and name not in self._open:
+            self._open.append(name)
+            try:
+                value = self._value(self._declared[name], _NO_NUMBERS)
+            finally:
+                self._open.pop()
+        else:
+            value = self._config.get(name, self._defaults.get(name))
+        if not self._open:
+            self._known[name] = value
+        return value
+
+    def _refused(self, expression: str, reason: str) -> MappingError:
+        return MappingError(
+            f"`{expression}` {reason}.",
+            where="config.json",
+            next_step="Complete the configuration, or the family's sizes and defaults.",
+        )
+
+
+@lru_cache(maxsize=4096)
+def parsed(expression: str) -> ast.expr:
+    """The syntax tree of an expression.
+
+    Raises:
+        MappingError: where it is malformed or uses more than the language of this module has.
+    """
+    try:
+        tree = ast.parse(expression, mode="eval").body
+    except SyntaxError as error:
+        raise _malformed(expression, f"is no expression: {error.msg}") from error
+    for node in ast.walk(tree):
+        if not _is_known(node):
+            raise _malformed(expression, f"uses {type(node).__name__}, which the language of sizes does not have")
+    return tree
+
+
+@lru_cache(maxsize=4096)
+def names_of(expression: str) -> frozenset[str]:
+    """The names that an expression uses; none for an empty one."""
+    if not expression:
+        return frozenset()
+    return frozenset(node.id for node in ast.walk(parsed(expression)) if isinstance(node, ast.Name))
+
+
+def _is_known(node: ast.AST) -> bool:
+    if isinstance(node, (ast.operator, ast.cmpop)):
+        return type(node) in _ARITHMETIC or type(node) in _COMPARISONS
+    if isinstance(node, ast.Constant):
+        return node.value is None or isinstance(node.value, (int, str))
+    return isinstance(
+        node,
+        (
+            *(ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Name, ast.Tuple),
+            *(ast.Load, ast.And, ast.Or, ast.Not, ast.USub),
+        ),
+    )
+
+
+def _malformed(expression: str, reason: str) -> MappingError:
+    return MappingError(
+        f"`{expression}` {reason}.", where="a family's declaration", next_step="Mend the family's declaration."
+    )
