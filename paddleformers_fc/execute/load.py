@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.reading import DEFAULT_OPTIONS, Key, ReadOptions, Slot, carry_out, verify_equal
 from paddleformers_fc.execute.save import Roles, model_rules
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import OptionalNames, family_for
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source
@@ -99,7 +99,7 @@ def load_checkpoint(
         plan = plan_reads(source, shards)
         return plan, plan.report.merge([report])
 
-    return _load(checkpoint.catalog, roles, channel, options, preflight, (), started)
+    return _load(checkpoint.catalog, roles, channel, options, preflight, frozenset(), started)
 
 
 def load_weights(
@@ -118,7 +118,7 @@ def load_weights(
     """
     started = time.monotonic()
     opened: list[Catalog] = []
-    optional = family_for(config).optional
+    optional = OptionalNames(family_for(config), config)
 
     def work() -> bytes:
         opened.append(open_huggingface(directory))
@@ -141,7 +141,7 @@ def _load(
     channel: Channel,
     options: ReadOptions,
     preflight: Callable[[], tuple[LoadPlan, Report]],
-    optional: tuple[str, ...],
+    optional: Container[str],
     started: float,
 ) -> LoadReport:
     plans: list[LoadPlan] = []
@@ -156,9 +156,9 @@ def _load(
     verdicts = [msgspec.json.decode(payload, type=_Verdict) for payload in agree(channel, "planning", prepare)]
     merged = Report().merge([Report.from_wire(verdict.report) for verdict in verdicts])
     untouched = _untouched(catalog, verdicts)
-    dropped = tuple(name for name in untouched if optional and name.startswith(optional))
+    dropped = tuple(name for name in untouched if name in optional)
     for name in untouched:
-        if name not in dropped:
+        if name not in optional:
             merged.add("unexpected", name)
     merged.refuse(str(catalog.root))
     plan = plans[0]

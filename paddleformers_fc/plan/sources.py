@@ -11,11 +11,14 @@ export, digest, diff              reverse(stored model -> canonical)
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from paddleformers_fc.catalog.flex import FlexCheckpoint
 from paddleformers_fc.catalog.stored import Catalog
+from paddleformers_fc.families import OptionalNames
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping import Mapping, RuleSet, prove
+from paddleformers_fc.mapping import Mapping, Rule, RuleSet, prove
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.build import Source
 from paddleformers_fc.plan.report import Report
@@ -39,23 +42,20 @@ def resume_source(checkpoint: FlexCheckpoint, live: RuleSet) -> tuple[Source, Re
     return source, _shape_report(stored, wanted)
 
 
-def huggingface_source(catalog: Catalog, live: RuleSet, optional: tuple[str, ...] = ()) -> tuple[Source, Report]:
+def huggingface_source(catalog: Catalog, live: RuleSet, optional: OptionalNames | None = None) -> tuple[Source, Report]:
     """From a directory of open weights to a live model.
 
     Args:
         catalog: what is stored, in canonical names.
         live: the rules of the live model, or of one rank's part of it.
-        optional: prefixes of canonical names that a file may lack; their targets keep their initial values.
+        optional: canonical names that a file may lack; where it has nothing of a group of them, the group's targets
+            keep their initial values.
     Raises:
         MappingError: where the model's rules cannot be proved.
     """
     dtypes = {name: tensor.dtype for name, tensor in catalog.roles.get(MODEL_STATE, {}).items()}
     present = live.casting(dtypes)
-    rules = tuple(
-        rule
-        for rule in present.rules
-        if any(name in dtypes or not name.startswith(optional or ("\0",)) for name in rule.sources)
-    )
+    rules = present.rules if optional is None else _without_absent(present.rules, dtypes, optional)
     kept = {name for rule in rules for name in rule.targets}
     fresh = tuple(name for rule in present.rules for name in rule.targets if name not in kept)
     bound = RuleSet(present.targets, rules, present.ties, present.fresh + fresh)
@@ -67,6 +67,12 @@ def huggingface_source(catalog: Catalog, live: RuleSet, optional: tuple[str, ...
         if spec is not None and spec.shape != tensor.shape:
             report.add("shape", f"{name}: stored {list(tensor.shape)}, wanted {list(spec.shape)}")
     return Source(catalog, wanted, _aliases(live), _aliases(live)), report
+
+
+def _without_absent(rules: tuple[Rule, ...], stored: Collection[str], optional: OptionalNames) -> tuple[Rule, ...]:
+    """The rules that read something of what is stored, or something that is not optional."""
+    held = {optional.group(name) for name in stored} | {None}
+    return tuple(rule for rule in rules if any(optional.group(name) in held for name in rule.sources))
 
 
 def canonical_source(checkpoint: FlexCheckpoint) -> Source:
