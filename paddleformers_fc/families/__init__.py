@@ -3,6 +3,7 @@
 from paddleformers_fc.families.bind import ModelTensor, bind
 from paddleformers_fc.families.declarations import Family, TiedName
 from paddleformers_fc.families.enumerate import DeclaredTensor, enumerate_tensors
+from paddleformers_fc.families.optional import OptionalNames
 from paddleformers_fc.families.registry import FAMILIES, family_for, prove_family, register
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "DeclaredTensor",
     "Family",
     "ModelTensor",
+    "OptionalNames",
     "TiedName",
     "bind",
     "enumerate_tensors",

@@ -1,0 +1,59 @@
+"""Canonical names that a file may hold or lack: which ones, and which of them belong together.
+
+A model with prediction layers starts from files without them, and a model without them from files that have them. What
+belongs together is a *group*: the names of one declared beginning and one number, such as all of prediction layer 0.
+A file that holds a part of a group is not one that lacks it, and what is missing from it is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from paddleformers_fc.families.bind import family_numbers, family_sizes
+from paddleformers_fc.families.declarations import Family
+
+Group = tuple[int, ...]
+
+_TOKEN = re.compile(r"\{([^{}]*)\}")
+
+
+class OptionalNames:
+    """The optional names of one model; ``name in optional`` tells whether a canonical name is one.
+
+    Args:
+        family: the model's family.
+        config: the model's configuration, which says where prediction layers start.
+    """
+
+    def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
+        numbers, sizes = family_numbers(family), family_sizes(family, config)
+        self._beginnings: list[tuple[re.Pattern[str], tuple[int, ...]]] = []
+        for text in family.optional:
+            placeholders = [token for token in _TOKEN.findall(text) if "," not in token]
+            starts = tuple(sizes.length(numbers[name].start) for name in placeholders)
+            self._beginnings.append((re.compile(_TOKEN.sub(_matcher, _escaped(text))), starts))
+
+    def group(self, name: str) -> Group | None:
+        """The group that a canonical name belongs to, or None where the name is not optional."""
+        for index, (pattern, starts) in enumerate(self._beginnings):
+            found = pattern.match(name)
+            if found is None:
+                continue
+            numbers = tuple(int(number) for number in found.groups())
+            if all(number >= start for number, start in zip(numbers, starts, strict=True)):
+                return (index, *numbers)
+        return None
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.group(name) is not None
+
+
+def _escaped(text: str) -> str:
+    return text.replace(".", r"\.")
+
+
+def _matcher(token: re.Match[str]) -> str:
+    inside = token.group(1)
+    return f"(?:{inside.replace(',', '|')})" if "," in inside else r"(\d+)"
