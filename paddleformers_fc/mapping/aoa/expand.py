@@ -146,12 +146,11 @@ class Expander:
         name = item.pattern
         for key, number in numbers.items():
             name = name.replace(key, number)
-        if item.array is None:
-            listed = [name]
-        else:
-            begin, end = item.array
-            self._budget.spend(end - begin)
-            listed = [f"{name}_{index}" for index in range(begin, end)]
+        if item.array is None and STAR not in name:
+            return [name]
+        begin, end = item.array or (0, 0)
+        self._budget.spend(end - begin)
+        listed = [f"{name}_{index}" for index in range(begin, end)] or [name]
         if STAR not in name:
             return listed
         return [found for pattern in listed for found in self._wild(pattern, item, side)]

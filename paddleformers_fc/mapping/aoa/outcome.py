@@ -7,7 +7,8 @@ nowhere, and what is read twice is noted with the statement that did it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping as MappingABC
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import prod
 
 from paddleformers_fc.mapping.aoa.evaluate import Outcome
 from paddleformers_fc.mapping.aoa.expand import Step
@@ -87,12 +88,18 @@ def _derived(outcome: Outcome, left: Tensors) -> Iterator[_Output]:
 
 def _named(output: _Output, left: Tensors) -> list[Correspondence]:
     """The boxes of an output, under its name; a cast to the dtype that is there already is none."""
-    return coalesced(
-        [
-            replace(piece, target=output.name, cast=None if piece.cast == left[piece.source].dtype else piece.cast)
-            for piece in output.value.pieces
-        ]
-    )
+    items = [
+        Correspondence(
+            piece.source,
+            piece.source_box,
+            output.name,
+            piece.target_box,
+            piece.axes,
+            None if piece.cast is None or piece.cast == left[piece.source].dtype else piece.cast,
+        )
+        for piece in output.value.pieces
+    ]
+    return coalesced(items) if len(items) > 1 else items
 
 
 def _dtypes(value: Value, left: Tensors) -> set[str]:
@@ -178,7 +185,7 @@ def _refuse_reread(outputs: list[_Output], left: Tensors, faults: Faults) -> Non
             if not known or known[-1] is not output:
                 known.append(output)
     for name, volume in volumes.items():
-        if volume <= value_of(name, left[name].shape).pieces[0].source_box.volume:
+        if volume <= prod(left[name].shape):
             continue
         by = [
             f"`{output.name}` ({'equal names' if output.step is None else output.step.statement.line.title})"

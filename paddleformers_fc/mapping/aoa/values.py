@@ -50,15 +50,18 @@ def permuted(value: Value, axes: Shape) -> Value:
         )
 
     def turned(shape: Shape) -> Shape:
-        return tuple(shape[axis] for axis in axes)
+        return tuple(map(shape.__getitem__, axes))
 
     return Value(
         turned(value.shape),
         tuple(
-            replace(
-                piece,
-                target_box=Box(turned(piece.target_box.lo), turned(piece.target_box.hi)),
-                axes=turned(piece.axes),
+            Correspondence(
+                piece.source,
+                piece.source_box,
+                piece.target,
+                Box(turned(piece.target_box.lo), turned(piece.target_box.hi)),
+                turned(piece.axes),
+                piece.cast,
             )
             for piece in value.pieces
         ),
@@ -129,7 +132,7 @@ class _Slabs:
             if part is not None:
                 shift = to - begin
                 target = Box(_put(part.lo, axis, part.lo[axis] + shift), _put(part.hi, axis, part.hi[axis] + shift))
-                found.append(replace(piece, source_box=piece.pull(part), target_box=target))
+                found.append(Correspondence(piece.source, piece.pull(part), "", target, piece.axes, piece.cast))
         return found
 
 

@@ -1,0 +1,146 @@
+"""Which layout of the language a row of runs follows, with the numbers of its statement.
+
+A layout that follows the number of tensor-parallel shards is chosen only where the tensor is cut into just as many
+shards as it has rounds; everything else is said with lengths, which mean the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paddleformers_fc.mapping.aoa.runs import Hints, Row
+from paddleformers_fc.mapping.boxes import Shape
+
+_MOST_HEADS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A layout as a statement gives it.
+
+    Args:
+        attributes: what stands behind the names, without the first comma.
+        sources: the left names, in order.
+        targets: the right names, in order.
+        by_shards: whether its rounds are the number of shards of the tensors that it names.
+    """
+
+    attributes: str
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    by_shards: bool = False
+
+
+def layout_of(row: Row, hints: Hints, taken: frozenset[str]) -> Layout | None:
+    """The layout of a row, or None where no single statement says it.
+
+    Args:
+        row: the runs.
+        hints: shards and heads.
+        taken: names that no statement may make up.
+    """
+    sources, targets = row.sources, row.targets
+    for found in (_per_rank(row, hints), _plain(row), _per_head(row, taken)):
+        if found is not None:
+            by_shards = found.startswith(("fused_ffn", "fused_qkv_old"))
+            return Layout(found, tuple(sources), tuple(targets), by_shards)
+    return None
+
+
+def _plain(row: Row) -> str | None:
+    """Whole tensors behind each other, or one tensor in equal lengths."""
+    sources, targets = row.sources, row.targets
+    if len(targets) == 1 and len(sources) > 1 and row.dealt(tuple(sources.values()), 1, 1):
+        return f"axis={row.axis}"
+    equal = len(set(targets.values())) == 1
+    if len(sources) == 1 and len(targets) > 1 and equal and row.dealt(tuple(targets.values()), 1, 1):
+        return f"axis={row.axis}"
+    return None
+
+
+def _per_rank(row: Row, hints: Hints) -> str | None:
+    """Gate and up, or query, key and value, in as many rounds as there are shards."""
+    sources, targets = list(row.sources), list(row.targets)
+    if len(sources) > 1 and len(targets) > 1:
+        return None
+    read = _source_shards(row, sources[0], hints) if len(sources) == 1 else 1
+    written = _target_shards(row, targets[0], hints) if len(targets) == 1 else 1
+    named = any(len(side) == 1 and side[0] in hints.per_rank for side in (sources, targets))
+    if read == written == 1 and not named:
+        return None
+    lengths = _lengths(row)
+    half = lengths if len(lengths) == 2 else (lengths[0] // 2,) * 2
+    if half[0] == half[1] and len(lengths) < 3 and row.dealt(half, read, written):
+        return _with_axis("fused_ffn", row.axis)
+    parts = _headed(lengths, hints.heads)
+    # Rounds that are fewer than the kv heads are said per kv head as well, on any number of ranks.
+    if hints.heads is None or not parts or not (named or len(lengths) == 1):
+        return None
+    if any(count % rounds for count in hints.heads for rounds in (read, written)) or not row.dealt(
+        parts, read, written
+    ):
+        return None
+    heads, groups = hints.heads
+    return _with_axis(f"fused_qkv_old, num_heads={heads}, num_key_value_groups={groups}", row.axis)
+
+
+def _per_head(row: Row, taken: frozenset[str]) -> str | None:
+    """Query, key and value in one round per kv head."""
+    sources, targets = list(row.sources), list(row.targets)
+    lengths = _lengths(row)
+    if len(lengths) != 3 or min(len(sources), len(targets)) != 1:
+        return None
+    joining = len(targets) == 1
+    rounds = sum(run.source == sources[0] for run in row.runs) if joining else _rounds(row, targets[0])
+    query, key, value = lengths
+    if not (row.dealt(lengths, 1, rounds) if joining else row.dealt(lengths, rounds, 1)):
+        return None
+    head = key // rounds
+    if key == value and query % (head * rounds) == 0:
+        heads = query // head
+    elif joining:
+        heads = rounds
+    else:
+        return None
+    made_up = [f"{name}{i}" for name in (sources if joining else targets) for i in range(min(heads, _MOST_HEADS))]
+    if heads > _MOST_HEADS or not taken.isdisjoint(made_up):
+        return None
+    return _with_axis(f"fused_qkv, num_heads={heads}, num_key_value_groups={rounds}", row.axis)
+
+
+def _rounds(row: Row, target: str) -> int:
+    """In how many rounds a single source deals its parts: how often the first of them begins anew."""
+    return sum(run.target == target for run in row.runs)
+
+
+def _lengths(row: Row) -> Shape:
+    """Lengths of the parts: of the side that has several names, or of the single tensor."""
+    sources, targets = row.sources, row.targets
+    return tuple((sources if len(sources) > 1 else targets).values())
+
+
+def _headed(lengths: Shape, heads: tuple[int, int] | None) -> Shape:
+    """Lengths of query, key and value, or nothing where the heads do not give them."""
+    if heads is None:
+        return ()
+    counts = (heads[0], heads[1], heads[1])
+    if len(lengths) == 1 and lengths[0] % sum(counts) == 0:
+        return tuple(lengths[0] // sum(counts) * count for count in counts)
+    if len(lengths) == 3 and lengths[0] % counts[0] == 0:
+        head = lengths[0] // counts[0]
+        return lengths if lengths == tuple(head * count for count in counts) else ()
+    return ()
+
+
+def _source_shards(row: Row, name: str, hints: Hints) -> int:
+    axis = row.block.facings[name].axes[row.axis]
+    return hints.left[name][axis] if name in hints.left else 1
+
+
+def _target_shards(row: Row, name: str, hints: Hints) -> int:
+    return hints.right[name][row.axis] if name in hints.right else 1
+
+
+def _with_axis(attributes: str, axis: int) -> str:
+    """Fused layouts lie along axis 1 unless another is given."""
+    return attributes if axis == 1 else f"{attributes}, axis={axis}"

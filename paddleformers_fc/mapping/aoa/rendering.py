@@ -1,0 +1,156 @@
+"""A mapping as AOA text: few statements with placeholders where that is exact, whole names elsewhere.
+
+What is written is read back with :func:`parse` and compared, box by box; text that means anything else is never
+returned. Linear in the correspondences, up to sorting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping as MappingABC
+from dataclasses import replace
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.mapping.aoa.blocks import Block, Inexpressible, components, oriented
+from paddleformers_fc.mapping.aoa.compact import compacted
+from paddleformers_fc.mapping.aoa.names import NameIndex
+from paddleformers_fc.mapping.aoa.order import ordered
+from paddleformers_fc.mapping.aoa.parsing import parse
+from paddleformers_fc.mapping.aoa.runs import Hints
+from paddleformers_fc.mapping.aoa.tensors import AoaTensor
+from paddleformers_fc.mapping.aoa.wording import Text, Wording, name_fault
+from paddleformers_fc.mapping.boxes import Shape
+from paddleformers_fc.mapping.correspondences import Correspondence, Mapping, TensorSpec, coalesced
+from paddleformers_fc.mapping.folding import fold
+
+_ASIDE = "_kept"
+_REMOVED = TensorSpec((1,), "float32")
+
+
+def render(mapping: Mapping, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:
+    """The statements of a mapping, from its sources to its targets.
+
+    Equal names without a change are not said: the language maps them by itself.
+
+    Args:
+        mapping: a mapping that was proved.
+        hints: into how many shards the tensors are cut, and heads; without them nothing is said per rank.
+        reverse: write the statements from the targets to the sources instead.
+    Returns:
+        statements that Paddle's own engine reads as this mapping.
+    Raises:
+        MappingError: with everything that the language cannot say.
+    """
+    hints = hints or Hints()
+    if reverse:
+        turned = replace(hints, left=hints.right, right=hints.left)
+        return render(mapping.reversed(), turned)
+    blocks, refused = _blocks(mapping)
+    taken = frozenset((*mapping.sources, *mapping.targets))
+    texts = _said(blocks, hints, taken, refused)
+    for name in sorted(mapping.dropped | mapping.fresh | {item.target for item in mapping.correspondences}):
+        refused.append(name_fault(name) or "")
+    _raise_refused([reason for reason in refused if reason])
+    free, bound = texts
+    statements = [f"{name} -> _" for name in sorted(mapping.dropped)]
+    statements += [f"_ -> {name}" for name in sorted(mapping.fresh)]
+    statements += compacted(free, NameIndex(mapping.sources))
+    statements += [str(text) for text in bound]
+    _verify(statements, mapping, hints)
+    return statements
+
+
+def normal(mapping: Mapping) -> set[Correspondence]:
+    """The correspondences of a mapping in the largest boxes, for comparison."""
+    return {item for items in mapping.by_target.values() for item in coalesced(items)}
+
+
+def _blocks(mapping: Mapping) -> tuple[list[Block], list[str]]:
+    blocks: list[Block] = []
+    refused: list[str] = []
+    for items in components(mapping):
+        try:
+            blocks.append(oriented(items, mapping))
+        except Inexpressible as reason:
+            refused.append(str(reason))
+    return blocks, refused
+
+
+def _said(
+    blocks: list[Block], hints: Hints, taken: frozenset[str], refused: list[str]
+) -> tuple[list[list[Text]], list[Text]]:
+    """The statements of blocks that stand by themselves, and those of blocks whose order matters."""
+    order = ordered(blocks)
+    wording = Wording(hints, taken)
+    free = [_words(wording, blocks[place], refused) for place in order.free]
+    copies: list[Text] = []
+    bound: list[Text] = []
+    for place in order.bound:
+        block = blocks[place]
+        if place not in order.aside:
+            bound += _words(wording, block, refused)
+            continue
+        copies += [Text((name,), (name + _ASIDE,)) for name in block.sources]
+        bound += _words(Wording(_aside_hints(hints, block), taken), _aside(block, taken, refused), refused)
+    return free, [*copies, *bound]
+
+
+def _words(wording: Wording, block: Block, refused: list[str]) -> list[Text]:
+    faults = [fault for name in (*block.sources, *block.targets) if (fault := name_fault(name)) is not None]
+    if faults:
+        refused += faults
+        return []
+    try:
+        return wording.said(block)
+    except Inexpressible as reason:
+        refused.append(str(reason))
+        return []
+
+
+def _aside(block: Block, taken: frozenset[str], refused: list[str]) -> Block:
+    """The block, reading copies of its sources."""
+    for name in block.sources:
+        if name + _ASIDE in taken:
+            refused.append(f"{name}: is overwritten before it is read, and {name}{_ASIDE} is not free")
+    return Block(
+        {name + _ASIDE: shape for name, shape in block.sources.items()},
+        block.targets,
+        {name + _ASIDE: facing for name, facing in block.facings.items()},
+        tuple(replace(piece, source=piece.source + _ASIDE) for piece in block.pieces),
+    )
+
+
+def _aside_hints(hints: Hints, block: Block) -> Hints:
+    cuts = {name + _ASIDE: hints.left[name] for name in block.sources if name in hints.left}
+    per_rank = {name + _ASIDE for name in block.sources if name in hints.per_rank}
+    return replace(hints, left={**hints.left, **cuts}, per_rank=hints.per_rank | per_rank)
+
+
+def _raise_refused(refused: Iterable[str]) -> None:
+    evidence = fold(dict.fromkeys(refused))
+    if evidence:
+        raise MappingError(
+            "The AOA language cannot say this mapping.",
+            evidence=evidence,
+            next_step="The mapping itself is sound and is kept in full in mapping.json; only the text is missing.",
+        )
+
+
+def _verify(statements: list[str], mapping: Mapping, hints: Hints) -> None:
+    """Refuse text that is read back as anything else."""
+    left = _tensors(mapping.sources, hints.left)
+    for name in mapping.dropped:
+        left.setdefault(name, AoaTensor(_REMOVED.shape, _REMOVED.dtype, (1,)))
+    right = _tensors(mapping.targets, hints.right)
+    back = parse(statements, left, right)
+    if normal(back) != normal(mapping) or (back.fresh, back.dropped) != (mapping.fresh, mapping.dropped):
+        raise MappingError(
+            "The AOA text of this mapping would mean another one.",
+            evidence=statements[:20],
+            next_step="This is a fault of the renderer; nothing is lost but the text.",
+        )
+
+
+def _tensors(specs: MappingABC[str, TensorSpec], cuts: MappingABC[str, Shape]) -> dict[str, AoaTensor]:
+    return {
+        name: AoaTensor(spec.shape, spec.dtype, cuts.get(name, (1,) * len(spec.shape))) for name, spec in specs.items()
+    }
