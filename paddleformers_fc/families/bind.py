@@ -74,7 +74,6 @@ def bind(
     targets: dict[str, TensorSpec] = {}
     rules: list[Rule] = []
     fresh: list[str] = []
-    used: dict[str, Statement] = {}
     faults: list[str] = []
     for tensor in _with_owners(list(tensors), ties):
         targets[tensor.name] = TensorSpec(tensor.shape, tensor.dtype)
@@ -87,7 +86,6 @@ def bind(
             faults.append(f"{tensor.name}: {made}")
         else:
             statement, found = made
-            used.setdefault(statement.target, statement)
             rules.extend(found)
             if not statement.sources:
                 fresh.append(tensor.name)
@@ -103,7 +101,6 @@ def bind(
         rules=tuple(rules),
         ties=tuple(Tie(owner, alias) for alias, owner in ties.items() if alias in targets),
         fresh=tuple(fresh),
-        statements={"forward": [aoa_statement(statement, config) for statement in used.values() if statement.sources]},
     )
 
 
@@ -332,25 +329,3 @@ def _with_owners(tensors: list[ModelTensor], ties: Mapping[str, str]) -> list[Mo
         if tensor.name in ties and ties[tensor.name] not in names
     ]
     return tensors + absent
-
-
-def aoa_statement(statement: Statement, config: Mapping[str, Any]) -> str:
-    """The statement in Paddle's AOA language, as a person would write it for stock FlexCheckpoint."""
-    names = {"{expert}": "$EXPERT_ID"}
-
-    def spelled(name: str) -> str:
-        return PLACEHOLDER.sub(lambda found: names.get(found.group(0), "$LAYER_ID"), name)
-
-    turned = "^T" if statement.geometry is not Geometry.SAME and not statement.target.endswith(".bias") else ""
-    left = ", ".join(spelled(source) + turned for source in statement.sources)
-    attributes = ""
-    if statement.geometry is Geometry.FUSED_QKV:
-        heads = config.get("num_attention_heads")
-        attributes = (
-            f", fused_qkv, num_heads={heads}, num_key_value_groups={config.get('num_key_value_heads') or heads}"
-        )
-    elif statement.geometry is Geometry.FUSED_FFN:
-        attributes = ", fused_ffn"
-    if attributes and statement.target.endswith(".bias"):
-        attributes += ", axis=0"
-    return f"{left} -> {spelled(statement.target)}{attributes}"

@@ -6,6 +6,7 @@ import pytest
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelTensor, bind, family_for
+from paddleformers_fc.families.text import aoa_text
 from paddleformers_fc.mapping import prove
 
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
@@ -86,8 +87,7 @@ def test_an_unknown_model_type_is_refused_with_the_known_ones() -> None:
 
 
 def test_the_aoa_text_is_what_a_person_writes_for_stock() -> None:
-    rules = bind(family_for(config("ernie4_5_moe")), config("ernie4_5_moe"), ernie_moe(2))
-    statements = rules.statements["forward"]
+    statements = aoa_text(family_for(config("ernie4_5_moe")), config("ernie4_5_moe"), ernie_moe(2))
     layer = "model.layers.$LAYER_ID"
     assert f"{layer}.self_attn.o_proj.weight^T -> {layer}.self_attn.o_proj.weight" in statements
     expert = f"{layer}.mlp.experts.$EXPERT_ID"

@@ -17,7 +17,8 @@ from paddleformers_fc.mapping.aoa.wording import Text
 
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=[.^\[]|$)")
 _BASE = re.compile(r"[^\^\[]*")
-_MOST = 2
+_CHOICES = ((0, 1), (0,), (1,))
+"""Which numbers of a name, by position, become placeholders; what says most with one statement comes first."""
 
 Said = Sequence[Text]
 Numbers = tuple[str, ...]
@@ -42,10 +43,10 @@ def compacted(blocks: Sequence[Said], index: NameIndex) -> list[str]:
     """
     placed: dict[int, list[str]] = {}
     waiting = [number for number, block in enumerate(blocks) if block]
-    for count in range(_MOST, 0, -1):
+    for positions in _CHOICES:
         groups: dict[tuple[Text, ...], list[tuple[int, Numbers]]] = {}
         for number in waiting:
-            pattern = _pattern(blocks[number], count)
+            pattern = _pattern(blocks[number], positions)
             if pattern is not None:
                 groups.setdefault(pattern.texts, []).append((number, pattern.numbers))
         done: set[int] = set()
@@ -83,20 +84,26 @@ def _exact(text: Text, numbers: set[Numbers], index: NameIndex) -> bool:
     return len(matched) == len(numbers) and {entry for _, entry in matched} == numbers
 
 
-def _pattern(said: Said, count: int) -> _Pattern | None:
-    """The statements with their first numbers taken out, or None where names do not share them."""
+def _pattern(said: Said, positions: tuple[int, ...]) -> _Pattern | None:
+    """The statements with numbers at these positions taken out, or None where names do not share them."""
     first = said[0].left[0]
-    numbers = tuple(_NUMBER.findall(first)[:count])
-    if len(numbers) < count:
+    found = list(_NUMBER.finditer(first))
+    if len(found) <= max(positions):
         return None
-    expert = count == 1 and first[: _NUMBER.search(first).start()].endswith("experts.")  # type: ignore[union-attr]
-    names = (EXPERT,) if expert else (LAYER, EXPERT)[:count]
+    numbers = tuple(found[position].group() for position in positions)
+    expert = EXPERT if first[: found[positions[-1]].start()].endswith("experts.") or len(positions) > 1 else LAYER
+    names = dict(zip(positions, (LAYER, expert)[-len(positions) :], strict=True))
 
     def patterned(item: str) -> str | None:
-        if tuple(_NUMBER.findall(item)[:count]) != numbers:
+        places = list(_NUMBER.finditer(item))
+        if len(places) <= max(positions) or any(
+            places[position].group() != number for position, number in zip(positions, numbers, strict=True)
+        ):
             return None
-        remaining = iter(names)
-        return _NUMBER.sub(lambda _: next(remaining), item, count=count)
+        for position in reversed(positions):
+            begin, end = places[position].span()
+            item = item[:begin] + names[position] + item[end:]
+        return item
 
     texts: list[Text] = []
     for text in said:

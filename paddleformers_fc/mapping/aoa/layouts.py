@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from paddleformers_fc.mapping.aoa.runs import Hints, Row
 from paddleformers_fc.mapping.boxes import Shape
 
+FFN, QKV = "fused_ffn", "fused_qkv_old"
 _MOST_HEADS = 4096
 
 
@@ -42,7 +43,7 @@ def layout_of(row: Row, hints: Hints, taken: frozenset[str]) -> Layout | None:
     sources, targets = row.sources, row.targets
     for found in (_per_rank(row, hints), _plain(row), _per_head(row, taken)):
         if found is not None:
-            by_shards = found.startswith(("fused_ffn", "fused_qkv_old"))
+            by_shards = found.startswith((FFN, QKV))
             return Layout(found, tuple(sources), tuple(targets), by_shards)
     return None
 
@@ -65,23 +66,23 @@ def _per_rank(row: Row, hints: Hints) -> str | None:
         return None
     read = _source_shards(row, sources[0], hints) if len(sources) == 1 else 1
     written = _target_shards(row, targets[0], hints) if len(targets) == 1 else 1
-    named = any(len(side) == 1 and side[0] in hints.per_rank for side in (sources, targets))
-    if read == written == 1 and not named:
+    kinds = [hints.per_rank[side[0]] for side in (sources, targets) if len(side) == 1 and side[0] in hints.per_rank]
+    if read == written == 1 and not kinds:
         return None
     lengths = _lengths(row)
     half = lengths if len(lengths) == 2 else (lengths[0] // 2,) * 2
-    if half[0] == half[1] and len(lengths) < 3 and row.dealt(half, read, written):
-        return _with_axis("fused_ffn", row.axis)
-    parts = _headed(lengths, hints.heads)
-    # Rounds that are fewer than the kv heads are said per kv head as well, on any number of ranks.
-    if hints.heads is None or not parts or not (named or len(lengths) == 1):
-        return None
-    if any(count % rounds for count in hints.heads for rounds in (read, written)) or not row.dealt(
-        parts, read, written
-    ):
+    halves = (FFN in kinds or not kinds) and half[0] == half[1] and len(lengths) < 3
+    if halves and row.dealt(half, read, written):
+        return _with_axis(FFN, row.axis)
+    # Where query, key and value are apart, their rounds are said per kv head, on any number of ranks.
+    parts = _headed(lengths, hints.heads) if QKV in kinds or len(lengths) == 1 else ()
+    if hints.heads is None or not parts:
         return None
     heads, groups = hints.heads
-    return _with_axis(f"fused_qkv_old, num_heads={heads}, num_key_value_groups={groups}", row.axis)
+    shared = not any(count % rounds for count in (heads, groups) for rounds in (read, written))
+    if not shared or not row.dealt(parts, read, written):
+        return None
+    return _with_axis(f"{QKV}, num_heads={heads}, num_key_value_groups={groups}", row.axis)
 
 
 def _per_head(row: Row, taken: frozenset[str]) -> str | None:

@@ -7,7 +7,6 @@ wait for each other in a ring, and those behind them, read copies that were set 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,12 +19,12 @@ class Order:
 
     Args:
         free: blocks that share no name with another.
-        bound: the others, each behind those that read what it overwrites.
-        aside: blocks among ``bound`` whose sources must be set aside before all of them.
+        ranks: the others: every block stands in a later rank than those that read what it overwrites.
+        aside: blocks that cannot be ranked; their sources are set aside before the first rank, and they come last.
     """
 
     free: tuple[int, ...]
-    bound: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
     aside: tuple[int, ...]
 
 
@@ -39,24 +38,22 @@ def ordered(blocks: Sequence[Block]) -> Order:
         if firsts:
             before[place] = firsts
             bound |= firsts | {place}
-    line, aside = _sorted(sorted(bound), before)
-    return Order(tuple(place for place in range(len(blocks)) if place not in bound), line, aside)
+    ranks, aside = _ranked(sorted(bound), before)
+    return Order(tuple(place for place in range(len(blocks)) if place not in bound), ranks, aside)
 
 
-def _sorted(places: list[int], before: dict[int, set[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _ranked(places: list[int], before: dict[int, set[int]]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     after: dict[int, list[int]] = {}
     for place, firsts in before.items():
         for first in firsts:
             after.setdefault(first, []).append(place)
     waiting = {place: len(before.get(place, ())) for place in places}
-    ready = deque(place for place in places if not waiting[place])
-    line: list[int] = []
-    while ready:
-        place = ready.popleft()
-        line.append(place)
-        for following in after.get(place, ()):
-            waiting[following] -= 1
-            if not waiting[following]:
-                ready.append(following)
-    aside = tuple(place for place in places if waiting[place])
-    return (*line, *aside), aside
+    rank = [place for place in places if not waiting[place]]
+    ranks: list[tuple[int, ...]] = []
+    while rank:
+        ranks.append(tuple(rank))
+        for place in ranks[-1]:
+            for following in after.get(place, ()):
+                waiting[following] -= 1
+        rank = sorted({one for place in ranks[-1] for one in after.get(place, ()) if not waiting[one]})
+    return tuple(ranks), tuple(place for place in places if waiting[place])

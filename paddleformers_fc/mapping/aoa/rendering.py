@@ -45,16 +45,11 @@ def render(mapping: Mapping, hints: Hints | None = None, *, reverse: bool = Fals
         turned = replace(hints, left=hints.right, right=hints.left)
         return render(mapping.reversed(), turned)
     blocks, refused = _blocks(mapping)
-    taken = frozenset((*mapping.sources, *mapping.targets))
-    texts = _said(blocks, hints, taken, refused)
-    for name in sorted(mapping.dropped | mapping.fresh | {item.target for item in mapping.correspondences}):
-        refused.append(name_fault(name) or "")
-    _raise_refused([reason for reason in refused if reason])
-    free, bound = texts
     statements = [f"{name} -> _" for name in sorted(mapping.dropped)]
     statements += [f"_ -> {name}" for name in sorted(mapping.fresh)]
-    statements += compacted(free, NameIndex(mapping.sources))
-    statements += [str(text) for text in bound]
+    refused += [fault for name in sorted(mapping.dropped | mapping.fresh) if (fault := name_fault(name)) is not None]
+    statements += _said(blocks, mapping, hints, refused)
+    _raise_refused(refused)
     _verify(statements, mapping, hints)
     return statements
 
@@ -75,23 +70,21 @@ def _blocks(mapping: Mapping) -> tuple[list[Block], list[str]]:
     return blocks, refused
 
 
-def _said(
-    blocks: list[Block], hints: Hints, taken: frozenset[str], refused: list[str]
-) -> tuple[list[list[Text]], list[Text]]:
-    """The statements of blocks that stand by themselves, and those of blocks whose order matters."""
+def _said(blocks: list[Block], mapping: Mapping, hints: Hints, refused: list[str]) -> list[str]:
+    """The statements of all blocks, in an order in which no name is overwritten before it is read."""
     order = ordered(blocks)
+    taken = frozenset((*mapping.sources, *mapping.targets))
+    index = NameIndex(mapping.sources)
     wording = Wording(hints, taken)
-    free = [_words(wording, blocks[place], refused) for place in order.free]
-    copies: list[Text] = []
-    bound: list[Text] = []
-    for place in order.bound:
+    copies = [[Text((name,), (name + _ASIDE,))] for place in order.aside for name in blocks[place].sources]
+    statements = compacted(copies, index)
+    for rank in (order.free, *order.ranks):
+        statements += compacted([_words(wording, blocks[place], refused) for place in rank], index)
+    for place in order.aside:
         block = blocks[place]
-        if place not in order.aside:
-            bound += _words(wording, block, refused)
-            continue
-        copies += [Text((name,), (name + _ASIDE,)) for name in block.sources]
-        bound += _words(Wording(_aside_hints(hints, block), taken), _aside(block, taken, refused), refused)
-    return free, [*copies, *bound]
+        words = _words(Wording(_aside_hints(hints, block), taken), _aside(block, taken, refused), refused)
+        statements += [str(text) for text in words]
+    return statements
 
 
 def _words(wording: Wording, block: Block, refused: list[str]) -> list[Text]:
@@ -121,8 +114,8 @@ def _aside(block: Block, taken: frozenset[str], refused: list[str]) -> Block:
 
 def _aside_hints(hints: Hints, block: Block) -> Hints:
     cuts = {name + _ASIDE: hints.left[name] for name in block.sources if name in hints.left}
-    per_rank = {name + _ASIDE for name in block.sources if name in hints.per_rank}
-    return replace(hints, left={**hints.left, **cuts}, per_rank=hints.per_rank | per_rank)
+    per_rank = {name + _ASIDE: hints.per_rank[name] for name in block.sources if name in hints.per_rank}
+    return replace(hints, left={**hints.left, **cuts}, per_rank={**hints.per_rank, **per_rank})
 
 
 def _raise_refused(refused: Iterable[str]) -> None:

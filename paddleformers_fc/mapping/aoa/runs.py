@@ -23,13 +23,14 @@ class Hints:
     Args:
         left: into how many shards every left tensor is cut, per axis; whole where it is not named.
         right: the same for the right side.
-        per_rank: tensors whose fused layout follows their number of shards, also where that is one.
+        per_rank: tensors whose fused layout follows their number of shards, also where that is one: ``fused_ffn`` or
+            ``fused_qkv_old`` by name.
         heads: numbers of query heads and of kv heads, for layouts that are fused per rank.
     """
 
     left: MappingABC[str, Shape] = field(default_factory=dict)
     right: MappingABC[str, Shape] = field(default_factory=dict)
-    per_rank: frozenset[str] = frozenset()
+    per_rank: MappingABC[str, str] = field(default_factory=dict)
     heads: tuple[int, int] | None = None
 
 
@@ -57,6 +58,11 @@ class Row:
     block: Block
     axis: int
     runs: tuple[Run, ...]
+
+    @property
+    def is_move(self) -> bool:
+        """Whether, all in all, one whole tensor becomes one whole tensor."""
+        return len(self.runs) == len(self.block.sources) == len(self.block.targets) == 1
 
     @property
     def sources(self) -> dict[str, int]:

@@ -57,9 +57,11 @@ class Wording:
         Raises:
             Inexpressible: where the language cannot say it.
         """
-        if block.is_move:
+        row = None if block.is_move else row_of(block)
+        if block.is_move or (
+            row is not None and row.is_move and not self._hints.per_rank.keys() & block.targets.keys()
+        ):
             return self._move(block)
-        row = row_of(block)
         if row is not None:
             return self._row(row)
         slabs = slabs_of(block)

@@ -1,0 +1,97 @@
+"""A model's mapping as AOA text, as a person would write it for Paddle's own FlexCheckpoint.
+
+The text follows from the rules of the real tensors; what the family adds is only which layouts follow the number of
+tensor-parallel ranks, so that text written at one degree holds at every other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families.bind import ModelTensor, bind, family_sizes
+from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Geometry
+from paddleformers_fc.families.enumerate import enumerate_tensors
+from paddleformers_fc.mapping import Mapping as TensorMapping, RuleSet
+from paddleformers_fc.mapping.aoa import Hints, render
+
+FORWARD, REVERSE = "forward", "reverse"
+_PER_RANK = {Geometry.FUSED_FFN: "fused_ffn", Geometry.FUSED_QKV_PER_RANK: "fused_qkv_old"}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_HOLE = "{}"
+
+
+def aoa_text(
+    family: Family, config: Mapping[str, Any], tensors: Iterable[ModelTensor], *, reverse: bool = False
+) -> list[str]:
+    """The AOA statements from canonical tensors to a model's.
+
+    Args:
+        family: the model's family.
+        config: the model's configuration.
+        tensors: every tensor of the model.
+        reverse: write the statements from the model's tensors to canonical ones instead.
+    Raises:
+        MappingError: for tensors that the family does not declare, and where the language cannot say their mapping.
+    """
+    known = list(tensors)
+    rules = replace(bind(family, config, known), cuts={tensor.name: tensor.cuts for tensor in known})
+    return render(with_ties(rules), _hints(family, config, rules), reverse=reverse)
+
+
+def tiny_aoa_text(family: Family, *, tp: int = 1, reverse: bool = False) -> list[str]:
+    """The AOA statements of a family's tiny configuration, on ``tp`` tensor-parallel ranks.
+
+    Raises:
+        MappingError: where the language cannot say them, or the degree does not divide the tensors.
+    """
+    config = {**family.defaults, **family.tiny}
+    tensors = [tensor.under(tp=tp) for tensor in enumerate_tensors(family, config)]
+    return aoa_text(family, config, tensors, reverse=reverse)
+
+
+def aoa_texts(family: Family, config: Mapping[str, Any], rules: RuleSet) -> dict[str, list[str]]:
+    """The statements in both directions, for the manifest; none for a direction that the language cannot say.
+
+    The mapping itself is kept in ``mapping.json`` whatever the language can say.
+
+    Args:
+        family: the model's family.
+        config: the model's configuration.
+        rules: the model's rules, with the cuts of its tensors.
+    """
+    mapping, hints = with_ties(rules), _hints(family, config, rules)
+    texts: dict[str, list[str]] = {}
+    for direction in (FORWARD, REVERSE):
+        try:
+            texts[direction] = render(mapping, hints, reverse=direction == REVERSE)
+        except MappingError:
+            texts[direction] = []
+    return texts
+
+
+def with_ties(rules: RuleSet) -> TensorMapping:
+    """The mapping of a model, with tied aliases as tensors that no statement fills: they are their owner's memory."""
+    mapping = rules.mapping()
+    aliases = {tie.alias for tie in rules.ties}
+    specs = {name: rules.targets[name] for name in sorted(aliases)}
+    return replace(mapping, targets={**mapping.targets, **specs}, fresh=mapping.fresh | aliases)
+
+
+def _hints(family: Family, config: Mapping[str, Any], rules: RuleSet) -> Hints:
+    sizes = family_sizes(family, config)
+    known = sizes.knows("heads") and sizes.knows("kv_heads")
+    kinds = {
+        PLACEHOLDER.sub(_HOLE, statement.target): _PER_RANK[statement.geometry]
+        for statement in family.statements
+        if statement.geometry in _PER_RANK and statement.stack is None
+    }
+    per_rank = {name: kinds[template] for name in rules.targets if (template := _NUMBER.sub(_HOLE, name)) in kinds}
+    return Hints(
+        right=rules.cuts,
+        per_rank=per_rank,
+        heads=(sizes.length("heads"), sizes.length("kv_heads")) if known else None,
+    )
