@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.execute.memory import host_copy
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.families import ModelTensor, bind, family_for
+from paddleformers_fc.families.text import aoa_texts
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.codec import HEADER_KEY, ShardRecord, encode_shards, record_of
 from paddleformers_fc.layout.live import describe_roles
@@ -162,7 +163,8 @@ def model_rules(config: Mapping[str, Any], shards: Mapping[str, Shard]) -> RuleS
         shards: ``model_state`` shards by name.
     """
     tensors = [ModelTensor(shard.name, shard.global_shape, shard.dtype, shard.cuts) for shard in shards.values()]
-    return bind(family_for(config), config, tensors)
+    cuts = {tensor.name: tensor.cuts for tensor in tensors if any(cut > 1 for cut in tensor.cuts)}
+    return replace(bind(family_for(config), config, tensors), cuts=cuts)
 
 
 def _without_aliases(roles: Roles, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -296,7 +298,7 @@ def _finish(
     """On the coordinator: mapping, manifest, commit."""
     if channel.rank != 0:
         return b""
-    rules = model_rules(config, _union(everyone))
+    family, rules = family_for(config), model_rules(config, _union(everyone))
     receipts = [receipt for payload in written for receipt in msgspec.json.decode(payload, type=list[FileReceipt])]
     receipts.append(write_file(staging / MAPPING_NAME, encode_rules(rules), root=staging))
     manifest = Manifest(
@@ -305,8 +307,8 @@ def _finish(
         consumed_samples=job.consumed_samples,
         world_size=channel.world_size,
         parallel=dict(job.parallel),
-        family=family_for(config).name,
-        aoa=rules.statements,
+        family=family.name,
+        aoa=aoa_texts(family, config, rules),
         files=sorted(receipts, key=lambda receipt: receipt.path),
     )
     write_manifest(staging, manifest)

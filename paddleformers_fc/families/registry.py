@@ -95,6 +95,13 @@ def family_for(config: Mapping[str, Any]) -> Family:
     return _registered[model_type]
 
 
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether some family declares this configuration's ``model_type``; nothing is loaded or proved."""
+    model_type = str(config.get("model_type"))
+    declared = any(entry.name == model_type for entry in entry_points(group=GROUP))
+    return model_type in _registered or model_type in _OWN or declared
+
+
 def register(family: Family) -> None:
     """Make a family known in this process, if it is proved on its tiny configuration.
 

@@ -222,6 +222,8 @@ class RuleSet:
         ties: targets that are another name of an owner.
         fresh: targets without a canonical source, which keep their initial values.
         dropped: canonical names that the model does not want.
+        cuts: into how many shards each axis of a target is cut, for targets that are; what a fused layout was derived
+            from, so that the rules can be derived again and compared.
     """
 
     targets: dict[str, TensorSpec]
@@ -229,7 +231,7 @@ class RuleSet:
     ties: tuple[Tie, ...] = ()
     fresh: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
-    statements: dict[str, list[str]] = field(default_factory=dict)
+    cuts: dict[str, Shape] = field(default_factory=dict)
 
     def casting(self, stored: MappingABC[str, str]) -> RuleSet:
         """The same rules, with a declared cast wherever a stored floating dtype is not the model's.

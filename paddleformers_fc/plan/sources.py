@@ -15,10 +15,11 @@ from collections.abc import Collection
 
 from paddleformers_fc.catalog.flex import FlexCheckpoint
 from paddleformers_fc.catalog.stored import Catalog
-from paddleformers_fc.families import OptionalNames
+from paddleformers_fc.families import ModelTensor, OptionalNames, bind, family_for, is_known
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, prove
+from paddleformers_fc.mapping.agreement import refuse_disagreement
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.build import Source
 from paddleformers_fc.plan.report import Report
@@ -35,11 +36,39 @@ def resume_source(checkpoint: FlexCheckpoint, live: RuleSet) -> tuple[Source, Re
     Raises:
         MappingError: where either side's rules cannot be proved.
     """
-    stored, wanted = checkpoint.rules.mapping(), live.mapping()
-    prove(stored, "The checkpoint's mapping")
+    stored, wanted = stored_mapping(checkpoint), live.mapping()
     prove(wanted, "The model's mapping")
     source = Source(checkpoint.catalog, stored.reversed().then(wanted), _aliases(checkpoint.rules), _aliases(live))
     return source, _shape_report(stored, wanted)
+
+
+def stored_mapping(checkpoint: FlexCheckpoint) -> Mapping:
+    """The checkpoint's own mapping, proved, and held against what its family declares for the same tensors.
+
+    The proof alone would let pass a mapping that takes a query for a key of the same shape; the declaration does not. A
+    checkpoint of a model whose family is not known here stands on its own rules.
+
+    Raises:
+        MappingError: the rules cannot be proved, or are not those that the family declares.
+    """
+    rules = checkpoint.rules
+    mapping = rules.mapping()
+    prove(mapping, "The checkpoint's mapping")
+    if is_known(checkpoint.config):
+        uncut = {name: (1,) * len(spec.shape) for name, spec in rules.targets.items()}
+        tensors = [
+            ModelTensor(name, spec.shape, spec.dtype, rules.cuts.get(name, uncut[name]))
+            for name, spec in rules.targets.items()
+        ]
+        declared = bind(family_for(checkpoint.config), checkpoint.config, tensors)
+        if declared.rules != rules.rules:
+            refuse_disagreement(
+                mapping,
+                declared.mapping(),
+                f"The mapping of {checkpoint.catalog.root}",
+                "Read the checkpoint with the version that wrote it, named in its manifest, and export it from there.",
+            )
+    return mapping
 
 
 def huggingface_source(catalog: Catalog, live: RuleSet, optional: OptionalNames | None = None) -> tuple[Source, Report]:
@@ -81,8 +110,7 @@ def canonical_source(checkpoint: FlexCheckpoint) -> Source:
     Raises:
         MappingError: where the checkpoint's rules cannot be proved.
     """
-    stored = checkpoint.rules.mapping()
-    prove(stored, "The checkpoint's mapping")
+    stored = stored_mapping(checkpoint)
     return Source(checkpoint.catalog, stored.reversed(), _aliases(checkpoint.rules))
 
 

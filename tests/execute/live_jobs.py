@@ -44,6 +44,7 @@ def hop(
     fresh: list[str] = []
     if source is not None:
         fresh = list(load_checkpoint(open_checkpoint(Path(source), channel), roles, config, channel).fresh)
-    files = {"config.json": config_bytes({"model_type": model_type})} if channel.rank == 0 else {}
+    described = {key: value for key, value in config.items() if isinstance(value, (str, int, float, bool, type(None)))}
+    files = {"config.json": config_bytes(described)} if channel.rank == 0 else {}
     save_checkpoint(Path(target), roles, config, files, JobRecord(3, 24, {}), channel)
     return fresh
