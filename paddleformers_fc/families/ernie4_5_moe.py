@@ -1,11 +1,13 @@
 """ERNIE 4.5 MoE: the dense family's layers, routed and shared experts, and multi-token-prediction blocks.
 
-Routed experts are not cut by tensor parallelism; their fused layout has one round, which the shards themselves say.
 A prediction block is dense or has experts by its own number, as if it were the layer of that number.
 """
 
 from paddleformers_fc.families import blocks
 from paddleformers_fc.families.declarations import Family, Numbers, Statements, declared, only, same
+
+BLOCK = "model.mtp_block.{index}"
+STATICS = (blocks.LAYER + ".mlp.moe_statics.", BLOCK + ".mlp.moe_statics.")
 
 
 def _block(block: str, number: str) -> Statements:
@@ -27,12 +29,12 @@ FAMILY = Family(
     statements=declared(
         blocks.ends(),
         _block(blocks.LAYER, "layer"),
-        _block("model.mtp_block.{index}", "index"),
+        _block(BLOCK, "index"),
         blocks.norm("model.mtp_{emb,hidden}_norm.{index}"),
         blocks.replicated("model.mtp_linear_proj.{index}", "2 * hidden", "hidden", bias="use_bias"),
     ),
     tied=(blocks.TIED_HEAD,),
-    optional=("model.mtp_{block,emb_norm,hidden_norm,linear_proj}.{index}.",),
+    optional=(*STATICS, "model.mtp_{block,emb_norm,hidden_norm,linear_proj}.{index}."),
     sizes={
         "experts": "moe_num_experts",
         "last_moe_layer": "layers - 1 if moe_layer_end_index == -1 else moe_layer_end_index",
@@ -43,7 +45,6 @@ FAMILY = Family(
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,
         "moe_use_aux_free": True,
-        "moe_num_experts": 16,
         "moe_num_shared_experts": 2,
         "num_nextn_predict_layers": 1,
         "tie_word_embeddings": True,

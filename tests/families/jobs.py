@@ -45,3 +45,66 @@ def describe(model_type: str, config: Mapping[str, Any], tp: int = 1) -> dict[st
         name: [list(shard.global_shape), list(shard.local_shape), str(shard.local_tensor.dtype).split(".")[-1]]
         for name, shard in shards.items()
     }
+
+
+def stock_runs(runs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """:func:`stock_outputs` of several runs."""
+    return [stock_outputs(**run) for run in runs]
+
+
+def stock_outputs(
+    statements: list[str],
+    sources: Mapping[str, Mapping[str, Any]],
+    targets: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """What stock FlexCheckpoint makes of statements, as slices; ``error`` in place of ``outputs`` where it refuses.
+
+    Args:
+        statements: AOA text.
+        sources: the source space: name -> ``shape``, ``cuts`` and ``dtype``.
+        targets: the target space, where it is not what the statements make.
+    """
+    from paddle.distributed.flex_checkpoint.aoa.aoa_engine import AOAEngine
+
+    try:
+        engine = AOAEngine(
+            {"aoa_statements": statements}, _shards(sources), None if targets is None else _shards(targets)
+        )
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+    return {
+        "outputs": {
+            name: {
+                "shape": list(tensor.shape),
+                "slices": [
+                    [source, _bounds(source_slice), _bounds(target_slice), list(steps or [])]
+                    for source, source_slice, target_slice, steps in tensor.slices
+                ],
+            }
+            for name, tensor in engine.output_vars.items()
+            if tensor is not None
+        }
+    }
+
+
+def _shards(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
+    import itertools
+
+    from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeightDesc
+
+    shards: dict[str, list[Any]] = {}
+    for name, tensor in tensors.items():
+        shape = tuple(tensor["shape"])
+        local = tuple(length // cut for length, cut in zip(shape, tensor["cuts"], strict=True))
+        places = itertools.product(*(range(cut) for cut in tensor["cuts"]))
+        shards[name] = [
+            ShardedWeightDesc(
+                name, local, shape, tuple(n * size for n, size in zip(place, local, strict=True)), tensor["dtype"]
+            )
+            for place in places
+        ]
+    return shards
+
+
+def _bounds(slices: tuple[slice, ...]) -> list[list[int]]:
+    return [[int(one.start), int(one.stop)] for one in slices]

@@ -1,0 +1,87 @@
+"""PaddleFormers' hand-written statements, read from its sources: no package needs to be imported that cannot be.
+
+``_gen_aoa_config`` and ``_gen_inv_aoa_config`` are class methods that look at nothing but their class and the
+configuration. They are cut out of the source file and called with stand-ins for both.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+DEFAULTS = {
+    "attention_bias": False,
+    "fd_fallback": False,
+    "mlp_bias": False,
+    "moe_expert_fusion": False,
+    "mtp_num_layers": 0,
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,
+    "use_bias": False,
+    "using_sonic_moe": False,
+    # Of MiniMax M2 alone.
+    "add_full_attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "experimental_attention_variant": None,
+    "fp8": None,
+    "moe_deep_gemm": True,
+    "moe_latent_size": None,
+    "num_empty_layers_add_in_head": 0,
+    "routed_scaling_factor_learnable": False,
+    "sliding_window": None,
+    "softmax_type": "vanilla",
+    "use_dense_mtp": False,
+    "use_gated_attn": False,
+    "use_vha_attention": False,
+    "window_attn_skip_freq": None,
+}
+"""What PaddleFormers' configurations hold when nothing else is said."""
+
+# What these functions use of their module. No model here has windows.
+SCOPE = {"math": math, "is_layer_window_attention": lambda *_: False}
+
+
+class Config(SimpleNamespace):
+    """A configuration with what these functions ask of one."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field, or the default."""
+        return getattr(self, name, default)
+
+
+def statements(model_type: str, config: Mapping[str, Any], *, inverse: bool, fleet: bool = False) -> list[str]:
+    """The statements that PaddleFormers writes for a model.
+
+    Args:
+        model_type: the package of the model.
+        config: the model's configuration.
+        inverse: for the export instead of the load.
+        fleet: of the PaddleFleet class.
+    """
+    functions = _functions(model_type)
+    function = functions["_gen_inv_aoa_config" if inverse else "_gen_aoa_config"]
+    kind = SimpleNamespace(base_model_class=None, base_model_prefix="model", is_fleet=fleet)
+    kind.get_layer_attn_split_info = functions.get("get_layer_attn_split_info")
+    return list(function(kind, Config(**{**DEFAULTS, **config}))["aoa_statements"])
+
+
+def _functions(model_type: str) -> dict[str, Any]:
+    spec = importlib.util.find_spec("paddleformers")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    path = Path(spec.submodule_search_locations[0]) / "transformers" / model_type / "modeling.py"
+    scope: dict[str, Any] = dict(SCOPE)
+    wanted = ("_gen_aoa_config", "_gen_inv_aoa_config", "get_layer_attn_split_info")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        # The first of each name is that of the base class.
+        if isinstance(node, ast.FunctionDef) and node.name in wanted and node.name not in scope:
+            node.decorator_list = []
+            for argument in node.args.args:
+                argument.annotation = None
+            exec(compile(ast.Module([node], []), str(path), "exec"), scope)
+    return scope

@@ -1,0 +1,73 @@
+"""The two spaces of a family under one configuration, with numbers in them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.families import FAMILIES, Family, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.mapping import RuleSet
+from tests.mapping.numbers import Arrays, moved, numbered
+
+BY_NAME = {family.name: family for family in FAMILIES}
+Description = dict[str, dict[str, Any]]
+
+
+def settings(family: Family, **changes: Any) -> dict[str, Any]:
+    """The family's tiny configuration with some changes."""
+    return {"model_type": family.model_types[0], **family.defaults, **family.tiny, **changes}
+
+
+def tensors(family: Family, config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[ModelTensor]:
+    """What a model under these degrees of parallelism would describe."""
+    return [tensor.under(tp, ep) for tensor in enumerate_tensors(family, config)]
+
+
+def spaces(family: Family, config: Mapping[str, Any], tp: int = 1) -> tuple[RuleSet, Arrays, Arrays]:
+    """The rules, canonical tensors whose every element has a value of its own, and the model's by our mapping."""
+    rules = bind(family, config, tensors(family, config, tp))
+    mapping = rules.mapping()
+    canonical = numbered(mapping)
+    model = moved(mapping, canonical)
+    for tie in rules.ties:
+        model[tie.alias] = model[tie.owner]
+    return rules, canonical, model
+
+
+def described(space: Mapping[str, Any], cuts: Mapping[str, tuple[int, ...]] | None = None) -> Description:
+    """A space as JSON for a job of stock FlexCheckpoint."""
+    return {
+        name: {
+            "shape": list(spec.shape),
+            "cuts": list((cuts or {}).get(name, (1,) * len(spec.shape))),
+            "dtype": spec.dtype,
+        }
+        for name, spec in space.items()
+    }
+
+
+def gathered(outputs: Mapping[str, Any], sources: Arrays) -> Arrays:
+    """The numbers that stock FlexCheckpoint's slices take from the sources; what it leaves out is -1."""
+    made: Arrays = {}
+    for name, output in outputs.items():
+        array = np.full(output["shape"], -1.0)
+        for source, source_bounds, target_bounds, steps in output["slices"]:
+            part = sources[source][_index(source_bounds)]
+            for step in steps:
+                if step.startswith("["):
+                    part = part.transpose(ast.literal_eval(step))
+            array[_index(target_bounds)] = part
+        made[name] = array
+    return made
+
+
+def _index(bounds: list[list[int]]) -> tuple[slice, ...]:
+    return tuple(slice(low, high) for low, high in bounds)
+
+
+def differing(wanted: Arrays, found: Arrays) -> list[str]:
+    """Names that are not found, or found with other numbers."""
+    return sorted(name for name in wanted if name not in found or not np.array_equal(wanted[name], found[name]))

@@ -1,0 +1,249 @@
+"""PaddleFormers' own statements, carried out by stock FlexCheckpoint: equal, or a fault of theirs that is named.
+
+The two share nothing: theirs are hand-written lists, forward and inverse apart, and Paddle's engine turns them into
+slices; ours follow from one declaration. Real numbers go through both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.runtime.forkserver import ForkServer
+from tests.families import native
+from tests.families.spaces import BY_NAME, described, differing, gathered, settings, spaces, tensors
+from tests.mapping.numbers import Arrays, moved
+
+DEGREES = (1, 2, 4)
+
+FLEET, PLAIN = {"is_fleet": True}, {"is_fleet": False}
+NO_MTP = {"num_nextn_predict_layers": 0}
+ALL_SPARSE = {"mlp_only_layers": []}
+
+AGREE: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("ernie4_5", {}),
+    ("ernie4_5", {"tie_word_embeddings": False}),
+    ("ernie4_5_moe", NO_MTP),
+    ("ernie4_5_moe", {**NO_MTP, "moe_use_aux_free": False}),
+    ("ernie4_5_moe", {"num_nextn_predict_layers": 1}),
+    ("gpt_oss", {}),
+    ("qwen2", FLEET),
+    ("qwen2", PLAIN),
+    ("qwen2", {**FLEET, "tie_word_embeddings": True}),
+    ("qwen3", FLEET),
+    ("qwen3", PLAIN),
+    ("qwen2_moe", FLEET),
+    ("qwen2_moe", PLAIN),
+    ("qwen2_moe", {**PLAIN, "fd_fallback": True}),
+    ("qwen3_moe", {**FLEET, **ALL_SPARSE}),
+    ("qwen3_moe", {**PLAIN, **ALL_SPARSE}),
+    ("qwen3_moe", {**FLEET, **ALL_SPARSE, "moe_expert_fusion": True}),
+    ("qwen3_moe", {**FLEET, **ALL_SPARSE, "using_sonic_moe": True}),
+    ("qwen3_moe", {**PLAIN, **ALL_SPARSE, "fd_fallback": True}),
+    ("glm4_moe", FLEET),
+    ("glm4_moe", {**FLEET, "moe_expert_fusion": True, "tie_word_embeddings": True}),
+    ("glm4_moe", {**PLAIN, **NO_MTP}),
+    ("glm4_moe", {**PLAIN, **NO_MTP, "fd_fallback": True}),
+    ("deepseek_v3", NO_MTP),
+    ("deepseek_v3", {**NO_MTP, "attention_bias": True}),
+    ("minimax_m2", {"v_head_dim": 8}),
+    ("minimax_m2", {"v_head_dim": 8, "moe_expert_fusion": True, "n_shared_experts": 1}),
+    ("minimax_m2", {"v_head_dim": 8, "use_dense_mtp": True, "num_empty_layers_add_in_head": 2}),
+]
+
+
+class Theirs:
+    """What PaddleFormers' statements make of the spaces of one model, beside what ours do."""
+
+    def __init__(self, ranks: ForkServer, name: str, changes: dict[str, Any], tp: int) -> None:
+        (self.load, self.export), self.canonical, self.model = _carried_out(ranks, name, changes, (tp,))[0]
+
+    @property
+    def loaded(self) -> Arrays:
+        """The model by their statements."""
+        return gathered(self.load["outputs"], self.canonical)
+
+    @property
+    def exported(self) -> Arrays:
+        """The canonical tensors by their statements."""
+        return gathered(self.export["outputs"], self.model)
+
+
+Outcome = tuple[tuple[dict[str, Any], dict[str, Any]], Arrays, Arrays]
+
+
+def _carried_out(ranks: ForkServer, name: str, changes: dict[str, Any], degrees: tuple[int, ...]) -> list[Outcome]:
+    """Their load and their export under every degree, with our canonical and model tensors."""
+    family = BY_NAME[name]
+    config = settings(family, **changes)
+    fleet = bool(config.get("is_fleet", name in ("kimi_k2", "minimax_m2")))
+    forward, inverse = (native.statements(name, config, inverse=way, fleet=fleet) for way in (False, True))
+    arrays, runs = [], []
+    for tp in degrees:
+        rules, canonical, model = spaces(family, config, tp)
+        assert differing(canonical, moved(rules.mapping().reversed(), model)) == []
+        live = described(rules.targets, {tensor.name: tensor.cuts for tensor in tensors(family, config, tp)})
+        runs.append({"statements": forward, "sources": described(rules.mapping().sources), "targets": live})
+        runs.append({"statements": inverse, "sources": live})
+        arrays.append((canonical, model))
+    (values,) = ranks.run("tests.families.jobs:stock_runs", 1, {"runs": runs}).values
+    return [((values[2 * i], values[2 * i + 1]), *arrays[i]) for i in range(len(degrees))]
+
+
+@pytest.mark.parametrize(("name", "changes"), AGREE, ids=str)
+def test_load_and_export_are_those_of_stock_where_stock_is_right(
+    ranks: ForkServer, name: str, changes: dict[str, Any]
+) -> None:
+    for (load, export), canonical, model in _carried_out(ranks, name, changes, DEGREES):
+        assert differing(model, gathered(load["outputs"], canonical)) == []
+        assert differing(canonical, gathered(export["outputs"], model)) == []
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_gemma3_exports_its_later_layers_where_stock_leaves_them_fused(ranks: ForkServer, tp: int) -> None:
+    # The inverse statements of the feed-forward name layer 0 and no other.
+    theirs = Theirs(ranks, "gemma3_text", {}, tp)
+    assert differing(theirs.model, theirs.loaded) == []
+    exported = theirs.exported
+    ffn = "model.layers.1.mlp"
+    assert differing(theirs.canonical, exported) == [f"{ffn}.gate_proj.weight", f"{ffn}.up_proj.weight"]
+    assert exported[f"{ffn}.up_gate_proj.weight"].shape == theirs.model[f"{ffn}.up_gate_proj.weight"].shape
+
+
+def test_an_untied_gemma3_keeps_its_head_where_stock_overwrites_it(ranks: ForkServer) -> None:
+    # The embedding is copied onto the head, and the head dropped at export, without a look at tie_word_embeddings.
+    theirs = Theirs(ranks, "gemma3_text", {"tie_word_embeddings": False}, 1)
+    assert differing(theirs.model, theirs.loaded) == ["lm_head.weight"]
+    assert "lm_head.weight" not in theirs.exported
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_phi3_under_tensor_parallelism_exports_gate_and_up_where_stock_mixes_them(ranks: ForkServer, tp: int) -> None:
+    # A transpose in front of fused_ffn: the engine forgets that the source is sharded.
+    assert differing(*_export(Theirs(ranks, "phi3", {}, 1))) == []
+    theirs = Theirs(ranks, "phi3", {}, tp)
+    assert differing(theirs.model, theirs.loaded) == []
+    layers = [f"model.layers.{layer}.mlp.gate_up_proj.weight" for layer in range(2)]
+    assert differing(*_export(theirs)) == layers
+
+
+def _export(theirs: Theirs) -> tuple[Arrays, Arrays]:
+    return theirs.canonical, theirs.exported
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_kimi_k2_under_tensor_parallelism_exports_gate_and_up_where_stock_mixes_them(
+    ranks: ForkServer, tp: int
+) -> None:
+    # Fused per rank at load, split in two halves at export.
+    assert differing(*_export(Theirs(ranks, "kimi_k2", {}, 1))) == []
+    theirs = Theirs(ranks, "kimi_k2", {}, tp)
+    assert differing(theirs.model, theirs.loaded) == []
+    parts = ["0.mlp.gate_proj", "0.mlp.up_proj", "1.mlp.shared_experts.gate_proj", "1.mlp.shared_experts.up_proj"]
+    assert differing(*_export(theirs)) == [f"model.layers.{part}.weight" for part in parts]
+
+
+def test_deepseek_v3_turns_the_projection_of_its_prediction_layer_which_stock_does_not(ranks: ForkServer) -> None:
+    # No statement names eh_proj, so that [2h, h] and [h, 2h] are taken for one another.
+    theirs = Theirs(ranks, "deepseek_v3", {}, 1)
+    assert differing(theirs.model, theirs.loaded) == ["model.layers.2.eh_proj.weight"]
+    assert differing(*_export(theirs)) == ["model.layers.2.eh_proj.weight"]
+
+
+def test_glm4_moe_exports_its_prediction_layer_where_stock_looks_at_another_setting(ranks: ForkServer) -> None:
+    # The load goes by mtp_num_layers, the export by num_nextn_predict_layers.
+    theirs = Theirs(ranks, "glm4_moe", {"mtp_num_layers": 1, **NO_MTP, "num_empty_layers_add_in_head": 0}, 1)
+    assert differing(theirs.model, theirs.loaded) == []
+    assert "model.layers.2.shared_head.norm.weight" in differing(*_export(theirs))
+
+
+def test_glm4_moe_exports_experts_kept_as_stored_where_stock_keeps_the_models_layer_number(ranks: ForkServer) -> None:
+    # Without the transpose, nothing renames the split experts from the model's layer number to the canonical one.
+    theirs = Theirs(ranks, "glm4_moe", {"using_sonic_moe": True}, 1)
+    assert differing(theirs.model, theirs.loaded) == []
+    assert "model.layers.1.mlp.experts.0.gate_proj.weight" in differing(*_export(theirs))
+
+
+def test_minimax_m2_exports_experts_kept_as_stored_where_stock_forgets_their_names(ranks: ForkServer) -> None:
+    # Without the transpose, nothing renames the experts' second layer to w2.
+    theirs = Theirs(ranks, "minimax_m2", {"v_head_dim": 8, "moe_expert_fusion": True, "using_sonic_moe": True}, 1)
+    assert differing(theirs.model, theirs.loaded) == []
+    assert "model.layers.0.block_sparse_moe.experts.0.w2.weight" in differing(*_export(theirs))
+
+
+RAISES: list[tuple[str, str, dict[str, Any], str, str]] = [
+    (
+        "ERNIE without shared experts",
+        "ernie4_5_moe",
+        {**NO_MTP, "moe_num_shared_experts": 0},
+        "export",
+        "shared_experts",
+    ),
+    (
+        "ERNIE whose last layers are dense",
+        "ernie4_5_moe",
+        {**NO_MTP, "moe_layer_end_index": 1},
+        "export",
+        "layers.2.mlp",
+    ),
+    (
+        "ERNIE with every second layer dense",
+        "ernie4_5_moe",
+        {**NO_MTP, "moe_layer_interval": 2},
+        "export",
+        "layers.2.mlp",
+    ),
+    (
+        "ERNIE with experts in a prediction block",
+        "ernie4_5_moe",
+        {"moe_layer_start_index": 0},
+        "load",
+        "mtp_block.0.mlp",
+    ),
+    (
+        "ERNIE with experts in a prediction block",
+        "ernie4_5_moe",
+        {"moe_layer_start_index": 0},
+        "export",
+        "mtp_block.0.mlp",
+    ),
+    ("ERNIE with biases in its feed-forward", "ernie4_5", {"mlp_bias": True}, "load", "up_gate_proj.bias"),
+    ("Qwen 3 MoE with mlp_only_layers", "qwen3_moe", {}, "load", "layers.0.mlp.up_gate_proj"),
+    ("Qwen 3 MoE with mlp_only_layers", "qwen3_moe", {}, "export", "layers.0.mlp.experts.0"),
+    ("Qwen 3 MoE of the other class", "qwen3_moe", PLAIN, "export", "layers.0.mlp.experts.0"),
+    ("Qwen 3 MoE with a tied head", "qwen3_moe", {**ALL_SPARSE, "tie_word_embeddings": True}, "load", "lm_head"),
+    ("Qwen 2 MoE with mlp_only_layers", "qwen2_moe", {"mlp_only_layers": [0]}, "export", "layers.0.mlp"),
+    ("Qwen 2 MoE with grouped experts", "qwen2_moe", {"moe_expert_fusion": True}, "load", "grouped_gemm_experts"),
+    ("Phi-3 with a tied head", "phi3", {"tie_word_embeddings": True}, "load", "lm_head"),
+    ("DeepSeek V3 with a tied head", "deepseek_v3", {**NO_MTP, "tie_word_embeddings": True}, "load", "lm_head"),
+    (
+        "DeepSeek V3 with stacked experts",
+        "deepseek_v3",
+        {**NO_MTP, "fd_fallback": True},
+        "load",
+        "experts.gate_up_proj",
+    ),
+    ("DeepSeek V3 without q_lora_rank", "deepseek_v3", {**NO_MTP, "q_lora_rank": None}, "load", "q_a_layernorm"),
+    (
+        "Kimi K2 with two dense layers",
+        "kimi_k2",
+        {"num_hidden_layers": 3, "first_k_dense_replace": 2},
+        "load",
+        "layers.1",
+    ),
+    ("Kimi K2 with a prediction layer", "kimi_k2", {"num_nextn_predict_layers": 1}, "load", "transformer_layer"),
+]
+
+
+@pytest.mark.parametrize(("what", "name", "changes", "way", "named"), RAISES, ids=[f"{c[0]}, {c[3]}" for c in RAISES])
+def test_what_stock_refuses_goes_both_ways(
+    ranks: ForkServer, what: str, name: str, changes: dict[str, Any], way: str, named: str
+) -> None:
+    # Our way there and back is a part of this, under every degree.
+    for (load, export), _, _ in _carried_out(ranks, name, changes, DEGREES):
+        found = load if way == "load" else export
+        assert named in found.get("error", ""), f"{what}: {found}"
