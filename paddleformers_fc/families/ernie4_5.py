@@ -13,6 +13,6 @@ FAMILY = Family(
         blocks.fused_ffn(blocks.LAYER + ".mlp", bias="mlp_bias"),
     ),
     tied=(blocks.TIED_HEAD,),
-    defaults={"tie_word_embeddings": True},
-    tiny=dict(blocks.TINY, use_bias=True),
+    defaults={"head_dim": 128, "tie_word_embeddings": True},
+    tiny=dict(blocks.TINY, head_dim=4, use_bias=True),
 )

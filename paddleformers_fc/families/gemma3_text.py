@@ -14,6 +14,6 @@ FAMILY = Family(
         blocks.fused_ffn(blocks.LAYER + ".mlp", bias="mlp_bias"),
     ),
     tied=(blocks.TIED_HEAD,),
-    defaults={"tie_word_embeddings": True},
+    defaults={"head_dim": 256, "tie_word_embeddings": True},
     tiny=dict(blocks.TINY, head_dim=8),
 )

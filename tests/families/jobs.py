@@ -16,35 +16,46 @@ CLASSES = {
 }
 
 
-def _model(model_type: str, config: Mapping[str, Any], tp: int) -> Any:
-    stem, kind = CLASSES[model_type]
-    package = f"paddleformers.transformers.{model_type}"
+def describe(models: list[Mapping[str, Any]], tp: int = 1, dtype: str = "float32") -> list[dict[str, Any]]:
+    """Every tensor of real models on this rank: per model, name -> [global shape, local shape, dtype].
+
+    Args:
+        models: their configurations, with ``model_type``.
+        tp: degree of tensor parallelism.
+        dtype: the models' dtype.
+    """
+    import paddle
+    from paddle.distributed import fleet
+
+    if tp > 1:
+        strategy = fleet.DistributedStrategy()
+        strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": tp, "pp_degree": 1, "sharding_degree": 1}
+        fleet.init(is_collective=True, strategy=strategy)
+    paddle.set_default_dtype(dtype)
+    return [
+        {
+            name: [list(shard.global_shape), list(shard.local_shape), str(shard.local_tensor.dtype).split(".")[-1]]
+            for name, shard in _model(model, tp).sharded_state_dict().items()
+        }
+        for model in models
+    ]
+
+
+def _model(config: Mapping[str, Any], tp: int) -> Any:
     settings = {
         "fuse_rms_norm": False,
         "sequence_parallel": False,
         "tensor_model_parallel_size": tp,
         "use_flash_attention": False,
-        **({"moe_group": "dummy"} if model_type == "ernie4_5_moe" else {}),
         **config,
     }
-    settings.pop("model_type", None)
+    model_type = settings.pop("model_type")
+    if model_type == "ernie4_5_moe":
+        settings["moe_group"] = "dummy"
+    stem, kind = CLASSES[model_type]
+    package = f"paddleformers.transformers.{model_type}"
     made = getattr(importlib.import_module(f"{package}.configuration"), f"{stem}Config")(**settings)
     return getattr(importlib.import_module(f"{package}.modeling"), kind)(made)
-
-
-def describe(model_type: str, config: Mapping[str, Any], tp: int = 1) -> dict[str, Any]:
-    """Every tensor of a real model on this rank: name -> [global shape, local shape, dtype]."""
-    if tp > 1:
-        from paddle.distributed import fleet
-
-        strategy = fleet.DistributedStrategy()
-        strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": tp, "pp_degree": 1, "sharding_degree": 1}
-        fleet.init(is_collective=True, strategy=strategy)
-    shards = _model(model_type, config, tp).sharded_state_dict()
-    return {
-        name: [list(shard.global_shape), list(shard.local_shape), str(shard.local_tensor.dtype).split(".")[-1]]
-        for name, shard in shards.items()
-    }
 
 
 def stock_runs(runs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
