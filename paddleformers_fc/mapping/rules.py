@@ -48,6 +48,16 @@ class Slab:
         return f"stretch {self.start}:{self.stop} on axis {self.axis}"
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One stretch of one part: its box in a source and in a target, each named by its index in the rule."""
+
+    source: int
+    source_box: Box
+    target: int
+    target_box: Box
+
+
 @dataclass(frozen=True)
 class Rule:
     """Targets dealt out of sources along one axis.
@@ -119,13 +129,14 @@ class Rule:
             and (self.axes[slab.axis] != NEW_AXIS or slab.stop - slab.start == 1)
         )
 
-    def correspondences(self, target_shapes: list[Shape]) -> Iterator[Correspondence]:
-        """The box correspondences that this rule denotes.
+    def placements(self, target_shapes: list[Shape]) -> list[Placement]:
+        """Where every stretch of every part lies on both sides, without names: equal for all rules of one form.
 
         Args:
             target_shapes: the global shape of every target.
         """
         source_shapes = self.source_shapes(target_shapes[0])
+        placed: list[Placement] = []
         for run in deal(self.parts, self.source_blocks, self.target_blocks):
             source, source_at = (run.part, run.in_part) if len(self.sources) > 1 else (0, run.in_source)
             target, target_at = (run.part, run.in_part) if len(self.targets) > 1 else (0, run.in_target)
@@ -138,9 +149,22 @@ class Rule:
                 if source_axis == NEW_AXIS
                 else _along(source_shapes[source], source_axis, source_at, run.length)
             )
-            yield Correspondence(
-                self.sources[source], source_box, self.targets[target], target_box, self.axes, self.cast
-            )
+            placed.append(Placement(source, source_box, target, target_box))
+        return placed
+
+    def correspondences(self, target_shapes: list[Shape]) -> Iterator[Correspondence]:
+        """The box correspondences that this rule denotes.
+
+        Args:
+            target_shapes: the global shape of every target.
+        """
+        return self.placed(self.placements(target_shapes))
+
+    def placed(self, placements: list[Placement]) -> Iterator[Correspondence]:
+        """The correspondences of this rule at these placements."""
+        sources, targets, axes, cast = self.sources, self.targets, self.axes, self.cast
+        for one in placements:
+            yield Correspondence(sources[one.source], one.source_box, targets[one.target], one.target_box, axes, cast)
 
 
 @dataclass(frozen=True)
@@ -213,6 +237,21 @@ def _narrowed(box: Box, slab: Slab) -> Box:
 
 
 @dataclass(frozen=True)
+class _Form:
+    """What all rules of one form share: whether they fit, their sources' shapes, and where their stretches lie."""
+
+    faults: bool
+    source_shapes: list[Shape]
+    placements: list[Placement]
+
+
+def _form_of(rule: Rule, shapes: list[Shape]) -> _Form:
+    if any(rule.faults(shapes)):
+        return _Form(True, [], [])
+    return _Form(False, rule.source_shapes(shapes[0]), rule.placements(shapes))
+
+
+@dataclass(frozen=True)
 class RuleSet:
     """The rules between the canonical space (sources) and one model's space (targets).
 
@@ -260,20 +299,36 @@ class RuleSet:
         faults: list[str] = []
         sources: dict[str, TensorSpec] = {}
         found: list[Correspondence] = []
+        # A model has many layers and experts of few forms: what depends on the form alone is worked out once.
+        forms: dict[object, _Form] = {}
         for rule in self.rules:
-            unknown = [name for name in rule.targets if name not in self.targets]
-            if unknown:
-                faults.extend(f"{name}: the rule's target is not a tensor of the model" for name in unknown)
+            specs = [self.targets.get(name) for name in rule.targets]
+            known = [spec for spec in specs if spec is not None]
+            if len(known) < len(specs):
+                absent = [name for name, spec in zip(rule.targets, specs, strict=True) if spec is None]
+                faults.extend(f"{name}: the rule's target is not a tensor of the model" for name in absent)
                 continue
-            specs = [self.targets[name] for name in rule.targets]
-            shapes = [spec.shape for spec in specs]
-            wrong = list(rule.faults(shapes))
-            if wrong:
-                faults.extend(f"{', '.join(rule.targets)}: {reason}" for reason in wrong)
+            shapes = [spec.shape for spec in known]
+            key = (
+                len(rule.sources),
+                *shapes,
+                rule.parts,
+                rule.axis,
+                rule.axes,
+                rule.source_blocks,
+                rule.target_blocks,
+                rule.slab,
+            )
+            form = forms.get(key)
+            if form is None:
+                form = forms[key] = _form_of(rule, shapes)
+            if form.faults:
+                faults.extend(f"{', '.join(rule.targets)}: {reason}" for reason in rule.faults(shapes))
                 continue
-            for name, shape in zip(rule.sources, rule.source_shapes(shapes[0]), strict=True):
-                sources[name] = TensorSpec(shape, (stored or {}).get(name, specs[0].dtype))
-            found.extend(rule.correspondences(shapes))
+            dtype = known[0].dtype
+            for name, shape in zip(rule.sources, form.source_shapes, strict=True):
+                sources[name] = TensorSpec(shape, dtype if stored is None else stored.get(name, dtype))
+            found.extend(rule.placed(form.placements))
         if faults:
             raise MappingError(
                 f"{len(faults)} rules do not fit the tensors they are for.",
