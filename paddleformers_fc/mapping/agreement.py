@@ -1,8 +1,8 @@
 """Whether two mappings move the same numbers to the same places.
 
 The proof of one mapping (:mod:`.prove`) cannot know that a query was taken for a key of the same shape, or a square
-matrix for its transpose: such a mapping is total and single-writer too. What knows is the declaration it came from. So a
-mapping that was stored, edited or handed on is compared with the one that is declared: wherever two target boxes
+matrix for its transpose: such a mapping is total and single-writer too. What knows is the declaration it came from.
+So a mapping that was stored, edited or handed on is compared with the one that is declared: wherever two target boxes
 overlap, both must read the same source at the same place under the same axes. Together with both proofs, that makes
 them equal functions.
 
