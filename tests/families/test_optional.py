@@ -1,0 +1,131 @@
+"""Files that lack what a model has, or hold what it does not want: fresh, dropped, or refused; never guessed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import save_file
+
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.execute.channel import LocalChannel
+from paddleformers_fc.execute.load import LoadReport, load_weights
+from paddleformers_fc.families import OptionalNames
+from tests.families.spaces import BY_NAME, settings, spaces
+from tests.mapping.numbers import Arrays
+
+INITIAL = -1.0
+
+
+def load(tmp_path: Path, name: str, stored: Arrays, **changes: Any) -> tuple[LoadReport, Arrays]:
+    """Load a file into a model that was initialised with :data:`INITIAL`: the report, and what the model then holds."""
+    family = BY_NAME[name]
+    config = settings(family, **changes)
+    rules, _, _ = spaces(family, config)
+    save_file({key: value.astype(np.float32) for key, value in stored.items()}, tmp_path / "model.safetensors")
+    weights = {
+        key: SimpleNamespace(
+            key=key,
+            local_tensor=paddle.full(spec.shape, INITIAL),
+            local_shape=spec.shape,
+            global_shape=spec.shape,
+            global_offset=(0,) * len(spec.shape),
+            is_flattened=False,
+            flattened_range=None,
+        )
+        for key, spec in rules.targets.items()
+    }
+    report = load_weights(tmp_path, {"model_state": weights}, config, LocalChannel())
+    return report, {key: weight.local_tensor.numpy() for key, weight in weights.items()}
+
+
+def canonical(name: str, **changes: Any) -> Arrays:
+    """The open weights of a configuration."""
+    family = BY_NAME[name]
+    return spaces(family, settings(family, **changes))[1]
+
+
+def held(arrays: Arrays, names: set[str]) -> bool:
+    """Whether these, and no others, still have their initial values."""
+    return {name for name, array in arrays.items() if (array == INITIAL).all()} == names
+
+
+@pytest.mark.parametrize("moe_layer_start_index", [0, 1], ids=["with experts", "dense"])
+def test_prediction_blocks_that_a_file_lacks_keep_their_initial_values(
+    tmp_path: Path, moe_layer_start_index: int
+) -> None:
+    config = {"moe_layer_start_index": moe_layer_start_index, "tie_word_embeddings": False}
+    stored = canonical("ernie4_5_moe", num_nextn_predict_layers=0, **config)
+    report, found = load(tmp_path, "ernie4_5_moe", stored, num_nextn_predict_layers=2, **config)
+    prediction = {name for name in found if name.startswith("model.mtp_")}
+    assert set(report.fresh) == prediction
+    assert held(found, prediction)
+    assert report.dropped == ()
+
+
+def test_prediction_blocks_that_the_model_does_not_want_are_dropped(tmp_path: Path) -> None:
+    stored = canonical("ernie4_5_moe", tie_word_embeddings=False)
+    report, found = load(tmp_path, "ernie4_5_moe", stored, num_nextn_predict_layers=0, tie_word_embeddings=False)
+    assert set(report.dropped) == {name for name in stored if name.startswith("model.mtp_")}
+    assert report.fresh == ()
+    assert held(found, set())
+
+
+def test_a_deeper_model_takes_the_blocks_that_are_there(tmp_path: Path) -> None:
+    config = {"tie_word_embeddings": False, "moe_layer_start_index": 0}
+    stored = canonical("ernie4_5_moe", num_nextn_predict_layers=1, **config)
+    report, found = load(tmp_path, "ernie4_5_moe", stored, num_nextn_predict_layers=2, **config)
+    second = {name for name in found if name.startswith("model.mtp_") and ".1." in name.split("experts")[0]}
+    assert set(report.fresh) == second
+    assert held(found, second)
+
+
+def test_a_prediction_block_with_a_hole_is_refused_and_the_hole_named(tmp_path: Path) -> None:
+    stored = canonical("ernie4_5_moe", tie_word_embeddings=False)
+    del stored["model.mtp_block.1.self_attn.k_proj.weight"]
+    with pytest.raises(MismatchError, match=r"mtp_block.1.self_attn.(k_proj|qkv_proj)"):
+        load(tmp_path, "ernie4_5_moe", stored, tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize("stored_has_it", [True, False])
+def test_the_bias_of_aux_free_routing_may_be_there_or_not(tmp_path: Path, stored_has_it: bool) -> None:
+    config = {"num_nextn_predict_layers": 0, "tie_word_embeddings": False}
+    stored = canonical("ernie4_5_moe", moe_use_aux_free=stored_has_it, **config)
+    report, found = load(tmp_path, "ernie4_5_moe", stored, moe_use_aux_free=not stored_has_it, **config)
+    biases = {f"model.layers.{layer}.mlp.moe_statics.e_score_correction_bias" for layer in (1, 2)}
+    assert set(report.dropped if stored_has_it else report.fresh) == biases
+    assert held(found, set() if stored_has_it else biases)
+
+
+def test_what_deepseek_repeats_in_its_prediction_layer_is_dropped_and_the_bias_it_lacks_is_fresh(
+    tmp_path: Path,
+) -> None:
+    stored = canonical("deepseek_v3")
+    layer = "model.layers.2"
+    del stored[f"{layer}.eh_proj.bias"]
+    repeated = {f"{layer}.shared_head.norm.weight": (32,), f"{layer}.embed_tokens.weight": (64, 32)}
+    stored |= {name: np.ones(shape) for name, shape in repeated.items()}
+    report, found = load(tmp_path, "deepseek_v3", stored)
+    assert set(report.dropped) == set(repeated)
+    assert report.fresh == (f"{layer}.eh_proj.bias",)
+    assert held(found, {f"{layer}.eh_proj.bias"})
+
+
+def test_a_model_of_glm_without_its_prediction_layer_drops_all_of_it(tmp_path: Path) -> None:
+    stored = canonical("glm4_moe")
+    report, found = load(tmp_path, "glm4_moe", stored, num_nextn_predict_layers=0)
+    assert set(report.dropped) == {name for name in stored if name.startswith("model.layers.2.")}
+    assert held(found, set())
+
+
+def test_layers_of_the_model_itself_are_never_optional() -> None:
+    family = BY_NAME["glm4_moe"]
+    optional = OptionalNames(family, settings(family, num_hidden_layers=12))
+    assert "model.layers.11.mlp.gate.weight" not in optional
+    assert "model.layers.12.mlp.gate.weight" in optional
+    assert optional.group("model.layers.12.enorm.weight") == optional.group("model.layers.12.hnorm.weight")
+    assert optional.group("model.layers.12.enorm.weight") != optional.group("model.layers.13.enorm.weight")

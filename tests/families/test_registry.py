@@ -1,0 +1,232 @@
+"""Registration: only what is proved is a family, and other distributions declare theirs by an entry point."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families import FAMILIES, Family, family_for, prove_family, register, registry
+from paddleformers_fc.families.declarations import Geometry, Statement, declared, fused, linear, only, same
+from tests.families.spaces import BY_NAME
+
+TINY = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16}
+STATEMENTS = declared(
+    same("model.embed_tokens.weight", shape=("vocab", "hidden"), cut=0),
+    linear("model.layers.{layer}.up.weight", shape=("hidden", "ffn"), cut=1),
+)
+OURS = Family("ours", ("ours",), STATEMENTS, tiny=TINY)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory on ``sys.path``, as ``site-packages`` is; what is imported from it is forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def install(site: Path, name: str, module: str, source: str, entry: str) -> None:
+    """What an installer leaves behind for a distribution of one module and one entry point."""
+    (site / f"{module}.py").write_text(source, encoding="utf-8")
+    info = site / f"{name.replace('-', '_')}-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(f"[paddleformers_fc.families]\n{entry}\n", encoding="utf-8")
+
+
+GOOD = """
+from paddleformers_fc.families.declarations import Family, declared, linear, same
+
+loaded = []
+loaded.append(1)
+FAMILY = Family(
+    "{name}", ("{name}",),
+    declared(
+        same("model.embed_tokens.weight", shape=("vocab", "hidden"), cut=0),
+        linear("model.layers.{{layer}}.up.weight", shape=("hidden", "ffn"), cut=1),
+    ),
+    tiny={{"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16}},
+)
+"""
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_of_this_package_is_proved(family: Family) -> None:
+    assert prove_family(family) > 10
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_is_a_file_of_at_most_sixty_lines(family: Family) -> None:
+    path = Path(registry.__file__).with_name(f"{family.name}.py")
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
+
+
+def test_a_registered_family_is_found_by_its_model_type() -> None:
+    register(OURS)
+    assert family_for({"model_type": "ours"}) is OURS
+
+
+FAULTY: list[tuple[str, tuple[Statement, ...], str]] = [
+    (
+        "two targets of one canonical tensor",
+        declared(
+            STATEMENTS, linear("model.layers.{layer}.again.weight", "model.layers.{layer}.up.weight", ("hidden", "ffn"))
+        ),
+        "is read more than once",
+    ),
+    (
+        "a name declared twice under one configuration",
+        declared(STATEMENTS, linear("model.layers.{layer}.up.weight", shape=("hidden", "ffn"), cut=1)),
+        "model.layers.{0...1}.up.weight: 2 statements declare it",
+    ),
+    (
+        "a stack of parts that do not fit",
+        declared(
+            STATEMENTS,
+            fused(
+                "model.odd.weight", ["model.a.weight", "model.b.weight"], Geometry.FUSED_FFN, ("hidden", "ffn + 1"), 1
+            ),
+        ),
+        "does not hold gate and up",
+    ),
+    (
+        "an axis that four ranks cannot share",
+        declared(STATEMENTS, same("model.pair.weight", shape=("2",), cut=0)),
+        "model.pair.weight: 2 elements on axis 0 cannot be cut into 4 parts",
+    ),
+    (
+        "a size that the configuration lacks",
+        declared(STATEMENTS, same("model.other.weight", shape=("kv_lora_rank + 1",))),
+        "`kv_lora_rank + 1` needs kv_lora_rank, which the configuration does not hold",
+    ),
+    (
+        "a placeholder without numbers",
+        declared(STATEMENTS, same("model.blocks.{block}.weight", shape=("hidden",))),
+        "{block} stands for no declared numbers",
+    ),
+    (
+        "a canonical number that the name does not have",
+        declared(STATEMENTS, same("model.norm.weight", "model.norms.{layer}.weight", shape=("hidden",))),
+        "model.norm.weight: its canonical names hold layer",
+    ),
+    (
+        "an expression that is none",
+        declared(STATEMENTS, same("model.norm.weight", shape=("hidden *",))),
+        "`hidden *` is no expression",
+    ),
+    (
+        "an expression that calls a function",
+        declared(STATEMENTS, same("model.norm.weight", shape=("len(hidden)",))),
+        "`len(hidden)` uses Call",
+    ),
+    ("no tensor at all", only("False", STATEMENTS), "declares no tensor under its tiny configuration"),
+]
+
+
+@pytest.mark.parametrize(("what", "statements", "named"), FAULTY, ids=[case[0] for case in FAULTY])
+def test_a_family_that_is_not_proved_cannot_be_registered(
+    what: str, statements: tuple[Statement, ...], named: str
+) -> None:
+    with pytest.raises(MappingError) as caught:
+        register(replace(OURS, statements=statements))
+    assert named in str(caught.value), what
+    with pytest.raises(MappingError, match="No family declares model_type 'ours'"):
+        family_for({"model_type": "ours"})
+
+
+def test_a_model_type_belongs_to_one_family() -> None:
+    register(OURS)
+    with pytest.raises(MappingError, match="ours: declared by family ours"):
+        register(replace(OURS, name="another"))
+    assert family_for({"model_type": "ours"}) is OURS
+
+
+def test_a_family_of_another_distribution_is_loaded_when_its_model_type_is_asked_for_and_once(site: Path) -> None:
+    install(site, "their-families", "their_families", GOOD.format(name="theirs"), "theirs = their_families:FAMILY")
+    assert family_for({"model_type": "llama"}) is BY_NAME["llama"]
+    assert "their_families" not in sys.modules
+    family = family_for({"model_type": "theirs"})
+    assert family.name == "theirs"
+    assert family_for({"model_type": "theirs"}) is family
+    assert sys.modules["their_families"].loaded == [1]
+
+
+def test_an_unknown_model_type_names_those_of_other_distributions_without_loading_them(site: Path) -> None:
+    install(site, "their-families", "their_families", GOOD.format(name="theirs"), "theirs = their_families:FAMILY")
+    with pytest.raises(MappingError, match=r"qwen3_moe, theirs"):
+        family_for({"model_type": "unheard_of"})
+    assert "their_families" not in sys.modules
+
+
+BROKEN: list[tuple[str, str, str, str]] = [
+    ("an import that fails", "import no_such_module", "theirs = their_families:FAMILY", "ModuleNotFoundError"),
+    ("an object that is not there", "", "theirs = their_families:FAMILY", "AttributeError"),
+    (
+        "an object of another kind",
+        "FAMILY = 3",
+        "theirs = their_families:FAMILY",
+        "their_families:FAMILY is int, not a Family",
+    ),
+    (
+        "a family of another name",
+        GOOD.format(name="others"),
+        "theirs = their_families:FAMILY",
+        "family others declares model types others",
+    ),
+    (
+        "a family that is not proved",
+        GOOD.format(name="theirs").replace('shape=("hidden", "ffn")', 'shape=("hidden", "fnn")'),
+        "theirs = their_families:FAMILY",
+        "`fnn` is not in the configuration",
+    ),
+]
+
+
+@pytest.mark.parametrize(("what", "source", "entry", "named"), BROKEN, ids=[case[0] for case in BROKEN])
+def test_what_fails_is_named_with_its_distribution_and_leaves_nothing_behind(
+    site: Path, what: str, source: str, entry: str, named: str
+) -> None:
+    install(site, "their-families", "their_families", source, entry)
+    for _ in range(2):
+        with pytest.raises(MappingError) as caught:
+            family_for({"model_type": "theirs"})
+        assert caught.value.where == "distribution their-families 1.2, entry point theirs = their_families:FAMILY"
+        assert named in " ".join(caught.value.evidence), what
+    assert "theirs" not in registry._registered
+    assert family_for({"model_type": "llama"}) is BY_NAME["llama"]
+
+
+def test_a_mended_distribution_is_loaded_in_the_same_process(site: Path) -> None:
+    install(site, "their-families", "their_families", "import no_such_module", "theirs = their_families:FAMILY")
+    with pytest.raises(MappingError):
+        family_for({"model_type": "theirs"})
+    # Another length: a module's cached code is told from its source by time and size.
+    (site / "their_families.py").write_text(GOOD.format(name="theirs"), encoding="utf-8")
+    assert family_for({"model_type": "theirs"}).name == "theirs"
+
+
+@pytest.mark.parametrize("model_type", ["theirs", "llama"])
+def test_two_declarations_of_one_model_type_are_refused_with_both_origins(site: Path, model_type: str) -> None:
+    for name in ("one", "two")[: 1 if model_type == "llama" else 2]:
+        install(
+            site, f"{name}-dist", f"{name}_families", GOOD.format(name=name), f"{model_type} = {name}_families:FAMILY"
+        )
+    with pytest.raises(MappingError) as caught:
+        family_for({"model_type": model_type})
+    origins = {line.split(",")[0] for line in caught.value.evidence}
+    assert origins == {
+        "distribution one-dist 1.2",
+        "this package" if model_type == "llama" else "distribution two-dist 1.2",
+    }
