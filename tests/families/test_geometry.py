@@ -1,0 +1,296 @@
+"""Layouts a declaration can ask for, against numpy; numbers that are shifted; what is refused."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families import Family, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families.declarations import (
+    Geometry,
+    Numbers,
+    Statements,
+    as_stored,
+    declared,
+    fused,
+    linear,
+    stacked,
+)
+from paddleformers_fc.families.sizes import Sizes
+from paddleformers_fc.mapping import RuleSet, prove
+from tests.families.spaces import BY_NAME, settings, spaces, tensors
+from tests.mapping.numbers import Arrays, moved, numbered
+
+EXPERTS, HIDDEN, FFN = 3, 4, 6
+EXPERT = "model.layers.{layer}.experts.{expert}"
+GATE_UP = fused(
+    f"{EXPERT}.gu.weight",
+    [f"{EXPERT}.gate.weight", f"{EXPERT}.up.weight"],
+    Geometry.FUSED_FFN,
+    ("hidden", "2 * ffn"),
+)
+DOWN = linear(f"{EXPERT}.down.weight", shape=("ffn", "hidden"))
+CONFIG = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_experts": EXPERTS, "num_hidden_layers": 2}
+
+
+def bound(statements: Statements, tp: int = 1, ep: int = 1, **changes: Any) -> RuleSet:
+    """The rules of a family of these statements."""
+    family = Family("probe", ("probe",), statements)
+    config = {**CONFIG, **changes}
+    return bind(family, config, [one.under(tp, ep) for one in enumerate_tensors(family, config)])
+
+
+def both_ways(rules: RuleSet) -> tuple[Arrays, Arrays]:
+    """Canonical numbers and the model's, once every number has come back."""
+    mapping = rules.mapping()
+    prove(mapping)
+    prove(mapping.reversed())
+    canonical = numbered(mapping)
+    model = moved(mapping, canonical)
+    back = moved(mapping.reversed(), model)
+    assert all((back[name] == canonical[name]).all() for name in canonical)
+    return canonical, model
+
+
+def one_by_one(canonical: Arrays, layer: int = 0) -> tuple[list[Any], list[Any], list[Any]]:
+    """Gate, up and down of every expert, [in, out]."""
+    names = [f"model.layers.{layer}.experts.{expert}" for expert in range(EXPERTS)]
+    gate, up, down = ([canonical[f"{name}.{part}.weight"].T for name in names] for part in ("gate", "up", "down"))
+    return gate, up, down
+
+
+def test_experts_are_stacked_one_behind_the_other_along_the_rows() -> None:
+    name = "model.layers.{layer}.stack"
+    canonical, model = both_ways(
+        bound(declared(stacked(f"{name}1", 0, False, GATE_UP), stacked(f"{name}2", 0, False, DOWN)))
+    )
+    gate, up, down = one_by_one(canonical)
+    rows = [np.concatenate(pair, axis=1) for pair in zip(gate, up, strict=True)]
+    assert np.array_equal(model["model.layers.0.stack1"], np.concatenate(rows))
+    assert np.array_equal(model["model.layers.0.stack2"], np.concatenate(down))
+
+
+def test_experts_are_stacked_on_an_axis_of_their_own() -> None:
+    name = "model.layers.{layer}.stack"
+    canonical, model = both_ways(
+        bound(declared(stacked(f"{name}1", 0, True, GATE_UP), stacked(f"{name}2", 0, True, DOWN)))
+    )
+    gate, up, down = one_by_one(canonical)
+    rows = [np.concatenate(pair, axis=1) for pair in zip(gate, up, strict=True)]
+    assert np.array_equal(model["model.layers.0.stack1"], np.stack(rows))
+    assert np.array_equal(model["model.layers.0.stack2"], np.stack(down))
+
+
+def test_experts_are_stacked_along_the_columns() -> None:
+    name = "model.layers.{layer}.stack"
+    canonical, model = both_ways(
+        bound(declared(stacked(f"{name}1", 1, False, GATE_UP), stacked(f"{name}2", 1, False, DOWN)))
+    )
+    gate, up, down = one_by_one(canonical)
+    pairs = [np.concatenate(pair, axis=1) for pair in zip(gate, up, strict=True)]
+    assert np.array_equal(model["model.layers.0.stack1"], np.concatenate(pairs, axis=1))
+    assert np.array_equal(model["model.layers.0.stack2"], np.concatenate(down, axis=1))
+
+
+def test_experts_kept_as_stored_lie_gate_over_up() -> None:
+    name = "model.layers.{layer}.stack"
+    kept = declared(stacked(f"{name}1", 0, False, as_stored(GATE_UP)), stacked(f"{name}2", 0, False, as_stored(DOWN)))
+    canonical, model = both_ways(bound(kept))
+    gate, up, down = one_by_one(canonical)
+    rows = [array.T for pair in zip(gate, up, strict=True) for array in pair]
+    assert np.array_equal(model["model.layers.0.stack1"], np.concatenate(rows))
+    assert np.array_equal(model["model.layers.0.stack2"], np.concatenate([array.T for array in down]))
+
+
+def test_expert_parallelism_cuts_a_stack_along_its_experts_and_does_not_change_the_mapping() -> None:
+    statements = stacked("model.layers.{layer}.stack", 0, False, GATE_UP)
+    family = Family("probe", ("probe",), statements)
+    config = {**CONFIG, "num_experts": 4}
+    cut = [one.under(ep=4) for one in enumerate_tensors(family, config)]
+    assert {tensor.cuts for tensor in cut} == {(4, 1)}
+    assert bind(family, config, cut).rules == bound(statements, num_experts=4).rules
+
+
+def test_a_stack_that_does_not_hold_the_experts_is_refused_with_the_numbers() -> None:
+    family = Family("probe", ("probe",), stacked("model.layers.{layer}.stack", 0, True, GATE_UP))
+    with pytest.raises(MappingError, match=r"shape \[5, 4, 12\] does not hold 3 experts on axis 0"):
+        bind(family, CONFIG, [ModelTensor("model.layers.0.stack", (5, 4, 12), "float32", (1, 1, 1))])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_what_is_fused_in_both_spaces_is_dealt_to_the_ranks(tp: int) -> None:
+    family = BY_NAME["phi3"]
+    _, canonical, model = spaces(family, settings(family), tp)
+    attention, ffn = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"
+    q, k, v = np.split(canonical[attention].T, [32, 48], axis=1)
+    assert np.array_equal(model[attention], _dealt([q, k, v], tp))
+    assert np.array_equal(model[ffn], _dealt(np.split(canonical[ffn].T, 2, axis=1), tp))
+
+
+def _dealt(parts: list[Any], ranks: int) -> Any:
+    cut = [np.split(part, ranks, axis=1) for part in parts]
+    return np.concatenate([piece for rank in zip(*cut, strict=True) for piece in rank], axis=1)
+
+
+def test_kv_heads_that_the_ranks_cannot_share_are_refused_with_the_numbers() -> None:
+    family = BY_NAME["phi3"]
+    config = settings(family, num_key_value_heads=2)
+    with pytest.raises(MappingError, match="2 key and value heads are not divisible among 4 tensor-parallel ranks"):
+        bind(family, config, tensors(family, config, 4))
+
+
+def test_empty_first_layers_shift_the_models_numbers_and_not_the_canonical_ones() -> None:
+    family = BY_NAME["glm4_moe"]
+    rules, _, _ = spaces(family, settings(family, num_empty_layers_add_in_head=3))
+    sources = {rule.targets[0]: rule.sources for rule in rules.rules}
+    assert sources["model.layers.3.mlp.down_proj.weight"] == ("model.layers.0.mlp.down_proj.weight",)
+    assert sources["model.layers.5.norm.weight"] == ("model.layers.2.shared_head.norm.weight",)
+    inner = "model.layers.5.transformer_layer.self_attn.o_proj.weight"
+    assert sources[inner] == ("model.layers.2.self_attn.o_proj.weight",)
+
+
+def test_a_layer_among_the_empty_ones_is_refused() -> None:
+    family = BY_NAME["glm4_moe"]
+    config = settings(family, num_empty_layers_add_in_head=3)
+    with pytest.raises(
+        MappingError, match=r"layers\.2\.input_layernorm\.weight: its numbers are smaller than the shift"
+    ):
+        bind(family, config, [ModelTensor("model.layers.2.input_layernorm.weight", (32,), "float32", (1,))])
+
+
+def test_experts_that_a_rank_counts_from_zero_are_told_their_place() -> None:
+    family = BY_NAME["ernie4_5_moe"]
+    tensor = ModelTensor("model.layers.1.mlp.experts.1.down_proj.weight", (16, 32), "float32", (1, 1))
+    rules = bind(family, settings(family), [tensor], shifts={"expert": -2})
+    assert rules.rules[0].sources == ("model.layers.1.mlp.experts.3.down_proj.weight",)
+    assert rules.rules[0].targets == ("model.layers.1.mlp.experts.1.down_proj.weight",)
+
+
+def test_statements_for_one_name_are_told_apart_by_shape() -> None:
+    family = BY_NAME["qwen3_moe"]
+    config = settings(family)
+    fleet, plain = (
+        bind(family, config, [ModelTensor("model.layers.1.mlp.gate.weight", shape, "float32", (1, 1))])
+        for shape in ((4, 32), (32, 4))
+    )
+    assert (fleet.rules[0].axes, plain.rules[0].axes) == ((0, 1), (1, 0))
+    with pytest.raises(MappingError, match=r"2 statements declare it, and shape \[8, 8\] does not tell which it is"):
+        bind(family, config, [ModelTensor("model.layers.1.mlp.gate.weight", (8, 8), "float32", (1, 1))])
+
+
+def test_the_router_is_cast_when_the_file_is_not_in_its_dtype_and_the_rest_is_not() -> None:
+    family = BY_NAME["glm4_moe"]
+    config = settings(family)
+    model = [one.under() for one in enumerate_tensors(family, config, "bfloat16")]
+    rules = bind(family, config, model)
+    stored = dict.fromkeys(rules.mapping().sources, "bfloat16")
+    casting = rules.casting(stored)
+    prove(casting.mapping(stored))
+    cast = {rule.targets[0].rsplit(".", 2)[-2] for rule in casting.rules if rule.cast}
+    assert cast == {"gate"}
+    assert {rule.cast for rule in casting.rules} == {None, "float32"}
+
+
+SPARSE = [(1, -1, 1), (0, -1, 1), (2, 3, 1), (0, 2, 2), (1, -1, 3)]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(("start", "end", "interval"), SPARSE)
+def test_ernie_is_proved_over_its_whole_configuration_space(start: int, end: int, interval: int, depth: int) -> None:
+    family = BY_NAME["ernie4_5_moe"]
+    for switches in range(16):
+        config = settings(
+            family,
+            num_hidden_layers=4,
+            num_nextn_predict_layers=depth,
+            moe_layer_start_index=start,
+            moe_layer_end_index=end,
+            moe_layer_interval=interval,
+            moe_num_shared_experts=switches & 1,
+            tie_word_embeddings=bool(switches & 2),
+            use_bias=bool(switches & 4),
+            moe_use_aux_free=bool(switches & 8),
+        )
+        mapping = spaces(family, config, 2)[0].mapping()
+        prove(mapping)
+        prove(mapping.reversed())
+        sparse = [n for n in range(4) if (n + 1) % interval == 0 and start <= n <= (3 if end < 0 else end)]
+        found = {name.split(".")[2] for name in mapping.targets if "model.layers" in name and ".experts.0." in name}
+        assert found == {str(n) for n in sparse}
+        blocks = {name.split(".")[2] for name in mapping.targets if "mtp_block" in name and ".experts.0." in name}
+        assert blocks == {str(n) for n in sparse if n < depth}
+
+
+def test_binding_visits_every_tensor_once() -> None:
+    family = BY_NAME["ernie4_5_moe"]
+    config = settings(family, num_hidden_layers=100, moe_num_experts=100, num_nextn_predict_layers=0)
+    model = tensors(family, config, 2)
+    assert len(model) > 20_000
+    started = time.process_time()
+    rules = bind(family, config, model)
+    # A fifth of a second, where it was measured; five times as many may take no more than 1.5 s.
+    assert time.process_time() - started < 1.5
+    assert len(rules.rules) == len(model) - 1
+
+
+def test_a_size_is_the_configurations_own_inside_its_own_definition() -> None:
+    sizes = Sizes({"head": "head or hidden // 2", "wide": "head * 2"}, {"hidden": 8})
+    assert sizes.length("wide") == 8
+    assert Sizes({"head": "head or hidden // 2", "wide": "head * 2"}, {"hidden": 8, "head": 3}).length("wide") == 6
+
+
+@pytest.mark.parametrize(
+    ("expression", "named"),
+    [
+        ("a + b", "`a + b` needs b, which the configuration does not hold"),
+        ("b", "`b` is not in the configuration"),
+        ("a - 9", "gives -8, which is no length"),
+        ("a // 0", "zero"),
+        ("a < 9", "gives True, which is no length"),
+        ("a; b", "is no expression"),
+        ("__import__('os')", "uses Call"),
+        ("a.b", "uses Attribute"),
+        ("a ** 9", "uses Pow"),
+        ("3.5", "uses Constant"),
+    ],
+)
+def test_an_expression_that_gives_no_length_is_refused_with_the_reason(expression: str, named: str) -> None:
+    with pytest.raises(MappingError) as caught:
+        Sizes({}, {"a": 1}).length(expression)
+    assert named in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("condition", "layer", "holds"),
+    [
+        ("", 0, True),
+        ("layer < first", 1, True),
+        ("layer < first", 2, False),
+        ("0 < layer < first", 0, False),
+        ("layer not in (listed or ())", 1, True),
+        ("layer in listed2", 1, True),
+        ("not absent and layer == 1", 1, True),
+        ("kind == 'full' if layer else False", 1, True),
+    ],
+)
+def test_conditions_are_pythons(condition: str, layer: int, holds: bool) -> None:
+    sizes = Sizes({}, {"first": 2, "listed": None, "listed2": [1], "kind": "full"})
+    assert sizes.holds(condition, {"layer": layer}) is holds
+
+
+def test_numbers_start_and_are_shifted_as_declared() -> None:
+    family = Family(
+        "probe",
+        ("probe",),
+        declared(linear("model.layers.{mtp}.weight", shape=("hidden", "ffn"))),
+        numbers=(Numbers("mtp", "2", start="layers", shift="5"),),
+    )
+    found = list(enumerate_tensors(family, CONFIG))
+    assert [(one.name, dict(one.numbers)) for one in found] == [
+        ("model.layers.7.weight", {"mtp": 2}),
+        ("model.layers.8.weight", {"mtp": 3}),
+    ]
