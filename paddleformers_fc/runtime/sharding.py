@@ -36,6 +36,17 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_utils import 
 from .. import errors
 from ._replace import ModuleView, replace_everywhere
 
+_segment_size = 2**20
+
+
+def slice_above(elements: int) -> None:
+    """Let stage 3 slice parameters of more than so many elements, from now on and in this process.
+
+    PaddleFormers has no option for it, and Paddle's 2**20 leaves every parameter of a small model whole.
+    """
+    global _segment_size
+    _segment_size = elements
+
 
 def clear_in_place() -> None:
     """``DygraphShardingOptimizerV2.clear_grad`` zeroes gradients where they are."""
@@ -82,7 +93,7 @@ def group_sharded_parallel(
     offload: bool = False,
     sync_buffers: bool = False,
     buffer_max_size: int = 2**23,
-    segment_size: int = 2**20,
+    segment_size: int | None = None,
     sync_comm: bool = False,
     dp_group: Any = None,
     exclude_layer: Any = None,
@@ -91,7 +102,7 @@ def group_sharded_parallel(
 
     Args:
         level: ``os`` or ``os_g`` for stage 2, ``p_g_os`` for stage 3.
-        segment_size: parameters with fewer elements are not sharded in stage 3.
+        segment_size: parameters with more elements are sliced in stage 3; by default what :func:`slice_above` was told.
 
     Raises:
         OptionError: another level.
@@ -120,7 +131,7 @@ def group_sharded_parallel(
             optimizer=optimizer,
             group=group,
             sync_buffers=sync_buffers,
-            segment_size=segment_size,
+            segment_size=_segment_size if segment_size is None else segment_size,
             offload=offload,
             sync_comm=sync_comm,
             dp_group=dp_group,

@@ -186,8 +186,8 @@ def _is_on(found: Any) -> bool:
     return bool(found)
 
 
-def _shards_more_than_the_optimizer(found: Any) -> bool:
-    return any(stage in str(found) for stage in ("stage2", "stage3", "fullshard"))
+def _is_offloaded(found: Any) -> bool:
+    return "offload" in str(found)
 
 
 _OTHER_FORMAT = "the second asks for another checkpoint format"
@@ -215,7 +215,7 @@ CONFLICTS = (
         " model_name_or_path",
         _is_on,
     ),
-    Conflict("sharding", f"sharding beyond stage 1 is {_NOT_YET}", _shards_more_than_the_optimizer),
+    Conflict("sharding", f"offloaded parameters are {_NOT_YET}", _is_offloaded),
     Conflict("optim", f"optimizers other than adamw are {_NOT_YET}", _is_not("adamw")),
     Conflict("tensorwise_offload_optimizer", f"offloaded optimizer states are {_NOT_YET}", _is_on),
     Conflict("using_sonic_moe", f"its interleaved expert weights are {_NOT_YET}", _is_on),

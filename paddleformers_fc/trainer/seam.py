@@ -179,6 +179,7 @@ def _roles_to_fill(trainer: Any, checkpoint: FlexCheckpoint, continued: bool) ->
     """The live weights and states that the checkpoint is to fill."""
     stored = checkpoint.catalog.roles
     masters = stored.get(MASTER_WEIGHT, {})
+    state.make_room(trainer.model)
     if continued:
         state.create_states(trainer.model, trainer.optimizer, {*masters, *stored.get(OPTIMIZER_STATE, {})})
         return state.run_roles(trainer.model, trainer.optimizer)

@@ -12,12 +12,14 @@ from typing import Any
 
 import paddle
 from paddle.distributed import ShardedWeight
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 from paddleformers.trainer.trainer_utils import init_optimizer
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.families import family_for
 from paddleformers_fc.families.declarations import TiedName
 from paddleformers_fc.layout.roles import MASTER_SUFFIX, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.trainer import slices
 
 LiveRoles = dict[str, dict[str, Any]]
 
@@ -28,8 +30,17 @@ def model_roles(model: Any) -> LiveRoles:
     Args:
         model: the model as it was built, not its parallel wrapper.
     """
-    weights = {name: weight for name, weight in model.sharded_state_dict().items() if isinstance(weight, ShardedWeight)}
-    return {MODEL_STATE: weights}
+    return {MODEL_STATE: slices.cut(_parameters(model))}
+
+
+def make_room(model: Any) -> None:
+    """Before a load: let go of memory that PaddleFormers has given to parameters which stage 3 keeps as slices."""
+    slices.release(_parameters(model))
+
+
+def _parameters(model: Any) -> dict[str, Any]:
+    """The model's tensors by name, whole also where stage 3 has released them."""
+    return {name: weight for name, weight in model.sharded_state_dict().items() if isinstance(weight, ShardedWeight)}
 
 
 def run_roles(model: Any, optimizer: Any) -> LiveRoles:
@@ -42,9 +53,10 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
     Raises:
         MismatchError: the optimizer holds a state that belongs to no parameter of the model.
     """
-    roles = model_roles(model)
+    weights = _parameters(model)
+    roles: LiveRoles = {MODEL_STATE: slices.cut(weights)}
     try:
-        states = optimizer.sharded_state_dict(_owners(model, roles[MODEL_STATE]))
+        states = _states(optimizer, _owners(model, weights))
     except (KeyError, ValueError) as error:
         raise MismatchError(
             "The optimizer holds a state that belongs to no parameter of the model.",
@@ -57,6 +69,13 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
     return {role: weights for role, weights in roles.items() if weights or role == MODEL_STATE}
 
 
+def _states(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    if slices.any_sliced(weights):
+        return slices.states(optimizer, weights)
+    states: dict[str, Any] = optimizer.sharded_state_dict(weights)
+    return states
+
+
 def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:
     """Create the optimizer's states of those parameters of this rank for which states are stored.
 
@@ -67,10 +86,14 @@ def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:
         optimizer: the optimizer with the Trainer's wrappers.
         stored: names of stored states, such as ``model.norm.weight.moment1_0``.
     """
-    weights = _owners(model, model_roles(model)[MODEL_STATE])
+    weights = _owners(model, _parameters(model))
     stored = _with_aliases(model, stored)
     groups = getattr(optimizer, "_param_groups", None) or ()
-    if any(isinstance(group, dict) for group in groups):
+    if slices.any_sliced(weights):
+        slices.create_states(optimizer, weights, {_parameter_of(state) for state in stored})
+    elif isinstance(optimizer, GroupShardedOptimizerStage2):
+        _create_of_own(optimizer, weights, stored)
+    elif any(isinstance(group, dict) for group in groups):
         _create_in_groups(optimizer, weights, stored)
     else:
         init_optimizer(optimizer, weights, stored)
@@ -103,6 +126,15 @@ def _tied(model: Any) -> tuple[TiedName, ...]:
     if not model.config.tie_word_embeddings:
         return ()
     return family_for({"model_type": model.config.model_type}).tied
+
+
+def _create_of_own(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> None:
+    """For stage 2, where PaddleFormers' own function asks the wrapper, which creates nothing."""
+    names = {weight.local_tensor.name: name for name, weight in weights.items()}
+    parameters = {_parameter_of(state) for state in stored}
+    own = optimizer._segment_params()[optimizer._rank]
+    wanted = [one for one in own if names.get(one.name) in parameters]
+    optimizer._optim._create_accumulators(paddle.base.framework.default_main_program().global_block(), wanted)
 
 
 def _create_in_groups(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> None:

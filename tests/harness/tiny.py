@@ -20,6 +20,8 @@ VOCABULARY = 128
 SEQUENCE = 16
 GLOBAL_BATCH = 8
 SAMPLES = 64
+SEGMENT = 1000
+"""Stage 3 slices what has more elements: every matrix of the tiny models, and no vector."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,10 @@ def training_arguments(
     if layout.ep > 1:
         settings |= {"use_expert_parallel": True, "expert_model_parallel_size": layout.ep}
     settings |= overrides
+    if layout.stage == 3:
+        from paddleformers_fc.runtime import sharding
+
+        sharding.slice_above(SEGMENT)
     return settings.pop("cls", TrainingArguments)(**settings)
 
 

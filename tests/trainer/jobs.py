@@ -29,9 +29,17 @@ def flex_trainer(
     return tiny.trainer(tiny.build(model_type, layout, args, **(model or {})), args, **{"cls": FlexTrainer, **trainer})
 
 
-def run(resume: str | bool | None = None, **settings: Any) -> dict[str, Any]:
-    """Train and save; the losses, and what the Trainer's state says afterwards."""
+def run(resume: str | bool | None = None, segment: int | None = None, **settings: Any) -> dict[str, Any]:
+    """Train and save; the losses, and what the Trainer's state says afterwards.
+
+    Args:
+        segment: stage 3 slices parameters of more elements; by default ``tiny.SEGMENT``.
+    """
     trainer = flex_trainer(**settings)
+    if segment is not None:
+        from paddleformers_fc.runtime import sharding
+
+        sharding.slice_above(segment)
     trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer)
 
@@ -47,6 +55,16 @@ def outcome(trainer: Any) -> dict[str, Any]:
         "epochs": state.num_train_epochs,
         "scheduler": {key: value for key, value in trainer.lr_scheduler.state_dict().items() if key != "verbose"},
     }
+
+
+def run_and_count_states(resume: str | None = None, **settings: Any) -> int:
+    """Train or only load; how many elements of optimizer states this rank then has."""
+    trainer = flex_trainer(**settings)
+    trainer.train(resume_from_checkpoint=resume)
+    tensors = [
+        one for key, one in trainer.optimizer.state_dict().items() if key not in ("LR_Scheduler", "master_weights")
+    ]
+    return int(sum(tensor.numel().item() for tensor in tensors))
 
 
 def resume_and_save_again(resume: str, **settings: Any) -> None:

@@ -34,7 +34,7 @@ CONTRADICTIONS: dict[str, Any] = {
     "auto_parallel_resume_form_hybrid_parallel": True,
     "aoa_config": {"aoa_statements": ["a -> b"]},
     "load_from_hf": True,
-    "sharding": "stage3",
+    "sharding": "stage3 offload",
     "optim": "muon",
     "tensorwise_offload_optimizer": True,
     "using_sonic_moe": True,

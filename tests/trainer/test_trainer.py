@@ -12,8 +12,9 @@ import pytest
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.manifest import read_manifest
+from paddleformers_fc.storage.safetensors import read_header
 from tests.harness import tiny
-from tests.harness.tiny import DP2, EP2, PP2, SD2V1, SD2V2, SINGLE, TP2, Layout
+from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, Layout
 from tests.trainer.jobs import every_sample
 
 JOBS = "tests.trainer.jobs"
@@ -64,10 +65,17 @@ def settings(layout: Layout, output_dir: Path, resume: Path | bool | None = None
     return given
 
 
+def flat_ranges(checkpoint: Path, name: str) -> list[list[int] | None]:
+    """The ranges in which a tensor of a model is stored; None for a shard that is not flattened."""
+    headers = [read_header(path) for path in sorted((checkpoint / "model_state").iterdir())]
+    shards = [json.loads(header.metadata["flex_shards"]) for header in headers]
+    return [found[name]["flat"] for found in shards if name in found]
+
+
 # ---- Resuming.
 
 
-@pytest.mark.parametrize("layout", [SINGLE, DP2, TP2, PP2, SD2V1, SD2V2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [SINGLE, DP2, TP2, PP2, SD2V1, SD2V2, SD2S2, SD2S3], ids=lambda layout: layout.name)
 def test_a_run_resumed_under_any_layout_goes_on_as_if_uninterrupted(
     ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
 ) -> None:
@@ -76,7 +84,7 @@ def test_a_run_resumed_under_any_layout_goes_on_as_if_uninterrupted(
     assert result.values[0]["consumed"] == 6 * tiny.GLOBAL_BATCH
 
 
-@pytest.mark.parametrize("layout", [SINGLE, TP2, PP2, SD2V1, SD2V2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [SINGLE, TP2, PP2, SD2V1, SD2V2, SD2S2, SD2S3], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 def test_what_is_loaded_under_any_layout_is_bitwise_what_was_saved(
     ranks: ForkServer, request: pytest.FixtureRequest, tmp_path: Path, layout: Layout, half: bool
@@ -90,13 +98,42 @@ def test_what_is_loaded_under_any_layout_is_bitwise_what_was_saved(
     assert list(canonical_digests(tmp_path / "checkpoint-3")) == expected
 
 
-@pytest.mark.parametrize("layout", [SINGLE, SD2V2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [SINGLE, SD2V2, SD2S2, SD2S3], ids=lambda layout: layout.name)
 def test_a_bfloat16_run_goes_on_exactly(ranks: ForkServer, tmp_path: Path, layout: Layout) -> None:
     whole = train_six(ranks, tmp_path / "whole", bf16(layout))
     result = ranks.run(
         f"{JOBS}:run", layout.nproc, settings(bf16(layout), tmp_path / "resumed", whole.third, **SIX_STEPS)
     )
     assert result.values[0]["losses"] == whole.losses[3:]
+
+
+@pytest.mark.parametrize(("half", "segment"), [(False, 32), (True, tiny.SEGMENT)], ids=["float32", "bfloat16"])
+def test_stage_three_is_saved_as_slices_and_goes_on_under_another_layout(
+    ranks: ForkServer, tmp_path: Path, half: bool, segment: int
+) -> None:
+    sliced, other = (bf16(layout) if half else layout for layout in (SD2S3, SD2V2))
+    source = settings(sliced, tmp_path / "source", **SIX_STEPS)
+    whole = ranks.run(f"{JOBS}:run", 2, {**source, "segment": segment}).values[0]["losses"]
+    third = tmp_path / "source" / "checkpoint-3"
+    # A vector of 64 elements is the first rank's slice, and padding on the second; above 1000 there are no vectors.
+    assert (flat_ranges(third, "model.norm.weight"), flat_ranges(third, "lm_head.weight")) == (
+        [[0, 64]] if segment == 32 else [None],
+        [[0, 4096], [4096, 8192]],
+    )
+    ranks.run(f"{JOBS}:resume_and_save_again", 2, settings(other, tmp_path / "there", third, max_steps=3))
+    there = tmp_path / "there" / "checkpoint-3"
+    assert list(canonical_digests(there)) == list(canonical_digests(third))
+    back = settings(sliced, tmp_path / "back", there, **SIX_STEPS)
+    assert ranks.run(f"{JOBS}:run", 2, {**back, "segment": segment}).values[0]["losses"] == whole[3:]
+
+
+@pytest.mark.parametrize("layout", [SD2S2, SD2S3], ids=lambda layout: layout.name)
+def test_only_the_owner_of_a_state_gets_it_back(ranks: ForkServer, tmp_path: Path, layout: Layout) -> None:
+    source = settings(layout, tmp_path / "a", max_steps=3, save_steps=3)
+    saved = ranks.run(f"{JOBS}:run_and_count_states", 2, source).values
+    again = settings(layout, tmp_path / "b", tmp_path / "a" / "checkpoint-3", max_steps=3)
+    assert ranks.run(f"{JOBS}:run_and_count_states", 2, again).values == saved
+    assert all(count > 0 for count in saved)
 
 
 def test_a_single_process_resumes_from_the_newest_and_from_a_path(ranks: ForkServer, tmp_path: Path) -> None:
@@ -181,7 +218,7 @@ def test_a_mixture_of_experts_goes_on_under_any_layout(
     assert resumed["losses"] == pytest.approx(saved_ernie.losses[3:], abs=1e-6)
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, SD2V2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [TP2, PP2, SD2V2, SD2S2, SD2S3], ids=lambda layout: layout.name)
 def test_tied_embeddings_go_on_under_any_layout_and_back(ranks: ForkServer, tmp_path: Path, layout: Layout) -> None:
     # A pipeline counts a tied weight twice in the gradient norm, so nothing is clipped here.
     arguments = {**SIX_STEPS, "max_grad_norm": 0.0}

@@ -1,0 +1,160 @@
+"""Sharding stage 3: a parameter is a range of its elements on every rank, and so it is saved and loaded.
+
+Stage 3 wraps the model after it was built: each parameter above a size is flattened, padded to a whole number of equal
+slices, and released; what stays is this rank's slice, ``parameter.fw_storage``, and the optimizer's states are made
+over slices called ``slice@`` and the parameter's name. Layers gather a parameter when they need it and release it.
+
+Idea: a slice is a flattened range, which a checkpoint knows already from sharding stage 1. So nothing is gathered, and
+the padding behind the last element is nobody's: a rank whose slice is all padding holds nothing of the parameter.
+The ranges are counted here from the tensors' own lengths; Paddle's description of the states takes the padding for
+elements where the parameter is shorter than a slice.
+
+Time and memory: a view and a description per parameter and state; no tensor is copied and nothing is communicated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import paddle
+from paddle.base.framework import EagerParamBase
+from paddle.distributed import ShardedWeight, fleet
+
+from paddleformers_fc.layout.roles import (
+    MASTER_SUFFIX,
+    MOMENT_SUFFIXES,
+    OPTIMIZER_STATE,
+    SCALAR_SUFFIXES,
+    split_state_name,
+)
+
+_PREFIX = "slice@"
+
+
+def is_sliced(parameter: Any) -> bool:
+    """Whether stage 3 has cut this parameter into slices."""
+    return hasattr(parameter, "fw_storage")
+
+
+def any_sliced(weights: Mapping[str, Any]) -> bool:
+    """Whether stage 3 has cut any of these live weights."""
+    return any(is_sliced(weight.local_tensor) for weight in weights.values())
+
+
+def cut(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Live weights with this rank's slice in the place of each parameter that stage 3 has released.
+
+    Args:
+        weights: name -> ``ShardedWeight`` over the parameter.
+    Returns:
+        the same without parameters of which this rank's slice is all padding. A parameter that is whole at the moment,
+        because a layer has gathered it, stays as it is.
+    """
+    found: dict[str, Any] = {}
+    for name, weight in weights.items():
+        held = getattr(weight.local_tensor, "fw_storage", None)
+        piece = weight if held is None else _piece(name, held, weight)
+        if piece is not None:
+            found[name] = piece
+    return found
+
+
+def release(weights: Mapping[str, Any]) -> None:
+    """Give back the memory of parameters whose slices this rank holds.
+
+    PaddleFormers gives every parameter its whole size in zeros before it loads, and copies this rank's range into the
+    slice afterwards. Loading fills the slices themselves; zeros must not follow them.
+    """
+    for weight in weights.values():
+        parameter = weight.local_tensor
+        if getattr(parameter, "fw_storage", None) is not None and parameter._is_initialized():
+            parameter._clear_data()
+
+
+def states(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's states of these parameters, by name, as ``ShardedWeight``.
+
+    Args:
+        optimizer: the optimizer that stage 3 works with.
+        weights: name -> ``ShardedWeight`` over the parameter, each parameter under one name.
+    Returns:
+        the states of parameters of which this rank holds a piece; what belongs to padding alone is nobody's.
+    Raises:
+        KeyError: a state of a parameter that is not among the weights.
+        ValueError: a state that is none of those this package knows.
+    """
+    names = {weight.local_tensor.name: name for name, weight in weights.items()}
+    held = cut(weights)
+    found: dict[str, Any] = {}
+    for state, parameter, tensor in _tensors(optimizer, names):
+        if names[parameter] in held:
+            found[state] = _state(state, tensor, weights[names[parameter]])
+    return found
+
+
+def _state(name: str, tensor: Any, weight: Any) -> Any:
+    if split_state_name(OPTIMIZER_STATE, name).scalar:
+        return ShardedWeight(name, tensor, (1,), (1,), (0,))
+    if is_sliced(weight.local_tensor):
+        return _piece(name, tensor, weight)
+    return ShardedWeight(name, tensor, weight.local_shape, weight.global_shape, weight.global_offset)
+
+
+def create_states(optimizer: Any, weights: Mapping[str, Any], parameters: Collection[str]) -> None:
+    """Create the optimizer's states of these parameters, sliced as their parameters are.
+
+    Args:
+        optimizer: the optimizer that stage 3 works with.
+        weights: name -> ``ShardedWeight`` over the parameter.
+        parameters: names of the parameters that are to have states.
+    """
+    chosen = [weight.local_tensor for name, weight in weights.items() if name in parameters]
+    stand_ins = [_stand_in(parameter) if is_sliced(parameter) else parameter for parameter in chosen]
+    optimizer._create_accumulators(paddle.base.framework.default_main_program().global_block(), stand_ins)
+
+
+def _stand_in(parameter: Any) -> Any:
+    """What stage 3 will give the optimizer in the parameter's place: states are looked up by its name."""
+    storage = parameter.fw_storage
+    return EagerParamBase(shape=storage.shape, dtype=storage.dtype, name=_PREFIX + parameter.name)
+
+
+def _tensors(optimizer: Any, names: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
+    """State name, static name of the parameter, and tensor of every state."""
+    held = dict(optimizer.state_dict())
+    held.pop("LR_Scheduler", None)
+    for static, tensor in held.pop("master_weights", {}).items():
+        parameter = static.removeprefix(_PREFIX)
+        yield names[parameter] + MASTER_SUFFIX, parameter, tensor
+    for static, tensor in held.items():
+        parameter, suffix = _split(static.removeprefix(_PREFIX))
+        yield names[parameter] + suffix, parameter, tensor
+
+
+def _split(static: str) -> tuple[str, str]:
+    """``linear_0.w_0`` and ``.moment1_0`` of ``linear_0.w_0_moment1_0``."""
+    for suffix in (*MOMENT_SUFFIXES, *SCALAR_SUFFIXES):
+        ending = "_" + suffix[1:]
+        if static.endswith(ending):
+            return static[: -len(ending)], suffix
+    raise ValueError(f"{static}: is the name of no state of AdamW")
+
+
+def _piece(name: str, storage: Any, weight: Any) -> Any:
+    """This rank's range of a parameter or state, without its padding; None where nothing is left."""
+    size, length = math.prod(weight.local_shape), int(storage.shape[0])
+    begin = min(size, length * fleet.get_hybrid_communicate_group().get_sharding_parallel_rank())
+    end = min(size, begin + length)
+    if begin == end:
+        return None
+    return ShardedWeight(
+        name,
+        storage._slice(0, end - begin).detach(),
+        weight.local_shape,
+        weight.global_shape,
+        weight.global_offset,
+        is_flattened=True,
+        flattened_range=slice(begin, end),
+    )
