@@ -1,0 +1,30 @@
+"""The document on adding a family: its examples run, and print what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.families import FAMILIES, registry
+from tests.harness.documents import run_examples
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "add-a-family.md"
+
+
+def test_the_examples_print_what_the_document_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    assert run_examples(DOCUMENT) == 7
+
+
+def test_the_table_names_every_family() -> None:
+    rows = [line.split("|")[1] for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    named = {name.strip() for row in rows for name in row.replace("(also Phi-4)", "").split(",")}
+    assert {family.name for family in FAMILIES} <= named
+
+
+def test_an_example_that_prints_something_else_is_found_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.md"
+    path.write_text("# A\n\n```python\nprint(1)\n```\n```text\n2\n```\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"wrong\.md:6: the example prints\n1"):
+        run_examples(path)
