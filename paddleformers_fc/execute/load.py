@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from paddleformers_fc.execute.reading import DEFAULT_OPTIONS, Key, ReadOptions, 
 from paddleformers_fc.execute.save import Roles, model_rules
 from paddleformers_fc.families import OptionalNames, family_for
 from paddleformers_fc.layout.live import describe_roles
-from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source
+from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.mapping.aoa import AoaTensor
+from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, stated_source
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,29 @@ class LoadReport:
     seconds: float
     fresh: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Preflight:
+    """What one rank worked out before anything is read.
+
+    Args:
+        plan: its reads.
+        report: what does not fit.
+        may_drop: whether a stored tensor, by role and name, may be wanted by nobody.
+    """
+
+    plan: LoadPlan
+    report: Report
+    may_drop: Callable[[str, str], bool]
+
+
+class _Tensor(msgspec.Struct):
+    """A tensor of the live model on its way to the other ranks."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    cuts: tuple[int, ...]
 
 
 class _Verdict(msgspec.Struct):
@@ -78,6 +102,7 @@ def load_checkpoint(
     config: Mapping[str, Any],
     channel: Channel,
     options: ReadOptions = DEFAULT_OPTIONS,
+    aoa_config: Mapping[str, object] | None = None,
 ) -> LoadReport:
     """Fill live weights from a flex checkpoint, whatever the two layouts are.
 
@@ -87,19 +112,46 @@ def load_checkpoint(
         config: the live model's configuration.
         channel: all ranks of the job; every rank must call.
         options: threads and staging.
+        aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
     Raises:
         FlexError: the same on every rank. Before the first read nothing has changed; an error that says a read failed
             leaves the model undefined, and the job must not go on.
     """
     started = time.monotonic()
 
-    def preflight() -> tuple[LoadPlan, Report]:
-        shards = describe_roles(roles)
-        source, report = resume_source(checkpoint, model_rules(config, shards[MODEL_STATE]))
-        plan = plan_reads(source, shards)
-        return plan, plan.report.merge([report])
+    model = _whole_model(roles, channel) if aoa_config else {}
 
-    return _load(checkpoint.catalog, roles, channel, options, preflight, frozenset(), started)
+    def preflight() -> _Preflight:
+        shards = describe_roles(roles)
+        rules = model_rules(config, shards[MODEL_STATE])
+        if aoa_config:
+            source, report = stated_source(checkpoint, rules, aoa_config, model)
+        else:
+            source, report = resume_source(checkpoint, rules)
+        plan = plan_reads(source, shards)
+        unwanted = source.mapping.dropped if aoa_config else frozenset(checkpoint.rules.fresh)
+        return _Preflight(
+            plan,
+            plan.report.merge([report]),
+            lambda role, name: split_state_name(role, name).parameter in unwanted,
+        )
+
+    return _load(checkpoint.catalog, roles, channel, options, preflight, started)
+
+
+def _whole_model(roles: Roles, channel: Channel) -> dict[str, AoaTensor]:
+    """Every tensor of the model on all ranks: statements speak of the model, and a rank holds a part of it."""
+
+    def describe() -> bytes:
+        shards = describe_roles({MODEL_STATE: roles[MODEL_STATE]})[MODEL_STATE]
+        described = {name: _Tensor(one.global_shape, one.dtype, one.cuts) for name, one in shards.items()}
+        return msgspec.json.encode(described)
+
+    tensors: dict[str, AoaTensor] = {}
+    for payload in agree(channel, "describing the model", describe):
+        for name, one in msgspec.json.decode(payload, type=dict[str, _Tensor]).items():
+            tensors[name] = AoaTensor(one.shape, one.dtype, one.cuts)
+    return tensors
 
 
 def load_weights(
@@ -126,13 +178,13 @@ def load_weights(
 
     agree(channel, f"opening {directory}", work)
 
-    def preflight() -> tuple[LoadPlan, Report]:
+    def preflight() -> _Preflight:
         shards = describe_roles(roles)
         source, report = huggingface_source(opened[0], model_rules(config, shards[MODEL_STATE]), optional)
         plan = plan_reads(source, shards)
-        return plan, plan.report.merge([report])
+        return _Preflight(plan, plan.report.merge([report]), lambda role, name: name in optional)
 
-    return _load(opened[0], roles, channel, options, preflight, optional, started)
+    return _load(opened[0], roles, channel, options, preflight, started)
 
 
 def _load(
@@ -140,28 +192,26 @@ def _load(
     roles: Roles,
     channel: Channel,
     options: ReadOptions,
-    preflight: Callable[[], tuple[LoadPlan, Report]],
-    optional: Container[str],
+    preflight: Callable[[], _Preflight],
     started: float,
 ) -> LoadReport:
-    plans: list[LoadPlan] = []
+    done: list[_Preflight] = []
     slots: dict[Key, Slot] = {}
 
     def prepare() -> bytes:
-        plan, report = preflight()
-        plans.append(plan)
+        done.append(preflight())
         slots.update(slots_of(roles))
-        return msgspec.json.encode(_Verdict(report.to_wire(), _bitmaps(catalog, plan, roles)))
+        return msgspec.json.encode(_Verdict(done[0].report.to_wire(), _bitmaps(catalog, done[0].plan, roles)))
 
     verdicts = [msgspec.json.decode(payload, type=_Verdict) for payload in agree(channel, "planning", prepare)]
     merged = Report().merge([Report.from_wire(verdict.report) for verdict in verdicts])
     untouched = _untouched(catalog, verdicts)
-    dropped = tuple(name for name in untouched if name in optional)
-    for name in untouched:
-        if name not in optional:
+    plan, may_drop = done[0].plan, done[0].may_drop
+    for role, name in untouched:
+        if not may_drop(role, name):
             merged.add("unexpected", name)
     merged.refuse(str(catalog.root))
-    plan = plans[0]
+    dropped = tuple(name for _, name in untouched)
     counts: list[int] = []
 
     def compare() -> bytes:
@@ -193,14 +243,14 @@ def _bitmaps(catalog: Catalog, plan: LoadPlan, roles: Roles) -> dict[str, str]:
     return maps
 
 
-def _untouched(catalog: Catalog, verdicts: list[_Verdict]) -> list[str]:
-    """Stored names of the wanted roles that no rank reads."""
-    left: list[str] = []
+def _untouched(catalog: Catalog, verdicts: list[_Verdict]) -> list[tuple[str, str]]:
+    """Role and name of what is stored, of a wanted role, and read by no rank."""
+    left: list[tuple[str, str]] = []
     for role in sorted({role for verdict in verdicts for role in verdict.touched}):
         names = sorted(catalog.roles.get(role, {}))
         bits = bytearray((len(names) + 7) // 8)
         for verdict in verdicts:
             for index, byte in enumerate(base64.b64decode(verdict.touched.get(role, ""))):
                 bits[index] |= byte
-        left.extend(name for index, name in enumerate(names) if not bits[index // 8] & (1 << (index % 8)))
+        left.extend((role, name) for index, name in enumerate(names) if not bits[index // 8] & (1 << (index % 8)))
     return left

@@ -3,7 +3,13 @@
 from paddleformers_fc.plan.build import Source, plan_reads
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
-from paddleformers_fc.plan.sources import canonical_layout, canonical_source, huggingface_source, resume_source
+from paddleformers_fc.plan.sources import (
+    canonical_layout,
+    canonical_source,
+    huggingface_source,
+    resume_source,
+    stated_source,
+)
 
 __all__ = [
     "EqualCheck",
@@ -17,4 +23,5 @@ __all__ = [
     "huggingface_source",
     "plan_reads",
     "resume_source",
+    "stated_source",
 ]

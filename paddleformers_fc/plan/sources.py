@@ -4,6 +4,7 @@
 job                               mapping
 ================================  ==========================================================================
 resume under any layout           reverse(stored model -> canonical), then canonical -> live model
+resume with a user's statements   the statements for the tensors they name, the above for all others
 start from open weights           canonical -> live model, with casts to the model's dtype declared
 export, digest, diff              reverse(stored model -> canonical)
 ================================  ==========================================================================
@@ -11,15 +12,17 @@ export, digest, diff              reverse(stored model -> canonical)
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping as MappingABC
+from dataclasses import replace
 
 from paddleformers_fc.catalog.flex import FlexCheckpoint
 from paddleformers_fc.catalog.stored import Catalog
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, family_for, is_known
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping import Mapping, Rule, RuleSet, prove
+from paddleformers_fc.mapping import Correspondence, Mapping, Rule, RuleSet, Shape, prove
 from paddleformers_fc.mapping.agreement import refuse_disagreement
+from paddleformers_fc.mapping.aoa import AoaTensor, parse_config
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.build import Source
 from paddleformers_fc.plan.report import Report
@@ -38,8 +41,69 @@ def resume_source(checkpoint: FlexCheckpoint, live: RuleSet) -> tuple[Source, Re
     """
     stored, wanted = stored_mapping(checkpoint), live.mapping()
     prove(wanted, "The model's mapping")
-    source = Source(checkpoint.catalog, stored.reversed().then(wanted), _aliases(checkpoint.rules), _aliases(live))
+    composed = _with_own_tensors(stored.reversed().then(wanted), checkpoint.rules, live)
+    source = Source(checkpoint.catalog, composed, _aliases(checkpoint.rules), _aliases(live))
     return source, _shape_report(stored, wanted)
+
+
+def _with_own_tensors(composed: Mapping, stored: RuleSet, live: RuleSet) -> Mapping:
+    """Also the tensors that have no canonical form on either side: a resume takes them over as they are."""
+    own = [name for name in live.fresh if name in stored.fresh]
+    links = [_identity(name, live.targets[name].shape) for name in own]
+    return replace(composed, correspondences=(*composed.correspondences, *links), fresh=composed.fresh - frozenset(own))
+
+
+def _identity(name: str, shape: Shape) -> Correspondence:
+    return Correspondence(name, whole(shape), name, whole(shape), tuple(range(len(shape))))
+
+
+def stated_source(
+    checkpoint: FlexCheckpoint,
+    live: RuleSet,
+    aoa_config: MappingABC[str, object],
+    model: MappingABC[str, AoaTensor],
+) -> tuple[Source, Report]:
+    """From a flex checkpoint to a live model, with statements that a user wrote for some of the tensors.
+
+    What the statements leave to equal names is taken from the derived mapping instead, because a fused tensor under
+    another tensor-parallel degree has the same name and shape and another layout.
+
+    Args:
+        checkpoint: what is stored.
+        live: the rules of one rank's part of the live model.
+        aoa_config: statements from stored names to the model's.
+        model: every tensor of the live model, on all ranks.
+    Raises:
+        MappingError: where the statements cannot be read, or what they and the derived mapping say cannot be proved.
+    """
+    derived, report = resume_source(checkpoint, live)
+    rules, owners = checkpoint.rules, derived.wanted_aliases
+    held = {
+        name: AoaTensor(spec.shape, spec.dtype, rules.cuts.get(name, (1,) * len(spec.shape)))
+        for name, spec in rules.targets.items()
+        if name not in derived.stored_aliases
+    }
+    stated = parse_config(aoa_config, held, {name: one for name, one in model.items() if name not in owners}, live.ties)
+    left_to_names = {
+        name for name in stated.targets if _is_implicit(stated, name) and derived.mapping.by_target.get(name)
+    }
+    links = [item for item in stated.correspondences if item.target not in left_to_names]
+    links += [item for item in derived.mapping.correspondences if item.target in left_to_names]
+    merged = replace(stated, correspondences=tuple(links))
+    prove(merged, "The mapping of aoa_config")
+    canonical = live.mapping().by_target
+    read = {item.source for name in left_to_names for item in canonical.get(name, ())}
+    kept = Report()
+    for line in report.lines["shape"]:
+        if line.partition(":")[0] in read:
+            kept.add("shape", line)
+    return Source(checkpoint.catalog, merged, derived.stored_aliases, owners), kept
+
+
+def _is_implicit(mapping: Mapping, name: str) -> bool:
+    """Whether a target is its namesake as it is, which is what the language does with names that nothing says."""
+    items = mapping.by_target.get(name, [])
+    return len(items) == 1 and items[0] == _identity(name, mapping.targets[name].shape)
 
 
 def stored_mapping(checkpoint: FlexCheckpoint) -> Mapping:

@@ -208,7 +208,6 @@ CONFLICTS = (
     Conflict("sharded_model_from_ema", f"moving averages are {_NOT_YET}", _is_on),
     Conflict("enable_auto_parallel", f"semi-automatic parallelism is {_NOT_YET}", _is_on),
     Conflict("auto_parallel_resume_form_hybrid_parallel", f"semi-automatic parallelism is {_NOT_YET}", _is_on),
-    Conflict("aoa_config", f"the mapping is derived from the model, and one written by hand is {_NOT_YET}", _given),
     Conflict(
         "load_from_hf",
         "a checkpoint to resume from is no HuggingFace directory; to start from open weights, name it in"

@@ -165,7 +165,8 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     progress = documents.read_progress(directory, names, channel) if continued else None
     roles = _agreed(channel, "preparing the optimizer", lambda: _roles_to_fill(trainer, checkpoint, continued))
     config = documents.model_config(trainer.model)
-    report = load_checkpoint(checkpoint, roles, config, channel, ReadOptions(threads=args.flex_threads))
+    options = ReadOptions(threads=args.flex_threads)
+    report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config)
     run = _run_of(trainer)
     run.resumed_from, run.progress = directory, progress
     if progress is not None:

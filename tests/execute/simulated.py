@@ -20,6 +20,7 @@ CONFIG = {
     "model_type": "ernie4_5",
     "num_attention_heads": HEADS,
     "num_key_value_heads": GROUPS,
+    "head_dim": HEAD,
     "tie_word_embeddings": False,
 }
 Arrays = dict[str, np.ndarray[Any, Any]]

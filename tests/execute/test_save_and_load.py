@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from paddleformers_fc.errors import Corrupt, FlexError, MismatchError, NotACheckpoint
+from paddleformers_fc.errors import Corrupt, FlexError, MappingError, MismatchError, NotACheckpoint
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.load import load_checkpoint, load_weights, open_checkpoint
@@ -215,6 +215,68 @@ def test_names_missing_on_both_sides_come_in_one_report(tmp_path: Path) -> None:
     (error, _) = refused(small)
     assert "MISSING" in str(error)
     assert "model.layers.1.mlp.up_gate_proj.weight (itself, beta1_pow_acc_0" in str(error)
+
+
+FUSED_NAMES = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "self_attn.qkv_proj",
+    "self_attn.o_proj",
+    "mlp.up_gate_proj",
+    "mlp.down_proj",
+)
+
+
+def load_with(directory: Path, statements: list[str], arrays: Arrays, tp: int) -> list[Roles]:
+    """What every rank holds after a load into zeros with statements of a user's."""
+
+    def work(channel: Any) -> Roles:
+        roles = live(arrays, tp, channel.rank, empty=True)
+        stated = {"aoa_statements": statements}
+        load_checkpoint(open_checkpoint(directory, channel), roles, CONFIG, channel, aoa_config=stated)
+        return roles
+
+    return succeed(tp, work)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_users_statements_drop_a_layer_and_the_rest_is_derived(tmp_path: Path, tp: int) -> None:
+    three = canonical(layers=3)
+    save(tmp_path / "checkpoint-3", three, 2, 1)
+    statements = [f"model.layers.2.{name}.weight -> _" for name in FUSED_NAMES]
+    two = {name: array for name, array in three.items() if "layers.2." not in name}
+    for rank, got in enumerate(load_with(tmp_path / "checkpoint-3", statements, two, tp)):
+        assert same_values(live(two, tp, rank), got)
+
+
+def test_a_users_statements_move_a_layer_with_its_moments_and_leave_a_new_one_fresh(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+    statements = []
+    for name in FUSED_NAMES:
+        statements.append(f"model.layers.1.{name}.weight -> model.layers.2.{name}.weight")
+        statements.append(f"_ -> model.layers.1.{name}.weight")
+    three = {name.replace("layers.1.", "layers.2."): array for name, array in ARRAYS.items()}
+    zeros = {name: np.zeros_like(array) for name, array in ARRAYS.items() if "layers.1." in name}
+    (got,) = load_with(tmp_path / "checkpoint-3", statements, {**three, **zeros}, 1)
+    expected = live({**three, **zeros}, 1, 0)
+    powers = {name for name in expected["optimizer_state"] if "layers.1." in name and "pow_acc" in name}
+    for role, names in expected.items():
+        for name, weight in names.items():
+            if name not in powers:
+                assert np.array_equal(weight.local_tensor.numpy(), got[role][name].local_tensor.numpy()), name
+
+
+def test_a_users_statement_that_cannot_be_proved_is_refused_on_every_rank(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+    stated = {"aoa_statements": ["model.layers.0.input_layernorm.weight -> model.norm.weight"]}
+
+    def work(channel: Any) -> None:
+        roles = live(ARRAYS, 2, channel.rank, empty=True)
+        load_checkpoint(open_checkpoint(tmp_path / "checkpoint-3", channel), roles, CONFIG, channel, aoa_config=stated)
+
+    first, second = job(2, work)
+    assert isinstance(first, MappingError)
+    assert str(first) == str(second)
 
 
 def test_a_vocabulary_of_another_size_is_refused_though_it_would_fit_into_part(tmp_path: Path) -> None:
