@@ -15,6 +15,7 @@ from paddleformers_fc.errors import MappingError
 _WIDTH = 110
 _BEFORE = 40
 _MOST = 40
+_LONGEST = 600
 _NUMBER = re.compile(r"\d+")
 
 
@@ -32,18 +33,16 @@ class Line:
 
     Args:
         number: its place in the list of statements, counted from 1.
-        part: its line inside a statement of several lines, counted from 1; 0 where there is only one.
-        text: the text, without line breaks.
+        text: the text, without line breaks around it.
     """
 
     number: int
-    part: int
     text: str
 
     @property
     def title(self) -> str:
         """How reports name it."""
-        return f"statement {self.number}" + (f", line {self.part}" if self.part else "")
+        return f"statement {self.number}"
 
 
 class Fault(Exception):
@@ -66,8 +65,8 @@ class Faults:
     """All faults of a list of statements, in the order in which they were found."""
 
     def __init__(self) -> None:
-        self._shown: dict[tuple[int, int, str], str] = {}
-        self._counts: dict[tuple[int, int, str], int] = {}
+        self._shown: dict[tuple[int, str], str] = {}
+        self._counts: dict[tuple[int, str], int] = {}
         self._lines: set[Line] = set()
 
     def __bool__(self) -> bool:
@@ -81,7 +80,7 @@ class Faults:
             fault: what is wrong with it.
             span: the place, where the fault does not know it itself.
         """
-        key = (line.number, line.part, _NUMBER.sub("0", fault.cause))
+        key = (line.number, _NUMBER.sub("0", fault.cause))
         if key not in self._shown:
             self._shown[key] = _shown(line, fault, fault.span or span)
         self._counts[key] = self._counts.get(key, 0) + 1
@@ -94,7 +93,7 @@ class Faults:
 
     def add_plain(self, cause: str) -> None:
         """Note a fault that belongs to no single statement."""
-        key = (0, 0, cause)
+        key = (0, cause)
         self._shown[key] = cause
         self._counts[key] = 1
 
@@ -108,7 +107,7 @@ class Faults:
             return
         evidence = [
             text + (f" ({self._counts[key]} times, for different numbers)" if self._counts[key] > 1 else "")
-            for key, text in sorted(self._shown.items(), key=lambda entry: entry[0][:2])
+            for key, text in sorted(self._shown.items(), key=lambda entry: entry[0][0])
         ]
         raise MappingError(
             f"The AOA statements are refused: {len(evidence)} fault{'s' if len(evidence) > 1 else ''}.",
@@ -130,5 +129,10 @@ def _shown(line: Line, fault: Fault, span: Span) -> str:
     title = f"{line.title}: "
     # Reports put four characters before the first line of every piece of evidence.
     carets = " " * (4 + len(title) + begin) + "^" * max(1, min(end, len(text)) - begin)
-    accepted = f" Accepted: {fault.accepted}" if fault.accepted else ""
-    return f"{title}{text}\n{carets}\n      {fault.cause}{accepted}"
+    accepted = f" Accepted: {_short(fault.accepted)}" if fault.accepted else ""
+    return f"{title}{text}\n{carets}\n      {_short(fault.cause)}{accepted}"
+
+
+def _short(text: str) -> str:
+    """A sentence in a bounded length, whatever names are in it."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"

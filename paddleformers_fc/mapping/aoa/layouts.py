@@ -7,6 +7,7 @@ shards as it has rounds; everything else is said with lengths, which mean the sa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from paddleformers_fc.mapping.aoa.runs import Hints, Row
 from paddleformers_fc.mapping.boxes import Shape
@@ -64,10 +65,13 @@ def _per_rank(row: Row, hints: Hints) -> str | None:
     sources, targets = list(row.sources), list(row.targets)
     if len(sources) > 1 and len(targets) > 1:
         return None
-    read = _source_shards(row, sources[0], hints) if len(sources) == 1 else 1
-    written = _target_shards(row, targets[0], hints) if len(targets) == 1 else 1
+    read = written = 1
+    if len(sources) == 1:
+        read = _shards(hints.left.get(sources[0]), row.block.facings[sources[0]].axes[row.axis])
+    if len(targets) == 1:
+        written = _shards(hints.right.get(targets[0]), row.axis)
     kinds = [hints.per_rank[side[0]] for side in (sources, targets) if len(side) == 1 and side[0] in hints.per_rank]
-    if read == written == 1 and not kinds:
+    if not read * written or (read == written == 1 and not kinds):
         return None
     lengths = _lengths(row)
     half = lengths if len(lengths) == 2 else (lengths[0] // 2,) * 2
@@ -133,13 +137,11 @@ def _headed(lengths: Shape, heads: tuple[int, int] | None) -> Shape:
     return ()
 
 
-def _source_shards(row: Row, name: str, hints: Hints) -> int:
-    axis = row.block.facings[name].axes[row.axis]
-    return hints.left[name][axis] if name in hints.left else 1
-
-
-def _target_shards(row: Row, name: str, hints: Hints) -> int:
-    return hints.right[name][row.axis] if name in hints.right else 1
+def _shards(cuts: Shape | None, axis: int) -> int:
+    """Into how many shards a tensor is cut along an axis; 0 where another axis is cut, which no statement means."""
+    if cuts is None:
+        return 1
+    return 0 if prod(cuts) != cuts[axis] else cuts[axis]
 
 
 def _with_axis(attributes: str, axis: int) -> str:

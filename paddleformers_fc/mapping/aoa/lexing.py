@@ -42,11 +42,15 @@ _TOKEN = re.compile(
 )
 _DIGITS = 9
 
+_BREAK = ("A statement is one line.", "an entry of its own for every statement")
 _REFUSED = {
+    "\n": _BREAK,
+    "\r": _BREAK,
     "-": (
         "`-` belongs to neither names nor numbers.",
         "names of letters, digits, `_` and `.`; an axis counted from the left, from 0",
     ),
+    ">": ("`>` stands only in `->`.", "`a -> b`"),
     "#": ("The language has no comments.", "a comment of the file that holds the statements, such as YAML's"),
     '"': ("The quote is not closed.", 'a value such as permute="[1, 0]"'),
     "'": ("The quote is not closed.", "a value such as dtype='bfloat16'"),

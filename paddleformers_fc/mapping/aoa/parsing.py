@@ -8,7 +8,6 @@ the statement. Time is linear in the text, in the tensors and in what the statem
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping as MappingABC, Sequence
 from dataclasses import replace
 
@@ -25,9 +24,8 @@ from paddleformers_fc.mapping.rules import Tie
 
 Tensors = MappingABC[str, AoaTensor]
 
-_BREAK = re.compile(r"[\r\n]+")
 _CONFIG = {"aoa_statements": list, "aoa_config_reverse": bool, "enable_traceback": bool}
-_SPARE = 1_000_000
+_SPARE = 200_000
 _PER_TENSOR = 64
 
 
@@ -37,7 +35,7 @@ def parse(statements: Sequence[str], left: Tensors, right: Tensors | None, ties:
     The reverse is ``parse(...).reversed()``; no statement is ever read backwards.
 
     Args:
-        statements: the text, one statement per entry or per line.
+        statements: the text, one statement per entry.
         left: every tensor that may be read.
         right: every tensor that is wanted, or None where they are whatever the statements make.
         ties: right tensors that are another name of an owner; a statement that copies the owner's source to the alias
@@ -97,16 +95,14 @@ def parse_config(
 def _read_lines(statements: Sequence[str], faults: Faults) -> list[Statement]:
     found: list[Statement] = []
     for number, text in enumerate(statements, start=1):
-        lines = _BREAK.split(text)
-        for part, line_text in enumerate(lines, start=1):
-            line = Line(number, part if len(lines) > 1 else 0, line_text)
-            try:
-                statement = parse_line(line)
-            except Fault as fault:
-                faults.add(line, fault, Span(0, len(line_text)))
-                continue
-            if statement is not None:
-                found.append(statement)
+        line = Line(number, text.strip("\r\n"))
+        try:
+            statement = parse_line(line)
+        except Fault as fault:
+            faults.add(line, fault, Span(0, len(line.text)))
+            continue
+        if statement is not None:
+            found.append(statement)
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping as MappingABC
 from dataclasses import replace
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping.aoa.blocks import Block, Inexpressible, components, oriented
+from paddleformers_fc.mapping.aoa.blocks import Block, Facing, Inexpressible, components, oriented
 from paddleformers_fc.mapping.aoa.compact import compacted
 from paddleformers_fc.mapping.aoa.names import NameIndex
 from paddleformers_fc.mapping.aoa.order import ordered
@@ -76,13 +76,13 @@ def _said(blocks: list[Block], mapping: Mapping, hints: Hints, refused: list[str
     taken = frozenset((*mapping.sources, *mapping.targets))
     index = NameIndex(mapping.sources)
     wording = Wording(hints, taken)
-    copies = [[Text((name,), (name + _ASIDE,))] for place in order.aside for name in blocks[place].sources]
+    copies = [_copies(wording, blocks[place], taken, refused) for place in order.aside]
     statements = compacted(copies, index)
     for rank in (order.free, *order.ranks):
         statements += compacted([_words(wording, blocks[place], refused) for place in rank], index)
     for place in order.aside:
         block = blocks[place]
-        words = _words(Wording(_aside_hints(hints, block), taken), _aside(block, taken, refused), refused)
+        words = _words(Wording(_aside_hints(hints, block), taken), _aside(block), refused)
         statements += [str(text) for text in words]
     return statements
 
@@ -99,21 +99,33 @@ def _words(wording: Wording, block: Block, refused: list[str]) -> list[Text]:
         return []
 
 
-def _aside(block: Block, taken: frozenset[str], refused: list[str]) -> Block:
-    """The block, reading copies of its sources."""
-    for name in block.sources:
+def _copies(wording: Wording, block: Block, taken: frozenset[str], refused: list[str]) -> list[Text]:
+    """Copies of a block's sources under names of their own, seen as the block sees them."""
+    said: list[Text] = []
+    for name, facing in block.facings.items():
         if name + _ASIDE in taken:
             refused.append(f"{name}: is overwritten before it is read, and {name}{_ASIDE} is not free")
+        view = wording.seen(name, facing, said)
+        said.append(Text((view,), (name + _ASIDE,)))
+    return said
+
+
+def _aside(block: Block) -> Block:
+    """The block, reading copies of its sources."""
     return Block(
         {name + _ASIDE: shape for name, shape in block.sources.items()},
         block.targets,
-        {name + _ASIDE: facing for name, facing in block.facings.items()},
+        {name + _ASIDE: Facing(tuple(range(len(shape)))) for name, shape in block.sources.items()},
         tuple(replace(piece, source=piece.source + _ASIDE) for piece in block.pieces),
     )
 
 
 def _aside_hints(hints: Hints, block: Block) -> Hints:
-    cuts = {name + _ASIDE: hints.left[name] for name in block.sources if name in hints.left}
+    cuts = {
+        name + _ASIDE: tuple(hints.left[name][axis] for axis in facing.axes)
+        for name, facing in block.facings.items()
+        if name in hints.left
+    }
     per_rank = {name + _ASIDE: hints.per_rank[name] for name in block.sources if name in hints.per_rank}
     return replace(hints, left={**hints.left, **cuts}, per_rank={**hints.per_rank, **per_rank})
 

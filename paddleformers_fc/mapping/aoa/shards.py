@@ -19,7 +19,7 @@ def rounds_read(value: Value, axis: int, cuts: Mapping[str, Shape]) -> int:
     """Into how many shards the left tensor is cut that a value comes from, along an axis of the value.
 
     Raises:
-        Fault: where the value comes from several tensors.
+        Fault: where the value comes from several tensors, or the tensor is cut along another axis.
     """
     origins = {(piece.source, piece.axes) for piece in value.pieces}
     if len(origins) != 1:
@@ -29,7 +29,19 @@ def rounds_read(value: Value, axis: int, cuts: Mapping[str, Shape]) -> int:
             "a name that comes from one tensor",
         )
     ((source, axes),) = origins
-    return cuts[source][axes[axis]] if axis < len(axes) else 1
+    return _rounds(source, cuts[source], axes[axis]) if axis < len(axes) else 1
+
+
+def _rounds(name: str, cuts: Shape, axis: int) -> int:
+    """The shards along an axis, where no other axis is cut."""
+    others = [other for other, count in enumerate(cuts) if count > 1 and other != axis]
+    if others:
+        raise Fault(
+            f"The parts lie along axis {axis} of {name}, and {name} is cut along axis {others[0]}: "
+            "parts and shards do not follow each other.",
+            "statements that join and split by `axis=`, which do not depend on shards",
+        )
+    return cuts[axis] if axis < len(cuts) else 1
 
 
 class Readers:
@@ -54,7 +66,7 @@ class Readers:
             rank: its number of axes.
             after: index of the step that writes it.
         Raises:
-            Fault: where the name is split among several.
+            Fault: where the name is split among several, or becomes a tensor that is cut along another axis.
         """
         while name not in self._cuts:
             index = self._next(name, after)
@@ -69,8 +81,7 @@ class Readers:
                 order = step.operation.permute or tuple(reversed(range(rank)))
                 axis = order.index(axis) if axis in order else axis
             name, after = step.right[0], index
-        cuts = self._cuts[name]
-        return cuts[axis] if axis < len(cuts) else 1
+        return _rounds(name, self._cuts[name], axis)
 
     def _next(self, name: str, after: int) -> int | None:
         if self._readers is None:

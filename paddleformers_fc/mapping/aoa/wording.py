@@ -90,10 +90,10 @@ class Wording:
         # Paddle loses the number of shards of a tensor that such a statement reads transposed: turn it first.
         turned_first = layout.by_shards and len(layout.sources) == 1
         said: list[Text] = []
-        left = [self._seen(name, row.block.facings[name], said, plain=turned_first) for name in layout.sources]
+        left = [self.seen(name, row.block.facings[name], said, plain=turned_first) for name in layout.sources]
         return [*said, Text(tuple(left), layout.targets, layout.attributes)]
 
-    def _seen(self, name: str, facing: Facing, said: list[Text], *, plain: bool = False) -> str:
+    def seen(self, name: str, facing: Facing, said: list[Text], *, plain: bool = False) -> str:
         """How a source is read; what has to be said before is added to ``said`` and done under its own name."""
         if facing.straight or facing.reversed:
             if facing.cast is None and not (plain and facing.reversed):
@@ -112,7 +112,7 @@ class Wording:
         units: dict[str, int] = {}
         for name, length in row.sources.items():
             unit = units[name] = row.unit(name)
-            spelled[name] = view = self._seen(name, row.block.facings[name], said)
+            spelled[name] = view = self.seen(name, row.block.facings[name], said)
             if unit < length:
                 said.append(Text((view,), (self._array(name, length // unit),), _axis(row)))
         for target in dict.fromkeys(run.target for run in row.runs):
@@ -135,7 +135,7 @@ class Wording:
         array = self._array(slabs.stack, len(slabs.blocks))
         said: list[Text] = []
         if slabs.facing is not None:
-            view = self._seen(slabs.stack, slabs.facing, said)
+            view = self.seen(slabs.stack, slabs.facing, said)
             said.append(Text((view,), (array,), f"axis={slabs.axis}"))
         for block in slabs.blocks:
             said += self.said(block)
