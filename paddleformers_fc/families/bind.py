@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paddleformers_fc.errors import MappingError
@@ -29,7 +29,7 @@ from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.rules import Slab
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|$)")
 _HOLE = "{}"
 _NO_SHIFTS: dict[str, int] = {}
 
@@ -79,9 +79,13 @@ def bind(
         targets[tensor.name] = TensorSpec(tensor.shape, tensor.dtype)
         if tensor.name in ties:
             continue
-        template = _NUMBER.sub(_HOLE, tensor.name)
-        kinds = known.get(template)
-        made = _made(kinds, tensor, sizes) if kinds else f"no statement of family {family.name} declares this tensor"
+        pieces = _NUMBER.split(tensor.name)
+        kinds = known.get(_HOLE.join(pieces[::2]))
+        made = (
+            _made(kinds, tensor, pieces[1::2], sizes)
+            if kinds
+            else f"no statement of family {family.name} declares this tensor"
+        )
         if isinstance(made, str):
             faults.append(f"{tensor.name}: {made}")
         else:
@@ -119,7 +123,8 @@ class _Kind:
     """A statement, ready for tensors of its kind.
 
     ``sources`` hold positions where the numbers go, ``shifts`` belong to these positions, and ``whole`` is the length
-    of the axis that tensor parallelism cuts, where the configuration gives it.
+    of the axis that tensor parallelism cuts, where the configuration gives it. ``layouts`` remembers the layout of
+    every shape and cut that has occurred: all experts of a model have one.
     """
 
     statement: Statement
@@ -128,6 +133,7 @@ class _Kind:
     shifts: tuple[int, ...]
     expert_shift: int
     whole: int | None
+    layouts: dict[tuple[Shape, Shape], _Layout | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +196,10 @@ def _whole_length(statement: Statement, sizes: Sizes) -> int | None:
     return sizes.length(statement.shape[statement.cut])
 
 
-def _made(kinds: list[_Kind], tensor: ModelTensor, sizes: Sizes) -> tuple[Statement, list[Rule]] | str:
+def _made(
+    kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: Sizes
+) -> tuple[Statement, list[Rule]] | str:
     """The statement that a tensor is bound by and its rules, or why there are none."""
-    numbers = _NUMBER.findall(tensor.name)
     kind = kinds[0] if len(kinds) == 1 else _chosen(kinds, tensor, numbers, sizes)
     if kind is None:
         return f"{len(kinds)} statements declare it, and shape {list(tensor.shape)} does not tell which it is"
@@ -239,7 +246,10 @@ def _has_shape(statement: Statement, numbers: Mapping[str, int], shape: Shape, s
 def _rules(kind: _Kind, tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> list[Rule] | str:
     if kind.statement.stack is not None:
         return _stack_rules(kind, kind.statement.stack, tensor, numbers, sizes)
-    made = _layout(kind.statement, tensor.shape, tensor.cuts, sizes)
+    occurred = (tensor.shape, tensor.cuts)
+    made = kind.layouts.get(occurred)
+    if made is None:
+        made = kind.layouts[occurred] = _layout(kind.statement, tensor.shape, tensor.cuts, sizes)
     if isinstance(made, str):
         return made
     sources = tuple(source.format(*numbers) for source in kind.sources)
