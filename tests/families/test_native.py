@@ -246,4 +246,18 @@ def test_what_stock_refuses_goes_both_ways(
     # Our way there and back is a part of this, under every degree.
     for (load, export), _, _ in _carried_out(ranks, name, changes, DEGREES):
         found = load if way == "load" else export
-        assert named in found.get("error", ""), f"{what}: {found}"
+        assert named in found.get("error", "nothing"), what
+
+
+def test_stock_refuses_files_of_ernie_without_the_prediction_blocks_of_the_model(ranks: ForkServer) -> None:
+    # One block is what the configuration class says by default, and none what Hugging Face's library writes. Ours keeps
+    # the initial values of the blocks: see the tests of optional names.
+    family = BY_NAME["ernie4_5_moe"]
+    file, config = (settings(family, tie_word_embeddings=False, num_nextn_predict_layers=depth) for depth in (0, 1))
+    run = {
+        "statements": native.statements("ernie4_5_moe", config, inverse=False),
+        "sources": described(spaces(family, file)[0].mapping().sources),
+        "targets": described(spaces(family, config)[0].targets),
+    }
+    (found,) = ranks.run("tests.families.jobs:stock_outputs", 1, run).values
+    assert "model.mtp_" in found["error"]
