@@ -16,9 +16,10 @@ _HOME = {
     "FlexTrainer": "paddleformers_fc.trainer.mixin",
     "FlexTrainingArguments": "paddleformers_fc.trainer.arguments",
     "install": "paddleformers_fc.trainer.install",
+    "load_open_weights": "paddleformers_fc.trainer.pretrained",
 }
 
-__all__ = ["FlexCheckpointCallback", "FlexTrainer", "FlexTrainingArguments", "install"]
+__all__ = ["FlexCheckpointCallback", "FlexTrainer", "FlexTrainingArguments", "install", "load_open_weights"]
 
 
 def __getattr__(name: str) -> Any:

@@ -418,3 +418,42 @@ def run_command_line(yaml: str) -> None:
 
     sys.argv = ["launcher.py", "train", yaml]
     launcher.launch()
+
+
+def start_from_open_weights(
+    model_type: str, layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, source: str, target: str
+) -> dict[str, list[str]]:
+    """Fill a zeroed model from open weights, export it again; what kept its values and what was left over."""
+    import paddle
+
+    from paddleformers_fc import load_open_weights
+    from paddleformers_fc.execute.channel import job_channel
+    from paddleformers_fc.execute.export import save_weights
+    from paddleformers_fc.trainer import documents, state
+
+    args = tiny.training_arguments(layout, output_dir)
+    built = tiny.build(model_type, layout, args, **model)
+    with paddle.no_grad():
+        for parameter in built.parameters():
+            parameter.zero_()
+    report = load_open_weights(built, source)
+    channel = job_channel()
+    files = {"config.json": documents.config_text(built).encode()} if channel.rank == 0 else {}
+    weights = state.model_roles(built)["model_state"]
+    save_weights(weights, documents.model_config(built), files, Path(target), 10**9, channel)
+    return {"fresh": list(report.fresh), "dropped": list(report.dropped)}
+
+
+def export_initial(
+    model_type: str, layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, target: str
+) -> None:
+    """Export a tiny model with the weights it begins with."""
+    from paddleformers_fc.execute.channel import job_channel
+    from paddleformers_fc.execute.export import save_weights
+    from paddleformers_fc.trainer import documents, state
+
+    args = tiny.training_arguments(layout, output_dir)
+    built = tiny.build(model_type, layout, args, **model)
+    files = {"config.json": documents.config_text(built).encode()}
+    weights = state.model_roles(built)["model_state"]
+    save_weights(weights, documents.model_config(built), files, Path(target), 10**9, job_channel())

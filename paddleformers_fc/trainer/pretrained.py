@@ -1,0 +1,47 @@
+"""Starting from open weights: a directory of safetensors files straight into a live model, under any layout.
+
+PaddleFormers' ``from_pretrained`` builds a model and fills it. Where the model exists already, as under a pipeline, or
+where the weights must be proved to be all there before any of them changes, :func:`load_open_weights` fills it through
+the family's mapping: every rank reads the ranges that its own shards are made of. Floating dtypes are cast to the
+model's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paddleformers.utils.log import logger
+
+from paddleformers_fc.execute.channel import job_channel
+from paddleformers_fc.execute.load import LoadReport, load_weights
+from paddleformers_fc.execute.reading import ReadOptions
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.trainer import documents, state
+
+
+def load_open_weights(model: Any, directory: str | Path, threads: int = 4) -> LoadReport:
+    """Fill a model with the weights of a Hugging Face directory. Every rank must call.
+
+    What the family declares optional may be absent from the files and then keeps its initial values, or be there and
+    not wanted; either is logged once.
+
+    Args:
+        model: the model as it was built, before or after its parallel wrapper.
+        directory: safetensors files in canonical names, with their index.
+        threads: how many tensors are filled at a time.
+
+    Raises:
+        FlexError: the same on every rank, before any weight has changed, where files are missing or damaged, or names,
+            shapes or dtypes do not fit.
+    """
+    channel = job_channel()
+    roles = state.model_roles(model)
+    config = documents.model_config(model)
+    report = load_weights(Path(directory), roles, config, channel, ReadOptions(threads=threads))
+    if channel.rank == 0:
+        for name in fold(report.fresh):
+            logger.warning(f"{name} is not in {directory} and keeps its initial values.")
+        for name in fold(report.dropped):
+            logger.warning(f"{name} is in {directory} and the model has no place for it.")
+    return report

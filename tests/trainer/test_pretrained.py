@@ -1,0 +1,69 @@
+"""Open weights into live models under several layouts, and out again: the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from paddleformers_fc.runtime.forkserver import ForkServer
+from tests.harness import tiny
+
+JOB = "tests.trainer.jobs:start_from_open_weights"
+MOE = {"num_nextn_predict_layers": 1}
+
+
+def weights_of(ranks: ForkServer, directory: Path, model_type: str, model: dict[str, Any]) -> Path:
+    """The export of a tiny model with its initial weights."""
+    run = {
+        "layout": tiny.SINGLE.to_json(),
+        "output_dir": str(directory / "run"),
+        "model_type": model_type,
+        "model": model,
+    }
+    ranks.run("tests.trainer.jobs:export_initial", 1, {**run, "target": str(directory / "weights")})
+    return directory / "weights"
+
+
+def start(ranks: ForkServer, directory: Path, layout: tiny.Layout, source: Path, **job: Any) -> dict[str, list[str]]:
+    settings = {"layout": layout.to_json(), "output_dir": str(directory / f"run-{layout.name}"), **job}
+    target = str(directory / f"again-{layout.name}")
+    return ranks.run(JOB, layout.nproc, {**settings, "source": str(source), "target": target}).values[0]
+
+
+@pytest.mark.parametrize(("model_type", "model"), [("llama", {}), ("ernie4_5_moe", MOE)])
+def test_weights_pass_through_every_layout_unchanged(
+    ranks: ForkServer, tmp_path: Path, model_type: str, model: dict[str, Any]
+) -> None:
+    source = weights_of(ranks, tmp_path, model_type, model)
+    original = (source / "model.safetensors").read_bytes()
+    for layout in (tiny.SINGLE, tiny.TP2, tiny.DP2):
+        said = start(ranks, tmp_path, layout, source, model_type=model_type, model=model)
+        assert said == {"fresh": [], "dropped": []}
+        assert (tmp_path / f"again-{layout.name}/model.safetensors").read_bytes() == original
+
+
+def test_a_prediction_layer_that_is_not_in_the_files_keeps_its_values_and_is_named(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    source = weights_of(ranks, tmp_path, "ernie4_5_moe", MOE)
+    kept = {name: array for name, array in load_file(source / "model.safetensors").items() if ".mtp_" not in name}
+    save_file(kept, source / "model.safetensors")
+    said = start(ranks, tmp_path, tiny.TP2, source, model_type="ernie4_5_moe", model=MOE)
+    assert said["fresh"]
+    assert all(".mtp_" in name for name in said["fresh"])
+    loaded = load_file(tmp_path / "again-tp2/model.safetensors")
+    assert all(np.array_equal(loaded[name], kept[name]) for name in kept)
+    assert all(not array.any() for name, array in loaded.items() if name not in kept)
+
+
+def test_a_prediction_layer_that_the_model_does_not_have_is_dropped_and_named(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    source = weights_of(ranks, tmp_path, "ernie4_5_moe", MOE)
+    said = start(ranks, tmp_path, tiny.TP2, source, model_type="ernie4_5_moe", model={})
+    assert said["dropped"]
+    assert all(".mtp_" in name for name in said["dropped"])
