@@ -180,6 +180,31 @@ def test_the_right_side_follows_from_the_statements_where_it_is_not_known(form: 
     assert {name: spec.shape for name, spec in mapping.targets.items()} == right_shapes
 
 
+REVERSED_BY_PADDLE = (
+    "rename",
+    "transpose",
+    "permute",
+    "transpose and permute",
+    "split",
+    "experts",
+    "names in between",
+    "query, key and value",
+    "query, key and value, read",
+    "added and removed",
+)
+
+
+@pytest.mark.parametrize("form", REVERSED_BY_PADDLE)
+def test_the_reverse_is_paddles_own_where_that_is_right(form: str) -> None:
+    statements, left_shapes, right_shapes, left_cuts, right_cuts = FORMS[form]
+    left, right = side(left_shapes, left_cuts), side(right_shapes, right_cuts)
+    mapping = parse(statements, left, right).reversed()
+    arrays = numbered(mapping)
+    entries = stock.plan(statements, right, left, reverse=True)
+    ours, theirs = moved(mapping, arrays), stock.moved(entries, arrays, left)
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
 def same_numbers(statements: Sequence[str], left: stock.Tensors, right: stock.Tensors) -> bool:
     """Whether a proved mapping moves what Paddle moves."""
     mapping = parse(statements, left, right)

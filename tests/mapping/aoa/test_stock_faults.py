@@ -202,6 +202,13 @@ QUIET = {
         {"c": (4,)},
         "are not shared evenly by 4 ranks",
     ),
+    "an attribute that a fused layout does not have": (
+        ["g, u -> gu, fused_ffn, axis=0, dtype='float16'"],
+        {"g": (4,), "u": (4,)},
+        {"gu": (8,)},
+        {},
+        "dtype cannot stand in a statement of fused_ffn",
+    ),
     "a name that nothing reads": (["a -> b", "c -> x"], {"a": (2,), "c": (2,)}, {"b": (2,)}, {}, "no later statement"),
     "a source that is removed and read": (
         ["a -> b", "a -> _"],
