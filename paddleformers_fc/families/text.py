@@ -18,7 +18,7 @@ from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.mapping import Mapping as TensorMapping, RuleSet
 from paddleformers_fc.mapping.aoa import Hints, render
 
-FORWARD, REVERSE = "forward", "reverse"
+FORWARD, REVERSE = DIRECTIONS = ("forward", "reverse")
 _PER_RANK = {Geometry.FUSED_FFN: "fused_ffn", Geometry.FUSED_QKV_PER_RANK: "fused_qkv_old"}
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _HOLE = "{}"
@@ -63,14 +63,30 @@ def aoa_texts(family: Family, config: Mapping[str, Any], rules: RuleSet) -> dict
         config: the model's configuration.
         rules: the model's rules, with the cuts of its tensors.
     """
-    mapping, hints = with_ties(rules), _hints(family, config, rules)
-    texts: dict[str, list[str]] = {}
-    for direction in (FORWARD, REVERSE):
-        try:
-            texts[direction] = render(mapping, hints, reverse=direction == REVERSE)
-        except MappingError:
-            texts[direction] = []
-    return texts
+    hints = _hints(family, config, rules)
+    if _latest.hints != hints or _latest.rules != rules:
+        mapping = with_ties(rules)
+        texts = {direction: _text_or_none(mapping, hints, reverse=direction == REVERSE) for direction in DIRECTIONS}
+        _latest.rules, _latest.hints, _latest.texts = rules, hints, texts
+    return {direction: list(text) for direction, text in _latest.texts.items()}
+
+
+class _Latest:
+    """The texts that were asked for last: a job saves the same model again and again."""
+
+    rules: RuleSet | None = None
+    hints: Hints | None = None
+    texts: Mapping[str, list[str]] = {}
+
+
+_latest = _Latest()
+
+
+def _text_or_none(mapping: TensorMapping, hints: Hints, *, reverse: bool) -> list[str]:
+    try:
+        return render(mapping, hints, reverse=reverse)
+    except MappingError:
+        return []
 
 
 def with_ties(rules: RuleSet) -> TensorMapping:
