@@ -16,13 +16,14 @@ unexport PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-mapping format install clean
+.PHONY: help demo test lint bench-mapping derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
 	@echo "make test     all checks and all tests"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
+	@echo "make derive-table  how far mappings are derived where no family declares them"
 	@echo "make format   let ruff format the sources"
 	@echo "make install  only what demo and test do first: .venv with everything in it"
 	@echo "make clean    remove .venv, the demo's output and every cache"
@@ -46,6 +47,9 @@ test: lint
 
 bench-mapping: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mapping.py --write docs/mapping-performance.md
+
+derive-table: $(STAMP)
+	@$(BIN)/python -m tests.families.derivation docs/derivation.md
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix-only .

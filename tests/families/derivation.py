@@ -1,0 +1,241 @@
+"""How far derivation gets without the families: what it arrives at by itself, with a hint, and with answers.
+
+``python -m tests.families.derivation FILE`` writes ``docs/derivation.md``. The derivation sees the tensors of a
+family's tiny model, what its canonical side holds, the configuration, and kinds of layers; never a rule. It takes a few
+seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families import FAMILIES, Family, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families.declarations import Geometry, Statement
+from paddleformers_fc.families.derive import Derivation, study
+from paddleformers_fc.families.kinds import LayeredTensor, LayerKind
+from paddleformers_fc.families.naming import layer_name, split
+from paddleformers_fc.mapping import RuleSet, TensorSpec
+from paddleformers_fc.mapping.aoa import normal
+from tests.families import native
+
+DEGREES = (1, 2, 4)
+SAME, OTHER, ASKS = "same", "**other**", "asks"
+
+# What PaddleFormers' statements ask of a configuration beside what the tiny one holds.
+ASKED = {"minimax_m2": {"v_head_dim": 8}}
+
+HEAD = """\
+# Derivation
+
+What a model's mapping is, where no family declares it, is derived from the names, shapes and layers of both sides. The
+rules of evidence are in `families/derive.py`, `naming.py` and `options.py`. What they leave open is asked, with the
+candidates as AOA lines; a line that is given back settles it. What is derived is proved like the rules of any family.
+
+Here the written families are what derivation is measured by. Every row is a family's tiny model under 1, 2 and 4
+tensor-parallel ranks (*fleet* and *formers* are the two classes that some families have). *Same* means: the same box
+of the same source is the same box of the same target, for every tensor, with the same ties and the same tensors left
+as they are.
+
+- **alone**: from names, shapes, kinds of layers and the configuration.
+- **native hint**: with the text of PaddleFormers' own `_gen_aoa_config`, which is parsed and proved, and used only
+  where the evidence has several candidates or none.
+- **answers**: with one answer to every question, each one of the candidates that the question showed. An answer is one
+  line, where one AOA statement can say it.
+
+Kinds of layers are those that the families' statements tell, but for routers, which are no linear layers; for classes
+that can be imported, a test compares them with the live model's. The canonical side is what the family's rules read,
+so tensors that a file may hold or lack are all there.
+
+"""
+
+LEGEND = """
+`make derive-table` writes this page, and a test compares it.
+
+## What is asked
+
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model of a family.
+
+    Args:
+        family: the family.
+        fleet: whether it is of PaddleFleet's class; None where there is one class.
+        tp: the degree of tensor parallelism.
+    """
+
+    family: Family
+    fleet: bool | None
+    tp: int
+
+    @property
+    def name(self) -> str:
+        return self.family.name + {None: "", True: " (fleet)", False: " (formers)"}[self.fleet]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        fleet = {} if self.fleet is None else {"is_fleet": self.fleet}
+        return {**self.family.defaults, **self.family.tiny, **fleet}
+
+    @property
+    def rules(self) -> RuleSet:
+        return bind(self.family, self.config, self.tensors())
+
+    @property
+    def canonical(self) -> dict[str, TensorSpec]:
+        return dict(self.rules.mapping().sources)
+
+    @property
+    def hint(self) -> list[str]:
+        fleet = self.family.name in ("kimi_k2", "minimax_m2") if self.fleet is None else self.fleet
+        settings = {**self.config, **ASKED.get(self.family.name, {})}
+        return native.statements(self.family.model_types[0], settings, inverse=False, fleet=fleet)
+
+    def tensors(self) -> list[ModelTensor]:
+        return [one.under(tp=self.tp) for one in enumerate_tensors(self.family, self.config)]
+
+    def layered(self) -> list[LayeredTensor]:
+        """The model's tensors with the kinds of their layers, as the statements that declare them tell."""
+        statements = {
+            one.name: statement
+            for statement in self.family.statements
+            for one in enumerate_tensors(replace(self.family, statements=(statement,)), self.config)
+        }
+        return [LayeredTensor(one, _kind(one, statements)) for one in self.tensors()]
+
+
+def _kind(tensor: ModelTensor, statements: Mapping[str, Statement]) -> LayerKind:
+    layer = tensor.name.removesuffix(".bias")
+    weight = statements.get(layer + ".weight", statements[tensor.name])
+    if "embed_tokens" in layer:
+        return LayerKind.EMBEDDING
+    if layer_name(layer) in ("gate", "router"):
+        return LayerKind.OTHER
+    if weight.geometry is not Geometry.SAME and weight.turned and weight.stack is None:
+        return LayerKind.LINEAR
+    return LayerKind.NORM if len(tensor.shape) == 1 and "norm" in layer else LayerKind.OTHER
+
+
+def cases(tp: int) -> Iterator[Case]:
+    for family in FAMILIES:
+        for fleet in (True, False) if "is_fleet" in {**family.defaults, **family.tiny} else (None,):
+            yield Case(family, fleet, tp)
+
+
+def verdict(case: Case, found: Derivation) -> str:
+    """Whether a derivation is what the family says, something else, or questions."""
+    if found.questions:
+        return ASKS
+    wanted = case.rules
+    equal = normal(found.rules.mapping()) == normal(wanted.mapping()) and set(found.rules.ties) == set(wanted.ties)
+    return SAME if equal and set(found.rules.fresh) == set(wanted.fresh) else OTHER
+
+
+def derived(case: Case, hint: Sequence[str] = (), settled: Sequence[str] = ()) -> Derivation:
+    return study(case.layered(), case.canonical, case.config, hint=hint, settled=settled)
+
+
+def answers(case: Case, found: Derivation) -> list[tuple[str, ...]]:
+    """To every question the first of its answers that makes of its tensors what the family does, if there is one."""
+    given: list[tuple[str, ...]] = []
+    for question in found.questions:
+        for answer in question.answers:
+            try:
+                outcome = derived(case, settled=_lines([*given, answer]))
+            except MappingError:
+                continue
+            if _is_right(case, outcome, question.names):
+                given.append(answer)
+                break
+    return given
+
+
+def _is_right(case: Case, found: Derivation, names: Sequence[str]) -> bool:
+    wanted = {item for item in normal(case.rules.mapping()) if item.target in names}
+    return bool(wanted) and {item for item in normal(found.rules.mapping()) if item.target in names} == wanted
+
+
+def _lines(given: Sequence[tuple[str, ...]]) -> list[str]:
+    return [line for answer in given for line in answer]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What became of one model: by itself, with the hint, with answers, and the questions and answers themselves."""
+
+    case: Case
+    alone: str
+    hinted: str
+    answered: str
+    questions: tuple[str, ...]
+    given: tuple[tuple[str, ...], ...]
+
+
+def measured(case: Case) -> Measured:
+    alone = derived(case)
+    hinted = derived(case, hint=case.hint)
+    given = answers(case, alone)
+    answered = verdict(case, derived(case, settled=_lines(given))) if given else verdict(case, alone)
+    asked = tuple(f"`{layer_name(split(one.names[0])[0])}`: {one.why}" for one in alone.questions)
+    return Measured(case, verdict(case, alone), verdict(case, hinted), answered, asked, tuple(given))
+
+
+def page() -> str:
+    """The whole page."""
+    columns = [[measured(case) for case in cases(tp)] for tp in DEGREES]
+    return "".join([HEAD, *_summary(columns), *_table(columns), LEGEND, *_asked(columns)])
+
+
+def _summary(columns: Sequence[Sequence[Measured]]) -> Iterator[str]:
+    yield f"| of {len(FAMILIES)} families, the same | TP 1 | TP 2 | TP 4 |\n|---|---|---|---|\n"
+    for label, same in (
+        ("alone", lambda one: one.alone == SAME),
+        ("with at most one answer of one line", lambda one: one.answered == SAME and len(_lines(one.given)) <= 1),
+        ("with answers", lambda one: one.answered == SAME),
+        ("with the native hint", lambda one: one.hinted == SAME),
+        ("something else", lambda one: OTHER not in (one.alone, one.hinted, one.answered)),
+    ):
+        counts = [len(FAMILIES) - len({one.case.family.name for one in column if not same(one)}) for column in columns]
+        if label == "something else":
+            counts = [len(FAMILIES) - count for count in counts]
+        yield f"| {label} | {' | '.join(map(str, counts))} |\n"
+    yield (
+        "\nA family counts where both of its classes do. Under 4 ranks the tiny models have as many kv heads as\n"
+        "ranks, and the two layouts of a fused query, key and value are one: there is nothing to ask.\n\n"
+    )
+
+
+def _table(columns: Sequence[Sequence[Measured]]) -> Iterator[str]:
+    degrees = [f"{label}, TP {tp}" for label in ("alone", "native hint", "answers") for tp in DEGREES]
+    yield f"| model | {' | '.join(degrees)} |\n|---{'|---' * len(degrees)}|\n"
+    for row in zip(*columns, strict=True):
+        alone = [one.alone if one.alone != ASKS else f"asks {len(one.questions)}" for one in row]
+        answered = [f"{one.answered}, {_count(one)}" if one.given else "-" for one in row]
+        yield f"| {row[0].case.name} | {' | '.join([*alone, *(one.hinted for one in row), *answered])} |\n"
+
+
+def _count(one: Measured) -> str:
+    count = len(_lines(one.given))
+    return "1 line" if count == 1 else f"{count} lines"
+
+
+def _asked(columns: Sequence[Sequence[Measured]]) -> Iterator[str]:
+    asked: dict[str, dict[str, set[int]]] = {}
+    for tp, column in zip(DEGREES, columns, strict=True):
+        for one in column:
+            for question in one.questions:
+                asked.setdefault(question, {}).setdefault(one.case.name, set()).add(tp)
+    for question, models in asked.items():
+        told = [f"{name} at TP {', '.join(map(str, sorted(degrees)))}" for name, degrees in models.items()]
+        yield f"- {question}. {'; '.join(told)}.\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
