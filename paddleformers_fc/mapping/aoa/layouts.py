@@ -41,12 +41,12 @@ def layout_of(row: Row, hints: Hints, taken: frozenset[str]) -> Layout | None:
         hints: shards and heads.
         taken: names that no statement may make up.
     """
-    sources, targets = row.sources, row.targets
-    for found in (_per_rank(row, hints), _plain(row), _per_head(row, taken)):
-        if found is not None:
-            by_shards = found.startswith((FFN, QKV))
-            return Layout(found, tuple(sources), tuple(targets), by_shards)
-    return None
+    sources, targets = tuple(row.sources), tuple(row.targets)
+    by_shards = _per_rank(row, hints)
+    if by_shards is not None:
+        return Layout(by_shards, sources, targets, by_shards=True)
+    by_lengths = _plain(row) or _per_head(row, taken)
+    return None if by_lengths is None else Layout(by_lengths, sources, targets)
 
 
 def _plain(row: Row) -> str | None:
@@ -96,7 +96,8 @@ def _per_head(row: Row, taken: frozenset[str]) -> str | None:
     if len(lengths) != 3 or min(len(sources), len(targets)) != 1:
         return None
     joining = len(targets) == 1
-    rounds = sum(run.source == sources[0] for run in row.runs) if joining else _rounds(row, targets[0])
+    # The parts are dealt in as many rounds as the first of them has runs.
+    rounds = sum(run.source == sources[0] if joining else run.target == targets[0] for run in row.runs)
     query, key, value = lengths
     if not (row.dealt(lengths, 1, rounds) if joining else row.dealt(lengths, rounds, 1)):
         return None
@@ -111,11 +112,6 @@ def _per_head(row: Row, taken: frozenset[str]) -> str | None:
     if heads > _MOST_HEADS or not taken.isdisjoint(made_up):
         return None
     return _with_axis(f"fused_qkv, num_heads={heads}, num_key_value_groups={rounds}", row.axis)
-
-
-def _rounds(row: Row, target: str) -> int:
-    """In how many rounds a single source deals its parts: how often the first of them begins anew."""
-    return sum(run.target == target for run in row.runs)
 
 
 def _lengths(row: Row) -> Shape:

@@ -9,7 +9,6 @@ the statement. Time is linear in the text, in the tensors and in what the statem
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping as MappingABC, Sequence
-from dataclasses import replace
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.aoa.evaluate import Evaluation
@@ -114,14 +113,3 @@ def _expand(statements: Sequence[Statement], expander: Expander, faults: Faults)
         except Fault as fault:
             faults.add(statement.line, fault, statement.arrow)
     return steps
-
-
-def with_aliases(mapping: Mapping, aliases: MappingABC[str, AoaTensor]) -> Mapping:
-    """The mapping with tied names as targets that keep their values, which is how statements say a tie.
-
-    Args:
-        mapping: onto owners alone.
-        aliases: the tied names.
-    """
-    specs = {name: tensor.spec for name, tensor in aliases.items()}
-    return replace(mapping, targets={**mapping.targets, **specs}, fresh=mapping.fresh | frozenset(aliases))

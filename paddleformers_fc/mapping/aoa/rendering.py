@@ -23,6 +23,7 @@ from paddleformers_fc.mapping.correspondences import Correspondence, Mapping, Te
 from paddleformers_fc.mapping.folding import fold
 
 _ASIDE = "_kept"
+_SHOWN = 20
 _REMOVED = TensorSpec((1,), "float32")
 
 
@@ -105,7 +106,11 @@ def _copies(wording: Wording, block: Block, taken: frozenset[str], refused: list
     for name, facing in block.facings.items():
         if name + _ASIDE in taken:
             refused.append(f"{name}: is overwritten before it is read, and {name}{_ASIDE} is not free")
-        view = wording.seen(name, facing, said)
+        try:
+            view = wording.seen(name, facing, said)
+        except Inexpressible as reason:
+            refused.append(str(reason))
+            continue
         said.append(Text((view,), (name + _ASIDE,)))
     return said
 
@@ -146,12 +151,19 @@ def _verify(statements: list[str], mapping: Mapping, hints: Hints) -> None:
     for name in mapping.dropped:
         left.setdefault(name, AoaTensor(_REMOVED.shape, _REMOVED.dtype, (1,)))
     right = _tensors(mapping.targets, hints.right)
-    back = parse(statements, left, right)
-    if normal(back) != normal(mapping) or (back.fresh, back.dropped) != (mapping.fresh, mapping.dropped):
+    evidence: tuple[str, ...] = ()
+    try:
+        back = parse(statements, left, right)
+    except MappingError as error:
+        evidence = error.evidence
+    else:
+        if normal(back) != normal(mapping) or (back.fresh, back.dropped) != (mapping.fresh, mapping.dropped):
+            evidence = (*statements[:_SHOWN], "is read as another mapping")
+    if evidence:
         raise MappingError(
-            "The AOA text of this mapping would mean another one.",
-            evidence=statements[:20],
-            next_step="This is a fault of the renderer; nothing is lost but the text.",
+            "The AOA text of this mapping would not be read as the mapping.",
+            evidence=evidence,
+            next_step="This is a fault of this package; report it. Nothing is lost but the text.",
         )
 
 

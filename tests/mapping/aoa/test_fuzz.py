@@ -80,7 +80,7 @@ def test_hostile_text_is_refused_in_bounded_time(kind: str) -> None:
     began = time.process_time()
     with pytest.raises(MappingError) as caught:
         parse([HOSTILE[kind]], LEFT, RIGHT)
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 10
     assert all(len(line) < 3_000 for line in caught.value.evidence)
 
 

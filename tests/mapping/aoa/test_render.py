@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, Shape, TensorSpec, prove
-from paddleformers_fc.mapping.aoa import Hints, normal, parse, render
+from paddleformers_fc.mapping.aoa import Hints, normal, parse, render, rendering
 from paddleformers_fc.mapping.rules import Slab
 from tests.mapping.aoa import stock
 from tests.mapping.aoa.spaces import side_of
@@ -222,6 +222,25 @@ def test_names_that_change_places_go_through_copies() -> None:
     rules = (Rule(("a",), ("b",), (3,), 1, (1, 0)), Rule(("b",), ("a",), (2,), 1, (1, 0)))
     mapping = RuleSet({"a": spec(3, 2), "b": spec(2, 3)}, rules).mapping()
     assert rendered(mapping) == ["a^T -> a_kept", "b^T -> b_kept", "a_kept -> b", "b_kept -> a"]
+
+
+def test_a_cast_that_the_language_cannot_make_is_refused_also_where_copies_are_made() -> None:
+    rules = (
+        Rule(("a",), ("b",), (3,), 1, (1, 0), cast="float64"),
+        Rule(("b",), ("a",), (2,), 1, (1, 0), cast="float64"),
+    )
+    specs = {"a": spec(3, 2, dtype="float64"), "b": spec(2, 3, dtype="float64")}
+    with pytest.raises(MappingError, match="a cast with float64: the language knows float16, float32, bfloat16"):
+        render(RuleSet(specs, rules).mapping({"a": "float32", "b": "float32"}))
+
+
+def test_text_that_would_be_read_as_another_mapping_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "compacted", lambda blocks, index: ["h.$LAYER_ID.w -> m.$LAYER_ID.w"])
+    with pytest.raises(MappingError, match="would not be read as the mapping"):
+        render(layers(2))
+    monkeypatch.setattr(rendering, "compacted", lambda blocks, index: [])
+    with pytest.raises(MappingError, match="would not be read as the mapping"):
+        render(layers(2))
 
 
 @st.composite
