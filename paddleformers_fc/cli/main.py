@@ -126,6 +126,21 @@ def diff(
 
 
 @app.command()
+def aoa(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A family, such as llama, or a directory with config.json.")
+    ],
+    reverse: Annotated[bool, typer.Option("--reverse", help="From the model to open weights.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Print a model's mapping as AOA statements, which stock FlexCheckpoint reads."""
+    from paddleformers_fc.cli import statements
+
+    _present(statements.statements(model, reverse=reverse), statements.show, as_json)
+    return RIGHT
+
+
+@app.command()
 def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CKPT", exists=True, file_okay=False, help="A finished flex checkpoint.")

@@ -1,0 +1,47 @@
+"""``aoa``: statements of every family, in both directions, that stock reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.families import FAMILIES
+from tests.cli.support import run
+
+
+def test_llama_is_printed_forward_and_reversed() -> None:
+    forward, reverse = run("aoa", "llama"), run("aoa", "llama", "--reverse")
+    layer = "model.layers.$LAYER_ID.self_attn.q_proj.weight"
+    assert forward.code == reverse.code == 0
+    assert f"{layer}^T -> {layer}" in forward.out.splitlines()
+    assert f"{layer}^T -> {layer}" in reverse.out.splitlines()
+
+
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+def test_every_family_is_said_or_refused_with_a_reason(family: str) -> None:
+    for options in ((), ("--reverse",)):
+        outcome = run("aoa", family, *options, "--json")
+        document = outcome.document
+        if outcome.code == 0:
+            assert document["family"] == family
+            assert document["aoa_statements"]
+        else:
+            assert document["error"] == "MappingError"
+            assert document["evidence"]
+
+
+def test_a_models_own_configuration_decides(tmp_path: Path) -> None:
+    config = {"model_type": "ernie4_5", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
+    outcome = run("aoa", tmp_path)
+    assert outcome.code == 0
+    assert "fused_qkv, num_heads=8, num_key_value_groups=2" in outcome.out
+
+
+def test_an_unknown_name_is_misuse_and_names_the_families() -> None:
+    outcome = run("aoa", "unheard_of", "--json")
+    assert outcome.code == 2
+    assert "llama" in outcome.document["evidence"][0]
