@@ -14,15 +14,28 @@ __version__ = "0.1.0"
 _HOME = {
     "FlexCheckpointCallback": "paddleformers_fc.trainer.callback",
     "FlexTrainer": "paddleformers_fc.trainer.mixin",
+    "FlexTrainerMixin": "paddleformers_fc.trainer.mixin",
     "FlexTrainingArguments": "paddleformers_fc.trainer.arguments",
     "install": "paddleformers_fc.trainer.install",
     "load_open_weights": "paddleformers_fc.trainer.pretrained",
 }
 
-__all__ = ["FlexCheckpointCallback", "FlexTrainer", "FlexTrainingArguments", "install", "load_open_weights"]
+_ROOMS = ("runtime", "trainer")
+"""Packages that a script may name after ``import paddleformers_fc`` alone."""
+
+__all__ = [
+    "FlexCheckpointCallback",
+    "FlexTrainer",
+    "FlexTrainerMixin",
+    "FlexTrainingArguments",
+    "install",
+    "load_open_weights",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,11 +15,15 @@ import yaml
 
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.runtime.launch import launch
 from paddleformers_fc.runtime.ranks import free_ports
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer.register import PATH
 from tests.harness.tiny import SINGLE
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORTS = re.compile(r"^from paddleformers_fc import (.+)$", re.MULTILINE)
 
 REPLACED = [
     "PdArgumentParser.__init__",
@@ -44,9 +48,40 @@ def test_the_facade_imports_no_paddle() -> None:
 def test_the_facade_has_the_names_that_a_script_needs_and_no_others() -> None:
     import paddleformers_fc
 
-    assert paddleformers_fc.__all__ == ["FlexCheckpointCallback", "FlexTrainer", "FlexTrainingArguments", "install"]
+    assert paddleformers_fc.__all__ == [
+        "FlexCheckpointCallback",
+        "FlexTrainer",
+        "FlexTrainerMixin",
+        "FlexTrainingArguments",
+        "install",
+        "load_open_weights",
+    ]
     with pytest.raises(AttributeError, match="no attribute 'FlexTrainers'"):
         _ = paddleformers_fc.FlexTrainers
+
+
+def test_every_name_in_the_readme_can_be_imported() -> None:
+    text = (ROOT / "README.md").read_text()
+    imported = [f"paddleformers_fc.{name}" for line in IMPORTS.findall(text) for name in line.split(", ")]
+    names = sorted({*imported, *re.findall(r"paddleformers_fc(?:\.[A-Za-z_]+)+", text)})
+    assert {"paddleformers_fc.FlexTrainerMixin", "paddleformers_fc.runtime"} <= set(names)
+    code = "import sys, paddleformers_fc\nfor name in sys.argv[1:]: eval(name)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_script_of_the_recipes_trains_on_two_ranks_and_goes_on_with_one(tmp_path: Path) -> None:
+    script, output = str(ROOT / "recipes" / "script.py"), str(tmp_path / "out")
+    environment = {"PYTHONPATH": str(ROOT)}
+    trained = launch([script, "--output", output, "--steps", "3"], 2, tmp_path / "two", 120, environment)
+    assert trained.returncode == 0, trained.report()
+    command = [script, "--output", output, "--steps", "4", "--resume", "newest"]
+    resumed = launch([*command], 1, tmp_path / "one", 120, environment)
+    assert resumed.returncode == 0, resumed.report()
+    assert "Resumed step 3" in resumed.logs[0].read_text()
+    assert losses(trained.logs[0].read_text())[0] > losses(resumed.logs[0].read_text())[0]
 
 
 def test_importing_changes_nothing_and_uninstalling_puts_everything_back(ranks: ForkServer) -> None:
