@@ -16,12 +16,13 @@ unexport PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-mapping derive-table format install clean
+.PHONY: help demo test lint guarantees bench-mapping derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
 	@echo "make test     all checks and all tests"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
+	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
 	@echo "make derive-table  how far mappings are derived where no family declares them"
 	@echo "make format   let ruff format the sources"
@@ -44,6 +45,9 @@ lint: $(STAMP)
 
 test: lint
 	@$(BIN)/pytest
+
+guarantees: $(STAMP)
+	@$(BIN)/python -m pytest -q -p tests.corruption.writing tests/corruption
 
 bench-mapping: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mapping.py --write docs/mapping-performance.md

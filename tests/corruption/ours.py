@@ -1,0 +1,135 @@
+"""What this package does with the same faults: small checkpoints, and loads whose targets are compared afterwards.
+
+The model is the simulated ERNIE 4.5 of :mod:`tests.execute.simulated`, whose fused layouts are made by hand. Every load
+goes through the executor that the Trainer uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from paddleformers_fc.errors import FlexError
+from paddleformers_fc.execute.channel import ALONE, Channel
+from paddleformers_fc.execute.load import load_checkpoint, load_weights, open_checkpoint
+from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from tests.execute.simulated import CONFIG, Arrays, Roles, canonical, live, succeed
+
+ARRAYS = canonical()
+OTHER = canonical(seed=1)
+Bits = dict[tuple[str, str], tuple[str, bytes]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How one rank's load ended.
+
+    Args:
+        before: dtype and bytes of every target, by role and name.
+        after: the same, afterwards.
+        error: what was raised.
+    """
+
+    before: Bits
+    after: Bits
+    error: FlexError | None
+
+
+def save(directory: Path, arrays: Arrays = ARRAYS, tp: int = 1, sharded: int = 1, **roles: Roles) -> None:
+    """Save a job's weights and AdamW states, every rank a thread; ``roles`` replaces what rank 0 of one saves."""
+
+    def work(channel: Channel) -> None:
+        held = roles.get("roles") or live(arrays, tp, channel.rank, sharded=sharded)
+        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        save_checkpoint(directory, held, CONFIG, files, JobRecord(3, 24, {"tp": tp}), channel)
+
+    succeed(tp * sharded, work)
+
+
+def load(
+    directory: Path,
+    roles: Roles,
+    verify: str = "size",
+    aoa: Mapping[str, object] | None = None,
+    channel: Channel = ALONE,
+    config: Mapping[str, Any] = CONFIG,
+) -> Load:
+    """Load a flex checkpoint into live weights."""
+    return watched(
+        roles,
+        lambda: load_checkpoint(open_checkpoint(directory, channel, verify), roles, config, channel, aoa_config=aoa),
+    )
+
+
+def load_open_weights(directory: Path, roles: Roles) -> Load:
+    """Load open weights into a live model."""
+    model = {"model_state": roles["model_state"]}
+    return watched(model, lambda: load_weights(directory, model, CONFIG, ALONE))
+
+
+def watched(roles: Roles, work: Callable[[], object]) -> Load:
+    """Do something to live weights, and see what they hold before and after."""
+    before = bits(roles)
+    try:
+        work()
+    except FlexError as error:
+        return Load(before, bits(roles), error)
+    return Load(before, bits(roles), None)
+
+
+def bits(roles: Roles) -> Bits:
+    """Dtype and bytes of every live weight."""
+    return {
+        (role, name): (str(weight.local_tensor.dtype), weight.local_tensor.numpy().tobytes())
+        for role, names in roles.items()
+        for name, weight in names.items()
+    }
+
+
+def refusal(found: Load) -> FlexError:
+    """The error of a load that must have been refused with every target as it was."""
+    assert found.error is not None, "the load was not refused"
+    assert found.after == found.before
+    return found.error
+
+
+def right(found: Load, expected: Roles) -> bool:
+    """Whether a load has put exactly these bits into every target."""
+    if found.error is not None:
+        raise found.error
+    return found.after == bits(expected)
+
+
+def empty(tp: int = 1, rank: int = 0, arrays: Arrays = ARRAYS) -> Roles:
+    """Live weights of a model that is about to be loaded."""
+    return live(arrays, tp, rank, empty=True)
+
+
+def cast(roles: Roles, dtype: str, *names: str) -> Roles:
+    """The same live weights, those of the model, or some of them, in another dtype."""
+    for name, weight in roles["model_state"].items():
+        if not names or name in names:
+            weight.local_tensor = weight.local_tensor.astype(dtype)
+    return roles
+
+
+def with_masters(roles: Roles) -> Roles:
+    """The same live weights with master weights of their own memory."""
+    masters: dict[str, Any] = {}
+    for name, weight in roles["model_state"].items():
+        fields = {**vars(weight), "key": f"{name}.w_0", "local_tensor": paddle.clone(weight.local_tensor)}
+        masters[f"{name}.w_0"] = type(weight)(**fields)
+    return {**roles, "master_weight": masters}
+
+
+# ---- Jobs for ranks.
+
+
+def loads_without_strided_kernels(directory: str) -> bool:
+    """Load while Paddle's strided kernels are off, in a process of its own."""
+    paddle.set_flags({"FLAGS_use_stride_kernel": 0})
+    return right(load(Path(directory), empty()), live(ARRAYS, 1, 0))

@@ -1,0 +1,103 @@
+"""What Paddle's own flex checkpoint does: a short script of saves and loads, played by ranks of their own.
+
+A script is a list of steps; each is played in order, in one process per rank, and says what it left behind: the values
+and dtypes of the tensors that it filled, or the error that it raised. Nothing of this runs in the process of the tests,
+because the faults are about what stays behind in a process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.runtime.forkserver import ForkServer
+
+Tensor = dict[str, Any]
+Step = dict[str, Any]
+JOB = "tests.corruption.stock:play"
+
+
+def tensor(values: Any, dtype: str = "float32", **where: Any) -> Tensor:
+    """A tensor of a script.
+
+    Args:
+        values: nested numbers.
+        dtype: by its numpy name.
+        where: ``shape`` and ``offset`` of a part of a larger tensor; ``plain`` for a tensor that does not say.
+    """
+    return {"values": np.asarray(values).tolist(), "dtype": dtype, **where}
+
+
+def unset(*shape: int, dtype: str = "float32", **where: Any) -> Tensor:
+    """A tensor to be filled: -1 everywhere."""
+    return tensor(np.full(shape, -1.0), dtype, **where)
+
+
+def save(directory: Path, *by_rank: dict[str, Tensor], **options: Any) -> Step:
+    """The step that saves; tensors by rank, or once for all ranks."""
+    return {"do": "save", "directory": str(directory), "by_rank": list(by_rank), "options": options}
+
+
+def load(directory: Path, *by_rank: dict[str, Tensor], **options: Any) -> Step:
+    """The step that loads."""
+    return {"do": "load", "directory": str(directory), "by_rank": list(by_rank), "options": options}
+
+
+def flags(**values: Any) -> Step:
+    """The step that sets flags of Paddle."""
+    return {"do": "flags", "values": values}
+
+
+def outcomes(server: ForkServer, steps: Sequence[Step], nproc: int = 1) -> list[dict[str, Any]]:
+    """What the first rank found after every step: ``{name: {"values", "dtype"}}``, or ``{"error": text}``."""
+    found: list[dict[str, Any]] = server.run(JOB, nproc, {"steps": list(steps)}).values[0]
+    return found
+
+
+# ---- The ranks' side.
+
+
+def play(steps: list[Step]) -> list[dict[str, Any]]:
+    """A job: play the steps."""
+    import paddle
+    from paddle.distributed import load_state_dict, save_state_dict
+
+    rank = int(os.environ["PADDLE_TRAINER_ID"])
+    if int(os.environ["PADDLE_TRAINERS_NUM"]) > 1:
+        paddle.distributed.init_parallel_env()
+    call = {"save": save_state_dict, "load": load_state_dict}
+    found: list[dict[str, Any]] = []
+    for step in steps:
+        if step["do"] == "flags":
+            paddle.set_flags(step["values"])
+            found.append({})
+            continue
+        tensors = {name: _made(name, one) for name, one in step["by_rank"][min(rank, len(step["by_rank"]) - 1)].items()}
+        try:
+            call[step["do"]](tensors, step["directory"], **step["options"])
+        except Exception as error:
+            found.append({"error": f"{type(error).__name__}: {error}"})
+        else:
+            found.append({name: _said(one) for name, one in tensors.items()})
+    return found
+
+
+def _made(name: str, said: Tensor) -> Any:
+    import paddle
+    from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+
+    made = paddle.to_tensor(np.array(said["values"], np.float32), place="cpu").astype(said["dtype"])
+    if said.get("plain"):
+        return made
+    shape = tuple(made.shape)
+    offset = tuple(said.get("offset", (0,) * made.ndim))
+    return ShardedWeight(name, made, shape, tuple(said.get("shape", shape)), offset)
+
+
+def _said(weight: Any) -> dict[str, Any]:
+    held = getattr(weight, "local_tensor", weight)
+    return {"values": held.astype("float32").numpy().tolist(), "dtype": str(held.dtype).rsplit(".", maxsplit=1)[-1]}
