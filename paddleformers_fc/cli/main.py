@@ -11,7 +11,7 @@ code  meaning
 ====  ================================================================================================================
 
 ``train`` returns the code of its job. The declarations of the verbs are here, their work is in a module each, imported
-when the verb runs: only ``train`` and ``demo`` import Paddle, and ``--help`` takes a fifth of a second.
+when the verb runs: only ``train``, ``demo`` and ``derive`` import Paddle, and ``--help`` takes a fifth of a second.
 """
 
 from __future__ import annotations
@@ -211,6 +211,39 @@ def demo(
     from paddleformers_fc.cli.demo import demo as run_demo
 
     return run_demo(directory, as_json)
+
+
+@app.command()
+def derive(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Open weights with their config.json.")
+    ],
+    settle: Annotated[
+        list[str] | None, typer.Option(metavar="LINE", help="An AOA statement that answers a question; repeatable.")
+    ] = None,
+    native: Annotated[
+        bool, typer.Option(help="Use the AOA statements of the model's class where they can be proved.")
+    ] = True,
+    family: Annotated[
+        Path | None, typer.Option(metavar="FILE.py", help="Also write what was derived as a family to be registered.")
+    ] = None,
+    fused: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LAYER=GEOMETRY", help="How a layer is cut that is fused in files too; for --family."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Derive how the model of a config.json is made of open weights, where no family declares it.
+
+    Builds the model's layers without their numbers, compares names and shapes, and
+    proves the result. What is not clear is asked, with the lines that settle it.
+    """
+    from paddleformers_fc.cli import deriving
+
+    with output.working(f"deriving {directory}"):
+        found = deriving.derive(directory, settle or [], native, family, fused or [])
+    _present(found, deriving.show, as_json)
+    return RIGHT
 
 
 @app.command()

@@ -198,5 +198,5 @@ def _unknown(model_type: str) -> MappingError:
         f"No family declares model_type {model_type!r}.",
         where="config.json",
         evidence=[f"known model types: {', '.join(sorted(known))}"],
-        next_step="Declare the family, as docs/add-a-family.md shows.",
+        next_step="Declare the family, as docs/add-a-family.md shows; `paddleformers-fc derive DIR` begins it.",
     )

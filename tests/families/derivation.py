@@ -36,6 +36,23 @@ What a model's mapping is, where no family declares it, is derived from the name
 rules of evidence are in `families/derive.py`, `naming.py` and `options.py`. What they leave open is asked, with the
 candidates as AOA lines; a line that is given back settles it. What is derived is proved like the rules of any family.
 
+```
+paddleformers-fc derive DIR                                    # open weights with their config.json
+paddleformers-fc derive DIR --settle 'a.weight^T -> a.weight'  # answer a question
+paddleformers-fc derive DIR --family my_family.py              # write a family, to be registered
+```
+
+Nothing is derived on the way of a job: a save has no files to look at, and what a checkpoint means must not depend on
+evidence. A model type that no family declares is refused; `derive` writes the family that is then registered, as
+[add-a-family.md](add-a-family.md) shows. It is bound to the model again and compared before it is written.
+How a layer is cut that is fused in files too, one rank does not tell: `--fused gate_up_proj=fused_ffn` says it.
+
+A proof shows that every number has its place, and not that it is the right one. These conventions are taken, and no
+proof can check them: equal names are equal tensors; the weight of a linear layer is turned; parts lie in the order of
+their names, query, key, value, and gate, up; gate and up lie side by side on every rank.
+
+## Measured
+
 Here the written families are what derivation is measured by. Every row is a family's tiny model under 1, 2 and 4
 tensor-parallel ranks (*fleet* and *formers* are the two classes that some families have). *Same* means: the same box
 of the same source is the same box of the same target, for every tensor, with the same ties and the same tensors left
@@ -44,8 +61,8 @@ as they are.
 - **alone**: from names, shapes, kinds of layers and the configuration.
 - **native hint**: with the text of PaddleFormers' own `_gen_aoa_config`, which is parsed and proved, and used only
   where the evidence has several candidates or none.
-- **answers**: with one answer to every question, each one of the candidates that the question showed. An answer is one
-  line, where one AOA statement can say it.
+- **answers**: with one answer to every question: that of its candidates which the family says. An answer is one line,
+  where one AOA statement can say it.
 
 Kinds of layers are those that the families' statements tell, but for routers, which are no linear layers; for classes
 that can be imported, a test compares them with the live model's. The canonical side is what the family's rules read,

@@ -1,0 +1,107 @@
+"""``derive`` finds how a model is made of open weights, asks what it cannot know, and writes a family."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddleformers_fc.families import bind
+from paddleformers_fc.families.registry import prove_family
+from paddleformers_fc.mapping.aoa import normal
+from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.storage.safetensors import SafetensorsWriter
+from tests.families.derivation import Case
+from tests.families.spaces import BY_NAME, settings
+
+CLASSES = {"ernie4_5": "Ernie4_5ForCausalLM", "phi3": "Phi3ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+def weights(directory: Path, name: str) -> Case:
+    """Open weights of a family's tiny model, all zeros, with their configuration."""
+    case = Case(BY_NAME[name], None, 1)
+    directory.mkdir()
+    more = {"pad_token_id": 0} if name == "phi3" else {}
+    config = {**settings(case.family), **more, "model_type": name, "architectures": [CLASSES[name]]}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    arrays = {key: np.zeros(spec.shape, np.float32) for key, spec in case.canonical.items()}
+    entries = [(key, "F32", array.shape) for key, array in arrays.items()]
+    with SafetensorsWriter(directory / "model.safetensors", entries, {"format": "np"}) as writer:
+        for key, array in arrays.items():
+            writer.write(key, array)
+        writer.close()
+    return case
+
+
+def derive(ranks: ForkServer, *arguments: object) -> dict[str, Any]:
+    words = ["derive", *map(str, arguments)]
+    result = ranks.run("tests.cli.deriving_jobs:command", 1, {"arguments": words})
+    assert result.ok, result.logs[0].read_text()
+    (outcome,) = result.values
+    return outcome
+
+
+def test_a_family_is_written_that_binds_the_model_as_the_written_one(ranks: ForkServer, tmp_path: Path) -> None:
+    case = weights(tmp_path / "weights", "ernie4_5")
+    target = tmp_path / "family.py"
+    found = derive(ranks, tmp_path / "weights", "--family", target, "--json")
+    assert found["code"] == 0, found["err"]
+    assert json.loads(found["out"])["reasons"]["the proved hint"] == 4
+    family = runpy.run_path(str(target))["FAMILY"]
+    prove_family(family)
+    for tp in (1, 2, 4):
+        tensors = Case(case.family, None, tp).tensors()
+        made = bind(family, case.config, tensors).mapping()
+        assert normal(made) == normal(bind(case.family, case.config, tensors).mapping())
+
+
+def test_what_is_open_without_the_native_statements_is_asked_and_settled(ranks: ForkServer, tmp_path: Path) -> None:
+    weights(tmp_path / "weights", "ernie4_5")
+    asked = derive(ranks, tmp_path / "weights", "--no-native")
+    assert asked["code"] == 1
+    line = next(
+        text.strip().removeprefix("1) ") for text in asked["err"].replace("- ", "").splitlines() if "1) " in text
+    )
+    settled = derive(ranks, tmp_path / "weights", "--no-native", "--settle", line, "--json")
+    assert settled["code"] == 0, settled["err"]
+    assert any("fused_qkv, num_heads=8" in text for text in json.loads(settled["out"])["statements"])
+
+
+def test_a_layer_that_is_fused_in_files_too_is_not_guessed(ranks: ForkServer, tmp_path: Path) -> None:
+    case = weights(tmp_path / "weights", "phi3")
+    target = tmp_path / "family.py"
+    refused = derive(ranks, tmp_path / "weights", "--family", target)
+    assert (refused["code"], target.exists()) == (1, False)
+    assert "qkv_proj=same|linear|fused_ffn|fused_qkv_old" in refused["err"]
+    told = ["--fused", "qkv_proj=fused_qkv_old", "--fused", "gate_up_proj=fused_ffn"]
+    found = derive(ranks, tmp_path / "weights", "--family", target, *told)
+    assert found["code"] == 0, found["err"]
+    family = runpy.run_path(str(target))["FAMILY"]
+    tensors = Case(case.family, None, 2).tensors()
+    assert normal(bind(family, case.config, tensors).mapping()) == normal(
+        bind(case.family, case.config, tensors).mapping()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [(["--fused", "a=b"], "no geometry"), (["--family", "/"], "exists"), (["--settle", "a -> b"], "cannot be used")],
+)
+def test_arguments_that_mean_nothing_are_refused(ranks: ForkServer, tmp_path: Path, words: list[str], why: str) -> None:
+    weights(tmp_path / "weights", "llama")
+    found = derive(ranks, tmp_path / "weights", *words)
+    assert found["code"] != 0
+    assert why in found["err"]
+
+
+def test_a_configuration_that_paddleformers_cannot_build_is_said(ranks: ForkServer, tmp_path: Path) -> None:
+    weights(tmp_path / "weights", "llama")
+    config = tmp_path / "weights" / "config.json"
+    config.write_text(json.dumps({"model_type": "unheard_of"}), encoding="utf-8")
+    found = derive(ranks, tmp_path / "weights")
+    assert found["code"] == 2
+    assert "PaddleFormers cannot build this model." in found["err"]

@@ -1,0 +1,64 @@
+"""A family written from what was derived is the family that was written by hand, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families import Family, bind
+from paddleformers_fc.families.declarations import Geometry
+from paddleformers_fc.families.registry import prove_family
+from paddleformers_fc.families.skeleton import family_of, source_text
+from paddleformers_fc.mapping.aoa import normal
+from tests.families.derivation import Case, cases, derived
+
+FUSED = {
+    "phi3": {"qkv_proj": Geometry.FUSED_QKV_PER_RANK, "gate_up_proj": Geometry.FUSED_FFN},
+    "gpt_oss": {"gate_up_proj": Geometry.SAME},
+}
+
+
+def written(case: Case) -> Family:
+    found = derived(case, hint=case.hint)
+    return family_of(case.family.name, found.rules, case.tensors(), case.config, FUSED.get(case.family.name, {}))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases(1)])
+def test_a_family_that_was_derived_binds_as_the_written_one_under_every_degree(case: Case) -> None:
+    family = written(case)
+    scope: dict[str, Any] = {}
+    exec(source_text(family), scope)
+    assert scope["FAMILY"] == family
+    prove_family(family)
+    for tp in (1, 2, 4):
+        tensors = Case(case.family, case.fleet, tp).tensors()
+        wanted = bind(case.family, case.config, tensors)
+        made = bind(family, case.config, tensors)
+        assert normal(made.mapping()) == normal(wanted.mapping())
+        assert set(made.ties) == set(wanted.ties)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_how_a_layer_is_cut_that_is_fused_in_files_too_is_not_guessed(name: str) -> None:
+    case = next(one for one in cases(1) if one.family.name == name)
+    found = derived(case, hint=case.hint)
+    with pytest.raises(MappingError, match="gate_up_proj=same"):
+        family_of(name, found.rules, case.tensors(), case.config)
+
+
+def test_lengths_take_the_name_that_alone_fits() -> None:
+    case = next(one for one in cases(1) if one.family.name == "qwen3" and one.fleet)
+    shapes = {one.target: one.shape for one in written(case).statements}
+    assert shapes["model.layers.{layer}.self_attn.q_layernorm.weight"] == ("head",)
+    # 64 are the vocabulary, the queries and the feed-forward: a name would be a guess.
+    assert shapes["model.layers.{layer}.self_attn.o_proj.weight"] == ("64", "32")
+
+
+def test_layers_that_differ_become_conditions() -> None:
+    case = next(one for one in cases(1) if one.family.name == "qwen3_moe" and one.fleet)
+    conditions = {one.target: one.where for one in written(case).statements}
+    assert conditions["model.layers.{layer}.mlp.up_gate_proj.weight"] == "layer <= 0"
+    assert conditions["model.layers.{layer}.mlp.experts.{expert}.up_gate_proj.weight"] == "layer >= 1"
+    assert conditions["model.layers.{layer}.input_layernorm.weight"] == ""
