@@ -26,6 +26,13 @@ HEADINGS = {
 }
 
 
+_MODEL_STEP = "Resume with the model this checkpoint was saved from, or name another checkpoint."
+_DTYPE_STEP = (
+    "Resume in the precision of the run that saved it: the same compute_type (or bf16, fp16), fp16_opt_level and "
+    "amp_master_grad."
+)
+
+
 @dataclass
 class Report:
     """Lines of trouble by kind; empty where everything fits."""
@@ -70,8 +77,12 @@ class Report:
                 f"The checkpoint and the model do not fit: {count} differences. No weight was changed.",
                 where=where,
                 evidence=self.evidence(),
-                next_step="Resume with the model this checkpoint was saved from, or name another checkpoint.",
+                next_step=_DTYPE_STEP if self._only("dtype") else _MODEL_STEP,
             )
+
+    def _only(self, kind: str) -> bool:
+        """Whether all trouble is of this kind."""
+        return all(bool(lines) == (found == kind) for found, lines in self.lines.items())
 
     def to_wire(self) -> str:
         """The report as JSON."""

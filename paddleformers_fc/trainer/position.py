@@ -90,6 +90,17 @@ def pace_of(args: Any) -> Pace:
     return Pace(args.per_device_train_batch_size, args.gradient_accumulation_steps, args.dataset_world_size)
 
 
+def changed_batch(saved: Pace, now: Pace) -> str:
+    """What to tell a user whose resumed run takes another number of samples per step; empty where it is the same."""
+    if saved.per_step == now.per_step:
+        return ""
+    return (
+        f"The checkpoint was saved with {saved.per_step} samples per step, and this run takes {now.per_step}: "
+        f"{now.micro_batch} per_device_train_batch_size x {now.accumulation} gradient_accumulation_steps x "
+        f"{now.ranks} data-parallel ranks. To train on as before, change one of the first two."
+    )
+
+
 def to_document(position: Position, pace: Pace, order: Order) -> dict[str, Any]:
     """What a checkpoint says about its position."""
     return {"position": asdict(position), "pace": asdict(pace), "order": asdict(order)}

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from paddleformers_fc.catalog.flex import MAPPING_NAME
+from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.storage.commit import recover
-from paddleformers_fc.storage.manifest import newest_checkpoint
+from paddleformers_fc.storage.files import is_directory, list_directory
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint
+from paddleformers_fc.storage.names import UNFINISHED, parse_beside, parse_step
 
 
 def newest(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path | None:
@@ -53,6 +57,66 @@ def newest_or_refuse(output_dir: Path, channel: Channel, warn: Callable[[str], N
             next_step="Name a checkpoint in resume_from_checkpoint, or remove that key to start from the beginning.",
         )
     return found
+
+
+def named(directory: Path, channel: Channel) -> Path:
+    """The checkpoint that a user named, if the first rank sees that it is one. Every rank must call.
+
+    Raises:
+        NotACheckpoint: it is none; the error says what it is instead.
+    """
+
+    def look() -> bytes:
+        refuse_no_checkpoint(directory)
+        return b""
+
+    _first_rank(channel, f"looking for {directory}", look)
+    return directory
+
+
+def refuse_no_checkpoint(directory: Path) -> None:
+    """Tell what is wrong with a directory that was named in ``resume_from_checkpoint``, by the names in it alone.
+
+    Raises:
+        NotACheckpoint: it does not exist, holds open weights, is an unfinished checkpoint, or has no manifest.
+    """
+    if (directory / MANIFEST_NAME).exists():
+        return
+    inside = _checkpoints_in(directory)
+    choose = f"Name one of its checkpoints: {', '.join(inside)}." if inside else ""
+    if not directory.exists():
+        beside = _checkpoints_in(directory.parent)
+        evidence = [f"{directory.parent} has {', '.join(beside)}"] if beside else []
+        advice = "Name a checkpoint-N directory, or set resume_from_checkpoint: true for the newest in output_dir."
+        raise NotACheckpoint(f"{directory} does not exist.", where=str(directory), evidence=evidence, next_step=advice)
+    weights = [name for name in (INDEX_NAME, SINGLE_NAME) if (directory / name).exists()]
+    if weights:
+        raise NotACheckpoint(
+            f"{directory} holds open weights and is no flex checkpoint.",
+            where=str(directory),
+            evidence=[f"{name} is there, {MANIFEST_NAME} is not" for name in weights],
+            next_step=choose or "To start from open weights, name them in model_name_or_path and resume from nothing.",
+        )
+    unfinished = is_unfinished(directory)
+    raise NotACheckpoint(
+        f"{directory} is an unfinished checkpoint." if unfinished else f"{directory} is not a flex checkpoint.",
+        where=str(directory),
+        evidence=[f"{MANIFEST_NAME}, which is written last, is not there"],
+        next_step=choose or "Set resume_from_checkpoint: true for the newest finished one in output_dir.",
+    )
+
+
+def is_unfinished(directory: Path) -> bool:
+    """Whether a directory without a manifest is what a save left that did not come to its end."""
+    beside = parse_beside(directory)
+    return (beside is not None and beside[1] == UNFINISHED) or (directory / MAPPING_NAME).exists()
+
+
+def _checkpoints_in(directory: Path) -> list[str]:
+    if not is_directory(directory):
+        return []
+    steps = {parse_step(path): path for path in list_directory(directory) if (path / MANIFEST_NAME).exists()}
+    return [steps[step].name for step in sorted(step for step in steps if step is not None)]
 
 
 def _first_rank(channel: Channel, doing: str, work: Callable[[], bytes]) -> bytes:

@@ -34,9 +34,10 @@ from paddleformers_fc.execute.export import save_weights
 from paddleformers_fc.execute.load import load_checkpoint, open_checkpoint
 from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
+from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage.files import read_file
-from paddleformers_fc.storage.manifest import Manifest
+from paddleformers_fc.storage.manifest import Manifest, newest_checkpoint
 from paddleformers_fc.trainer import batches, documents, position, resume, rng, rotation, state
 from paddleformers_fc.trainer.callback import ATTENDED, CheckpointReport, FlexCheckpointCallback
 from paddleformers_fc.trainer.options import parse_size, without_effect
@@ -84,6 +85,7 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
 
     Raises:
         OptionError: the model is one whose checkpoints are not supported.
+        MappingError: no family declares the model.
     """
     for given in (*args, *kwargs.values()):
         if is_active(given):
@@ -118,6 +120,7 @@ def _refuse_unsupported(model: Any) -> None:
             where=type(model).__name__,
             next_step="Train a PretrainedModel, or remove flex_checkpoint.",
         )
+    family_for(documents.model_config(model))  # Refuses a model that could not be saved after hours of training.
 
 
 @_when_active
@@ -130,11 +133,13 @@ def train(
     """``Trainer.train``: ``True`` becomes the path of the newest finished checkpoint.
 
     Raises:
-        NotACheckpoint: there is none.
+        NotACheckpoint: there is none, or what was named is none.
     """
     run = _run_of(trainer)
     run.resumed_from = run.progress = None
     chosen = _chosen(trainer.args, resume_from_checkpoint)
+    if chosen is None:
+        _warn_of_another_run(trainer.args)
     return native(None if chosen is None else str(chosen), ignore_keys_for_eval)
 
 
@@ -146,7 +151,23 @@ def _chosen(args: Any, requested: str | bool | None) -> Path | None:
     if args.resume_from_checkpoint is None and getattr(args, "looks_for_last_checkpoint", False):
         # The command line resumes by itself from the newest directory, whatever is in it.
         return resume.newest(Path(args.output_dir), _channel(args), logger.warning)
-    return Path(requested)
+    return resume.named(Path(requested), _channel(args))
+
+
+def _warn_of_another_run(args: Any) -> None:
+    """Say that a run from the beginning will share its directory with the checkpoints of an earlier one."""
+    if not args.should_log:
+        return
+    try:
+        found, _ = newest_checkpoint(Path(args.output_dir))
+    except StorageError:
+        return  # The first save will say it.
+    if found is not None:
+        logger.warning(
+            f"This run starts from the beginning, and {args.output_dir} holds checkpoints of another, up to {found}. "
+            "Until this run has passed that step, resume_from_checkpoint: true would take the other's. Name another "
+            "output_dir to keep them apart."
+        )
 
 
 @_when_active
@@ -250,6 +271,9 @@ def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> po
     if run.progress is None:
         return position.Start(position.Position(), 0)
     saved = position.from_document(run.progress.data, f"{run.resumed_from}/{documents.DATA}")
+    change = position.changed_batch(saved[1], position.pace_of(args))
+    if change and args.should_log:
+        logger.warning(change)
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
     return position.start_after(saved, position.pace_of(args), order, passes)

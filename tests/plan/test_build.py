@@ -16,6 +16,7 @@ from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.plan import LoadPlan, Source, plan_reads
+from paddleformers_fc.plan.report import Report
 from tests.mapping.numbers import moved, numbered, slices
 
 FUSED = RuleSet(
@@ -121,3 +122,15 @@ def test_an_alias_that_is_stored_too_must_equal_its_owner(tmp_path: Path) -> Non
     plan = plan_reads(source, {"model_state": {"embed": Shard("embed", "float32", (4, 2), whole((4, 2)))}})
     assert len(plan.checks) == 2
     assert plan.touched == {"model_state": frozenset({"embed", "head"})}
+
+
+def test_trouble_with_dtypes_alone_is_answered_with_the_options_that_set_them() -> None:
+    report = Report()
+    report.add("dtype", "w: stored float32, wanted bfloat16")
+    with pytest.raises(MismatchError) as caught:
+        report.refuse("checkpoint-3")
+    assert "compute_type" in caught.value.next_step
+    report.add("missing", "v")
+    with pytest.raises(MismatchError) as caught:
+        report.refuse("checkpoint-3")
+    assert "compute_type" not in caught.value.next_step

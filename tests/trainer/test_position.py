@@ -15,6 +15,7 @@ from paddleformers_fc.trainer.position import (
     Pace,
     Position,
     Start,
+    changed_batch,
     epochs_left,
     from_document,
     pace_of,
@@ -31,6 +32,12 @@ HALFWAY = Position(epoch=1, samples=24, consumed=88)
 def test_a_position_survives_its_document() -> None:
     saved = (HALFWAY, DP2, SHUFFLED)
     assert from_document(to_document(*saved), "data.json") == saved
+
+
+def test_another_number_of_samples_per_step_is_told_and_the_same_is_not() -> None:
+    assert changed_batch(DP2, Pace(micro_batch=2, accumulation=4, ranks=1)) == ""
+    text = changed_batch(DP2, Pace(micro_batch=4, accumulation=1, ranks=1))
+    assert "saved with 8 samples per step, and this run takes 4" in text
 
 
 @pytest.mark.parametrize(

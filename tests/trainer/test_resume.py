@@ -11,7 +11,7 @@ import pytest
 
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.execute.channel import LocalChannel
-from paddleformers_fc.trainer.resume import newest, newest_or_refuse
+from paddleformers_fc.trainer.resume import named, newest, newest_or_refuse
 from tests.trainer.test_rotation import make_checkpoint
 
 
@@ -86,3 +86,21 @@ def test_every_rank_takes_the_first_ranks_answer(tmp_path: Path) -> None:
             pool.map(lambda rank: newest(seen[rank], ThreadChannel(rank, meeting), pytest.fail), range(2), timeout=60)
         )
     assert answers == [seen[0] / "checkpoint-5"] * 2
+
+
+def test_what_was_named_and_is_no_checkpoint_is_called_what_it_is(tmp_path: Path) -> None:
+    finished = make_checkpoint(tmp_path, 2)
+    assert named(finished, LocalChannel()) == finished
+    for directory, file in (("weights", "model.safetensors"), ("checkpoint-4", "mapping.json"), ("notes", "a.txt")):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / file).touch()
+    for directory, what, advice in (
+        ("checkpoint-3", "does not exist", "resume_from_checkpoint: true"),
+        ("weights", "holds open weights", "model_name_or_path"),
+        ("checkpoint-4", "is an unfinished checkpoint", "newest finished"),
+        ("notes", "is not a flex checkpoint", "newest finished"),
+        ("", "is not a flex checkpoint", "checkpoint-2"),
+    ):
+        with pytest.raises(NotACheckpoint, match=what) as caught:
+            named(tmp_path / directory, LocalChannel())
+        assert advice in caught.value.next_step

@@ -263,6 +263,30 @@ def test_a_batch_that_does_not_fit_the_samples_trained_is_refused(
     assert "ignore_data_skip: true" in found["text"]
 
 
+def test_a_resume_with_another_number_of_samples_per_step_is_warned(
+    ranks: ForkServer, saved: Saved, tmp_path: Path
+) -> None:
+    whole = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "a", saved.third, max_steps=4))
+    less = {"per_device_train_batch_size": 4, "max_steps": 4}
+    half = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "b", saved.third, **less))
+    said = "saved with 8 samples per step, and this run takes 4"
+    assert said not in whole.logs[0].read_text()
+    assert said in half.logs[0].read_text()
+
+
+def test_a_run_from_the_beginning_is_told_of_anothers_checkpoints(ranks: ForkServer, tmp_path: Path) -> None:
+    first, second = (
+        ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, max_steps=1, save_steps=1)) for _ in range(2)
+    )
+    assert "holds checkpoints of another" not in first.logs[0].read_text()
+    assert f"holds checkpoints of another, up to {tmp_path / 'checkpoint-1'}" in second.logs[0].read_text()
+
+
+def test_a_model_that_no_family_declares_is_refused_before_it_trains(ranks: ForkServer, tmp_path: Path) -> None:
+    (found,) = ranks.run(f"{JOBS}:refused_model", 1, {"output_dir": str(tmp_path), "model_type": "abacus"}).values
+    assert "No family declares model_type 'abacus'" in found
+
+
 def test_data_shuffled_with_another_seed_is_refused(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
     (found,) = ranks.run(f"{JOBS}:refused", 1, settings(SINGLE, tmp_path, saved.third, **SIX_STEPS, seed=7)).values
     assert found["error"] == "OptionError"
