@@ -17,7 +17,7 @@ from paddleformers_fc.mapping.aoa.wording import Text
 
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=[.^\[]|$)")
 _BASE = re.compile(r"[^\^\[]*")
-_CHOICES = ((0, 1), (0,), (1,))
+_CHOICES = ((0, 1), (1,), (0,))
 """Which numbers of a name, by position, become placeholders; what says most with one statement comes first."""
 
 Said = Sequence[Text]

@@ -114,6 +114,11 @@ def test_a_statement_is_refused_with_its_cause(statement: str) -> None:
     assert ALONE[statement] in " ".join(" ".join(line.split()) for line in error.evidence)
 
 
+def test_a_number_that_placeholders_do_not_write_is_not_matched_by_them() -> None:
+    error = refusal("m.$LAYER_ID.w -> n.$LAYER_ID.w", left={"m.007.w": (2,)}, right={"n.7.w": (2,)})
+    assert "`m.$LAYER_ID.w` matches no tensor on the left side" in str(error)
+
+
 TOGETHER = [
     (["a -> c", "b -> c"], "`c` was assigned by statement 1 and would be lost"),
     (["a -> c", "a -> _"], "`a` is removed here and read by statement 1"),

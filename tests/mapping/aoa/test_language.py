@@ -108,6 +108,13 @@ FORMS: dict[str, tuple[list[str], Shapes, Shapes, Shapes, Shapes]] = {
         {},
         {"gu": (4, 1)},
     ),
+    "gate and up, through a name in between that is turned": (
+        ["g, u -> t, fused_ffn", "t^T -> gu"],
+        {"g": (3, 8), "u": (3, 8)},
+        {"gu": (16, 3)},
+        {},
+        {"gu": (4, 1)},
+    ),
     "gate and up, read through names in between": (
         ["gu^T -> t", "t -> g, u, fused_ffn, axis=0"],
         {"gu": (3, 16)},
@@ -178,6 +185,12 @@ def test_the_right_side_follows_from_the_statements_where_it_is_not_known(form: 
     mapping = parse(statements, side(left_shapes, left_cuts), None)
     prove(mapping)
     assert {name: spec.shape for name, spec in mapping.targets.items()} == right_shapes
+
+
+def test_a_cast_to_the_dtype_that_is_there_is_none() -> None:
+    mapping = parse(["a -> b, dtype='float32'"], side({"a": (2,)}), side({"b": (2,)}))
+    prove(mapping)
+    assert [item.cast for item in mapping.correspondences] == [None]
 
 
 REVERSED_BY_PADDLE = (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping import Mapping, Rule, RuleSet, Shape, TensorSpec, prove
+from paddleformers_fc.mapping import Box, Correspondence, Mapping, Rule, RuleSet, Shape, TensorSpec, prove
 from paddleformers_fc.mapping.aoa import Hints, normal, parse, render, rendering
 from paddleformers_fc.mapping.rules import Slab
 from tests.mapping.aoa import stock
@@ -69,6 +69,16 @@ def test_experts_of_layers_of_two_kinds_are_compact_layer_by_layer() -> None:
     assert rendered(mapping) == [
         "h.0.experts.$EXPERT_ID.w^T -> m.0.experts.$EXPERT_ID.w",
         "h.1.experts.$EXPERT_ID.w^T -> n.1.experts.$EXPERT_ID.w",
+    ]
+
+
+def test_layers_with_unequal_numbers_of_experts_are_compact_layer_by_layer() -> None:
+    names = [f"{{}}.{layer}.experts.{expert}.w" for layer in range(2) for expert in range(2 + layer)]
+    rules = tuple(Rule((name.format("h"),), (name.format("m"),), (3,), 1, (1, 0)) for name in names)
+    mapping = RuleSet({rule.targets[0]: spec(2, 3) for rule in rules}, rules).mapping()
+    assert rendered(mapping) == [
+        "h.0.experts.$EXPERT_ID.w^T -> m.0.experts.$EXPERT_ID.w",
+        "h.1.experts.$EXPERT_ID.w^T -> m.1.experts.$EXPERT_ID.w",
     ]
 
 
@@ -138,6 +148,41 @@ def test_query_key_and_value_are_said_per_kv_head() -> None:
     assert rendered(mapping, reverse=True) == [
         "qkv^T -> q, k, v, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0"
     ]
+
+
+def test_names_that_a_statement_would_make_up_are_left_to_the_tensors_that_bear_them() -> None:
+    rule = Rule(("q", "k", "v"), ("qkv",), (16, 8, 8), 1, (1, 0), target_blocks=2)
+    other = Rule(("q1",), ("other",), (3,), 0, (0,))
+    mapping = RuleSet({"qkv": spec(3, 32), "other": spec(3)}, (rule, other)).mapping()
+    text = rendered(mapping)
+    assert not any("fused_qkv" in line for line in text)
+    taken = RuleSet({"qkv": spec(3, 32), "q_1": spec(3)}, (rule, replace(other, targets=("q_1",)))).mapping()
+    with pytest.raises(MappingError, match="its parts would be named q_0 and so on, and such tensors exist"):
+        render(taken)
+
+
+def test_a_tensor_whose_parts_are_read_in_two_orders_of_axes_cannot_be_said() -> None:
+    items = (
+        Correspondence("a", Box((0, 0), (2, 2)), "b", Box((0, 0), (2, 2)), (0, 1)),
+        Correspondence("a", Box((2, 0), (4, 2)), "c", Box((0, 0), (2, 2)), (1, 0)),
+    )
+    mapping = Mapping({"a": spec(4, 2)}, {"b": spec(2, 2), "c": spec(2, 2)}, items)
+    prove(mapping)
+    with pytest.raises(MappingError, match="a is read in two orders of its axes"):
+        render(mapping)
+
+
+def test_a_stack_of_unequal_slabs_cannot_be_taken_apart() -> None:
+    rules = tuple(
+        Rule((f"e{e}.gate", f"e{e}.up"), ("stack",), (4, 5), 1, (1, 0), slab=Slab(0, start, stop))
+        for e, (start, stop) in enumerate([(0, 2), (2, 6)])
+    )
+    mapping = RuleSet({"stack": spec(6, 9)}, rules).mapping()
+    assert len(rendered(mapping)) == 3
+    with pytest.raises(
+        MappingError, match="stack: the language splits equally only, and its slabs have several lengths"
+    ):
+        render(mapping, reverse=True)
 
 
 def test_another_number_of_ranks_is_one_statement_per_fused_tensor() -> None:
