@@ -16,13 +16,14 @@ unexport PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint guarantees bench-mapping derive-table format install clean
+.PHONY: help demo test lint guarantees soak bench-mapping derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
 	@echo "make test     all checks and all tests"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
+	@echo "make soak     10,000 random mutations of a checkpoint"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
 	@echo "make derive-table  how far mappings are derived where no family declares them"
 	@echo "make format   let ruff format the sources"
@@ -48,6 +49,9 @@ test: lint
 
 guarantees: $(STAMP)
 	@$(BIN)/python -m pytest -q -p tests.corruption.writing tests/corruption
+
+soak: $(STAMP)
+	@FLEX_MUTATIONS=10000 $(BIN)/python -m pytest -q -s tests/corruption/test_mutations.py
 
 bench-mapping: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mapping.py --write docs/mapping-performance.md

@@ -61,7 +61,17 @@ LEVELS = ("off", "size", "full")
 
 _PARTIAL_NAME = f".{MANIFEST_NAME}.part"
 _RESERVED = frozenset({MANIFEST_NAME, _PARTIAL_NAME, OWNER_NAME})
-_ROLES = ("model_state", "master_weight", "optimizer_state", "ema_state")
+_OWN_FILES = {
+    "model_state": ".safetensors",
+    "master_weight": ".safetensors",
+    "optimizer_state": ".safetensors",
+    "ema_state": ".safetensors",
+    "trainer": ".json",
+}
+"""Directories that only a save writes to, and how the names of the files in them end."""
+_END = b"\n"
+"""The last byte of a manifest: behind the JSON, so that every truncation is seen."""
+_ANOTHER = "The manifest was damaged or edited. Restore it or use another checkpoint."
 _READ_BYTES = 1024 * 1024
 _SPAN_BYTES = 64 * 1024 * 1024
 
@@ -139,11 +149,14 @@ def read_manifest(directory: Path) -> Manifest:
             f"{path} does not match its own checksum.",
             where=str(path),
             evidence=[f"recorded {sealed.seal}, computed {_seal(manifest)}"],
-            next_step="The manifest was damaged or edited. Restore it or use another checkpoint.",
+            next_step=_ANOTHER,
         )
     faults = [*_faults(manifest), *_escapes(directory, manifest).values()]
     if faults:
         raise FormatError(f"{path} describes files that cannot be.", where=str(path), evidence=faults)
+    if not raw.endswith(_END):
+        # What the JSON says is whole, and yet the file is not what was written.
+        raise Corrupt(f"{path} is truncated: its last byte is missing.", where=str(path), next_step=_ANOTHER)
     return manifest
 
 
@@ -166,7 +179,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         raise FormatError(f"{path} would describe files that cannot be.", where=str(path), evidence=faults)
     partial = directory / _PARTIAL_NAME
     remove_file(partial)
-    write_file(partial, msgspec.json.format(raw, indent=1) + b"\n")
+    write_file(partial, msgspec.json.format(raw, indent=1) + _END)
     rename(partial, path)
     fsync_directory(directory)
 
@@ -178,7 +191,7 @@ def verify_files(directory: Path, manifest: Manifest, level: str, *, threads: in
         directory: ``checkpoint-N``.
         manifest: as read from it.
         level: ``"off"`` checks nothing; ``"size"`` that every file is there, inside the directory and of its size, and
-            that no other safetensors file lies beside them; ``"full"`` also reads every byte and compares checksums.
+            that no other file of a save lies beside them; ``"full"`` also reads every byte and compares checksums.
         threads: how many threads read and hash under ``"full"``.
 
     Raises:
@@ -352,10 +365,10 @@ def _file_fault(path: Path, size: int) -> str:
 
 
 def _extra_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Tensor files that nobody lists: left by another save, they would be taken for part of this one."""
+    """Files of a save that nobody lists: left by another one, they would be taken for part of this one."""
     listed = {receipt.path for receipt in manifest.files}
-    roles = [directory / role for role in _ROLES if is_directory(directory / role)]
-    found = [path for role in roles for path in list_directory(role) if path.suffix == ".safetensors"]
+    own = [(directory / name, suffix) for name, suffix in _OWN_FILES.items() if is_directory(directory / name)]
+    found = [path for place, suffix in own for path in list_directory(place) if path.suffix == suffix]
     names = [path.relative_to(directory).as_posix() for path in found]
     return [
         f"{name} does not belong to this checkpoint: the manifest does not list it"
