@@ -182,8 +182,8 @@ def train(
     With one: handed over to paddleformers-cli, which starts
     paddle.distributed.launch on the visible devices.
 
-    Logs go to output_dir/log; rank 0's is shown, under --json on the error
-    stream. The exit code is the job's.
+    Logs go to output_dir/log (then log-2, ...); what is worth reading of rank
+    0's is shown, under --json on the error stream. The exit code is the job's.
     """
     from paddleformers_fc.cli import training
 
@@ -193,10 +193,18 @@ def train(
         return RIGHT
     if not job.flex:
         sys.stderr.write(f"{PROGRAM}: flex_checkpoint is not true, so checkpoints are PaddleFormers' own.\n")
-    ended = training.run(job, echo=sys.stderr if as_json else sys.stdout)
+    ended, problem = training.run(job, echo=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        import msgspec
+
+        wire = msgspec.json.decode(problem.to_wire()) if problem else {}
+        output.print_json({**wire, **msgspec.to_builtins(ended)})
+        return ended.returncode
     if ended.report:
         sys.stderr.write(f"{ended.report}\n")
-    _present(ended, training.show, as_json)
+    if problem:
+        output.print_error(problem, as_json)
+    training.show(ended, output.console())
     return ended.returncode
 
 
@@ -209,7 +217,9 @@ def demo(
 ) -> int:
     """Train tiny models, resume them under other layouts, export them, and show that the numbers are the same."""
     from paddleformers_fc.cli.demo import demo as run_demo
+    from paddleformers_fc.cli.starting import require_paddleformers
 
+    require_paddleformers("The demo")
     return run_demo(directory, as_json)
 
 

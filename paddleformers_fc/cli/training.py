@@ -9,7 +9,9 @@ there is no accelerator and the YAML names no device. Then, on a machine
 * with one, PaddleFormers' ``paddleformers-cli`` is called, which starts ``paddle.distributed.launch`` on the visible
   devices, and which reads ``NNODES``, ``RANK`` and ``MASTER_ADDR`` for jobs of several machines.
 
-Options that contradict each other are refused before a process is started.
+What can be seen to be wrong is refused before a process is started (:mod:`.starting`). What is shown while the ranks
+run, and what is remembered of it, is in :mod:`.screen`. An error of ours by which ranks ended is said once, at the end:
+the ranks leave it beside their logs. Every start has a directory for its logs: ``log``, ``log-2``, ...
 """
 
 from __future__ import annotations
@@ -24,17 +26,20 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import msgspec
 import yaml
 
+from paddleformers_fc.cli import starting
 from paddleformers_fc.cli.output import count_text
-from paddleformers_fc.errors import EnvironmentMismatch, OptionError
+from paddleformers_fc.cli.screen import COLOUR, DEBUG, Screen
+from paddleformers_fc.errors import FlexError, OptionError, PeerError, from_wire
 from paddleformers_fc.runtime.launch import launch
-from paddleformers_fc.runtime.ranks import rank_environments
+from paddleformers_fc.runtime.ranks import rank_environments, tail
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FlexFields, check_options
 
@@ -47,6 +52,7 @@ OWN_REGISTRATION = "PADDLEFORMERS_FC_OWN_REGISTRATION"
 """The environment variable that tells :func:`register_both` which file the YAML names."""
 
 CPU = "cpu"
+_TAIL_LINES = 25
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,11 @@ class Ended(msgspec.Struct, frozen=True):
         command: as in :class:`Planned`.
         logs: of every rank, or their directory where ``paddle.distributed.launch`` names them.
         seconds: from start to end.
-        report: the end of the log of every rank that failed; empty when none did.
+        report: for a failure that is none of ours the end of the first failing rank's log; else empty.
+        resumed: the step that was resumed from; None in a run from the beginning.
+        step: the last step; None when none was made.
+        loss: as it was last logged.
+        checkpoint: the last one that was saved.
     """
 
     returncode: int
@@ -106,6 +116,15 @@ class Ended(msgspec.Struct, frozen=True):
     logs: list[str]
     seconds: float
     report: str
+    resumed: int | None = None
+    step: int | None = None
+    loss: str = ""
+    checkpoint: str = ""
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps were made."""
+        return (self.step or 0) - (self.resumed or 0) if self.step is not None else 0
 
 
 def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
@@ -117,25 +136,26 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
         overrides: ``key=value``, as PaddleFormers' command line takes them.
     Raises:
         OptionError: a file or option that cannot be used, or options that contradict each other.
+        NotACheckpoint: what is to be resumed from is none.
         EnvironmentMismatch: PaddleFormers is not installed.
     """
-    if importlib.util.find_spec("paddleformers") is None:
-        raise EnvironmentMismatch(
-            "Training needs PaddleFormers, which is not installed.",
-            where=sys.executable,
-            next_step="Run pip install 'paddleformers-fc[cpu]', or with [gpu] for NVIDIA devices.",
-        )
+    starting.require_paddleformers("Training")
     settings = {**read_settings(config), **parse_overrides(overrides)}
+    starting.refuse_unknown_keys(settings)
     check_options(SimpleNamespace(**{**vars(FlexFields()), **settings}))
+    starting.refuse_missing_paths(settings)
+    starting.refuse_resume(settings)
     device = _device(settings.get("device"))
     added, environment = _registration(settings.get(REGISTER_KEY))
     passed = [text for text in overrides if not text.startswith(f"{REGISTER_KEY}=")]
     if "device" not in settings and device == CPU:
         added.append(f"device={CPU}")
     arguments = ("train", str(config), *passed, *added)
-    log_dir = _output_dir(settings, config) / "log"
+    log_dir = _log_dir(_output_dir(settings, config))
+    environment |= {register.ERRORS: str(log_dir)}
     flex = bool(settings.get("flex_checkpoint"))
     if device == CPU:
+        starting.refuse_layout(settings, nproc or 1)
         return Job(("-m", "paddleformers.cli.launcher", *arguments), nproc or 1, environment, log_dir, flex)
     if nproc is not None:
         raise OptionError(
@@ -165,7 +185,9 @@ def read_settings(config: Path) -> dict[str, Any]:
             settings = json.loads(text)
         else:
             raise OptionError(
-                "PaddleFormers takes a configuration that ends in .yaml, .yml or .json.", where=str(config)
+                "PaddleFormers takes a configuration that ends in .yaml, .yml or .json.",
+                where=str(config),
+                next_step="Name a configuration; recipes/ has some.",
             )
     except (yaml.YAMLError, ValueError) as error:
         raise OptionError("The configuration cannot be read.", where=str(config), evidence=[str(error)]) from error
@@ -249,37 +271,79 @@ def _output_dir(settings: Mapping[str, Any], config: Path) -> Path:
     return Path(named).expanduser()
 
 
+def _log_dir(output_dir: Path) -> Path:
+    """``log``, or the first of ``log-2``, ``log-3``, ... that no earlier start has used."""
+    names = ("log" if number == 1 else f"log-{number}" for number in count(1))
+    return next(path for name in names if not (path := output_dir / name).exists())
+
+
 def plan(job: Job) -> Planned:
     """What a start would do, without doing it."""
     ranks = None if job.ranks is None else rank_environments(job.ranks)
     return Planned(job.command, dict(job.environment), ranks, str(job.log_dir))
 
 
-def run(job: Job, echo: IO[str]) -> Ended:
+def run(job: Job, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     """Start a training and wait for it.
 
     Args:
         job: what :func:`prepare` made.
-        echo: gets rank 0's log while it runs; a file, because a launcher writes to it by its descriptor.
+        echo: gets what is worth reading of rank 0's log while it runs.
+    Returns:
+        how it ended, and the error of ours by which it ended, or None.
     """
-    if job.ranks is None:
-        return _run_launcher(job, echo)
-    result = launch(job.argv, job.ranks, job.log_dir, math.inf, job.environment, echo)
-    logs = [str(log) for log in result.logs]
-    return Ended(result.returncode, job.command, logs, round(result.seconds, 1), result.report())
-
-
-def _run_launcher(job: Job, echo: IO[str]) -> Ended:
+    screen = Screen(echo)
+    job.log_dir.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    process = subprocess.Popen(job.command, env={**os.environ, **job.environment}, stdout=echo)
-    try:
-        returncode = process.wait()
-    except KeyboardInterrupt:
-        # The launcher has had the same signal from the terminal and ends its ranks.
-        process.wait()
-        raise
-    code = returncode if returncode >= 0 else 128 - returncode
-    return Ended(code, job.command, [str(job.log_dir)], round(time.monotonic() - started, 1), "")
+    if job.ranks is None:
+        code, logs, failed = _run_launcher(job, screen), [job.log_dir], None
+    else:
+        # A launcher writes to what has write and flush.
+        result = launch(job.argv, job.ranks, job.log_dir, math.inf, job.environment, cast(IO[str], screen))
+        code, logs = result.returncode, list(result.logs)
+        failed = next((log for log, one in zip(logs, result.returncodes, strict=True) if one != 0), None)
+    screen.close()
+    error = _left_error(job.log_dir) if code else None
+    report = "" if error is not None or failed is None else _last_lines(failed)
+    seconds = round(time.monotonic() - started, 1)
+    ended = Ended(
+        code,
+        job.command,
+        [str(log) for log in logs],
+        seconds,
+        report,
+        screen.resumed,
+        screen.step,
+        screen.loss,
+        screen.checkpoint,
+    )
+    return ended, error
+
+
+def _run_launcher(job: Job, screen: Screen) -> int:
+    environment = {**os.environ, **job.environment}
+    with subprocess.Popen(job.command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+        try:
+            for line in process.stdout or ():
+                screen.write(line)
+                screen.flush()
+            returncode = process.wait()
+        except KeyboardInterrupt:
+            # The launcher has had the same signal from the terminal and ends its ranks.
+            process.wait()
+            raise
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _left_error(log_dir: Path) -> FlexError | None:
+    """The error that the ranks left: they leave the same one, unless some only noticed that another was gone."""
+    errors = [from_wire(path.read_text(encoding="utf-8")) for path in sorted(log_dir.glob("rank-*.error.json"))]
+    return min(errors, key=lambda error: isinstance(error, PeerError), default=None)
+
+
+def _last_lines(log: Path) -> str:
+    lines = [line for line in COLOUR.sub("", tail(log)).splitlines() if line.strip() and not DEBUG.search(line)]
+    return "\n".join([f"--- the end of {log}", *lines[-_TAIL_LINES:]])
 
 
 def show_plan(planned: Planned, console: Console) -> None:
@@ -307,9 +371,26 @@ def _assignment(key: str, value: str) -> str:
 
 
 def show(ended: Ended, console: Console) -> None:
-    """How it ended, in a line."""
+    """How it ended, where its logs and its last checkpoint are, and what can be done next."""
     from rich.text import Text
 
-    verdict = Text("trained", "bold green") if ended.returncode == 0 else Text("failed", "bold red")
-    code = "" if ended.returncode == 0 else f" with code {ended.returncode}"
-    console.print(Text.assemble(verdict, f"{code}: {ended.seconds:.1f} s, logs in {Path(ended.logs[0]).parent}"))
+    if ended.returncode == 0:
+        console.print(Text.assemble(("trained", "bold green"), f" {_steps_text(ended)}; {ended.seconds:.1f} s"))
+    else:
+        console.print(Text.assemble(("failed", "bold red"), f" with code {ended.returncode}; {ended.seconds:.1f} s"))
+    for log in ended.logs:
+        console.print(Text(f"  log: {log}"), soft_wrap=True)
+    if ended.checkpoint:
+        console.print(Text(f"  checkpoint: {ended.checkpoint}"), soft_wrap=True)
+        console.print(Text(f"  next: paddleformers-fc verify {shlex.quote(ended.checkpoint)}"), soft_wrap=True)
+    if ended.returncode == 0 and not ended.steps and ended.resumed is not None:
+        console.print(
+            Text("  next: raise max_steps to train on; overwrite_output_dir=true or another output_dir begins anew")
+        )
+
+
+def _steps_text(ended: Ended) -> str:
+    resumed = "" if ended.resumed is None else f", resumed at {ended.resumed}"
+    if not ended.steps:
+        return f"0 steps{resumed}"
+    return f"{count_text(ended.steps, 'step')}{resumed}, up to {ended.step}, last loss {ended.loss or 'not logged'}"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.layout.roles import STATE_SUFFIXES
+from paddleformers_fc.layout.roles import MASTER_SUFFIX, STATE_SUFFIXES
 from paddleformers_fc.mapping.folding import fold
 
 KINDS = ("missing", "unexpected", "shape", "dtype", "coverage", "mapping", "unequal")
@@ -77,12 +77,17 @@ class Report:
                 f"The checkpoint and the model do not fit: {count} differences. No weight was changed.",
                 where=where,
                 evidence=self.evidence(),
-                next_step=_DTYPE_STEP if self._only("dtype") else _MODEL_STEP,
+                next_step=_DTYPE_STEP if self._of_dtypes() else _MODEL_STEP,
             )
 
-    def _only(self, kind: str) -> bool:
-        """Whether all trouble is of this kind."""
-        return all(bool(lines) == (found == kind) for found, lines in self.lines.items())
+    def _of_dtypes(self) -> bool:
+        """Whether another precision explains it: then master weights are missing or left over as well."""
+        found = {kind for kind, lines in self.lines.items() if lines}
+        return "dtype" in found and found <= {"dtype", "missing", "unexpected"} and self._masters_only()
+
+    def _masters_only(self) -> bool:
+        lines = self.lines["missing"] | self.lines["unexpected"]
+        return all(MASTER_SUFFIX in line for line in lines)
 
     def to_wire(self) -> str:
         """The report as JSON."""

@@ -17,6 +17,7 @@ import yaml
 from paddleformers_fc.cli import training
 from paddleformers_fc.cli.demo.assets import prepare as prepare_assets
 from paddleformers_fc.cli.demo.settings import SINGLE, settings
+from paddleformers_fc.cli.screen import Screen
 from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, parse_overrides, prepare, read_settings
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.trainer import register
@@ -48,7 +49,7 @@ def test_the_registration_and_the_device_are_added(tmp_path: Path, on: Any) -> N
     path = config(tmp_path)
     job = prepare(path, None, ["max_steps=3"])
     assert job.argv == (*LAUNCHER, str(path), "max_steps=3", OURS, "device=cpu")
-    assert (job.ranks, dict(job.environment)) == (1, {})
+    assert (job.ranks, dict(job.environment)) == (1, {register.ERRORS: str(tmp_path / "out/log")})
     assert job.log_dir == tmp_path / "out/log"
 
 
@@ -71,13 +72,13 @@ def test_a_registration_of_the_users_runs_as_well(tmp_path: Path, on: Any, named
     path = config(tmp_path, **({"custom_register_path": str(own)} if named_in == "yaml" else {}))
     job = prepare(path, None, [f"custom_register_path={own}"] if named_in == "override" else [])
     assert job.argv[4:] == (f"custom_register_path={REGISTER_BOTH}", "device=cpu")
-    assert job.environment == {OWN_REGISTRATION: str(own)}
+    assert job.environment[OWN_REGISTRATION] == str(own)
 
 
 def test_a_yaml_that_names_our_registration_is_left_with_it(tmp_path: Path, on: Any) -> None:
     job = prepare(config(tmp_path, custom_register_path=str(register.PATH)), None, [])
     assert job.argv[4:] == (OURS, "device=cpu")
-    assert not job.environment
+    assert OWN_REGISTRATION not in job.environment
 
 
 def test_the_files_registration_runs_before_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,7 @@ def test_a_job_that_was_handed_over_returns_its_code(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+") as log:
         for code, returned in (("print('here'); exit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)):
             job = training.Job(("-c", code), None, {}, tmp_path, True)
-            assert training.run(job, log).returncode == returned
+            assert training.run(job, log)[0].returncode == returned
         assert (tmp_path / "log").read_text() == "here\n"
 
 
@@ -127,6 +128,10 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({"custom_register_path": "nowhere.py"}, [], "names a file that does not exist"),
         ({}, ["max_steps", "=3", "save_steps=1"], "- 'max_steps'\n  - '=3'\n"),
         ({}, ["max_steps=[3"], "The value of an override is no YAML."),
+        ({}, ["flex_verfy=full"], "flex_verfy: is flex_verify meant?"),
+        ({"model_name_or_path": "./nowhere"}, [], "model_name_or_path: ./nowhere"),
+        ({"train_dataset_path": "/dev/null,/nowhere/a.jsonl"}, [], "- train_dataset_path: /nowhere/a.jsonl"),
+        ({"tensor_model_parallel_size": 4}, ["--nproc", "2"], "2 ranks cannot be divided into groups of 4"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
@@ -138,11 +143,85 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_layout_that_divides_the_ranks_and_a_model_of_a_hub_are_let_through(tmp_path: Path, on: Any) -> None:
+    keys = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": -1, "sharding_parallel_size": 3}
+    path = config(tmp_path, model_name_or_path="owner/name", flex_ckpt_comm_method="broadcast", **keys)
+    assert prepare(path, 4, []).ranks == 4
+
+
+def test_what_cannot_be_resumed_from_is_refused_before_anything_starts(tmp_path: Path, on: Any) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/model.safetensors").touch()
+    outcome = run("train", config(tmp_path), f"resume_from_checkpoint={tmp_path / 'weights'}")
+    assert outcome.code == 1
+    assert "holds open weights" in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_start_has_its_own_logs(tmp_path: Path, on: Any) -> None:
+    path = config(tmp_path)
+    for name in ("log", "log-2", "log-3"):
+        job = prepare(path, None, [])
+        assert job.log_dir == tmp_path / "out" / name
+        job.log_dir.mkdir(parents=True)
+
+
+LOG = """\
+\x1b[35m[2026-01-01 10:00:00,000] [   DEBUG]\x1b[0m - use_fp8 : False\x1b[0m
+\x1b[32m[2026-01-01 10:00:00,000] [    INFO]\x1b[0m - Resumed step 3 from out/checkpoint-3: 2.6 MB in 0.15 s\x1b[0m
+\x1b[32m[2026-01-01 10:00:00,000] [    INFO]\x1b[0m - loss: 5.68, learning_rate: 0.0, global_step: 5, ppl: 293.3\x1b[0m
+\x1b[32m[2026-01-01 10:00:00,000] [    INFO]\x1b[0m - Saved step 6 to out/checkpoint-6: 2.7 MB in 0.09 s\x1b[0m
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+KeyError: 'a'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "a.py", line 2, in <module>
+paddleformers_fc.errors.Corrupt: It is damaged.
+  where: here
+the end"""
+
+
+def test_the_screen_shows_what_is_worth_reading_and_remembers_how_far_it_is() -> None:
+    stream = io.StringIO()
+    screen = Screen(stream)
+    for begin in range(0, len(LOG), 7):
+        screen.write(LOG[begin : begin + 7])
+    screen.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.partition(" - ")[2] or line for line in lines] == [
+        "Resumed step 3 from out/checkpoint-3: 2.6 MB in 0.15 s",
+        "loss: 5.68, learning_rate: 0.0, global_step: 5, ppl: 293.3",
+        "Saved step 6 to out/checkpoint-6: 2.7 MB in 0.09 s",
+        "KeyError: 'a'",
+        "",
+        "During handling of the above exception, another exception occurred:",
+        "",
+        "the end",
+    ]
+    assert "\x1b" not in stream.getvalue()
+    assert (screen.resumed, screen.step, screen.loss, screen.checkpoint) == (3, 6, "5.68", "out/checkpoint-6")
+
+
+def test_a_terminal_keeps_its_colours() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    Screen(stream).write("\x1b[32mgreen\x1b[0m\n")
+    assert stream.getvalue() == "\x1b[32mgreen\x1b[0m\n"
+
+
 def test_without_paddleformers_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     outcome = run("train", config(tmp_path))
     assert outcome.code == 2
-    assert "paddleformers-fc[cpu]" in outcome.err
+    assert 'pip install -c constraints.txt ".[cpu]"' in outcome.err
+    assert run("demo", "--output", tmp_path / "demo").code == 2
+    assert not (tmp_path / "demo").exists()
 
 
 @pytest.mark.parametrize(
@@ -196,8 +275,12 @@ def test_a_training_leaves_a_checkpoint_that_is_right(tmp_path: Path) -> None:
     outcome = run("train", recipe(tmp_path, custom_register_path=str(tmp_path / "own.py")), "--json")
     assert outcome.code == 0, outcome.err
     assert outcome.document["returncode"] == 0
-    assert [Path(log).read_text() for log in outcome.document["logs"]] == [outcome.err]
+    (log,) = outcome.document["logs"]
+    assert "DEBUG" in Path(log).read_text()
+    assert "DEBUG" not in outcome.err
     assert "global_step: 3" in outcome.err
+    found = outcome.document
+    assert (found["resumed"], found["step"], found["checkpoint"]) == (None, 3, str(tmp_path / "out/checkpoint-3"))
     assert witness.read_text() == "custom_template"
     checkpoint = tmp_path / "out/checkpoint-3"
     assert run("verify", checkpoint).code == 0
@@ -206,6 +289,9 @@ def test_a_training_leaves_a_checkpoint_that_is_right(tmp_path: Path) -> None:
     exported = run("export", checkpoint, tmp_path / "export", "--json").document
     assert run("diff", tmp_path / "export", checkpoint).code == 0
     assert exported["tensors"] == facts_of_weights(tmp_path / "out")
+    again = run("train", tmp_path / "job.yaml")
+    assert "trained 0 steps, resumed at 3; " in again.out
+    assert "overwrite_output_dir=true" in again.out.splitlines()[-1]
 
 
 def facts_of_weights(directory: Path) -> int:
@@ -219,14 +305,43 @@ def test_a_training_that_fails_returns_the_code_of_its_rank_and_shows_why(tmp_pa
     assert outcome.code == 1
     assert "no_such_key" in outcome.out
     assert "no_such_key" in outcome.err
-    assert outcome.out.splitlines()[-1].startswith("failed with code 1: ")
+    assert "failed with code 1; " in outcome.out
+    assert outcome.out.splitlines()[-1] == f"  log: {tmp_path / 'out/log/rank-00000.log'}"
+
+
+OWN = """
+from paddleformers.trainer import PdArgumentParser
+from paddleformers_fc.errors import MismatchError
+
+def fail(*args, **kwargs):
+    raise MismatchError("It does not fit.", where="here", evidence=["a"], next_step="Try b.")
+"""
+
+
+def test_an_error_of_ours_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"{OWN}\nPdArgumentParser.parse_dict = fail\n")
+    outcome = run("train", config(tmp_path, device="cpu", custom_register_path=str(tmp_path / "own.py")))
+    assert outcome.code == 1
+    assert outcome.err == "It does not fit.\n  where: here\n  - a\n  next: Try b.\n"
+    assert "It does not fit." not in outcome.out
+    assert "Traceback" not in outcome.out
+    assert "Traceback" in (tmp_path / "out/log/rank-00000.log").read_text()
+
+
+def test_an_error_of_ours_that_paddleformers_wraps_is_a_document_under_json(tmp_path: Path) -> None:
+    # What custom_register_path raises before this package is registered cannot be seen, so it registers first.
+    own = f"{OWN}\nfrom paddleformers_fc.trainer.register import register\nregister()\nfail()\n"
+    (tmp_path / "own.py").write_text(own)
+    path = config(tmp_path, device="cpu", custom_register_path=str(tmp_path / "own.py"))
+    document = run("train", path, "--json").document
+    assert (document["error"], document["what"], document["returncode"]) == ("MismatchError", "It does not fit.", 1)
 
 
 def test_a_run_without_flex_checkpoints_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = training.Ended(0, [], [str(tmp_path / "log/rank-00000.log")], 1.0, "")
 
-    def pretend(job: training.Job, echo: io.StringIO) -> training.Ended:
-        return ended
+    def pretend(job: training.Job, echo: io.StringIO) -> tuple[training.Ended, None]:
+        return ended, None
 
     monkeypatch.setattr(training, "run", pretend)
     silent = run("train", config(tmp_path, device="cpu"))

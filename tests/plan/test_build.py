@@ -127,6 +127,7 @@ def test_an_alias_that_is_stored_too_must_equal_its_owner(tmp_path: Path) -> Non
 def test_trouble_with_dtypes_alone_is_answered_with_the_options_that_set_them() -> None:
     report = Report()
     report.add("dtype", "w: stored float32, wanted bfloat16")
+    report.add("missing", "w.w_0: needs w (w_0)")
     with pytest.raises(MismatchError) as caught:
         report.refuse("checkpoint-3")
     assert "compute_type" in caught.value.next_step

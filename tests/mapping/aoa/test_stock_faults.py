@@ -56,7 +56,7 @@ def initial(*shape: int, dtype: str = "float32") -> tuple[np.ndarray, str]:
     return np.full(shape, -1, dtype="float32"), dtype
 
 
-def test_s3_one_source_for_two_targets_leaves_one_of_them_unloaded_and_is_refused(tmp_path: Path) -> None:
+def test_one_source_for_two_targets_leaves_one_of_them_unloaded_and_is_refused(tmp_path: Path) -> None:
     left, right, statements = side({"embed": (4,)}), side({"embed": (4,), "head": (4,)}), ["embed -> head"]
     theirs = loaded(tmp_path, statements, {"embed": ascending(4)}, {"embed": initial(4), "head": initial(4)})
     assert theirs == {"embed": [-1, -1, -1, -1], "head": [1, 2, 3, 4]}
@@ -65,7 +65,7 @@ def test_s3_one_source_for_two_targets_leaves_one_of_them_unloaded_and_is_refuse
     prove(parse(statements, left, right, [Tie("embed", "head")]))
 
 
-def test_s4_a_tensor_of_another_shape_is_filled_in_part_and_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_of_another_shape_is_filled_in_part_and_is_refused(tmp_path: Path) -> None:
     statements = ["a -> b"]
     larger = loaded(tmp_path / "larger", statements, {"a": ascending(4, 4)}, {"b": initial(6, 4)})
     assert larger["b"][-8:] == [-1] * 8
@@ -76,7 +76,7 @@ def test_s4_a_tensor_of_another_shape_is_filled_in_part_and_is_refused(tmp_path:
             parse(statements, side({"a": (4, 4)}), side({"b": shape}))
 
 
-def test_s9_a_cast_of_the_model_reaches_its_master_weight_and_ours_does_not(tmp_path: Path) -> None:
+def test_a_cast_of_the_model_reaches_its_master_weight_and_ours_does_not(tmp_path: Path) -> None:
     statements = ["a -> a, dtype='bfloat16'"]
     stored, wanted = (
         {"a": ascending(4), "a.w_0": ascending(4)},
@@ -100,7 +100,7 @@ def test_s9_a_cast_of_the_model_reaches_its_master_weight_and_ours_does_not(tmp_
     assert narrow.report.lines["dtype"] == {"a.w_0: stored float32, wanted bfloat16"}
 
 
-def test_s10_a_cast_to_a_dtype_whose_name_holds_the_wanted_one_is_taken_for_it_and_is_refused(tmp_path: Path) -> None:
+def test_a_cast_to_a_dtype_whose_name_holds_the_wanted_one_is_taken_for_it_and_is_refused(tmp_path: Path) -> None:
     statements = ["a -> b, dtype='bfloat16'"]
     theirs = loaded(tmp_path, statements, {"a": ascending(4)}, {"b": initial(4, dtype="float16")})
     assert theirs["b"] != [1, 2, 3, 4]
@@ -117,7 +117,7 @@ def both(statements: list[str], left: stock.Tensors, right: stock.Tensors, *, re
     return stock.moved(stock.plan(statements, left, right, reverse=reverse), arrays, right), moved(mapping, arrays)
 
 
-def test_s5_the_reverse_of_a_fused_ffn_loses_the_ranks_and_ours_keeps_them() -> None:
+def test_the_reverse_of_a_fused_ffn_loses_the_ranks_and_ours_keeps_them() -> None:
     left, right = side({"gu": (3, 8)}, {"gu": (1, 2)}), side({"g": (3, 4), "u": (3, 4)})
     theirs, ours = both(["g, u -> gu, fused_ffn"], left, right, reverse=True)
     fused = np.arange(24).reshape(3, 8)
@@ -125,7 +125,7 @@ def test_s5_the_reverse_of_a_fused_ffn_loses_the_ranks_and_ours_keeps_them() -> 
     assert (theirs["g"] != ours["g"]).any()
 
 
-def test_s6_the_reverse_of_a_fused_qkv_per_rank_loses_the_ranks_and_ours_keeps_them() -> None:
+def test_the_reverse_of_a_fused_qkv_per_rank_loses_the_ranks_and_ours_keeps_them() -> None:
     left, right = side({"qkv": (3, 12)}, {"qkv": (1, 2)}), side({"q": (3, 4), "k": (3, 4), "v": (3, 4)})
     statement = "q, k, v -> qkv, fused_qkv_old, num_heads=2, num_key_value_groups=2"
     theirs, ours = both([statement], left, right, reverse=True)
@@ -134,7 +134,7 @@ def test_s6_the_reverse_of_a_fused_qkv_per_rank_loses_the_ranks_and_ours_keeps_t
     assert (theirs["k"] != ours["k"]).any()
 
 
-def test_s7_the_reverse_of_an_uneven_concat_is_split_evenly_and_ours_where_it_was_joined() -> None:
+def test_the_reverse_of_an_uneven_concat_is_split_evenly_and_ours_where_it_was_joined() -> None:
     left, right = side({"c": (6, 2)}), side({"a": (2, 2), "b": (4, 2)})
     theirs, ours = both(["a, b -> c, axis=0"], left, right, reverse=True)
     joined = np.arange(12).reshape(6, 2)
@@ -142,7 +142,7 @@ def test_s7_the_reverse_of_an_uneven_concat_is_split_evenly_and_ours_where_it_wa
     assert (theirs["b"] == -1).any()
 
 
-def test_s8_a_transposed_source_of_a_fused_ffn_loses_its_ranks_and_ours_keeps_them() -> None:
+def test_a_transposed_source_of_a_fused_ffn_loses_its_ranks_and_ours_keeps_them() -> None:
     left, right = side({"gu": (3, 8)}, {"gu": (1, 2)}), side({"g": (4, 3), "u": (4, 3)})
     theirs, ours = both(["gu^T -> g, u, fused_ffn, axis=0"], left, right, reverse=False)
     fused = np.arange(24).reshape(3, 8)

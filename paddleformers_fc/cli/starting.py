@@ -1,0 +1,127 @@
+"""What ``train`` can see to be wrong before it starts a rank: seconds and hundreds of lines earlier than a rank would.
+
+Only what is sure is refused. A name that may be one of a hub is left to PaddleFormers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.errors import EnvironmentMismatch, OptionError
+from paddleformers_fc.trainer.options import FIELD_NAMES
+from paddleformers_fc.trainer.resume import refuse_no_checkpoint
+
+INSTALL = 'In the root of this repository run pip install -c constraints.txt ".[cpu]", or ".[gpu]" for NVIDIA devices.'
+_DEGREES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "sep_parallel_size",
+    "sharding_parallel_size",
+)
+_PATHS = ("model_name_or_path", "train_dataset_path", "eval_dataset_path")
+
+
+def require_paddleformers(doing: str) -> None:
+    """Refuse what needs PaddleFormers where it is not installed.
+
+    Args:
+        doing: what needs it, as the beginning of a sentence.
+
+    Raises:
+        EnvironmentMismatch: it is not installed.
+    """
+    if importlib.util.find_spec("paddleformers") is None:
+        raise EnvironmentMismatch(
+            f"{doing} needs PaddleFormers, which is not installed.", where=sys.executable, next_step=INSTALL
+        )
+
+
+def refuse_unknown_keys(settings: Mapping[str, Any]) -> None:
+    """Refuse keys that begin like ours and are not.
+
+    Raises:
+        OptionError: with all of them, and for each the key that it resembles.
+    """
+    # PaddleFormers has keys of its own that begin with flex_ckpt.
+    unknown = [
+        key
+        for key in settings
+        if key.startswith("flex_") and not key.startswith("flex_ckpt") and key not in FIELD_NAMES
+    ]
+    if unknown:
+        raise OptionError(
+            "The configuration has a key that does not exist.",
+            where="training arguments",
+            evidence=[_suggestion(key) for key in unknown],
+            next_step=f"The keys are {', '.join(FIELD_NAMES)}.",
+        )
+
+
+def _suggestion(key: str) -> str:
+    close = difflib.get_close_matches(key, FIELD_NAMES, n=1)
+    return f"{key}: is {close[0]} meant?" if close else key
+
+
+def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
+    """Refuse models and data that are meant to be on this machine and are not there.
+
+    Raises:
+        OptionError: with all of them.
+    """
+    missing = [
+        f"{key}: {path}"
+        for key in _PATHS
+        for path in re.split(r"[,\s]+", str(settings.get(key) or ""))
+        if _is_local(path) and not Path(path).expanduser().exists()
+    ]
+    if missing:
+        raise OptionError(
+            "The configuration names what does not exist.",
+            where=str(Path.cwd()),
+            evidence=missing,
+            next_step="Relative paths begin in the directory you start from, named above. What lies in demo_out is "
+            "made by make demo.",
+        )
+
+
+def _is_local(path: str) -> bool:
+    """Whether this can only be a path; ``owner/name`` may be on a hub."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1
+
+
+def refuse_layout(settings: Mapping[str, Any], ranks: int) -> None:
+    """Refuse parallel degrees that a number of ranks cannot have.
+
+    Raises:
+        OptionError: their product does not divide it.
+    """
+    used = {key: settings[key] for key in _DEGREES if isinstance(settings.get(key), int) and settings[key] > 1}
+    if not settings.get("sharding"):
+        used.pop("sharding_parallel_size", None)
+    product = 1
+    for degree in used.values():
+        product *= degree
+    if ranks % product:
+        raise OptionError(
+            f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be divided into groups of {product}.",
+            where="--nproc",
+            evidence=[f"{key}: {degree}" for key, degree in used.items()],
+            next_step=f"Start {product} ranks or a multiple with --nproc, or lower a degree.",
+        )
+
+
+def refuse_resume(settings: Mapping[str, Any]) -> None:
+    """Refuse to resume from what is no flex checkpoint.
+
+    Raises:
+        NotACheckpoint: a directory was named that is none.
+    """
+    named = settings.get("resume_from_checkpoint")
+    if settings.get("flex_checkpoint") and isinstance(named, str) and named:
+        refuse_no_checkpoint(Path(named).expanduser())
