@@ -141,6 +141,32 @@ def aoa(
 
 
 @app.command()
+def plan(
+    directory: Annotated[
+        Path, typer.Argument(metavar="CKPT", exists=True, file_okay=False, help="A checkpoint or open weights.")
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="GRID", help="The target: dp, tp, pp, vpp, ep, sharding, stage, split, ..., as in tp=2,pp=2,dp=4."
+        ),
+    ],
+    dtype: Annotated[str | None, typer.Option(help="The target model's dtype; by default the stored one.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Show what loading onto other ranks would do, for each of them: bytes, reads, memory, what is fresh or dropped.
+
+    Nothing is loaded, and no rank is needed. A grid that the model cannot have is refused with the numbers.
+    """
+    from paddleformers_fc.cli import planning
+
+    with output.working(f"planning {directory}"):
+        found = planning.plan(directory, to, dtype)
+    _present(found, planning.show, as_json)
+    return RIGHT
+
+
+@app.command()
 def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CKPT", exists=True, file_okay=False, help="A finished flex checkpoint.")

@@ -72,10 +72,15 @@ def open_directory(directory: Path, verify: str) -> Opened:
     if kind_of(directory) == FLEX:
         checkpoint = open_flex(directory, verify)
         return Opened(FLEX, checkpoint.catalog, checkpoint.config, checkpoint)
-    return Opened(HUGGINGFACE, open_huggingface(directory), _config_beside(directory))
+    return Opened(HUGGINGFACE, open_huggingface(directory), config_beside(directory))
 
 
-def _config_beside(directory: Path) -> dict[str, Any]:
+def config_beside(directory: Path) -> dict[str, Any]:
+    """The model's configuration in a directory; empty where there is none.
+
+    Raises:
+        FormatError: it is not a JSON object.
+    """
     path = directory / CONFIG_NAME
     if not path.exists():
         return {}

@@ -29,7 +29,9 @@ from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.rules import Slab
 
-_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|$)")
+NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|$)")
+"""A number in a tensor's name."""
+
 _HOLE = "{}"
 _NO_SHIFTS: dict[str, int] = {}
 
@@ -79,7 +81,7 @@ def bind(
         targets[tensor.name] = TensorSpec(tensor.shape, tensor.dtype)
         if tensor.name in ties:
             continue
-        pieces = _NUMBER.split(tensor.name)
+        pieces = NUMBER.split(tensor.name)
         kinds = known.get(_HOLE.join(pieces[::2]))
         made = (
             _made(kinds, tensor, pieces[1::2], sizes)

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families.bind import ModelTensor, family_numbers, family_sizes
+from paddleformers_fc.families.bind import NUMBER, ModelTensor, family_numbers, family_sizes
 from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Statement
 from paddleformers_fc.families.sizes import Sizes, names_of
-from paddleformers_fc.mapping import Shape
+from paddleformers_fc.mapping import Shape, TensorSpec
+from paddleformers_fc.mapping.folding import fold
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +127,59 @@ def _of_statement(statement: Statement, sizes: Sizes, spans: _Spans, dtype: str)
 def _numberings(holes: list[str], spans: _Spans) -> Iterator[dict[str, int]]:
     for numbers in itertools.product(*(spans.of(hole)[0] for hole in holes)):
         yield dict(zip(holes, numbers, strict=True))
+
+
+def recognised_tensors(
+    family: Family, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]
+) -> list[DeclaredTensor]:
+    """The tensors of a model that was built once, with what its family declares about tensors of their names.
+
+    Conditions are not asked: what was built is known better than what a configuration says.
+
+    Args:
+        family: the model's family.
+        config: the model's configuration.
+        specs: the model's tensors by name, global shapes.
+    Raises:
+        MappingError: for names that no statement declares; all of them.
+    """
+    sizes = family_sizes(family, config)
+    shifts = {name: sizes.length(one.shift) for name, one in family_numbers(family).items() if sizes.knows(one.shift)}
+    kinds: dict[str, list[tuple[Statement, list[str]]]] = {}
+    for statement in family.statements:
+        holes = PLACEHOLDER.findall(statement.target)
+        kinds.setdefault(PLACEHOLDER.sub("{}", statement.target), []).append((statement, holes))
+    found: list[DeclaredTensor] = []
+    strange: list[str] = []
+    for name, spec in specs.items():
+        pieces = NUMBER.split(name)
+        fitting = [one for one in kinds.get("{}".join(pieces[::2]), ()) if len(one[0].shape) == len(spec.shape)]
+        if not fitting:
+            strange.append(name)
+            continue
+        numberings = [
+            {hole: int(text) - shifts.get(hole, 0) for hole, text in zip(holes, pieces[1::2], strict=True)}
+            for _, holes in fitting
+        ]
+        # Several statements of one name differ in shape; where they do not, in the configurations that have them.
+        best = max(range(len(fitting)), key=lambda index: _fit(fitting[index][0], numberings[index], spec.shape, sizes))
+        statement, numbers = fitting[best][0], numberings[best]
+        axis = None if statement.stack is None else statement.stack.axis
+        found.append(DeclaredTensor(name, spec.shape, spec.dtype, statement.cut, axis, numbers))
+    if strange:
+        raise MappingError(
+            f"No statement of family {family.name} declares {len(strange)} tensors.",
+            evidence=fold(strange),
+            next_step="Declare the tensors in the family.",
+        )
+    return found
+
+
+def _fit(statement: Statement, numbers: Mapping[str, int], shape: Shape, sizes: Sizes) -> tuple[bool, bool]:
+    """Whether a statement gives a tensor's shape, and whether its condition holds."""
+    known = all(sizes.knows(size, numbers) for size in statement.shape)
+    alike = known and tuple(sizes.length(size, numbers) for size in statement.shape) == shape
+    try:
+        return alike, sizes.holds(statement.where, numbers)
+    except MappingError:
+        return alike, False

@@ -15,7 +15,7 @@ from paddleformers_fc.cli import inspection
 from paddleformers_fc.cli.main import exit_code
 from tests.cli.support import run
 
-VERBS = ("inspect", "verify", "diff", "export", "train", "demo", "register-path")
+VERBS = ("inspect", "verify", "diff", "plan", "export", "train", "demo", "register-path")
 ROOT = Path(__file__).resolve().parents[2]
 
 # Runs the verbs in a process where Paddle cannot be imported. An attempt is reported even when it is swallowed.

@@ -1,0 +1,153 @@
+"""How Paddle deals layers to pipeline stages, and optimizer states to the ranks of a sharding group.
+
+Four rules, each as Paddle 3.3.1 has it, on plain integers:
+
+- pipeline (``SegmentLayers``): layers of equal count per part where they can be divided, else items of equal count;
+  part ``i`` belongs to stage ``i % stages``, which interleaves virtual stages.
+- stage 1, version 1 (``DygraphShardingOptimizer``): whole parameters, largest first, to the rank with the fewest
+  elements. Stage 2 does the same in the order of the parameters.
+- stage 1, version 2 (``FusedCommBuffer``): parameters lie in fused buffers, each padded; every rank has an equal range
+  of every buffer, and so a range of some parameters.
+- stage 3: every parameter above a size is padded and cut into equal slices.
+
+A partition is made once for a group; what one rank has of it costs a bisection per buffer and what it has.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Range = tuple[int, int]
+
+
+def layer_bounds(is_layer: Sequence[bool], parts: int) -> list[int]:
+    """The bounds of a pipeline whose every part has as many layers as any other.
+
+    Args:
+        is_layer: for every item, in order, whether it is counted: decoder layers and empty layers are; embedding, norm
+            and head are not, and go with their neighbours.
+        parts: stages times virtual stages; divides the number of layers.
+    Returns:
+        first item of every part, and one past the last item; part ``i`` belongs to stage ``i % stages``.
+    """
+    share, bounds, seen = sum(is_layer) // parts, [0], 0
+    for index, counted in enumerate(is_layer):
+        seen += counted
+        if counted and seen % share == 0 and len(bounds) < parts:
+            bounds.append(index + 1)
+    return [*bounds, len(is_layer)]
+
+
+def uniform_bounds(items: int, parts: int) -> list[int]:
+    """The bounds of a pipeline whose items are counted alike; the last parts have one more where they must."""
+    share, extra = divmod(items, parts)
+    bounds = [0]
+    for part in range(1, parts):
+        bounds.append(bounds[-1] + share + (1 if part > parts - extra else 0))
+    return [*bounds, items]
+
+
+def whole_owners(sizes: Sequence[int], ranks: int, largest_first: bool) -> list[int]:
+    """Which rank has the state of each parameter, where parameters are dealt whole.
+
+    Args:
+        sizes: elements per parameter, in the model's order.
+        ranks: of the sharding group.
+        largest_first: sharding stage 1; stage 2 keeps the order.
+    """
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index]) if largest_first else range(len(sizes))
+    load = [(0, rank) for rank in range(ranks)]
+    owners = [0] * len(sizes)
+    for index in order:
+        held, rank = load[0]
+        owners[index] = rank
+        heapq.heapreplace(load, (held + sizes[index], rank))
+    return owners
+
+
+@dataclass(frozen=True)
+class FusedBuffer:
+    """Parameters one behind the other, each padded.
+
+    Args:
+        members: index of every parameter.
+        starts: where each begins, in elements, and the buffer's length at the end.
+        sizes: elements of each, without padding.
+    """
+
+    members: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def share(self, rank: int, ranks: int) -> list[tuple[int, Range]]:
+        """Index and range, in its own elements, of every parameter that one rank has something of."""
+        length = self.starts[-1] // ranks
+        low, high = rank * length, (rank + 1) * length
+        found: list[tuple[int, Range]] = []
+        for place in range(bisect_right(self.starts, low) - 1, len(self.members)):
+            start = self.starts[place]
+            if start >= high:
+                break
+            begin, end = max(low - start, 0), min(high - start, self.sizes[place])
+            if begin < end:
+                found.append((self.members[place], (begin, end)))
+        return found
+
+
+def fused_buffers(
+    sizes: Sequence[int], widths: Sequence[int], ranks: int, limit: int, alignment: int = 256
+) -> list[FusedBuffer]:
+    """The fused buffers of a sharding group.
+
+    Args:
+        sizes: elements per parameter, in the model's order.
+        widths: bytes per element of each. Parameters of one width are of one dtype.
+        ranks: of the sharding group.
+        limit: bytes at which a buffer is closed.
+        alignment: bytes to which every rank's part of a parameter is padded.
+    """
+    return [_fused(group, sizes, widths, ranks, alignment) for group in _groups(sizes, widths, limit)]
+
+
+def _groups(sizes: Sequence[int], widths: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices of each buffer. A buffer has one dtype; the parameter that reaches the limit still belongs to it."""
+    groups: list[list[int]] = []
+    # Paddle sorts by the dtype's name, and paddle.bfloat16 and paddle.float16 come before paddle.float32.
+    for width in sorted(set(widths)):
+        held, members = 0, list[int]()
+        for index in (index for index, one in enumerate(widths) if one == width):
+            members.append(index)
+            held += sizes[index] * width
+            if held >= limit:
+                groups.append(members)
+                held, members = 0, []
+        if members:
+            groups.append(members)
+    return groups
+
+
+def _fused(group: list[int], sizes: Sequence[int], widths: Sequence[int], ranks: int, alignment: int) -> FusedBuffer:
+    unit = max(alignment // widths[group[0]], 1) * ranks
+    starts = [0]
+    for index in group:
+        starts.append(starts[-1] + -(-sizes[index] // unit) * unit)
+    return FusedBuffer(tuple(group), tuple(starts), tuple(sizes[index] for index in group))
+
+
+def slice_range(size: int, width: int, rank: int, ranks: int, alignment: int = 256) -> Range | None:
+    """One rank's range of a parameter that stage 3 slices; None where its slice is all padding.
+
+    Args:
+        size: elements of the parameter.
+        width: bytes per element.
+        rank: rank in the sharding group.
+        ranks: of the sharding group.
+        alignment: bytes to which the parameter is padded.
+    """
+    padded = size + -(size * width) % alignment // width
+    length = -(-padded // ranks)
+    begin, end = min(rank * length, size), min((rank + 1) * length, size)
+    return (begin, end) if begin < end else None

@@ -1,0 +1,452 @@
+"""The layout of a model that nobody has built: which rank of a grid holds which boxes of which tensors.
+
+From a family's declaration and a configuration follow the tensors, from the grid the stage, the tensor-parallel part
+and the experts of every rank, and from the sharding its part of the optimizer's states. The shards are those that a
+live model and optimizer describe, tensor by tensor; tests hold the two against each other.
+
+It needs families and layouts both, which know nothing of each other, so it stands above them, beside the planner that
+consumes it; what is arithmetic alone is in :mod:`paddleformers_fc.layout.grid` and ``partition``.
+
+Idea: ranks that differ only in where they stand in a group that replicates hold the same weights, so shards are made
+once per (stage, tensor-parallel rank, expert rank), partitions once per stage, and a rank costs what it holds.
+"""
+
+from __future__ import annotations
+
+import ast
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.families import ModelTensor, bind
+from paddleformers_fc.families.bind import family_sizes
+from paddleformers_fc.families.declarations import Family
+from paddleformers_fc.families.enumerate import DeclaredTensor, enumerate_tensors, recognised_tensors
+from paddleformers_fc.layout.grid import MEBIBYTE, Coordinates, ParallelGrid
+from paddleformers_fc.layout.partition import (
+    FusedBuffer,
+    fused_buffers,
+    layer_bounds,
+    slice_range,
+    uniform_bounds,
+    whole_owners,
+)
+from paddleformers_fc.layout.roles import MASTER_SUFFIX, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping import RuleSet, TensorSpec
+from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+
+Shards = dict[str, Shard]
+
+MOMENTS = (".moment1_0", ".moment2_0")
+POWERS = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
+_UNTRAINED = ".e_score_correction_bias"
+"""The router's balance is set by counting, not by gradients: the optimizer has no state of it."""
+
+_SECTIONS = ("embed", "layers", "norm", "mtp_block", "mtp_hidden_norm", "mtp_emb_norm", "mtp_linear_proj")
+"""The order in which PaddleFormers' models build their parts, by the beginnings of names."""
+
+_SEGMENT_METHOD = "layer:DecoderLayer|EmptyLayer"
+"""What a PaddleFormers pipeline does where its configuration says nothing; the only method that may fall back."""
+
+_BESIDE = "index"
+"""The placeholder of prediction blocks that lie beside the layers and not among them."""
+
+_CONFIG_NAMES = {
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocab": "vocab_size",
+    "experts": "the number of experts",
+}
+
+
+class SimulatedModel:
+    """A declared model laid out over a grid.
+
+    Args:
+        family: the model's family.
+        config: the model's configuration.
+        grid: the ranks.
+        tensors: the model's tensors. Of 16-bit ones the optimizer keeps float32 master weights.
+    Attributes:
+        rules: the rules of the whole model under this grid.
+    Raises:
+        OptionError: the model cannot have this grid; with the numbers.
+        MappingError: the configuration lacks what a size needs.
+    """
+
+    def __init__(
+        self, family: Family, config: Mapping[str, Any], grid: ParallelGrid, tensors: Iterable[DeclaredTensor]
+    ) -> None:
+        self.family, self.config, self.grid = family, {**family.defaults, **config}, grid
+        sizes = family_sizes(family, self.config)
+        by_name = {tensor.name: tensor for tensor in tensors}
+        refuse_unfit(family, self.config, grid, by_name.values())
+        tied = sizes.holds("tie_word_embeddings")
+        self._ties = {tie.alias: tie.owner for tie in family.tied if tied and tie.alias in by_name}
+        self._experts = sizes.length("experts") if sizes.knows("experts") else 0
+        pipeline = _pipeline(family, self.config, grid)
+        placed = [(by_name[name], pipeline.stage_of(by_name[name])) for name in built_order(by_name)]
+        self._on_stage = [[tensor for tensor, at in placed if at == stage] for stage in range(grid.pp)]
+        # Caches of this model, which live as long as it does.
+        self._weights = lru_cache(maxsize=None)(self._make_weights)
+        self._trained = lru_cache(maxsize=None)(self._make_trained)
+        self._sharing = lru_cache(maxsize=None)(self._make_sharing)
+        self.rules = self._bound()
+
+    @property
+    def tensors(self) -> Iterator[DeclaredTensor]:
+        """Every tensor that some rank holds; a pipeline does not build all that a single rank does."""
+        return (tensor for tensors in self._on_stage for tensor in tensors)
+
+    def _bound(self) -> RuleSet:
+        """The rules of the whole model under this grid."""
+        bound = [
+            ModelTensor(shard.name, shard.global_shape, shard.dtype, shard.cuts)
+            for shard in (self._shard(tensor, 0, self._holder(tensor)) for tensor in self.tensors)
+            if shard is not None
+        ]
+        cuts = {tensor.name: tensor.cuts for tensor in bound if any(cut > 1 for cut in tensor.cuts)}
+        return replace(bind(self.family, self.config, bound), cuts=cuts)
+
+    def weights(self, rank: int) -> Shards:
+        """The model's weights on one rank, by name. Under sharding stage 3 they are slices."""
+        place = self.grid.coordinates(rank)
+        found = self._weights(place.pp, place.tp, place.ep)
+        return dict(found) if self.grid.stage < 3 else _by_name(self._slices(found.values(), place))
+
+    def owned(self, rank: int) -> Shards:
+        """What one rank has an optimizer state of: by parameter, its box or a range of its box."""
+        place = self.grid.coordinates(rank)
+        dense, experts = self._trained(place.pp, place.tp, place.ep)
+        if self.grid.sharding == 1:
+            return _by_name((*dense, *experts))
+        if self.grid.stage == 3:
+            return _by_name(self._slices((*dense, *experts), place))
+        sharing = self._sharing(place.pp)
+        if not self.grid.split:
+            return _by_name(dense[index] for index in sharing.owned[place.sharding])
+        return _by_name(
+            replace(shards[index], flat=part)
+            for shards, buffers, rank_, ranks in (
+                (dense, sharing.dense, place.sharding, self.grid.sharding),
+                (experts, sharing.experts, place.moe_sharding, self.grid.moe_sharding),
+            )
+            for buffer in buffers
+            for index, part in buffer.share(rank_, ranks)
+        )
+
+    def roles(self, rank: int) -> dict[str, Shards]:
+        """Every shard of one rank: role -> full name -> shard, as a live model and its AdamW describe them."""
+        roles: dict[str, Shards] = {MODEL_STATE: self.weights(rank)}
+        for parameter in self.owned(rank).values():
+            for role, shard in states_of(parameter):
+                roles.setdefault(role, {})[shard.name] = shard
+        return roles
+
+    def _make_weights(self, pp: int, tp: int, ep: int) -> Shards:
+        return _by_name(shard for tensor in self._on_stage[pp] if (shard := self._shard(tensor, tp, ep)) is not None)
+
+    def _make_trained(self, pp: int, tp: int, ep: int) -> tuple[tuple[Shard, ...], tuple[Shard, ...]]:
+        """Shards of the parameters that have states, in the optimizer's order: those of all ranks, and of experts.
+
+        A tied pair in one stage is one parameter, known by whichever of its names sorts first.
+        """
+        weights = self._weights(pp, tp, ep)
+        names = {owner: min(owner, alias) for alias, owner in self._ties.items() if {owner, alias} <= weights.keys()}
+        shared = {alias for alias, owner in self._ties.items() if owner in names}
+        dense: list[Shard] = []
+        experts: list[Shard] = []
+        for tensor in self._on_stage[pp]:
+            shard = weights.get(tensor.name)
+            if shard is None or tensor.name in shared or tensor.name.endswith(_UNTRAINED):
+                continue
+            held = experts if self.grid.ep > 1 and _is_expert(tensor) else dense
+            held.append(replace(shard, name=names.get(shard.name, shard.name)))
+        return tuple(dense), tuple(experts)
+
+    def _make_sharing(self, pp: int) -> _Sharing:
+        """How the states of one stage are shared. Sizes do not depend on the tensor-parallel or expert rank."""
+        grid, (dense, experts) = self.grid, self._trained(pp, 0, 0)
+        if grid.split:
+            return _Sharing((), self._buffers(dense, grid.sharding), self._buffers(experts, grid.moe_sharding))
+        owners = whole_owners([shard.size for shard in dense], grid.sharding, grid.stage == 1)
+        owned: list[list[int]] = [[] for _ in range(grid.sharding)]
+        for index, owner in enumerate(owners):
+            owned[owner].append(index)
+        return _Sharing(tuple(map(tuple, owned)), (), ())
+
+    def _buffers(self, shards: Iterable[Shard], ranks: int) -> tuple[FusedBuffer, ...]:
+        shards = list(shards)
+        sizes, widths = [shard.size for shard in shards], [_width(shard.dtype) for shard in shards]
+        return tuple(fused_buffers(sizes, widths, ranks, self.grid.buffer * MEBIBYTE, self.grid.alignment))
+
+    def _slices(self, shards: Iterable[Shard], place: Coordinates) -> Iterator[Shard]:
+        for shard in shards:
+            if shard.size <= self.grid.slice_above or shard.name.endswith(_UNTRAINED):
+                yield shard
+                continue
+            width = _width(shard.dtype)
+            part = slice_range(shard.size, width, place.sharding, self.grid.sharding, self.grid.alignment)
+            if part is not None:
+                yield replace(shard, flat=part)
+
+    def _shard(self, tensor: DeclaredTensor, tp: int, ep: int) -> Shard | None:
+        """What a rank of a tensor's stage holds of it; None of an expert that is another rank's."""
+        if self.grid.ep > 1 and _is_expert(tensor):
+            if tensor.expert_axis is None and ep != self._holder(tensor):
+                return None
+            # A group of experts spans the tensor-parallel ranks, so that these do not cut an expert.
+            cuts = {tensor.expert_axis: (ep, self.grid.ep)}
+        else:
+            cuts = {tensor.cut: (tp, self.grid.tp)}
+        lo, hi = [0] * len(tensor.shape), list(tensor.shape)
+        for axis, (index, degree) in cuts.items():
+            if axis is not None:
+                length = tensor.shape[axis] // degree
+                lo[axis], hi[axis] = index * length, (index + 1) * length
+        return Shard(tensor.name, tensor.dtype, tensor.shape, Box(tuple(lo), tuple(hi)))
+
+    def _holder(self, tensor: DeclaredTensor) -> int:
+        """The expert rank that holds an expert."""
+        return tensor.numbers["expert"] // (self._experts // self.grid.ep) if "expert" in tensor.numbers else 0
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """How the states of one pipeline stage are shared: index of what each rank owns whole, or fused buffers."""
+
+    owned: tuple[tuple[int, ...], ...]
+    dense: tuple[FusedBuffer, ...]
+    experts: tuple[FusedBuffer, ...]
+
+
+def declared_model(
+    family: Family, config: Mapping[str, Any], grid: ParallelGrid, dtype: str = "float32"
+) -> SimulatedModel:
+    """The model that a configuration gives, over a grid.
+
+    Args:
+        family: the model's family.
+        config: the model's configuration.
+        grid: the ranks.
+        dtype: the model's dtype, by its numpy name.
+    Raises:
+        OptionError: the model cannot have this grid; with the numbers.
+        MappingError: the configuration lacks what a size needs.
+    """
+    return SimulatedModel(family, config, grid, enumerate_tensors(family, {**family.defaults, **config}, dtype))
+
+
+def stored_model(
+    family: Family,
+    config: Mapping[str, Any],
+    grid: ParallelGrid,
+    specs: Mapping[str, TensorSpec],
+    dtype: str | None = None,
+) -> SimulatedModel:
+    """The model that was saved once, over another grid.
+
+    Its tensors are those that were saved; prediction blocks, which depend on the pipeline, are as declared.
+
+    Args:
+        family: the model's family.
+        config: the model's configuration.
+        grid: the ranks.
+        specs: the saved tensors by name, global shapes.
+        dtype: another dtype than the saved one.
+    Raises:
+        OptionError: the model cannot have this grid; with the numbers.
+        MappingError: a tensor that the family does not declare.
+    """
+    config = {**family.defaults, **config}
+    found = recognised_tensors(family, config, specs)
+    saved = min({tensor.dtype for tensor in found}, key=lambda name: (name == "float32", name))
+    declared = list(enumerate_tensors(family, config, dtype or saved))
+    blocks = [tensor for tensor in declared if _BESIDE in tensor.numbers and tensor.name not in specs]
+    if dtype not in (None, saved):
+        found = [replace(tensor, dtype=dtype) if tensor.dtype == saved else tensor for tensor in found]
+    return SimulatedModel(family, config, grid, [*found, *blocks])
+
+
+def states_of(parameter: Shard) -> Iterator[tuple[str, Shard]]:
+    """Role and shard of every AdamW state of a parameter's shard."""
+    for suffix in MOMENTS:
+        yield OPTIMIZER_STATE, replace(parameter, name=parameter.name + suffix, dtype="float32")
+    for suffix in POWERS:
+        yield OPTIMIZER_STATE, Shard(parameter.name + suffix, "float32", (1,), whole((1,)))
+    if _width(parameter.dtype) == 2:
+        yield MASTER_WEIGHT, replace(parameter, name=parameter.name + MASTER_SUFFIX, dtype="float32")
+
+
+def built_order(names: Iterable[str]) -> list[str]:
+    """Names in the order in which PaddleFormers' models build their parameters, on which sharding depends.
+
+    A module's parameters are together; a layer has its norms last; parts of the model are as in ``_SECTIONS``. All else
+    keeps the order given.
+    """
+    tree: _Node = {}
+    for name in names:
+        node = tree
+        for piece in name.split("."):
+            node = node.setdefault(piece, {})
+    return list(_walked(tree, "", ""))
+
+
+_Node = dict[str, Any]
+
+
+def _walked(node: _Node, name: str, last: str) -> Iterator[str]:
+    if not node:
+        yield name
+    # Sorting is stable, so that what has no place of its own stays as it was declared.
+    for piece in sorted(node, key=lambda piece: _place(piece, last)):
+        yield from _walked(node[piece], f"{name}.{piece}" if name else piece, piece)
+
+
+def _place(piece: str, parent: str) -> int:
+    if piece.isdecimal():
+        return int(piece)
+    if parent == "model":
+        return next((place for place, start in enumerate(_SECTIONS) if piece.startswith(start)), len(_SECTIONS))
+    return int(parent.isdecimal() and "norm" in piece)
+
+
+def refuse_unfit(
+    family: Family, config: Mapping[str, Any], grid: ParallelGrid, tensors: Iterable[DeclaredTensor]
+) -> None:
+    """Refuse a grid that a model cannot have.
+
+    Args:
+        family: the model's family.
+        config: the model's configuration.
+        grid: the ranks.
+        tensors: the model's tensors.
+    Raises:
+        OptionError: with the numbers that do not divide, all of them.
+    """
+    sizes = family_sizes(family, config)
+    faults: list[str] = []
+
+    def divides(size: str, count: int, axis: str) -> None:
+        if sizes.knows(size) and sizes.length(size) % count:
+            faults.append(f"{_CONFIG_NAMES[size]}={sizes.length(size)} is not divisible by {axis}={count}")
+
+    for size in ("heads", "kv_heads", "vocab"):
+        divides(size, grid.tp, "tp")
+    if sizes.length("layers") < grid.pp * grid.vpp:
+        faults.append(
+            f"num_hidden_layers={sizes.length('layers')} is less than pp x vpp = {grid.pp} x {grid.vpp} = "
+            f"{grid.pp * grid.vpp} stages"
+        )
+    elif grid.pp > 1:
+        try:
+            _pipeline(family, config, grid)
+        except ValueError as error:
+            faults.append(str(error))
+    if grid.ep > 1:
+        if sizes.knows("experts"):
+            divides("experts", grid.ep, "ep")
+        else:
+            faults.append(f"ep={grid.ep}: the model has no experts")
+    uncut = [
+        f"{tensor.name}: {tensor.shape[tensor.cut]} on axis {tensor.cut} is not divisible by tp={grid.tp}"
+        for tensor in tensors
+        if tensor.cut is not None and tensor.shape[tensor.cut] % grid.tp and not (grid.ep > 1 and _is_expert(tensor))
+    ]
+    faults.extend(fold(uncut))
+    if faults:
+        raise OptionError(
+            f"This model cannot have the grid {grid}.",
+            where=f"family {family.name}",
+            evidence=faults,
+            next_step="Choose degrees that divide the model.",
+        )
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """The items of a pipeline in a row, dealt to stages.
+
+    Args:
+        bounds: first item of every part, and one past the last.
+        stages: pipeline stages.
+        layers: how many the model has.
+        first_layer: item of layer 0.
+        norm: item of the last norm; prediction layers come behind it, the head is last.
+    """
+
+    bounds: tuple[int, ...]
+    stages: int
+    layers: int
+    first_layer: int
+    norm: int
+
+    def stage_of(self, tensor: DeclaredTensor) -> int | None:
+        """The stage that builds a tensor; None where no stage does."""
+        if self.stages == 1:
+            return 0
+        numbers = tensor.numbers
+        if _BESIDE in numbers:
+            # Prediction blocks beside the layers belong to a class that pipelines do not build.
+            return None
+        if "layer" in numbers:
+            item = self.first_layer + numbers["layer"]
+        elif "mtp" in numbers:
+            item = self.norm + 1 + numbers["mtp"] - self.layers
+        elif "embed_tokens" in tensor.name:
+            item = 0
+        elif tensor.name.startswith("model.norm."):
+            item = self.norm
+        else:
+            item = self.bounds[-1] - 1
+        return (bisect_right(self.bounds, item) - 1) % self.stages
+
+
+def _pipeline(family: Family, config: Mapping[str, Any], grid: ParallelGrid) -> _Pipeline:
+    """The pipeline of a model.
+
+    Raises:
+        ValueError: its layers cannot be dealt to these stages, with the numbers.
+    """
+    sizes = family_sizes(family, config)
+    layers = sizes.length("layers")
+    head, tail = (int(config.get(f"num_empty_layers_add_in_{end}") or 0) for end in ("head", "tail"))
+    behind = sizes.length("mtp_layers") if any(one.name == "mtp" for one in family.numbers) else 0
+    is_layer = [False, *[True] * (head + layers + tail), False, *[False] * behind, False]
+    bounds = _bounds(str(config.get("pp_seg_method") or _SEGMENT_METHOD), is_layer, grid)
+    return _Pipeline(tuple(bounds), grid.pp, layers, 1 + head, 1 + head + layers + tail)
+
+
+def _bounds(method: str, is_layer: list[bool], grid: ParallelGrid) -> list[int]:
+    parts, counted = grid.pp * grid.vpp, sum(is_layer)
+    if method.startswith("["):
+        stated = [int(bound) for bound in ast.literal_eval(method)]
+        bounds = [*stated, len(is_layer)] if len(stated) == parts else stated
+        if len(bounds) != parts + 1 or bounds[0] or bounds[-1] != len(is_layer) or sorted(bounds) != bounds:
+            raise ValueError(f"pp_seg_method={method} does not deal {len(is_layer)} items to {parts} parts")
+        return bounds
+    if counted % parts == 0 and method != "uniform":
+        return layer_bounds(is_layer, parts)
+    if grid.vpp > 1 or method not in ("uniform", _SEGMENT_METHOD):
+        raise ValueError(
+            f"{counted} layers, empty ones included, are not divisible by pp x vpp = {grid.pp} x {grid.vpp} = {parts}"
+        )
+    return uniform_bounds(len(is_layer), grid.pp)
+
+
+def _is_expert(tensor: DeclaredTensor) -> bool:
+    return tensor.expert_axis is not None or "expert" in tensor.numbers
+
+
+def _by_name(shards: Iterable[Shard]) -> Shards:
+    return {shard.name: shard for shard in shards}
+
+
+def _width(dtype: str) -> int:
+    return item_size(to_safetensors(dtype))

@@ -1,0 +1,143 @@
+"""``plan`` says what a load onto other ranks would do, and refuses ranks that the model cannot have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.storage.files import read_file
+from tests.cli.support import run, save
+from tests.cli.test_main import WITHOUT_PADDLE, python
+from tests.execute.simulated import CONFIG, HIDDEN, INTERMEDIATE, VOCABULARY, canonical
+
+SIZES = {
+    **CONFIG,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four ranks: tensor parallel 2, optimizer sharded over 2."""
+    return save(tmp_path_factory.mktemp("plan") / "checkpoint-3", canonical(), tp=2, sharded=2, config=SIZES)
+
+
+@pytest.fixture
+def weights(stored: Path, tmp_path: Path) -> Path:
+    """The same weights as Hugging Face files."""
+    assert run("export", stored, tmp_path / "open").code == 0
+    return tmp_path / "open"
+
+
+def planned(directory: Path, *arguments: object) -> dict[str, Any]:
+    """The JSON document of a plan that can be carried out."""
+    outcome = run("plan", directory, *arguments, "--json")
+    assert outcome.code == 0, outcome.out
+    return outcome.document
+
+
+def test_a_plan_has_every_rank_of_the_target(stored: Path) -> None:
+    found = planned(stored, "--to", "tp=2,pp=2,dp=2")
+    assert (found["to"], found["world_size"], found["dtype"]) == ("dp=2,tp=2,pp=2", 8, "float32")
+    assert [rank["rank"] for rank in found["ranks"]] == list(range(8))
+    assert found["bytes"] == sum(rank["bytes"] for rank in found["ranks"])
+    assert found["read"] == sum(rank["read"] for rank in found["ranks"])
+    assert found["items"] == sum(rank["items"] for rank in found["ranks"])
+    assert found["peak"] == max(rank["peak"] for rank in found["ranks"])
+    assert found["amplification"] == pytest.approx(found["read"] / found["bytes"], abs=1e-4)
+    assert (found["fresh"], found["dropped"], found["cast"]) == ([], [], [])
+
+
+def test_one_rank_holds_what_all_stored_tensors_are(stored: Path) -> None:
+    held = run("inspect", stored, "--json").document["roles"]
+    assert planned(stored, "--to", "dp=1")["bytes"] == sum(role["bytes"] for role in held.values())
+
+
+def test_open_weights_are_planned_and_casts_are_said(weights: Path) -> None:
+    found = planned(weights, "--to", "tp=2", "--dtype", "bfloat16")
+    assert {(cast["stored"], cast["wanted"]) for cast in found["cast"]} == {("float32", "bfloat16")}
+    assert found["bytes"] * 2 < found["read"] * 1.01
+    assert planned(weights, "--to", "tp=2")["cast"] == []
+
+
+def test_a_person_reads_one_row_for_ranks_that_do_the_same(stored: Path) -> None:
+    text = run("plan", stored, "--to", "pp=2,dp=2").out
+    assert "-> dp=2,pp=2" in text
+    # The order is dp, pp: neighbours are different stages.
+    assert [line.split()[0] for line in text.splitlines() if line[:3].strip().isdigit()] == ["0", "1", "2", "3"]
+    text = run("plan", stored, "--to", "dp=4").out
+    assert "0-3" in text
+    assert "dropped  0 tensors" in text
+
+
+@pytest.mark.parametrize(
+    ("grid", "said"),
+    [
+        ("tp=4", "num_key_value_heads=2 is not divisible by tp=4"),
+        ("pp=3", "num_hidden_layers=2 is less than pp x vpp = 3 x 1 = 3 stages"),
+        ("sharding=2,ep=2,split=true", "ep=2: the model has no experts"),
+        ("tp=2,zp=3", "zp: is no axis"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_misuse_and_said_with_the_numbers(stored: Path, grid: str, said: str) -> None:
+    outcome = run("plan", stored, "--to", grid, "--json")
+    assert outcome.code == 2
+    assert outcome.document["error"] == "OptionError"
+    assert any(said in line for line in outcome.document["evidence"])
+    assert said in run("plan", stored, "--to", grid).err
+
+
+def test_a_refused_grid_opens_no_file_but_the_configuration(stored: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "checkpoint-3"
+    shutil.copytree(stored, broken)
+    for path in broken.rglob("*"):
+        if path.is_file() and path.name != "config.json":
+            path.write_bytes(b"")
+    assert run("plan", broken, "--to", "tp=4").code == 2
+    assert run("plan", broken, "--to", "tp=2").code == 1
+
+
+def test_a_damaged_checkpoint_is_found_wrong(stored: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "checkpoint-3"
+    shutil.copytree(stored, broken)
+    next((broken / "model_state").iterdir()).unlink()
+    assert run("plan", broken, "--to", "tp=2").code == 1
+
+
+def test_without_a_configuration_there_is_no_plan(weights: Path) -> None:
+    (weights / "config.json").unlink()
+    outcome = run("plan", weights, "--to", "tp=2")
+    assert outcome.code == 2
+    assert "Put the model's config.json beside its weights." in outcome.err
+
+
+def test_a_dtype_that_does_not_exist_is_misuse(stored: Path) -> None:
+    outcome = run("plan", stored, "--to", "tp=2", "--dtype", "float12")
+    assert outcome.code == 2
+    assert "known: float32, bfloat16, float16" in outcome.err
+
+
+def test_another_dtype_than_the_stored_one_does_not_fit_a_resume(stored: Path) -> None:
+    outcome = run("plan", stored, "--to", "tp=2", "--dtype", "bfloat16")
+    assert outcome.code == 1
+    assert "model.norm.weight: stored float32, wanted bfloat16" in outcome.err
+
+
+def test_a_plan_needs_no_paddle(stored: Path) -> None:
+    commands = [["plan", str(stored), "--to", "tp=2,pp=2"], ["plan", str(stored), "--to", "tp=4", "--json"]]
+    assert python(WITHOUT_PADDLE, json.dumps(commands)) == {"codes": [0, 2], "attempts": []}
+
+
+def test_a_plan_changes_nothing(stored: Path) -> None:
+    before = {path: read_file(path) for path in stored.rglob("*") if path.is_file()}
+    planned(stored, "--to", "sharding=2,stage=2")
+    assert {path: read_file(path) for path in stored.rglob("*") if path.is_file()} == before
+    assert json.loads(read_file(stored / "config.json"))["hidden_size"] == HIDDEN

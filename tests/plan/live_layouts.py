@@ -1,0 +1,52 @@
+"""Jobs that run inside rank processes: what a real model and its optimizer say about their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Described = dict[str, dict[str, list[Any]]]
+
+
+def describe(model_type: str, layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str) -> dict[str, Any]:
+    """Train one step under a layout; this rank's shards and the model's configuration, as JSON.
+
+    Args:
+        model_type: ``llama`` or ``ernie4_5_moe``.
+        layout: a ``tiny.Layout`` as JSON.
+        model: overrides of the model's configuration.
+        output_dir: the Trainer's output directory.
+    """
+    from paddleformers_fc.layout.live import describe_roles
+    from tests.harness import tiny
+
+    # Multi-token prediction with its packing offsets takes one sample at a time.
+    micro_batch = 1 if model.get("num_nextn_predict_layers") else None
+    args = tiny.training_arguments(layout, output_dir, micro_batch, max_steps=1)
+    built = tiny.build(model_type, layout, args, **model)
+    trainer = tiny.trainer(built, args)
+    trainer.train()
+    weights = built.sharded_state_dict()
+    if tiny.layout_from(layout).stage == 3:
+        from paddleformers_fc.trainer import slices
+
+        states = slices.states(trainer.optimizer, weights)
+        roles: dict[str, dict[str, Any]] = {"model_state": slices.cut(weights)}
+    else:
+        states = trainer.optimizer.sharded_state_dict(weights)
+        roles = {"model_state": weights}
+    for name, state in states.items():
+        roles.setdefault("master_weight" if name.endswith(".w_0") else "optimizer_state", {})[name] = state
+    shards: Described = {
+        role: {
+            name: [shard.dtype, list(shard.global_shape), list(shard.box.lo), list(shard.box.shape), shard.flat]
+            for name, shard in found.items()
+        }
+        for role, found in describe_roles(roles).items()
+    }
+    config = {
+        key: value
+        for key, value in built.config.to_dict().items()
+        if isinstance(value, (str, int, float, bool, type(None)))
+    }
+    return {"shards": shards, "config": config}

@@ -1,0 +1,40 @@
+"""Checkpoints that exist as catalogs alone: what a simulated job would have written, without a byte of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paddleformers_fc.catalog import Catalog, FlexCheckpoint
+from paddleformers_fc.catalog.stored import gather_shards
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.plan.simulate import SimulatedModel
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.manifest import Manifest
+
+
+def checkpoint_of(model: SimulatedModel) -> FlexCheckpoint:
+    """The checkpoint that a simulated job would write: each distinct shard by the first rank that holds it."""
+    found: dict[str, list[tuple[Shard, str, int, int]]] = {}
+    seen: set[tuple[str, Shard]] = set()
+    for rank in range(model.grid.world_size):
+        for role, shards in model.roles(rank).items():
+            at = 0
+            for shard in shards.values():
+                if (role, shard) in seen:
+                    continue
+                seen.add((role, shard))
+                width = item_size(to_safetensors(shard.dtype))
+                found.setdefault(role, []).append((shard, f"{role}/rank-{rank:05d}.safetensors", at, width))
+                at += shard.size * width
+    catalog = Catalog(Path("simulated"), {role: gather_shards(shards)[0] for role, shards in found.items()})
+    manifest = Manifest(
+        written_by="",
+        step=1,
+        consumed_samples=1,
+        world_size=model.grid.world_size,
+        parallel={},
+        files=[],
+        aoa={},
+        family=model.family.name,
+    )
+    return FlexCheckpoint(catalog, manifest, model.rules, dict(model.config))

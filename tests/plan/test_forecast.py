@@ -1,0 +1,177 @@
+"""Forecasts: what a plan of every rank says, worked out once per shard; and what it says is what a load does."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.execute.reading import _region, _view
+from paddleformers_fc.families import family_for
+from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.plan import plan_reads, resume_source
+from paddleformers_fc.plan.forecast import THREADS, CastFacts, cost_of, forecast
+from paddleformers_fc.plan.items import ReadItem, StoredPart
+from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.regions import read_region
+from tests.plan.stored import checkpoint_of
+
+MOE = {
+    **family_for({"model_type": "ernie4_5_moe"}).tiny,
+    "model_type": "ernie4_5_moe",
+    "num_hidden_layers": 4,
+    "num_nextn_predict_layers": 0,
+}
+PAIRS = (
+    ("dp=2", "tp=2,pp=2"),
+    ("tp=2", "sharding=4,split=true"),
+    ("sharding=2,split=true,ep=2", "tp=4"),
+    ("tp=2,pp=2", "ep=4,sharding=4,split=true"),
+    ("sharding=3", "sharding=2,stage=3,slice_above=100"),
+)
+
+
+def laid_out(grid: str, dtype: str = "bfloat16", config: dict[str, Any] = MOE) -> SimulatedModel:
+    """The tiny model over a grid."""
+    return declared_model(family_for(config), config, parse_grid(grid), dtype)
+
+
+@pytest.mark.parametrize(("stored", "wanted"), PAIRS)
+def test_a_forecast_counts_what_the_plan_of_every_rank_holds(stored: str, wanted: str) -> None:
+    model = laid_out(wanted)
+    source, report = resume_source(checkpoint_of(laid_out(stored)), model.rules)
+    found = forecast(source, model, report)
+    for rank, said in enumerate(found.ranks):
+        roles = model.roles(rank)
+        items = plan_reads(source, roles).items
+        costs = [cost_of(item, roles[item.role][item.name].dtype) for item in items]
+        widths = {"bfloat16": 2, "float32": 4}
+        held = sum(shard.size * widths[shard.dtype] for shards in roles.values() for shard in shards.values())
+        assert (said.rank, said.bytes, said.items) == (rank, held, len(items))
+        assert said.read == sum(read for read, _ in costs) >= held
+        assert said.peak == held + THREADS * max(staging for _, staging in costs)
+    assert not found.dropped
+    assert not found.fresh
+
+
+def test_a_forecast_onto_the_same_grid_reads_what_is_held_and_copies_nothing() -> None:
+    model = laid_out("tp=2,sharding=2,split=true")
+    source, report = resume_source(checkpoint_of(model), model.rules)
+    found = forecast(source, model, report)
+    assert found.amplification == 1.0
+    assert all(rank.peak == rank.bytes == rank.read for rank in found.ranks)
+
+
+def test_what_does_not_fit_is_said_as_a_load_says_it() -> None:
+    model = laid_out("tp=2")
+    checkpoint = checkpoint_of(laid_out("dp=1"))
+    stored = checkpoint.catalog.roles["model_state"]
+    stored["model.norm.weight"] = replace(stored["model.norm.weight"], dtype="float16")
+    source, report = resume_source(checkpoint, model.rules)
+    with pytest.raises(MismatchError, match=r"model\.norm\.weight: stored float16, wanted bfloat16"):
+        forecast(source, model, report)
+
+
+def test_stored_tensors_that_nobody_wants_are_dropped_by_permission_alone() -> None:
+    config = {**MOE, "num_nextn_predict_layers": 1}
+    model = laid_out("pp=2", config=config)
+    source, report = resume_source(checkpoint_of(laid_out("dp=1", config=config)), model.rules)
+    with pytest.raises(MismatchError, match=r"model\.mtp_"):
+        forecast(source, model, report)
+    found = forecast(source, model, report, lambda name: name.startswith("model.mtp_"))
+    assert {name.split(".")[1] for name in found.dropped} == {
+        *("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")
+    }
+
+
+def test_casts_are_said() -> None:
+    model = laid_out("tp=2", "bfloat16")
+    source, report = resume_source(checkpoint_of(laid_out("dp=1", "float32")), model.rules)
+    links = tuple(replace(link, cast=model.rules.targets[link.target].dtype) for link in source.mapping.correspondences)
+    casting = replace(source, mapping=replace(source.mapping, correspondences=links))
+    found = forecast(casting, model, report, lambda name: True)
+    assert CastFacts("model.norm.weight", "float32", "bfloat16") in found.cast
+    assert not [cast for cast in found.cast if cast.name.endswith("gate.weight")]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_the_cost_of_an_item_is_what_reading_it_costs(data: Any) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    lo = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
+    hi = tuple(data.draw(st.integers(low + 1, length)) for low, length in zip(lo, shape, strict=True))
+    axes = tuple(data.draw(st.permutations(range(len(shape)))))
+    staging = data.draw(st.sampled_from([4, 16, 64, 1 << 20]))
+    part = Box(lo, hi)
+    target = tuple(part.shape[axis] for axis in axes)
+    stored = StoredPart("file", 0, shape, part, "float32")
+    item = ReadItem("model_state", "w", stored, 0, target, whole(target), axes)
+    with _File(np.arange(np.prod(shape), dtype=np.float32)) as path, RangeReader() as reader:
+        buffer = np.zeros(int(np.prod(target)), np.float32)
+        read = read_region(reader, _region(path.parent, stored), _view(buffer, item), staging)
+    said, staged = cost_of(item, "float32", staging)
+    assert said == read
+    assert staged <= max(staging, 4)
+    expected = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    expected = expected[tuple(slice(*ends) for ends in zip(lo, hi, strict=True))].transpose(axes)
+    assert np.array_equal(buffer.reshape(target), expected)
+
+
+class _File:
+    """A file named ``file`` that holds an array while it is needed."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        import tempfile
+
+        self._directory = tempfile.TemporaryDirectory()
+        self._path = Path(self._directory.name) / "file"
+        self._path.write_bytes(array.tobytes())
+
+    def __enter__(self) -> Path:
+        return self._path
+
+    def __exit__(self, *raised: object) -> None:
+        self._directory.cleanup()
+
+
+LARGE = {
+    "model_type": "ernie4_5_moe",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 54,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 103424,
+    "moe_num_experts": 64,
+    "moe_intermediate_size": 3584,
+    "moe_layer_start_index": 3,
+    "moe_num_shared_experts": 0,
+    "moe_use_aux_free": True,
+    "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 0,
+    "num_empty_layers_add_in_tail": 2,
+}
+"""A model of 300 billion parameters."""
+
+
+def test_ten_thousand_ranks_of_a_large_model_are_planned_in_a_minute() -> None:
+    stored = checkpoint_of(laid_out("tp=4,pp=4,sharding=16,ep=64,split=true", config=LARGE))
+    started = time.process_time()
+    model = laid_out("tp=8,pp=8,sharding=160,ep=64,split=true", config=LARGE)
+    source, report = resume_source(stored, model.rules)
+    found = forecast(source, model, report)
+    assert time.process_time() - started < 60
+    assert len(found.ranks) == 10_240
+    weights = sum(np.prod(tensor.shape, dtype=np.int64) for tensor in model.tensors)
+    assert 299e9 < weights < 300e9
+    # Each rank has the weights of its stage and experts, and a share of the states; the states are held once.
+    assert max(rank.bytes for rank in found.ranks) < 4e9
+    assert found.amplification < 1.2

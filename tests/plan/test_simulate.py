@@ -1,0 +1,250 @@
+"""Simulated layouts: equal to the live ones tensor by tensor, whole and once, refused with the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.catalog.stored import gather_shards
+from paddleformers_fc.errors import MappingError, OptionError
+from paddleformers_fc.families import family_for
+from paddleformers_fc.families.registry import FAMILIES
+from paddleformers_fc.layout.fingerprint import fingerprint
+from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
+from paddleformers_fc.layout.roles import split_state_name
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping import TensorSpec, prove
+from paddleformers_fc.plan.simulate import SimulatedModel, built_order, declared_model, stored_model
+from paddleformers_fc.runtime.forkserver import ForkServer
+from tests.harness import tiny
+from tests.harness.tiny import Layout
+
+FREE = {"moe_use_aux_free": True}
+TIED = {"tie_word_embeddings": True}
+ERNIE = "ernie4_5_moe"
+CASES: list[tuple[str, Layout, dict[str, Any]]] = [
+    *(
+        ("llama", layout, {})
+        for layout in (
+            *(tiny.SINGLE, tiny.DP2, tiny.TP2, tiny.PP2, tiny.SD2V1, tiny.SD2V2, tiny.TP2PP2, tiny.SD2S2, tiny.SD2S3),
+            *(replace(tiny.SD2V2, bf16=True), replace(tiny.SD2V1, bf16=True), replace(tiny.SD2S3, bf16=True)),
+        )
+    ),
+    *(
+        (ERNIE, layout, FREE)
+        for layout in (tiny.SINGLE, tiny.TP2, tiny.PP2, tiny.SD2V1, tiny.SD2V2, tiny.EP2, tiny.SD2S2)
+    ),
+    (ERNIE, replace(tiny.SD2V2, bf16=True), FREE),
+    (ERNIE, tiny.SD2V2, {"num_nextn_predict_layers": 1}),
+    ("llama", tiny.PP4VPP2, {"num_hidden_layers": 8}),
+    ("llama", tiny.PP2, {"num_hidden_layers": 3}),
+    ("llama", tiny.PP2, TIED),
+    ("llama", tiny.SD2V1, TIED),
+    ("llama", tiny.SD2V2, TIED),
+    (ERNIE, tiny.SINGLE, TIED),
+]
+
+
+def grid_of(layout: Layout) -> ParallelGrid:
+    """The grid of a live layout."""
+    return ParallelGrid(
+        dp=layout.nproc // (layout.tp * layout.pp * layout.sharding),
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        ep=layout.ep,
+        sharding=layout.sharding,
+        stage=layout.stage,
+        split=layout.split_param,
+        slice_above=tiny.SEGMENT,
+        # Stage 3 asks what the device wants, and the others take it for an accelerator.
+        alignment=4096 if layout.stage == 3 else 256,
+    )
+
+
+def described(roles: dict[str, dict[str, Shard]]) -> dict[str, dict[str, list[Any]]]:
+    """Shards as the job sends them."""
+    return {
+        role: {
+            name: [
+                shard.dtype,
+                list(shard.global_shape),
+                list(shard.box.lo),
+                list(shard.box.shape),
+                None if shard.flat is None else list(shard.flat),
+            ]
+            for name, shard in shards.items()
+        }
+        for role, shards in roles.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout", "model"),
+    CASES,
+    ids=lambda value: value.name + ("-bf16" if value.bf16 else "") if isinstance(value, Layout) else None,
+)
+def test_a_simulated_layout_is_the_live_one(
+    ranks: ForkServer, tmp_path: Path, model_type: str, layout: Layout, model: dict[str, Any]
+) -> None:
+    job = {"model_type": model_type, "layout": layout.to_json(), "model": model, "output_dir": str(tmp_path)}
+    live = ranks.run("tests.plan.live_layouts:describe", layout.nproc, job, timeout=120).values
+    config = {"model_type": model_type, **live[0]["config"]}
+    simulated = declared_model(family_for(config), config, grid_of(layout), "bfloat16" if layout.bf16 else "float32")
+    for rank, found in enumerate(live):
+        assert described(simulated.roles(rank)) == found["shards"]
+
+
+GRIDS = (
+    "dp=3",
+    "tp=2,pp=2,dp=2",
+    "pp=2,vpp=2,sharding=3",
+    "sharding=4",
+    "sharding=4,split=true,tp=2",
+    "sharding=3,split=true,pp=4,buffer=1",
+    "sharding=3,stage=2",
+    "sharding=4,stage=3,slice_above=100,tp=2",
+    "ep=4,sharding=4,split=true",
+    "ep=4,tp=2,sharding=4,split=true,pp=2",
+    "tp=2,ep=2,pp=2,pp_first=true",
+)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["llama", ERNIE, "qwen3_moe"])
+def test_every_tensor_is_held_whole_and_once(model_type: str, dtype: str, grid: str) -> None:
+    if "ep=" in grid and model_type == "llama":
+        model_type = "qwen2_moe"
+    family = family_for({"model_type": model_type})
+    config = {**family.tiny, "model_type": model_type, "num_hidden_layers": 4}
+    model = declared_model(family, config, parse_grid(grid), dtype)
+    prove(model.rules.mapping(), "The simulated model's mapping")
+    everyone = [model.roles(rank) for rank in range(model.grid.world_size)]
+    for role in {role for roles in everyone for role in roles}:
+        distinct = {shard for roles in everyone for shard in roles.get(role, {}).values()}
+        tensors, contradictions = gather_shards((shard, "here", 0, 4) for shard in distinct)
+        assert not contradictions
+        assert not [fault for tensor in tensors.values() for fault in tensor.faults()]
+        assert {split_state_name(role, name).parameter for name in tensors} <= set(model.rules.targets)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_is_laid_out(family: Any) -> None:
+    model = declared_model(family, {**family.tiny, "model_type": family.model_types[0]}, parse_grid("tp=2,pp=2"))
+    everything = {name for rank in range(4) for name in model.weights(rank)}
+    assert everything == {tensor.name for tensor in model.tensors}
+    alone = declared_model(family, {**family.tiny}, ParallelGrid())
+    left = {tensor.name for tensor in alone.tensors} - everything
+    assert all(name.startswith("model.mtp_") for name in left)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 60,
+    "intermediate_size": 90,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "vocab_size": 64,
+}
+MOE = {**family_for({"model_type": ERNIE}).tiny, "model_type": ERNIE}
+
+
+@pytest.mark.parametrize(
+    ("config", "grid", "said"),
+    [
+        (LLAMA, "tp=2", "num_key_value_heads=3 is not divisible by tp=2"),
+        (LLAMA, "tp=4", "num_attention_heads=6 is not divisible by tp=4"),
+        (LLAMA, "tp=3", "vocab_size=64 is not divisible by tp=3"),
+        (LLAMA, "tp=4", "mlp.gate_proj.weight: 90 on axis 1 is not divisible by tp=4"),
+        (LLAMA, "pp=7", "num_hidden_layers=6 is less than pp x vpp = 7 x 1 = 7 stages"),
+        (LLAMA, "pp=4,vpp=2", "num_hidden_layers=6 is less than pp x vpp = 4 x 2 = 8 stages"),
+        (LLAMA, "pp=2,vpp=2", "6 layers, empty ones included, are not divisible by pp x vpp = 2 x 2 = 4"),
+        ({**LLAMA, "pp_seg_method": "layer:Own"}, "pp=4", "6 layers, empty ones included, are not divisible"),
+        ({**LLAMA, "pp_seg_method": "[0, 9, 3]"}, "pp=2", "pp_seg_method=[0, 9, 3] does not deal 9 items to 2 parts"),
+        (LLAMA, "ep=2,sharding=2,split=true", "ep=2: the model has no experts"),
+        (MOE, "ep=3,sharding=3,split=true", "the number of experts=4 is not divisible by ep=3"),
+        ({**MOE, "intermediate_size": 15}, "tp=2", "mlp.down_proj.weight: 15 on axis 0 is not divisible by tp=2"),
+    ],
+)
+def test_a_grid_that_the_model_cannot_have_is_refused_with_the_numbers(
+    config: dict[str, Any], grid: str, said: str
+) -> None:
+    with pytest.raises(OptionError) as raised:
+        declared_model(family_for(config), config, parse_grid(grid))
+    assert any(said in line for line in raised.value.evidence)
+
+
+def print_of(config: dict[str, Any], grid: str) -> str:
+    """The fingerprint of a simulated layout."""
+    model = declared_model(family_for(config), config, parse_grid(grid))
+    return fingerprint(model.roles(rank) for rank in range(model.grid.world_size))
+
+
+def test_a_layout_is_known_by_who_owns_which_box_and_not_by_its_name() -> None:
+    large = {**LLAMA, "hidden_size": 512, "vocab_size": 4096}
+    assert print_of(large, "sharding=2,split=true") != print_of(large, "sharding=2,split=true,buffer=1")
+    assert print_of(LLAMA, "sharding=2,split=true") == print_of(LLAMA, "sharding=2,split=true,buffer=512")
+    assert print_of(LLAMA, "pp=2") != print_of({**LLAMA, "pp_seg_method": "[0, 3, 9]"}, "pp=2")
+    assert print_of(LLAMA, "pp=2") == print_of({**LLAMA, "pp_seg_method": "[0, 4, 9]"}, "pp=2")
+    assert print_of(LLAMA, "dp=2") != print_of(LLAMA, "sharding=2")
+    assert print_of(LLAMA, "dp=2") == print_of({**LLAMA, "rms_norm_eps": 1}, "dp=2,pp_first=true")
+
+
+def test_a_fingerprint_does_not_depend_on_the_order_of_names() -> None:
+    model = declared_model(family_for(LLAMA), LLAMA, parse_grid("dp=1"))
+    roles = model.roles(0)
+    turned = {role: dict(reversed(shards.items())) for role, shards in reversed(roles.items())}
+    assert fingerprint([roles]) == fingerprint([turned])
+
+
+def test_a_saved_model_is_laid_out_by_its_own_tensors_whatever_its_configuration_says() -> None:
+    built = declared_model(family_for(LLAMA), LLAMA, ParallelGrid())
+    said = {**LLAMA, "fuse_attention_qkv": True, "fuse_attention_ffn": True}
+    model = stored_model(family_for(LLAMA), said, parse_grid("pp=2"), built.rules.targets)
+    assert {name for rank in range(2) for name in model.weights(rank)} == set(built.weights(0))
+
+
+def test_a_saved_tensor_that_no_family_declares_is_named() -> None:
+    specs = {
+        **declared_model(family_for(LLAMA), LLAMA, ParallelGrid()).rules.targets,
+        "model.odd": TensorSpec((1,), "float32"),
+    }
+    with pytest.raises(MappingError) as raised:
+        stored_model(family_for(LLAMA), LLAMA, ParallelGrid(), specs)
+    assert raised.value.evidence == ("model.odd",)
+
+
+def test_a_pipeline_does_not_build_prediction_blocks_and_one_rank_does() -> None:
+    config = {**MOE, "num_nextn_predict_layers": 1}
+    piped = declared_model(family_for(MOE), config, parse_grid("pp=2"))
+    alone = stored_model(family_for(MOE), config, ParallelGrid(), piped.rules.targets)
+    assert not [name for name in piped.rules.targets if "mtp" in name]
+    assert [name for name in alone.weights(0) if "mtp" in name]
+
+
+def test_ranks_that_differ_only_in_a_replica_share_their_work() -> None:
+    model = declared_model(family_for(LLAMA), LLAMA, parse_grid("dp=4,pp=2"))
+    first, second = model.weights(0), model.weights(2)
+    assert first == second
+    assert all(first[name] is second[name] for name in first)
+    assert isinstance(model, SimulatedModel)
+
+
+def test_modules_are_built_in_the_order_of_the_classes() -> None:
+    names = ("lm_head.weight", "model.norm.weight", "model.layers.1.input_layernorm.weight", "model.layers.1.q.weight")
+    more = ("model.layers.0.q.weight", "model.layers.1.q.bias", "model.embed_tokens.weight")
+    assert built_order((*names[1:], *more, names[0])) == [
+        "model.embed_tokens.weight",
+        "model.layers.0.q.weight",
+        "model.layers.1.q.weight",
+        "model.layers.1.q.bias",
+        "model.layers.1.input_layernorm.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ]
