@@ -20,6 +20,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.plan.report import states_joined
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,7 +117,11 @@ def diff(a: Path, b: Path, role: str | None = None) -> Difference:
     first, second = ({(one.role, one.name): one for one in canonical_digests(path, roles=roles)} for path in (a, b))
     present = [name for name in roles if any(key[0] == name for key in (*first, *second))]
     if not present:
-        raise OptionError(f"Neither side holds a tensor of {role}.", where=f"{a} and {b}")
+        raise OptionError(
+            f"Neither side holds a tensor of {role}.",
+            where=f"{a} and {b}",
+            next_step="Leave out --role; inspect shows which roles a checkpoint has.",
+        )
     found = {name: _compare(name, first, second) for name in present}
     left_out = _left_out(sides) if role is None else []
     equal = all(one.same for one in found.values())
@@ -136,7 +141,12 @@ def _left_out(sides: Sequence[Side]) -> list[str]:
 
 def _compared_roles(sides: Sequence[Side], role: str | None) -> tuple[str, ...]:
     if role is not None and role not in ROLES:
-        raise OptionError(f"There is no role {role!r}.", where="--role", evidence=[f"roles: {', '.join(ROLES)}"])
+        raise OptionError(
+            f"There is no role {role!r}.",
+            where="--role",
+            evidence=[f"roles: {', '.join(ROLES)}"],
+            next_step="Name one of these, or leave out --role to compare all.",
+        )
     weights = next((side for side in sides if side.kind == HUGGINGFACE), None)
     if weights is None:
         return ROLES if role is None else (role,)
@@ -176,16 +186,26 @@ def show(found: Difference, console: Console) -> None:
     console.print(Text.assemble(("B ", "bold"), f"{found.b.path} ({_kind_text(found.b.kind)})"))
     console.print(_counts(found))
     for role, one in found.roles.items():
-        _show_lines(console, f"{role}: different", [f"{item.name}: {item.reason}" for item in one.different])
-        _show_lines(console, f"{role}: only in A", one.only_in_a)
-        _show_lines(console, f"{role}: only in B", one.only_in_b)
+        _show_lines(console, f"{role}: different", len(one.different), _reasons(one.different))
+        _show_lines(console, f"{role}: only in A", len(one.only_in_a), states_joined(one.only_in_a))
+        _show_lines(console, f"{role}: only in B", len(one.only_in_b), states_joined(one.only_in_b))
     if found.not_compared:
         console.print(Text(f"Not compared, because open weights do not have it: {', '.join(found.not_compared)}."))
     equal = sum(one.equal for one in found.roles.values())
-    verdict = Text("equal", "bold green") if found.equal else Text("different", "bold red")
-    console.print(
-        Text.assemble(verdict, f": {count_text(equal, 'tensor')} the same bit for bit, {found.seconds:.2f} s")
-    )
+    if found.equal:
+        verdict, said = Text("equal", "bold green"), f"{count_text(equal, 'tensor')} the same bit for bit"
+    else:
+        unequal = sum(len(one.different) + len(one.only_in_a) + len(one.only_in_b) for one in found.roles.values())
+        verdict, said = Text("different", "bold red"), f"{unequal:,} of {count_text(equal + unequal, 'tensor')}"
+    console.print(Text.assemble(verdict, f": {said}, {found.seconds:.2f} s"))
+
+
+def _reasons(different: list[Different]) -> list[str]:
+    """Every difference with its reason; the states of a parameter that differ for the same reason are one line."""
+    names: dict[str, list[str]] = {}
+    for item in different:
+        names.setdefault(item.reason, []).append(item.name)
+    return [f"{name}: {reason}" for reason, found in names.items() for name in states_joined(found)]
 
 
 def _kind_text(kind: Kind) -> str:
@@ -206,10 +226,10 @@ def _counts(found: Difference) -> Table:
     return table
 
 
-def _show_lines(console: Console, heading: str, lines: list[str]) -> None:
+def _show_lines(console: Console, heading: str, count: int, lines: list[str]) -> None:
     from rich.text import Text
 
     if lines:
-        console.print(Text(f"{heading} ({len(lines)})", "bold red"))
+        console.print(Text(f"{heading} ({count})", "bold red"))
         for line in fold(lines):
             console.print(Text(f"  {line}"))

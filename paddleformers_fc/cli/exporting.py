@@ -85,11 +85,12 @@ def export(source: Path, target: Path, max_shard_bytes: int, verify: str, replac
 
 
 def _refuse_target(target: Path, replace: bool) -> None:
-    if (target / MANIFEST_NAME).exists():
+    inside = next((path for path in (target, *target.resolve().parents) if (path / MANIFEST_NAME).exists()), None)
+    if inside is not None:
         raise OptionError(
             "An export is not written into a checkpoint.",
             where=str(target),
-            evidence=[f"{MANIFEST_NAME} is there"],
+            evidence=[f"{inside / MANIFEST_NAME} is there"],
             next_step="Name another directory.",
         )
     present = [name for name in (INDEX_NAME, SINGLE_NAME) if (target / name).exists()]

@@ -138,9 +138,9 @@ def show_tensors(tensors: Iterable[TensorFacts], console: Console) -> None:
             first = alike[0]
             shape = " x ".join(map(str, first.shape)) or "scalar"
             form = f"{first.dtype} {shape}, {size_text(first.bytes)}"
-            console.print(Text.assemble(f"  {name}  ", (form, "green")), soft_wrap=True)
+            console.print(Text.assemble(f"  {name}  ", (form, "green")))
             for line in _piece_lines(alike):
-                console.print(Text(f"      {line}", "dim"), soft_wrap=True)
+                console.print(Text(f"      {line}", "dim"))
 
 
 def _rows(tensors: Iterable[TensorFacts]) -> Iterator[tuple[str, str, list[TensorFacts]]]:

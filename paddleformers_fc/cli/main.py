@@ -25,13 +25,15 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from paddleformers_fc import __version__
 from paddleformers_fc.cli import output
-from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, MismatchError, OptionError
+from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, MismatchError, NotACheckpoint, OptionError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PROGRAM = "paddleformers-fc"
+_HELP = f"Run {PROGRAM} --help, or a verb with --help."
 RIGHT, WRONG, MISUSE, INTERRUPTED = 0, 1, 2, 130
 
 _T = TypeVar("_T")
@@ -42,6 +44,21 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Flex checkpoints for PaddleFormers: train, look at, check, compare and export them."""
 
 
 class Level(str, Enum):
@@ -120,7 +137,11 @@ def diff(
     from paddleformers_fc.cli import difference
 
     with output.working(f"comparing {a} and {b}"):
-        found = difference.diff(a, b, role)
+        try:
+            found = difference.diff(a, b, role)
+        except NotACheckpoint as error:  # Nothing was compared: 1 would say that they are different.
+            output.print_error(error, as_json)
+            return MISUSE
     _present(found, difference.show, as_json)
     return RIGHT if found.equal else WRONG
 
@@ -172,8 +193,16 @@ def export(
         Path, typer.Argument(metavar="CKPT", exists=True, file_okay=False, help="A finished flex checkpoint.")
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", file_okay=False, help="Where the Hugging Face files go.")],
-    max_shard_size: Annotated[str, typer.Option(help="Bound on one file's tensors: 500MB, 5GB, 4GiB, ...")] = "5GB",
-    verify: Annotated[Level, typer.Option(help="How the checkpoint is checked first.")] = Level.size,
+    max_shard_size: Annotated[
+        str,
+        typer.Option(
+            help="Bound on the tensors of one file: 500MB, 5GB, 4GiB, ... A header comes on top, and a larger tensor "
+            "has a file of its own."
+        ),
+    ] = "5GB",
+    verify: Annotated[
+        Level, typer.Option(help="How the checkpoint is checked first; only full finds flipped bits.")
+    ] = Level.full,
     replace: Annotated[bool, typer.Option("--replace", help="Replace weights that are in the directory.")] = False,
     as_json: Json = False,
 ) -> int:
@@ -317,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exit_code(error)
     except typer.TyperException as error:
         if as_json:
-            output.print_error(OptionError(error.format_message()), as_json)
+            output.print_error(OptionError(error.format_message(), next_step=_HELP), as_json)
         else:
             error.show()  # type: ignore[attr-defined]  # Every such exception has it.
         return MISUSE

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_flex, open_huggingface
-from paddleformers_fc.catalog.flex import CONFIG_NAME
+from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import FormatError, NotACheckpoint
 from paddleformers_fc.storage.files import list_directory, read_file
@@ -52,8 +52,11 @@ def kind_of(directory: Path) -> Kind:
         return FLEX
     if (directory / INDEX_NAME).exists() or (directory / SINGLE_NAME).exists():
         return HUGGINGFACE
+    unfinished = (directory / MAPPING_NAME).exists()
     raise NotACheckpoint(
-        f"{directory} is neither a finished flex checkpoint nor a directory of open weights.",
+        f"{directory} is an unfinished checkpoint."
+        if unfinished
+        else f"{directory} is neither a finished flex checkpoint nor a directory of open weights.",
         where=str(directory),
         evidence=[f"no {MANIFEST_NAME}, {INDEX_NAME} or {SINGLE_NAME} is in it"],
         next_step=_advice(directory),

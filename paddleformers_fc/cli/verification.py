@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from paddleformers_fc.catalog import FlexCheckpoint, open_flex
-from paddleformers_fc.cli.opening import FLEX, Kind, kind_of, open_directory
+from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, Kind, kind_of, open_directory
 from paddleformers_fc.cli.output import count_text, size_text
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.reading import verify_equal
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _T = TypeVar("_T")
+_CHECKS: dict[Kind, tuple[str, ...]] = {
+    FLEX: ("manifest", "files", "tensors", "mapping", "equal values"),
+    HUGGINGFACE: ("tensors",),
+}
 _DEPTH = {"size": "all there and of their sizes", "full": "every byte as it was written"}
 
 
@@ -62,6 +66,7 @@ class Verification(msgspec.Struct, frozen=True):
         level: ``off``, ``size`` or ``full``.
         passed: whether everything that was checked is right.
         checks: in the order in which they were made.
+        not_checked: the checks that were not made, because one before them failed or the level has them not.
         files: files of the checkpoint.
         bytes: their sizes together.
         tensors: stored tensors, of all roles.
@@ -73,6 +78,7 @@ class Verification(msgspec.Struct, frozen=True):
     level: str
     passed: bool
     checks: list[Check]
+    not_checked: list[str]
     files: int
     bytes: int
     tensors: int
@@ -120,6 +126,7 @@ def verify(directory: Path, level: str) -> tuple[Verification, FlexError | None]
         level=level,
         passed=problem is None,
         checks=protocol.checks,
+        not_checked=[name for name in _CHECKS[kind] if name not in {check.name for check in protocol.checks}],
         files=protocol.files,
         bytes=protocol.bytes,
         tensors=protocol.tensors,
@@ -149,7 +156,11 @@ def _check_flex(directory: Path, level: str, protocol: _Protocol) -> None:
         protocol.check(
             "equal values",
             lambda: verify_equal(plan.checks, directory),
-            lambda _: f"{count_text(len(plan.checks), 'pair')} compared" if plan.checks else "none are stored twice",
+            lambda _: (
+                f"{count_text(len(plan.checks), 'pair')} compared"
+                if plan.checks
+                else "there are no tied tensors and no numbers that are stored several times"
+            ),
         )
 
 
@@ -199,7 +210,10 @@ def show(outcome: Verification, console: Console) -> None:
     table = Table.grid(padding=(0, 2))
     for check in outcome.checks:
         mark = Text("  right", "green") if check.passed else Text("  WRONG", "bold red")
-        table.add_row(mark, check.name, check.detail)
+        # What is wrong is said below, once.
+        table.add_row(mark, check.name, check.detail if check.passed else "see below")
+    for name in outcome.not_checked:
+        table.add_row(Text("  -", "dim"), name, Text("not checked", "dim"))
     console.print(table)
     verdict = Text("right", "bold green") if outcome.passed else Text("found wrong", "bold red")
     console.print(Text.assemble(verdict, f": level {outcome.level}, {outcome.seconds:.2f} s"))

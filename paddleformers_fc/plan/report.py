@@ -62,7 +62,7 @@ class Report:
         for kind in KINDS:
             if self.lines[kind]:
                 text.append(f"{HEADINGS[kind]} ({len(self.lines[kind])})")
-                text.extend(f"  {line}" for line in fold(_states_joined(sorted(self.lines[kind], key=natural))))
+                text.extend(f"  {line}" for line in fold(states_joined(sorted(self.lines[kind], key=natural))))
         return text
 
     def refuse(self, where: str) -> None:
@@ -102,7 +102,7 @@ class Report:
         return report
 
 
-def _states_joined(lines: Iterable[str]) -> list[str]:
+def states_joined(lines: Iterable[str]) -> list[str]:
     """Names of a parameter's states as one line: ``w {weight, w_0, moment1_0}``; other lines as they are."""
     joined: dict[str, list[str]] = {}
     for line in lines:

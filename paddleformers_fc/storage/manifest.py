@@ -153,7 +153,9 @@ def read_manifest(directory: Path) -> Manifest:
         )
     faults = [*_faults(manifest), *_escapes(directory, manifest).values()]
     if faults:
-        raise FormatError(f"{path} describes files that cannot be.", where=str(path), evidence=faults)
+        raise FormatError(
+            f"{path} describes files that cannot be.", where=str(path), evidence=faults, next_step=_ANOTHER
+        )
     if not raw.endswith(_END):
         # What the JSON says is whole, and yet the file is not what was written.
         raise Corrupt(f"{path} is truncated: its last byte is missing.", where=str(path), next_step=_ANOTHER)
@@ -264,7 +266,7 @@ def _check_head(path: Path, raw: bytes) -> None:
     try:
         head = msgspec.json.decode(raw, type=_Head)
     except _UNREADABLE as error:
-        raise FormatError(f"{path} is not a manifest: {error}.", where=str(path)) from error
+        raise FormatError(f"{path} is not a manifest: {error}.", where=str(path), next_step=_ANOTHER) from error
     if head.format != FORMAT or head.version != VERSION:
         raise FormatError(
             f"{path} has the format {head.format!r} version {head.version}, which cannot be read here.",
@@ -278,7 +280,7 @@ def _decode(path: Path, raw: bytes) -> _Sealed:
     try:
         return msgspec.json.decode(raw, type=_Sealed)
     except _UNREADABLE as error:
-        raise FormatError(f"{path} is not a valid manifest: {error}.", where=str(path)) from error
+        raise FormatError(f"{path} is not a valid manifest: {error}.", where=str(path), next_step=_ANOTHER) from error
 
 
 def _faults(manifest: Manifest) -> list[str]:

@@ -57,8 +57,8 @@ class FlexFields:
     flex_max_shard_size: str = field(
         default="5GB",
         metadata={
-            "help": "Largest file of an export in HuggingFace format, such as 500MB, 5GB or 4GiB; at least 1MB. "
-            "Default: 5GB."
+            "help": "Bound on the tensors of one file of an export in HuggingFace format, such as 500MB, 5GB or "
+            "4GiB; at least 1MB. A header comes on top, and a larger tensor has a file of its own. Default: 5GB."
         },
     )
 

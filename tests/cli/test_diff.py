@@ -56,7 +56,8 @@ def test_a_person_sees_the_counts_and_the_names(four: Path, tmp_path: Path) -> N
     assert outcome.code == 1
     assert f"{CHANGED}: values" in outcome.out
     assert "model_state: different (1)" in outcome.out
-    assert "different: " in outcome.out.splitlines()[-1]
+    assert f"{CHANGED} (moment1_0, moment2_0): values" in outcome.out
+    assert f"different: 3 of {5 * len(canonical())} tensors" in outcome.out.splitlines()[-1]
 
 
 def test_one_role_can_be_compared_alone(four: Path, tmp_path: Path) -> None:
@@ -147,6 +148,7 @@ def test_a_role_that_nobody_has_is_misuse(one: Path, four: Path, role: str, text
     outcome = run("diff", one, four, "--role", role)
     assert outcome.code == 2
     assert text in outcome.err
+    assert "next: " in outcome.err
 
 
 def test_a_role_that_open_weights_cannot_have_is_misuse(four: Path, weights: Path) -> None:
@@ -161,6 +163,12 @@ def test_a_side_that_cannot_be_read_is_not_called_different(four: Path, copy: Pa
     outcome = run("diff", four, copy, "--json")
     assert outcome.code == 1
     assert outcome.document["error"] == "Corrupt"
+
+
+def test_nothing_is_called_different_where_there_is_nothing_to_compare(four: Path, tmp_path: Path) -> None:
+    outcome = run("diff", four, tmp_path, "--json")
+    assert outcome.code == 2
+    assert outcome.document["error"] == "NotACheckpoint"
 
 
 def test_a_flipped_bit_makes_a_difference(four: Path, copy: Path) -> None:

@@ -98,10 +98,22 @@ def test_open_weights_are_no_checkpoint_to_export(weights: Path, tmp_path: Path)
     assert "not a finished checkpoint" in outcome.err
 
 
-def test_a_damaged_checkpoint_is_not_exported_where_it_is_verified(copy: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_below_a_checkpoint_either(copy: Path) -> None:
+    outcome = run("export", copy, copy / "a" / "b")
+    assert outcome.code == 2
+    assert "not written into a checkpoint" in outcome.err
+    assert not (copy / "a").exists()
+
+
+def test_a_flipped_bit_is_exported_only_where_the_bytes_are_not_checked(copy: Path, tmp_path: Path) -> None:
+    flip(copy / "model_state/rank-00000.safetensors", -1)
+    assert run("export", copy, tmp_path / "unchecked", "--verify", "size").code == 0
+
+
+def test_a_damaged_checkpoint_is_not_exported(copy: Path, tmp_path: Path) -> None:
     flip(copy / "model_state/rank-00000.safetensors", -1)
     target = tmp_path / "export"
-    outcome = run("export", copy, target, "--verify", "full", "--json")
+    outcome = run("export", copy, target, "--json")
     assert outcome.code == 1
     assert outcome.document["error"] == "Corrupt"
     assert not target.exists()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc import errors
+from paddleformers_fc import __version__, errors
 from paddleformers_fc.cli import inspection
 from paddleformers_fc.cli.main import exit_code
 from tests.cli.support import run
@@ -130,6 +130,12 @@ def test_misuse_is_a_document_under_json(command: list[str]) -> None:
     assert outcome.err == ""
     assert outcome.document["error"] == "OptionError"
     assert outcome.document["what"]
+    assert outcome.document["next_step"]
+
+
+def test_the_version_is_printed() -> None:
+    outcome = run("--version")
+    assert (outcome.code, outcome.out) == (0, f"paddleformers-fc {__version__}\n")
 
 
 def test_without_a_verb_the_help_is_shown() -> None:

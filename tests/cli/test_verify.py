@@ -38,6 +38,7 @@ def test_a_whole_checkpoint_is_right_at_every_level(kept: Path, name: str, level
     assert outcome.code == 0
     assert document["passed"]
     assert [check["name"] for check in document["checks"]] == DEPTHS[level]
+    assert document["not_checked"] == [name for name in ALL_CHECKS if name not in DEPTHS[level]]
     assert "error" not in document
 
 
@@ -60,6 +61,13 @@ def test_a_flipped_bit_is_found_with_its_file_and_block(copy: Path, block: int) 
     assert f"{WEIGHTS} does not match its checksum" in outcome.err
     assert f"block {block} (from byte {block * 1024})" in outcome.err
     assert "WRONG  files" in outcome.out
+    assert "is damaged" not in outcome.out
+    assert outcome.err.count("is damaged") == 1
+    assert [line.split()[1] for line in outcome.out.splitlines() if "not checked" in line] == [
+        "tensors",
+        "mapping",
+        "equal",
+    ]
 
 
 def test_a_flipped_bit_is_only_found_by_reading(copy: Path) -> None:
@@ -99,6 +107,7 @@ def test_a_damaged_manifest_is_the_first_check(copy: Path) -> None:
     path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
     document = run("verify", copy, "--json").document
     assert failed_check(document) == "manifest"
+    assert document["next_step"]
     assert len(document["checks"]) == 1
 
 
@@ -200,6 +209,18 @@ def test_a_truncated_file_of_open_weights_is_found(weights_copy: Path) -> None:
     outcome = run("verify", weights_copy, "--level", "off")
     assert outcome.code == 1
     assert path.name in outcome.err
+
+
+def test_an_unfinished_checkpoint_is_called_so(copy: Path) -> None:
+    (copy / "flex_checkpoint.json").unlink()
+    outcome = run("verify", copy)
+    assert outcome.code == 1
+    assert "is an unfinished checkpoint." in outcome.err
+
+
+def test_a_manifest_that_is_no_json_says_what_to_do(copy: Path) -> None:
+    (copy / "flex_checkpoint.json").write_text("{")
+    assert "Restore it" in run("verify", copy, "--json").document["next_step"]
 
 
 def test_an_empty_directory_is_found_wrong(tmp_path: Path) -> None:

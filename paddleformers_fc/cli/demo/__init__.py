@@ -15,7 +15,6 @@ Time: about 75 s on two cores. Memory: two ranks of 450 MB. Disk: 60 MB.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddleformers_fc.cli.demo.assets import Assets, prepare
+from paddleformers_fc.cli.demo.assets import TOKENIZER_FILES, Assets, prepare
 from paddleformers_fc.cli.demo.jobs import AS_LOADED, Run, Trained, train
 from paddleformers_fc.cli.demo.report import Comparison, Line, draw, table
 from paddleformers_fc.cli.demo.settings import (
@@ -37,6 +36,7 @@ from paddleformers_fc.cli.demo.settings import (
     TP2,
     Layout,
 )
+from paddleformers_fc.cli.exporting import weights_md5
 from paddleformers_fc.cli.output import console, print_json
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import canonical_digests
@@ -155,7 +155,9 @@ def _reload(place: Workplace, export: Path, model: str) -> float:
     records = place.assets.corpus.read_text(encoding="utf-8").splitlines(keepends=True)
     rest = place.assets.corpus.with_name("corpus-after-resume.jsonl")
     rest.write_text("".join(records[RESUME_AT * GLOBAL_BATCH :]), encoding="utf-8")
-    run = Run(f"{model}-from-export", export, rest, SINGLE, flex=False, options={"max_steps": 1})
+    copy = place.root / "runs" / "reloaded"  # PaddleFormers writes into a directory that it starts from.
+    shutil.copytree(export, copy)
+    run = Run(f"{model}-from-export", copy, rest, SINGLE, flex=False, options={"max_steps": 1})
     return place.train(run).losses.get(1, float("nan"))
 
 
@@ -164,12 +166,13 @@ def _checkpoint(trained: Trained, step: int) -> Path:
 
 
 def _export(place: Workplace, checkpoint: Path, name: str) -> str:
-    """Export a checkpoint; the md5 of the weight file, as md5sum prints it."""
-    report = export_checkpoint(checkpoint, place.root / "exports" / name)
-    digest = hashlib.md5()
-    for file in sorted(report.files):
-        digest.update((report.directory / file).read_bytes())
-    return digest.hexdigest()
+    """Export a checkpoint, with its model's tokenizer; the md5 that the verb ``export`` prints."""
+    target = place.root / "exports" / name
+    export_checkpoint(checkpoint, target)
+    model = place.assets.models[name.partition("-")[0]]
+    for file in TOKENIZER_FILES:
+        shutil.copyfile(model / file, target / file)
+    return weights_md5(target)
 
 
 def _unequal_tensors(saved: Path, loaded: Path) -> tuple[str, ...]:

@@ -20,6 +20,16 @@ TOLERANCE = 1e-6
 """Largest difference of a loss from the uninterrupted run's that counts as the same training."""
 
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377")
+_NOTHING = 1e-9
+"""Zero has no place on a logarithmic axis; it is drawn here and called 0."""
+_ABOVE: dict[str, Any] = {
+    "xytext": (-4, 2),
+    "textcoords": "offset points",
+    "ha": "right",
+    "va": "bottom",
+    "color": "0.4",
+    "fontsize": 8,
+}
 _MARKERS = ("o", "s", "D", "^", "v")
 
 
@@ -31,7 +41,8 @@ class Line:
         layout: its name.
         losses: step -> loss.
         compared: the steps at which the loss must be that of the uninterrupted run.
-        export_md5: md5 of the export of what the run held before its first step after the resume.
+        export_md5: md5 of the export of what the run held before its first step after the resume, as the verb
+            ``export`` prints it.
         unequal_tensors: what it held then that was not bitwise as saved: model, master weights and moments.
         stock: trained without this package, for comparison; nothing is asked of it.
     """
@@ -193,14 +204,16 @@ def _draw_losses(axes: Axes, comparison: Comparison) -> None:
 def _draw_differences(axes: Axes, comparison: Comparison) -> None:
     steps = range(comparison.resumed_at + 1, max(comparison.reference.losses) + 1)
     for index, line in enumerate(comparison.lines):
-        # Zero has no place on a logarithmic axis; it is drawn at the lower edge.
-        distances = [max(comparison.difference(line, step), 1e-9) for step in steps]
+        distances = [max(comparison.difference(line, step), _NOTHING) for step in steps]
         colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
         axes.semilogy(
             list(steps), distances, color=colour, marker=marker, markersize=16 - 4 * index, markerfacecolor="none"
         )
     axes.axhline(TOLERANCE, color="0.6", linewidth=1, linestyle=":")
-    axes.set_ylim(5e-10, 1e-1)
+    axes.annotate(f"allowed: {TOLERANCE:.0e}", (1, TOLERANCE), xycoords=("axes fraction", "data"), **_ABOVE)
+    axes.set_ylim(_NOTHING / 8, 1e-1)
+    ticks = [10.0**power for power in range(-8, 0, 2)]
+    axes.set_yticks([_NOTHING, *ticks], ["0", *(f"{tick:.0e}" for tick in ticks)])
     _mark_resume(axes, comparison)
     axes.set_xlabel("step")
     axes.set_ylabel("distance to uninterrupted")
