@@ -16,11 +16,12 @@ unexport PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint guarantees soak bench-mapping derive-table format install clean
+.PHONY: help demo test matrix lint guarantees soak bench-mapping derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
 	@echo "make test     all checks and all tests"
+	@echo "make matrix   the verification matrices again: tables and pictures in docs/verification"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
 	@echo "make soak     10,000 random mutations of a checkpoint"
@@ -37,6 +38,10 @@ $(STAMP):
 
 demo: $(STAMP)
 	@$(BIN)/paddleformers-fc demo --output '$(OUTPUT)'
+
+# Goes on where it was stopped; `rm -rf out/matrix` begins anew. The last one that is wrong decides, after all have run.
+matrix: $(STAMP)
+	@code=0; for recipe in recipes/verification/*.yaml; do $(BIN)/paddleformers-fc matrix $$recipe || code=$$?; done; exit $$code
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

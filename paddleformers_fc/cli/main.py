@@ -11,7 +11,8 @@ code  meaning
 ====  ================================================================================================================
 
 ``train`` returns the code of its job. The declarations of the verbs are here, their work is in a module each, imported
-when the verb runs: only ``train``, ``demo`` and ``derive`` import Paddle, and ``--help`` takes a fifth of a second.
+when the verb runs: only ``train``, ``demo``, ``derive`` and ``matrix`` import Paddle, and ``--help`` takes a fifth of a
+second.
 """
 
 from __future__ import annotations
@@ -309,6 +310,28 @@ def derive(
         found = deriving.derive(directory, settle or [], native, family, fused or [])
     _present(found, deriving.show, as_json)
     return RIGHT
+
+
+@app.command()
+def matrix(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE.yaml", exists=True, dir_okay=False, help="A matrix of layouts.")
+    ],
+    only: Annotated[
+        str | None, typer.Option(metavar="'FROM->TO'", help="Run these cells alone; * stands for any layout.")
+    ] = None,
+    work: Annotated[
+        Path, typer.Option(file_okay=False, help="Where it trains; what an earlier run found there is kept.")
+    ] = Path("out/matrix"),
+    documents: Annotated[
+        Path, typer.Option("--output", file_okay=False, help="Where the table and the picture go.")
+    ] = Path("docs/verification"),
+    as_json: Json = False,
+) -> int:
+    """Verify that every layout resumes what every other saved: md5 there and back, exports, losses; a table of it."""
+    from paddleformers_fc.cli.matrix import run_matrix
+
+    return run_matrix(recipe, only, work, documents, as_json)
 
 
 @app.command()

@@ -9,7 +9,7 @@ of the fused kernels by rounding and by the auxiliary loss, which is a plain one
 Some faults have nothing to do with the device but stand in the way of a CPU run as well: multi-token prediction passes
 its arguments in the wrong positions, the forward that is meant for generation calls the loss without the logits that it
 needs, experts do not say over which ranks they are reduced, and the expert parallel optimizer tests ``isinstance``
-against a class that Paddle 3.3.1 lacks.
+against a class that Paddle 3.3.1 lacks. And a pipeline cannot be given the group that shares its experts.
 
 Time: experts / top-k times the fused block. Memory: one expert's activations of all tokens at a time.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 import paddleformers.nn.moe.moe_alltoall_layer as moe_alltoall_layer
+import paddleformers.nn.pp_model as pp_model
 import paddleformers.utils.moe_hybrid_parallel_optimizer as moe_optimizer
 from paddle.autograd import PyLayer
 from paddle.distributed import fleet
@@ -227,6 +228,17 @@ def expert_gradients() -> None:
             parameter.color = {"color": "moe_expert", "group": holders_of_the_same}
 
     moe_alltoall_layer.MOEAlltoAllLayer.__init__ = __init__
+
+
+def expert_groups_in_pipelines() -> None:
+    """A pipeline takes the group that shares its experts as every other model does, and not only the name of one."""
+    by_name = pp_model._parse_moe_group
+
+    @functools.wraps(by_name)
+    def _parse_moe_group(moe_group: Any) -> Any:
+        return by_name(moe_group) if isinstance(moe_group, str) else moe_group
+
+    pp_model._parse_moe_group = _parse_moe_group
 
 
 def expert_parallel_optimizer() -> None:

@@ -62,6 +62,9 @@ def _paddleformers() -> tuple[Patch, ...]:
         Patch("ernie-mtp", "Multi-token prediction misplaces arguments.", package, ernie_moe.prediction_positions),
         Patch("ernie-mtp-loss", "Multi-token prediction forgets its logits.", package, ernie_moe.prediction_loss),
         Patch("expert-gradients", "Different experts are averaged.", package, ernie_moe.expert_gradients),
+        Patch(
+            "expert-groups", "Pipelines know expert groups by name only.", package, ernie_moe.expert_groups_in_pipelines
+        ),
         Patch("expert-optimizer", "isinstance is asked about None.", package, ernie_moe.expert_parallel_optimizer),
     )
 

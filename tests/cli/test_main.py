@@ -15,7 +15,7 @@ from paddleformers_fc.cli import inspection
 from paddleformers_fc.cli.main import exit_code
 from tests.cli.support import run
 
-VERBS = ("inspect", "verify", "diff", "plan", "export", "train", "demo", "register-path")
+VERBS = ("inspect", "verify", "diff", "plan", "export", "train", "demo", "matrix", "register-path")
 ROOT = Path(__file__).resolve().parents[2]
 
 # Runs the verbs in a process where Paddle cannot be imported. An attempt is reported even when it is swallowed.
@@ -55,7 +55,7 @@ def python(code: str, *arguments: str) -> Any:
     return json.loads(done.stderr.splitlines()[-1])
 
 
-def test_no_verb_but_train_and_demo_imports_paddle(four: Path, weights: Path, tmp_path: Path) -> None:
+def test_no_verb_but_those_that_train_imports_paddle(four: Path, weights: Path, tmp_path: Path) -> None:
     commands = [
         ["--help"],
         ["inspect", str(four), "--tensors"],

@@ -12,6 +12,7 @@ from typing import Any
 
 import paddle
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer
+from paddleformers.nn import pp_model
 from paddleformers.nn.moe import moe_alltoall_layer
 from paddleformers.trainer import Trainer, TrainingArguments
 from paddleformers.transformers.ernie4_5_moe import modeling
@@ -37,6 +38,7 @@ WITHOUT: dict[str, Callable[[], None]] = {
     "ernie-mtp": lambda: _take_back(modeling.Ernie4_5_MoeDecoderLayer, "forward"),
     "ernie-mtp-loss": lambda: _take_back(modeling.Ernie4_5_MoeForCausalLM, "forward"),
     "expert-gradients": lambda: _take_back(moe_alltoall_layer.MOEAlltoAllLayer, "__init__"),
+    "expert-groups": lambda: _take_back(pp_model, "_parse_moe_group"),
     "expert-optimizer": _no_muon,
 }
 

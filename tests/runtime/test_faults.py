@@ -34,6 +34,7 @@ def without(
         ("clip-fp32", "llama", tiny.TP2, "'AdamW' object has no attribute '_inner_opt'"),
         ("split-fp32", "llama", tiny.SD2V2, "Currently sharding stage1 v2 only support amp_master_grad"),
         ("ernie-experts", "ernie4_5_moe", tiny.SINGLE, "The kernel `expand_modality_expert_id` is not registered"),
+        ("expert-groups", "ernie4_5_moe", tiny.TP2EP2PP2, "'Group' object has no attribute 'lower'"),
         ("expert-optimizer", "ernie4_5_moe", tiny.EP2, "isinstance() arg 2 must be a type"),
     ],
     ids=lambda value: value if isinstance(value, str) and "-" in value else "",

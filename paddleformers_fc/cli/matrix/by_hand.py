@@ -1,0 +1,93 @@
+"""Weights and states set by hand: the experiment that tells a loader's fault from rounding.
+
+A checkpoint's files are read with the public safetensors package, its shards are put together with numpy slices, and
+every live tensor of the run is overwritten with its part. The fused gate and up projections are dealt out again for the
+target's number of cuts; everything else is the same tensor in both models. No mapping, no plan and no executor of this
+package takes part: if a run goes on from here exactly as it does from a load, the load is not what makes it differ.
+
+Time and memory: all of the checkpoint, in every rank; it is for tiny models.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.errors import MismatchError
+
+Whole = dict[tuple[str, str], tuple[np.ndarray[Any, Any], int]]
+"""Role and name -> the whole tensor as the source's model has it, and into how many parts its last axis was cut."""
+
+
+def fill(trainer: Any, checkpoint: Path) -> int:
+    """Overwrite every weight and every state of a run; the number of tensors.
+
+    Args:
+        trainer: a Trainer that has resumed this checkpoint, so that everything is there to be overwritten.
+        checkpoint: a flex checkpoint of float32 tensors.
+    Raises:
+        MismatchError: the run holds a tensor that the checkpoint lacks.
+    """
+    import paddle
+
+    from paddleformers_fc.trainer.state import run_roles
+
+    source = assemble(checkpoint)
+    count = 0
+    for role, weights in run_roles(trainer.model, trainer.optimizer).items():
+        for name, weight in weights.items():
+            if (role, name) not in source:
+                raise MismatchError(f"{name} is not in the checkpoint.", where=str(checkpoint))
+            whole, cuts = source[role, name]
+            value = part(_dealt(name, whole, cuts, _cuts(weight.global_shape, weight.local_shape)), weight)
+            with paddle.no_grad():
+                live = weight.local_tensor
+                paddle.assign(paddle.full_like(live, float("nan")), live)
+                paddle.assign(paddle.to_tensor(value.reshape(live.shape)), live)
+            count += 1
+    return count
+
+
+def assemble(checkpoint: Path) -> Whole:
+    """Every tensor of a checkpoint in one piece, by the shards' descriptions in the files' headers."""
+    from safetensors import safe_open
+
+    found: Whole = {}
+    for path in sorted(checkpoint.glob("*/*.safetensors")):
+        with safe_open(str(path), framework="numpy") as file:
+            for key, record in json.loads(file.metadata()["flex_shards"]).items():
+                shape, local = record["global_shape"], record["shape"]
+                place = (path.parent.name, record["name"])
+                if place not in found:
+                    found[place] = (np.full(shape, np.nan, "float32"), _cuts(shape, local))
+                box = tuple(slice(a, a + n) for a, n in zip(record["offset"], local, strict=True))
+                flat = np.ascontiguousarray(found[place][0][box]).reshape(-1)
+                begin, end = record["flat"] or (0, flat.size)
+                flat[begin:end] = file.get_tensor(key).reshape(-1)
+                found[place][0][box] = flat.reshape(local)
+    return found
+
+
+def part(whole: np.ndarray[Any, Any], weight: Any) -> np.ndarray[Any, Any]:
+    """What one live ``ShardedWeight`` holds of a whole tensor, flat."""
+    box = tuple(slice(a, a + n) for a, n in zip(weight.global_offset, weight.local_shape, strict=True))
+    flat = np.ascontiguousarray(whole[box]).reshape(-1)
+    return flat[weight.flattened_range] if weight.is_flattened else flat
+
+
+def _cuts(shape: Any, local: Any) -> int:
+    return int(shape[-1]) // int(local[-1])
+
+
+def _dealt(name: str, whole: np.ndarray[Any, Any], before: int, after: int) -> np.ndarray[Any, Any]:
+    """``[gate | up]`` per cut of the source as ``[gate | up]`` per cut of the target."""
+    is_number = whole.shape == (1,)
+    if ".up_gate_proj." not in name or is_number or before == after:
+        return whole
+    pieces = np.split(whole, 2 * before, axis=-1)
+    gate, up = np.concatenate(pieces[0::2], axis=-1), np.concatenate(pieces[1::2], axis=-1)
+    pairs = zip(np.split(gate, after, axis=-1), np.split(up, after, axis=-1), strict=True)
+    return np.concatenate([piece for pair in pairs for piece in pair], axis=-1)
