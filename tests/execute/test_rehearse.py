@@ -1,0 +1,132 @@
+"""Simulated ranks with real bytes: from any layout of Qwen3-MoE to any other and back, bit by bit."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddleformers_fc.errors import OptionError, PeerError
+from paddleformers_fc.execute import rehearse
+from paddleformers_fc.execute.channel import Channel
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.families import family_for
+from paddleformers_fc.layout.fingerprint import fingerprint
+from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+
+MEMORY = Path("/dev/shm")
+ROWS, COLUMNS = tuple(rehearse.QWEN3_MOE_ROWS), tuple(rehearse.QWEN3_MOE_COLUMNS)
+
+
+@pytest.fixture
+def fast() -> Iterator[Path]:
+    """A directory in memory, where there is one."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as path:
+        yield Path(path)
+
+
+def laid_out(grid: str, config: dict[str, Any], dtype: str = "bfloat16") -> SimulatedModel:
+    """A tiny model over a grid."""
+    return declared_model(family_for(config), config, parse_grid(grid), dtype)
+
+
+def test_the_matrix_has_every_strategy_of_its_rows_and_columns() -> None:
+    assert len(ROWS) == len(COLUMNS) == 7
+
+
+def test_hops_that_cover_every_row_and_column_keep_every_bit(fast: Path) -> None:
+    wanted = {(ROWS[index], COLUMNS[(3 * index + 2) % 7]) for index in range(7)}
+    assert {target for _, target in wanted} == set(COLUMNS)
+    found = list(rehearse.qwen3_moe_hops(fast, lambda source, target: (source, target) in wanted))
+    assert {(hop.source, hop.target) for hop in found} == wanted
+    assert [hop.differences for hop in found] == [()] * 7
+    # 77 weights, of which three routers are float32 and have no master weights, and four states of each.
+    assert {(hop.equal, hop.tensors) for hop in found} == {(True, 77 + 74 + 4 * 77)}
+    assert not list(fast.iterdir())
+
+
+def test_a_bit_that_changes_on_the_way_is_a_difference(fast: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = rehearse.load
+
+    def faulty(directory: Path, model: SimulatedModel) -> list[rehearse.Roles]:
+        held = original(directory, model)
+        if directory.name == "source":
+            array = held[0]["optimizer_state"]["model.norm.weight.moment1_0"].local_tensor.array
+            array.view(np.uint8)[0] ^= 1
+        return held
+
+    monkeypatch.setattr(rehearse, "load", faulty)
+    (hop,) = rehearse.qwen3_moe_hops(fast, lambda source, target: (source, target) == ("tp2", "sd4v1"))
+    assert not hop.equal
+    assert "there: optimizer_state model.norm.weight.moment1_0 has another md5" in hop.differences
+    assert "rank 0: optimizer_state model.norm.weight.moment1_0 came back with other bits" in hop.differences
+
+
+LARGER = {**rehearse.QWEN3_MOE, "hidden_size": 256, "vocab_size": 2048}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "change"),
+    [
+        ("sharding=2,split=true", "sharding=2,split=true,buffer=1", {}),
+        ("pp=2", "pp=2", {"pp_seg_method": "[0, 2, 7]"}),
+        ("sharding=2,stage=3", "sharding=2,stage=3,slice_above=1000", {}),
+    ],
+)
+def test_a_layout_of_the_same_name_that_owns_other_boxes_is_resharded(
+    fast: Path, one: str, other: str, change: dict[str, Any]
+) -> None:
+    first, second = laid_out(one, LARGER), laid_out(other, {**LARGER, **change})
+    prints = [fingerprint(model.roles(rank) for rank in range(2)) for model in (first, second)]
+    assert prints[0] != prints[1]
+    alone = laid_out("dp=1", LARGER)
+    rehearse.save(fast / "alone", [rehearse.filled(alone.roles(0), rehearse.value_of)], alone)
+    rehearse.save(fast / "first", rehearse.load(fast / "alone", first), first)
+    held = rehearse.load(fast / "first", second)
+    assert fingerprint(describe_roles(roles) for roles in held) == prints[1]
+    for rank, roles in enumerate(held):
+        expected = rehearse.filled(second.roles(rank), rehearse.value_of)
+        for role, weights in expected.items():
+            for name, weight in weights.items():
+                assert weight.local_tensor.array.tobytes() == roles[role][name].local_tensor.array.tobytes(), name
+
+
+def test_a_model_in_float32_has_no_master_weights_and_keeps_its_bits(fast: Path) -> None:
+    config = dict(rehearse.QWEN3_MOE)
+    alone, ranks = laid_out("dp=1", config, "float32"), laid_out("sharding=4,split=true,ep=2", config, "float32")
+    (hop,) = rehearse.hops(alone, {"ep2": ranks}, {"tp2": laid_out("tp=2", config, "float32")}, fast)
+    assert hop.equal
+    assert "master_weight" not in ranks.roles(0)
+
+
+def test_every_error_of_a_rank_ends_the_job() -> None:
+    def refuse(channel: Channel) -> None:
+        if channel.rank == 1:
+            raise OptionError("No.")
+        channel.exchange(b"")
+
+    def fail(channel: Channel) -> None:
+        if channel.rank == 1:
+            raise ZeroDivisionError("by zero")
+        channel.exchange(b"")
+
+    with pytest.raises(OptionError, match=r"No\."):
+        rehearse.together(3, refuse)
+    with pytest.raises(PeerError, match="ZeroDivisionError: by zero"):
+        rehearse.together(3, fail)
+
+
+def test_what_is_saved_is_an_ordinary_checkpoint(fast: Path) -> None:
+    model = laid_out("tp=2", dict(rehearse.QWEN3_MOE))
+    rehearse.save(fast / "c", [rehearse.filled(model.roles(rank), rehearse.value_of) for rank in range(2)], model)
+    names = {digest.name for digest in canonical_digests(fast / "c", "full", ["model_state"])}
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in names
+    assert "model.layers.3.self_attn.q_norm.weight" in names
+    assert replace(rehearse.Hop("a", "b", 1, (), 0.0), differences=("x",)).equal is False
