@@ -1,0 +1,118 @@
+"""Jobs for ranks: PaddleFormers' own Trainer and models, as they are, and what becomes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.harness import tiny
+
+
+def train(
+    layout: Mapping[str, Any],
+    output_dir: str,
+    arguments: Mapping[str, Any] | None = None,
+    resume: str | bool | None = None,
+    evaluate: bool = False,
+    ours: bool = False,
+) -> dict[str, Any]:
+    """Train with the stock Trainer or with ours; its losses, last step and samples, or the error."""
+    from paddleformers.trainer import TrainerCallback
+
+    from tests.trainer.jobs import flex_trainer, known_samples
+
+    known = known_samples()
+    trained: list[int] = []
+
+    class WatchSamples(TrainerCallback):  # type: ignore[misc]
+        def on_load_data_end(self, args: Any, state: Any, control: Any, inputs: Any = None, **_: Any) -> None:
+            if state.global_step < state.max_steps:
+                trained.extend(known[tuple(row)] for row in inputs["input_ids"].tolist())
+
+    given: dict[str, Any] = {"callbacks": [WatchSamples()]}
+    if evaluate:
+        given["eval_dataset"] = tiny.Samples()
+    try:
+        if ours:
+            trainer = flex_trainer(layout, output_dir, arguments, **given)
+        else:
+            args = tiny.training_arguments(layout, output_dir, **(arguments or {}))
+            trainer = tiny.trainer(tiny.build("llama", layout, args), args, **given)
+        trainer.train(resume_from_checkpoint=resume)
+        found = {"losses": trainer.losses, "step": trainer.state.global_step, "samples": trained}
+        if evaluate:
+            found |= {"best": trainer.state.best_metric, "at_end": trainer.evaluate()["eval_loss"]}
+        return found
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def last_checkpoint(output_dir: str) -> str:
+    """The directory that PaddleFormers would resume from."""
+    from paddleformers.trainer.trainer_utils import get_last_checkpoint
+
+    return Path(get_last_checkpoint(output_dir)).name
+
+
+def pretrained(directories: list[str], model: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Load open weights with the stock ``from_pretrained``, one directory after the other.
+
+    Args:
+        directories: what to load.
+        model: overrides of the model's configuration, other than what is stored.
+    """
+    from paddleformers.transformers import LlamaForCausalLM
+
+    found: list[dict[str, Any]] = []
+    for directory in directories:
+        try:
+            config = tiny.config("llama", **(model or {}))
+            made = LlamaForCausalLM.from_pretrained(directory, config=config, dtype="float32", convert_from_hf=True)
+        except Exception as error:
+            found.append({"error": f"{type(error).__name__}: {error}"})
+        else:
+            found.append({name: float(one.astype("float64").sum()) for name, one in made.state_dict().items()})
+    return found
+
+
+def export(directory: str, seeds: list[int], room: int | None = None) -> list[dict[str, Any]]:
+    """Write models one after the other into a directory with the stock ``save_pretrained``; sums of their weights.
+
+    Args:
+        directory: where.
+        seeds: one model each.
+        room: the last one finds the disk full: no file may be longer than so many bytes.
+    """
+    import paddle
+    from paddleformers.transformers import LlamaForCausalLM
+
+    found: list[dict[str, Any]] = []
+    for at, seed in enumerate(seeds):
+        paddle.seed(seed)
+        model = LlamaForCausalLM(tiny.config("llama"))
+        full = room is not None and at == len(seeds) - 1
+        try:
+            with no_longer_than(room if full and room is not None else -1):
+                model.save_pretrained(directory, max_shard_size="200KB")
+        except Exception as error:
+            found.append({"error": type(error).__name__})
+        else:
+            found.append({name: float(one.astype("float64").sum()) for name, one in model.state_dict().items()})
+    return found
+
+
+@contextlib.contextmanager
+def no_longer_than(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond ``size`` bytes; -1 for no bound."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size if size >= 0 else soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)

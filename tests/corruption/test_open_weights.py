@@ -1,0 +1,237 @@
+"""Directories of open weights: read when they are not whole, and written where others lie."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from paddleformers_fc.errors import Corrupt, MismatchError, StorageError
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.runtime.forkserver import ForkServer
+from tests.corruption import ours
+from tests.corruption.guarantees import Observed, fault, refused
+from tests.corruption.jobs import no_longer_than
+from tests.execute.simulated import live
+
+JOBS = "tests.corruption.jobs"
+INDEX = "model.safetensors.index.json"
+Sums = dict[str, float]
+
+
+@pytest.fixture(scope="module")
+def stock_weights(bare_ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sums]:
+    """A Llama that stock has exported in several files, and the sum of every tensor."""
+    directory = tmp_path_factory.mktemp("stock")
+    (found,) = bare_ranks.run(f"{JOBS}:export", 1, {"directory": str(directory), "seeds": [0]}).values
+    return directory, found[0]
+
+
+@pytest.fixture(scope="module")
+def our_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The simulated model, exported by us in several files."""
+    directory = tmp_path_factory.mktemp("ours")
+    ours.save(directory / "checkpoint-3")
+    export_checkpoint(directory / "checkpoint-3", directory / "hf", 4000)
+    return directory / "hf"
+
+
+def loaded(ranks: ForkServer, *directories: Path, **model: Any) -> list[dict[str, Any]]:
+    """What stock's ``from_pretrained`` makes of directories, one after the other in one process."""
+    kwargs = {"directories": [str(path) for path in directories], "model": model}
+    found: list[dict[str, Any]] = ranks.run(f"{JOBS}:pretrained", 1, kwargs).values[0]
+    return found
+
+
+def copy(source: Path, target: Path, damage: Callable[[Path], object]) -> Path:
+    """A copy with something changed."""
+    shutil.copytree(source, target)
+    damage(target)
+    return target
+
+
+def weights(directory: Path) -> list[Path]:
+    """The files of weights, by name."""
+    return sorted(directory.glob("model-*.safetensors"))
+
+
+def without_tensors(path: Path, count: int) -> list[str]:
+    """Take tensors out of a file; their names."""
+    held = load_file(path)
+    names = sorted(held)[:count]
+    save_file({name: array for name, array in held.items() if name not in names}, path)
+    return names
+
+
+def model_of(arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
+    """What the live model holds after a load of these weights."""
+    return {"model_state": live(arrays, 1, 0)["model_state"]}
+
+
+Stock = tuple[Path, Sums]
+
+
+@fault("T9", "open weights of another shape: another `intermediate_size`")
+def test_t9_open_weights_of_another_shape_are_refused(
+    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+) -> Observed:
+    directory = copy(stock_weights[0], tmp_path / "stock", lambda path: None)
+    (found,) = loaded(bare_ranks, directory, intermediate_size=160)
+    assert "error" not in found
+    larger = dict(ours.ARRAYS)
+    for name, array in ours.ARRAYS.items():
+        if ".mlp." in name:
+            axis = 1 if "down_proj" in name else 0
+            larger[name] = np.concatenate([array, np.take(array, range(8), axis)], axis)
+    error = ours.refusal(ours.load_open_weights(our_weights, ours.empty(arrays=larger)))
+    assert isinstance(error, MismatchError)
+    return Observed(
+        "128 columns are loaded into 160, the rest keeps its initial values; no error", refused(error, "gate")
+    )
+
+
+@fault("T10", "tensors are missing from a file of open weights, and a whole directory is loaded next")
+def test_t10_missing_tensors_come_in_one_report_and_the_next_load_is_right(
+    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+) -> Observed:
+    whole = copy(stock_weights[0], tmp_path / "whole", lambda path: None)
+    broken = copy(stock_weights[0], tmp_path / "broken", lambda path: without_tensors(weights(path)[0], 2))
+    first, second = loaded(bare_ranks, broken, whole)
+    assert first == second
+    assert "should be assigned before" in second["error"]
+    taken: list[str] = []
+    directory = copy(our_weights, tmp_path / "ours", lambda path: taken.extend(without_tensors(weights(path)[1], 2)))
+    target = ours.empty()
+    error = ours.refusal(ours.load_open_weights(directory, target))
+    assert isinstance(error, Corrupt)
+    assert all(f"{name}: the index says {weights(directory)[1].name}" in str(error) for name in taken)
+    assert ours.right(ours.load_open_weights(our_weights, target), model_of(ours.ARRAYS))
+    return Observed(
+        f"`{first['error']}`: one name, no file; then the same error for the whole directory",
+        f"{refused(error, taken[0])}; every missing tensor is in the report, and the next load is right",
+    )
+
+
+@fault("T11", "a file of open weights is missing, and the index lists it")
+def test_t11_a_missing_file_is_named(
+    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+) -> Observed:
+    broken = copy(stock_weights[0], tmp_path / "stock", lambda path: weights(path)[1].unlink())
+    missing = weights(stock_weights[0])[1].name
+    (found,) = loaded(bare_ranks, broken)
+    assert missing not in found["error"]
+    directory = copy(our_weights, tmp_path / "ours", lambda path: weights(path)[1].unlink())
+    error = ours.refusal(ours.load_open_weights(directory, ours.empty()))
+    assert isinstance(error, Corrupt)
+    return Observed(f"`{found['error']}`: the index is not looked at", refused(error, weights(our_weights)[1].name))
+
+
+@fault("T12", "an extra `original.safetensors` with the same names")
+def test_t12_a_file_that_the_index_does_not_list_is_ignored(
+    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+) -> Observed:
+    def add(path: Path) -> None:
+        held = load_file(weights(path)[0])
+        save_file({name: np.ones_like(array) for name, array in held.items()}, path / "original.safetensors")
+
+    (found,) = loaded(bare_ranks, copy(stock_weights[0], tmp_path / "stock", add))
+    other = [name for name, value in found.items() if value != stock_weights[1][name]]
+    held = list(load_file(weights(stock_weights[0])[0]))
+    assert sorted(other) == sorted(name for name in held if "norm" not in name)
+    directory = copy(our_weights, tmp_path / "ours", add)
+    assert ours.right(ours.load_open_weights(directory, ours.empty()), model_of(ours.ARRAYS))
+    return Observed(
+        "its tensors win over those of the index; no error", "loads right: the index says which files count"
+    )
+
+
+@fault("T13", "loading from a directory of open weights that is not ours to write to")
+def test_t13_the_source_is_not_written_to(
+    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+) -> Observed:
+    directory = copy(stock_weights[0], tmp_path / "stock", lambda path: None)
+    before = {path.name for path in directory.iterdir()}
+    loaded(bare_ranks, directory)
+    added = {path.name for path in directory.iterdir()} - before
+    assert added == {"flex-ckpt.auto_generated.metadata"}
+    listed = {path: path.stat().st_mtime_ns for path in (our_weights, *our_weights.iterdir())}
+    assert ours.right(ours.load_open_weights(our_weights, ours.empty()), model_of(ours.ARRAYS))
+    assert {path: path.stat().st_mtime_ns for path in (our_weights, *our_weights.iterdir())} == listed
+    return Observed(f"writes `{added.pop()}` into it", "loads right, and nothing in the directory is touched")
+
+
+@fault("T14", "an export fails: the disk is full")
+def test_t14_an_export_that_fails_leaves_the_older_one(
+    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+) -> Observed:
+    kwargs = {"directory": str(tmp_path / "stock"), "seeds": [0, 1], "room": 100_000}
+    (found,) = bare_ranks.run(f"{JOBS}:export", 1, kwargs).values
+    assert "error" in found[1]
+    assert weights(tmp_path / "stock") == []
+
+    ours.save(tmp_path / "checkpoint-4", ours.OTHER)
+    target = copy(our_weights, tmp_path / "hf", lambda path: None)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    with no_longer_than(2000), pytest.raises(StorageError) as caught:
+        export_checkpoint(tmp_path / "checkpoint-4", target)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "hf", "stock"]
+    return Observed(
+        "the older export has been deleted already, and there is none",
+        f"`{type(caught.value).__name__}`; the older export is there, byte for byte, and nothing else is left",
+    )
+
+
+@fault("T15", "an export into a directory that holds `model.safetensors`")
+def test_t15_an_export_takes_the_place_of_an_older_one(
+    bare_ranks: ForkServer, stock_weights: Stock, tmp_path: Path
+) -> Observed:
+    directory = tmp_path / "stock"
+    directory.mkdir()
+    held = {name: array for path in weights(stock_weights[0]) for name, array in load_file(path).items()}
+    old = {name: np.ones_like(array) for name, array in held.items()}
+    save_file(old, directory / "model.safetensors")
+    bare_ranks.run(f"{JOBS}:export", 1, {"directory": str(directory), "seeds": [0]})
+    assert len(weights(directory)) == len(weights(stock_weights[0])) + 1
+    (stale,) = [path for path in weights(directory) if load_file(path).keys() == old.keys()]
+    assert all((array == 1).all() for array in load_file(stale).values())
+    listed = json.loads((directory / INDEX).read_text())["weight_map"]
+    assert listed.keys() == old.keys()
+
+    ours.save(tmp_path / "checkpoint-3")
+    target = tmp_path / "ours"
+    target.mkdir()
+    arrays = {name: np.ones_like(array) for name, array in ours.ARRAYS.items()}
+    save_file(arrays, target / "model.safetensors")
+    export_checkpoint(tmp_path / "checkpoint-3", target, 4000)
+    assert not (target / "model.safetensors").exists()
+    assert ours.right(ours.load_open_weights(target, ours.empty()), model_of(ours.ARRAYS))
+    return Observed(
+        "the old file becomes one of the files of the new export, so that every tensor is there twice; which of the two "
+        "the index names depends on the order of the directory; no error",
+        "the old file is removed; what is loaded from the directory is the new export",
+    )
+
+
+@fault("T16", "the header of an exported file, and what lies beside it")
+def test_t16_an_export_has_a_format_in_its_headers_and_nothing_beside(
+    stock_weights: Stock, our_weights: Path
+) -> Observed:
+    with safe_open(weights(stock_weights[0])[0], "np") as file:
+        assert file.metadata() is None
+    assert (stock_weights[0] / "saved_signal_0").exists()
+    for path in weights(our_weights):
+        with safe_open(path, "np") as file:
+            assert file.metadata() == {"format": "pt"}
+    names = {path.name for path in our_weights.iterdir()}
+    assert names == {"config.json", INDEX, *(path.name for path in weights(our_weights))}
+    return Observed(
+        "no `__metadata__`; `saved_signal_0` is left", "`format: pt`; only the configuration, the index and the weights"
+    )
