@@ -171,6 +171,8 @@ def _faults(grid: ParallelGrid) -> Iterator[str]:
             f"stage={grid.stage} with sharding={grid.sharding}, pp={grid.pp}, ep={grid.ep}: stages 2 and 3 need a "
             "sharding degree, and go with neither a pipeline nor expert parallelism"
         )
+    if grid.stage == 3 and grid.tp > 1:
+        yield f"stage=3 with tp={grid.tp}: tensor parallelism goes with the stages 1 and 2 alone"
     if grid.vpp > 1 and grid.pp == 1:
         yield f"vpp={grid.vpp} with pp=1: virtual stages belong to a pipeline"
     if grid.ep > 1:

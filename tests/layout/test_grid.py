@@ -37,6 +37,7 @@ def test_what_is_not_named_is_as_by_default() -> None:
         ("sharding=2,stage=2,split=true", "split=true with sharding=2, stage=2"),
         ("stage=3", "stage=3 with sharding=1"),
         ("sharding=2,stage=3,pp=2", "go with neither a pipeline"),
+        ("sharding=2,stage=3,tp=2", "stage=3 with tp=2"),
         ("vpp=2", "vpp=2 with pp=1"),
         ("ep=2,dp=2", "ep=2 with dp=2"),
         ("ep=3,sharding=4,split=true", "divides tp x sharding = 4"),

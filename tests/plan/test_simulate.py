@@ -37,6 +37,26 @@ CASES: list[tuple[str, Layout, dict[str, Any]]] = [
         (ERNIE, layout, FREE)
         for layout in (tiny.SINGLE, tiny.TP2, tiny.PP2, tiny.SD2V1, tiny.SD2V2, tiny.EP2, tiny.SD2S2)
     ),
+    *(
+        ("llama", layout, {})
+        for layout in (
+            tiny.TP2SD2V2,
+            tiny.PP2SD2V2,
+            Layout("tp2sd2v1", nproc=4, tp=2, sharding=2),
+            Layout("tp2sd2stage2", nproc=4, tp=2, sharding=2, stage=2),
+            Layout("tp2pp2sd2v2", nproc=8, tp=2, pp=2, sharding=2, split_param=True),
+        )
+    ),
+    *(
+        (ERNIE, layout, FREE)
+        for layout in (
+            tiny.TP2EP2PP2,
+            Layout("tp2ep2", nproc=2, tp=2, ep=2),
+            Layout("sd4ep2", nproc=4, sharding=4, split_param=True, ep=2),
+            Layout("sd2tp2ep2", nproc=4, tp=2, sharding=2, split_param=True, ep=2),
+            Layout("pp2sd4ep2", nproc=8, pp=2, sharding=4, split_param=True, ep=2),
+        )
+    ),
     (ERNIE, replace(tiny.SD2V2, bf16=True), FREE),
     (ERNIE, tiny.SD2V2, {"num_nextn_predict_layers": 1}),
     ("llama", tiny.PP4VPP2, {"num_hidden_layers": 8}),
@@ -106,7 +126,7 @@ GRIDS = (
     "sharding=4,split=true,tp=2",
     "sharding=3,split=true,pp=4,buffer=1",
     "sharding=3,stage=2",
-    "sharding=4,stage=3,slice_above=100,tp=2",
+    "sharding=4,stage=3,slice_above=100",
     "ep=4,sharding=4,split=true",
     "ep=4,tp=2,sharding=4,split=true,pp=2",
     "tp=2,ep=2,pp=2,pp_first=true",
