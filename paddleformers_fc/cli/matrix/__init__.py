@@ -3,7 +3,7 @@
 What is trained is a tiny model on a machine without an accelerator, through PaddleFormers' own Trainer, on real ranks
 with real collectives; what a cell asks is in :mod:`.running`, and what a recipe says in :mod:`.recipe`. The result is a
 document with a table and a picture for every recipe. A matrix whose model cannot be built here has simulated layouts
-and no losses; its runner belongs beside :mod:`.running`, and gives the same outcomes to the same report.
+and no losses: :mod:`.simulated`.
 
 Time: see :mod:`.running`; a matrix of 64 cells takes 3 to 5 minutes on two cores.
 """
@@ -18,6 +18,7 @@ from paddleformers_fc.cli import output
 from paddleformers_fc.cli.matrix import report
 from paddleformers_fc.cli.matrix.recipe import cells_of, chosen, read_recipe
 from paddleformers_fc.cli.matrix.running import Outcome, Workshop
+from paddleformers_fc.cli.matrix.simulated import read_simulated, run_simulated
 
 
 def run_matrix(path: Path, only: str | None, work: Path, documents: Path, as_json: bool) -> int:
@@ -34,6 +35,9 @@ def run_matrix(path: Path, only: str | None, work: Path, documents: Path, as_jso
     Raises:
         OptionError: the recipe, or the choice of cells, cannot be used.
     """
+    simulated = read_simulated(path)
+    if simulated is not None:
+        return run_simulated(simulated, path.stem, only, documents, as_json)
     recipe = read_recipe(path)
     cells = cells_of(recipe)
     wanted = chosen(cells, only)
