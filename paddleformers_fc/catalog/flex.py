@@ -22,6 +22,7 @@ from paddleformers_fc.mapping.codec import decode_rules
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
 from paddleformers_fc.storage.files import read_file
+from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
 from paddleformers_fc.storage.safetensors import read_header
 
@@ -58,6 +59,8 @@ def open_flex(directory: Path, verify: str = "size") -> FlexCheckpoint:
         FormatError: a manifest, mapping or header that does not follow its format.
     """
     manifest = read_manifest(directory)
+    # Before the check: what is read later must be what is checked now.
+    identities = identities_of(directory / receipt.path for receipt in manifest.files)
     verify_files(directory, manifest, verify)
     rules = decode_rules(read_file(directory / MAPPING_NAME), str(directory / MAPPING_NAME))
     config = _read_config(directory / CONFIG_NAME)
@@ -69,7 +72,7 @@ def open_flex(directory: Path, verify: str = "size") -> FlexCheckpoint:
         faults.extend(contradictions)
         if tensors:
             roles[role] = tensors
-    catalog = Catalog(directory, roles)
+    catalog = Catalog(directory, roles, identities)
     faults.extend(catalog.faults())
     faults.extend(_name_faults(catalog, rules))
     if faults:

@@ -19,6 +19,7 @@ from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
 from paddleformers_fc.storage.files import read_file
+from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.safetensors import Header, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -34,6 +35,8 @@ def open_huggingface(directory: Path) -> Catalog:
         FormatError: an index or header that does not follow its format.
     """
     files = _files(directory)
+    # Before the headers: what is read later must be what they speak of.
+    identities = identities_of(directory / name for name in files)
     headers = {name: read_header(directory / name) for name in files}
     faults = [
         f"{tensor}: the index says {name}, which does not hold it"
@@ -51,7 +54,7 @@ def open_huggingface(directory: Path) -> Catalog:
     tensors, contradictions = gather_shards(_shards(files, headers))
     if contradictions:
         raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
-    return Catalog(directory, {MODEL_STATE: tensors})
+    return Catalog(directory, {MODEL_STATE: tensors}, identities)
 
 
 def _files(directory: Path) -> dict[str, list[str]]:

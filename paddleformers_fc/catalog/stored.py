@@ -6,12 +6,14 @@ A catalog is built from headers alone; no tensor byte is read. Its size is linea
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape, cover_faults, whole
+from paddleformers_fc.storage.identity import Identities
+from paddleformers_fc.storage.ranges import NO_IDENTITIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,12 @@ class Catalog:
     Args:
         root: the directory.
         roles: role -> full name -> tensor.
+        identities: which files these were when they were checked.
     """
 
     root: Path
     roles: dict[str, dict[str, StoredTensor]]
+    identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
 
     def faults(self) -> Iterator[str]:
         """Tensors that are not stored whole and once."""

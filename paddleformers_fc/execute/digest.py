@@ -59,11 +59,11 @@ def canonical_digests(directory: Path, verify: str = "size", roles: Collection[s
     layout = {role: shards for role, shards in canonical_layout(source).items() if role in roles}
     plan = plan_reads(source, layout)
     plan.report.refuse(str(directory))
-    verify_equal(plan.checks, directory)
+    verify_equal(plan.checks, directory, identities=source.catalog.identities)
     items: dict[tuple[str, str], list[ReadItem]] = {}
     for item in plan.items:
         items.setdefault((item.role, item.name), []).append(item)
-    with RangeReader() as reader:
+    with RangeReader(identities=source.catalog.identities) as reader:
         for role, shards in layout.items():
             for name in sorted(shards, key=natural):
                 shard = shards[name]

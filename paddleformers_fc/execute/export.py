@@ -182,7 +182,7 @@ def _nbytes(shard: Shard) -> int:
 
 def _write_files(staging: Path, source: Source, files: list[_FilePlan]) -> bytes:
     receipts: list[FileReceipt] = []
-    with RangeReader() as reader:
+    with RangeReader(identities=source.catalog.identities) as reader:
         for file in files:
             wanted = {MODEL_STATE: {shard.name: shard for shard in file.tensors}}
             plan = plan_reads(source, wanted)

@@ -215,11 +215,11 @@ def _load(
     counts: list[int] = []
 
     def compare() -> bytes:
-        verify_equal(plan.checks, catalog.root)
+        verify_equal(plan.checks, catalog.root, identities=catalog.identities)
         return b""
 
     def read() -> bytes:
-        counts.append(carry_out(plan, catalog.root, slots, options))
+        counts.append(carry_out(plan, catalog.root, slots, options, catalog.identities))
         return b""
 
     agree(channel, "comparing tied tensors", compare)

@@ -19,7 +19,8 @@ from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.identity import Identities
+from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
 from paddleformers_fc.storage.regions import DEFAULT_STAGING_BYTES, Region, read_region
 
 Key = tuple[str, str]
@@ -51,7 +52,13 @@ class ReadOptions:
 DEFAULT_OPTIONS = ReadOptions()
 
 
-def carry_out(plan: LoadPlan, root: Path, slots: Mapping[Key, Slot], options: ReadOptions = DEFAULT_OPTIONS) -> int:
+def carry_out(
+    plan: LoadPlan,
+    root: Path,
+    slots: Mapping[Key, Slot],
+    options: ReadOptions = DEFAULT_OPTIONS,
+    identities: Identities = NO_IDENTITIES,
+) -> int:
     """Fill every slot.
 
     Args:
@@ -59,6 +66,7 @@ def carry_out(plan: LoadPlan, root: Path, slots: Mapping[Key, Slot], options: Re
         root: the directory that the plan's files are relative to.
         slots: memory by role and full name.
         options: threads and staging.
+        identities: which files were checked; another one under a path is refused.
     Returns:
         bytes read from storage.
     Raises:
@@ -67,7 +75,7 @@ def carry_out(plan: LoadPlan, root: Path, slots: Mapping[Key, Slot], options: Re
     grouped: dict[Key, list[ReadItem]] = {}
     for item in plan.items:
         grouped.setdefault((item.role, item.name), []).append(item)
-    with RangeReader() as reader, ThreadPoolExecutor(options.threads, "flex-read") as pool:
+    with RangeReader(identities=identities) as reader, ThreadPoolExecutor(options.threads, "flex-read") as pool:
         futures = [
             pool.submit(_fill, reader, root, slots[key], items, options.staging_bytes) for key, items in grouped.items()
         ]
@@ -103,14 +111,19 @@ def _view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, Any]:
     return ordered
 
 
-def verify_equal(checks: tuple[EqualCheck, ...], root: Path, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
+def verify_equal(
+    checks: tuple[EqualCheck, ...],
+    root: Path,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    identities: Identities = NO_IDENTITIES,
+) -> None:
     """Read both sides of every check and compare their bits.
 
     Raises:
         MismatchError: naming every pair that differs.
     """
     unequal: list[str] = []
-    with RangeReader() as reader:
+    with RangeReader(identities=identities) as reader:
         for check in checks:
             left, right = (_read_whole(reader, root, side, staging_bytes) for side in (check.left, check.right))
             if left != right:

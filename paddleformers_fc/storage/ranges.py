@@ -14,11 +14,15 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.storage.files import OpenFile, open_regular, read_into
+from paddleformers_fc.storage.identity import Identities, refuse_replaced
+
+NO_IDENTITIES: Identities = MappingProxyType({})
+"""For files that nobody has checked."""
 
 
 @dataclass
@@ -34,15 +38,17 @@ class RangeReader:
 
     Args:
         max_open_files: bound on descriptors held at once.
+        identities: which files the paths stood for when they were checked; another one is refused.
 
     Raises:
         OptionError: the bound is not positive.
     """
 
-    def __init__(self, max_open_files: int = 128) -> None:
+    def __init__(self, max_open_files: int = 128, identities: Identities = NO_IDENTITIES) -> None:
         if max_open_files < 1:
             raise OptionError(f"max_open_files is {max_open_files}; at least one file must be open to be read.")
         self._limit = max_open_files
+        self._identities = identities
         self._files: OrderedDict[Path, _Shared] = OrderedDict()
         self._held = 0
         self._closed = False
@@ -57,7 +63,7 @@ class RangeReader:
             buffer: writable and C-contiguous: memoryview, bytearray or numpy array; its length says how much is read.
 
         Raises:
-            Corrupt: the file is missing, or ends before the buffer is full.
+            Corrupt: the file is missing, was replaced after it was checked, or ends before the buffer is full.
             FormatError: ``path`` is not a regular file, or the buffer is not one piece of writable memory.
             StorageError: the operating system refused, or the reader is closed.
         """
@@ -95,13 +101,22 @@ class RangeReader:
             self._held += 1
         # Opening may take long on a network file system and must not stop the other threads.
         try:
-            file = open_regular(path)
+            file = self._opened(path)
         except BaseException:
             with self._change:
                 self._held -= 1
                 self._change.notify_all()
             raise
         return self._admit(path, file)
+
+    def _opened(self, path: Path) -> OpenFile:
+        file = open_regular(path)
+        try:
+            refuse_replaced(file, self._identities)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def _admit(self, path: Path, file: OpenFile) -> OpenFile:
         with self._change:

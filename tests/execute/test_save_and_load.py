@@ -203,6 +203,22 @@ def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path, damage: str) -> N
     assert "optimizer_state/rank-00001.safetensors" in str(error)
 
 
+@pytest.mark.parametrize("verify", ["size", "full"])
+def test_a_file_that_is_replaced_between_check_and_read_is_refused(tmp_path: Path, verify: str) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+    save(tmp_path / "checkpoint-4", canonical(seed=1), 1, 1)
+
+    def work(channel: Any) -> None:
+        checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel, verify)
+        other = tmp_path / "checkpoint-4/model_state/rank-00000.safetensors"
+        other.rename(tmp_path / "checkpoint-3/model_state/rank-00000.safetensors")
+        load_checkpoint(checkpoint, live(ARRAYS, 1, 0, empty=True), CONFIG, channel)
+
+    (error,) = job(1, work)
+    assert isinstance(error, Corrupt)
+    assert "rank-00000.safetensors was replaced or changed after it was checked" in str(error)
+
+
 def test_names_missing_on_both_sides_come_in_one_report(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint-3"
     save(directory, canonical(layers=3), 1, 1)
