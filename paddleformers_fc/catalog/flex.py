@@ -63,7 +63,7 @@ def open_flex(directory: Path, verify: str = "size") -> FlexCheckpoint:
     identities = identities_of(directory / receipt.path for receipt in manifest.files)
     verify_files(directory, manifest, verify)
     rules = decode_rules(read_file(directory / MAPPING_NAME), str(directory / MAPPING_NAME))
-    config = _read_config(directory / CONFIG_NAME)
+    config = read_config(directory / CONFIG_NAME)
     roles = {}
     faults: list[str] = []
     for role in ROLES:
@@ -124,7 +124,13 @@ def _shards_in(directory: Path, paths: list[str]) -> Iterator[tuple[Shard, str, 
             yield shard, path, entry.begin, width
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """A model's configuration from its file.
+
+    Raises:
+        Corrupt: there is no such file.
+        FormatError: it is not a JSON object.
+    """
     try:
         config = json.loads(read_file(path))
     except ValueError as error:

@@ -7,16 +7,15 @@ looks like, the error names them.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_flex, open_huggingface
-from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME
+from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME, read_config
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
-from paddleformers_fc.errors import FormatError, NotACheckpoint
-from paddleformers_fc.storage.files import list_directory, read_file
+from paddleformers_fc.errors import NotACheckpoint
+from paddleformers_fc.storage.files import list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.names import parse_step
 
@@ -85,15 +84,7 @@ def config_beside(directory: Path) -> dict[str, Any]:
         FormatError: it is not a JSON object.
     """
     path = directory / CONFIG_NAME
-    if not path.exists():
-        return {}
-    try:
-        config = json.loads(read_file(path))
-    except ValueError as error:
-        raise FormatError("The model's configuration is not JSON.", where=str(path), evidence=[str(error)]) from error
-    if not isinstance(config, dict):
-        raise FormatError("The model's configuration is not a JSON object.", where=str(path))
-    return config
+    return read_config(path) if path.exists() else {}
 
 
 def _advice(directory: Path) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paddleformers_fc.errors import FormatError, OptionError
+from paddleformers_fc.catalog.flex import CONFIG_NAME, read_config
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES, Family, enumerate_tensors, family_for
 from paddleformers_fc.families.text import aoa_text, tiny_aoa_text
-from paddleformers_fc.storage.files import read_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,7 @@ def statements(model: str, *, reverse: bool) -> Statements:
     """
     direction = "reverse" if reverse else "forward"
     if Path(model).is_dir():
-        config = _config(Path(model) / "config.json")
+        config = read_config(Path(model) / CONFIG_NAME)
         family = family_for(config)
         tensors = [tensor.under(tp=1) for tensor in enumerate_tensors(family, config)]
         return Statements(family.name, direction, aoa_text(family, config, tensors, reverse=reverse))
@@ -65,18 +65,6 @@ def _named(name: str) -> Family:
         evidence=[f"families: {', '.join(family.name for family in FAMILIES)}"],
         next_step="Name a family, or a directory with a config.json.",
     )
-
-
-def _config(path: Path) -> dict[str, Any]:
-    import json
-
-    try:
-        config = json.loads(read_file(path))
-    except ValueError as error:
-        raise FormatError("The model's configuration is not JSON.", where=str(path), evidence=[str(error)]) from error
-    if not isinstance(config, dict):
-        raise FormatError("The model's configuration is not a JSON object.", where=str(path))
-    return config
 
 
 def show(found: Statements, console: Console) -> None:
