@@ -325,6 +325,8 @@ def export(output_dir: str, layout: Mapping[str, Any], resume: str) -> dict[str,
 
 def run_to_best(output_dir: str) -> dict[str, Any]:
     """Train with a learning rate that makes the model worse; what it ends with is its best checkpoint."""
+    from paddleformers_fc.trainer import seam
+
     arguments = {
         "max_steps": 3,
         "save_steps": 1,
@@ -333,13 +335,16 @@ def run_to_best(output_dir: str) -> dict[str, Any]:
         "eval_steps": 1,
         "do_eval": True,
         "load_best_model_at_end": True,
-        "learning_rate": 10.0,
+        "learning_rate": 0.3,
         "lr_scheduler_type": "constant",
     }
     trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, eval_dataset=tiny.Samples())
     trainer.train()
     at_end = trainer.evaluate()["eval_loss"]
-    return {"best": trainer.state.best_metric, "at_end": at_end, "checkpoint": trainer.state.best_model_checkpoint}
+    state, last = trainer.state, Path(output_dir) / "checkpoint-3"
+    found = {"best": state.best_metric, "at_end": at_end, "checkpoint": state.best_model_checkpoint}
+    seam._load_best(trainer, last)
+    return {**found, "of_last": trainer.evaluate()["eval_loss"]}
 
 
 # ---- Random generators, waiting.

@@ -455,6 +455,8 @@ def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(ranks: ForkServer, t
     best = Path(found["checkpoint"])
     assert best != tmp_path / "checkpoint-3"
     assert set(tmp_path.glob("checkpoint-*")) == {best, tmp_path / "checkpoint-3"}
+    # The last step is clearly worse, or keeping its weights would pass.
+    assert found["of_last"] > found["best"] + 0.5
     assert found["at_end"] == pytest.approx(found["best"], rel=1e-5)
 
 
