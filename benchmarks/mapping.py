@@ -21,10 +21,11 @@ from paddleformers_fc.families import ModelTensor, bind, family_for
 from paddleformers_fc.families.text import aoa_text
 from paddleformers_fc.mapping import Mapping, prove
 
+HEADS, GROUPS = 32, 8
 CONFIG = {
     "model_type": "ernie4_5_moe",
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
     "tie_word_embeddings": False,
 }
 HIDDEN, HEAD, EXPERT = 256, 32, 256
@@ -37,14 +38,14 @@ def model_tensors(layers: int, experts: int) -> list[ModelTensor]:
     def tensor(name: str, *shape: int) -> ModelTensor:
         return ModelTensor(name, shape, "bfloat16", (1,) * len(shape))
 
-    qkv = (CONFIG["num_attention_heads"] + 2 * CONFIG["num_key_value_heads"]) * HEAD  # type: ignore[operator]
+    qkv = (HEADS + 2 * GROUPS) * HEAD
     made = [tensor("model.embed_tokens.weight", 512, HIDDEN), tensor("lm_head.weight", 512, HIDDEN)]
     made.append(tensor("model.norm.weight", HIDDEN))
     for layer in range(layers):
         block = f"model.layers.{layer}"
         made += [
             tensor(f"{block}.self_attn.qkv_proj.weight", HIDDEN, qkv),
-            tensor(f"{block}.self_attn.o_proj.weight", 32 * HEAD, HIDDEN),
+            tensor(f"{block}.self_attn.o_proj.weight", HEADS * HEAD, HIDDEN),
             tensor(f"{block}.input_layernorm.weight", HIDDEN),
             tensor(f"{block}.post_attention_layernorm.weight", HIDDEN),
             tensor(f"{block}.mlp.gate.weight", HIDDEN, experts),
