@@ -18,8 +18,8 @@ from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.execute.reading import read_whole_tensor, verify_equal
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping import Mapping, TensorSpec
-from paddleformers_fc.mapping.boxes import whole
-from paddleformers_fc.mapping.correspondences import Correspondence
+from paddleformers_fc.mapping.correspondences import Made
+from paddleformers_fc.mapping.stencils import identity
 from paddleformers_fc.plan import ReadItem, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
@@ -86,8 +86,5 @@ def _source(directory: Path, verify: str) -> Source:
             next_step="Name a checkpoint-N directory or a directory with safetensors files.",
         ) from error
     specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in catalog.roles[MODEL_STATE].items()}
-    links = tuple(
-        Correspondence(name, whole(spec.shape), name, whole(spec.shape), tuple(range(len(spec.shape))))
-        for name, spec in specs.items()
-    )
-    return Source(catalog, Mapping(specs, specs, links))
+    same = {name: Made(identity(spec.shape), (name,)) for name, spec in specs.items()}
+    return Source(catalog, Mapping(specs, specs, same))

@@ -128,13 +128,13 @@ class Reader:
 
 def _faults(mapping: TensorMapping) -> list[str]:
     """Faults of the proof, for the sources that are read and the targets that are written."""
-    read = {item.source for item in mapping.correspondences} | mapping.dropped
+    read = mapping.read.keys() | mapping.dropped
     return list(
         faults_of(
             TensorMapping(
                 {name: spec for name, spec in mapping.sources.items() if name in read},
                 mapping.targets,
-                mapping.correspondences,
+                mapping.made,
                 mapping.fresh,
                 mapping.dropped,
             )

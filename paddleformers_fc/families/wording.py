@@ -66,6 +66,6 @@ def _rendered(
     )
     sources = {name: TensorSpec(spec.shape, "float32") for name, spec in canonical.items()}
     try:
-        return tuple(render(TensorMapping(sources, targets, items), Hints(right=dict(cuts))))
+        return tuple(render(TensorMapping.of(sources, targets, items), Hints(right=dict(cuts))))
     except MappingError as error:
         return (error.what,)

@@ -6,7 +6,7 @@ So a mapping that was stored, edited or handed on is compared with the one that 
 overlap, both must read the same source at the same place under the same axes. Together with both proofs, that makes
 them equal functions.
 
-Linear in the correspondences of each tensor, up to the bisection that finds overlaps.
+Linear in the tensors, and for each kind of them in its boxes, up to the bisection that finds overlaps.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping.boxes import Box, BoxFinder
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping
+from paddleformers_fc.mapping.boxes import Box
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, Made, Mapping
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.mapping.stencils import Link
 
 
 def refuse_disagreement(mapping: Mapping, declared: Mapping, title: str, next_step: str) -> None:
@@ -41,37 +42,55 @@ def refuse_disagreement(mapping: Mapping, declared: Mapping, title: str, next_st
 
 def disagreements(mapping: Mapping, declared: Mapping) -> Iterator[str]:
     """One line per place where the two differ; each line starts with the target's name."""
+    alike: set[tuple[object, ...]] = set()
     for name in mapping.targets.keys() | declared.targets.keys():
         if mapping.targets.get(name) != declared.targets.get(name):
             yield f"{name}: is {mapping.targets.get(name)}, declared is {declared.targets.get(name)}"
             continue
-        ours, theirs = mapping.by_target.get(name, []), declared.by_target.get(name, [])
-        if bool(ours) != bool(theirs):
-            yield f"{name}: is {'written' if ours else 'not written'}, declared is the opposite"
+        ours, theirs = mapping.made.get(name), declared.made.get(name)
+        if ours is None or theirs is None:
+            if ours is not theirs:
+                yield f"{name}: is {'not written' if ours is None else 'written'}, declared is the opposite"
             continue
-        finder = BoxFinder([item.target_box for item in theirs])
-        for item in ours:
-            for index in finder.near(item.target_box):
-                common = item.target_box.intersect(theirs[index].target_box)
-                if common is not None and not _alike(item, theirs[index], common):
-                    yield (
-                        f"{name}: {common} is read from {_spelled(item, common)}, "
-                        f"declared from {_spelled(theirs[index], common)}"
-                    )
+        # Names matter only in which of them are the same.
+        places: dict[str, int] = {}
+        same = tuple([places.setdefault(source, len(places)) for source in (*ours.names, *theirs.names)])
+        key = (ours.stencil, theirs.stencil, same)
+        if key in alike:
+            continue
+        faults = list(_differences(name, ours, theirs))
+        yield from faults
+        if not faults:
+            alike.add(key)
 
 
-def _alike(one: Correspondence, other: Correspondence, part: Box) -> bool:
-    if (one.source, one.cast) != (other.source, other.cast) or one.pull(part) != other.pull(part):
+def _differences(name: str, ours: Made, theirs: Made) -> Iterator[str]:
+    for link in ours.stencil.links:
+        for index in theirs.stencil.finder.near(link.target_box):
+            other = theirs.stencil.links[index]
+            common = link.target_box.intersect(other.target_box)
+            if common is None:
+                continue
+            source, declared = ours.names[link.source], theirs.names[other.source]
+            if source != declared or not _alike(link, other, common):
+                yield (
+                    f"{name}: {common} is read from {_spelled(source, link, common)}, "
+                    f"declared from {_spelled(declared, other, common)}"
+                )
+
+
+def _alike(one: Link, other: Link, part: Box) -> bool:
+    if one.cast != other.cast or one.pull(part) != other.pull(part):
         return False
     return _turning_axes(one, part) == _turning_axes(other, part)
 
 
-def _turning_axes(item: Correspondence, part: Box) -> list[int]:
+def _turning_axes(link: Link, part: Box) -> list[int]:
     """The source axes in target order, without axes of length one, whose order moves nothing."""
     lengths = part.shape
-    return [source for axis, source in enumerate(item.axes) if source != NEW_AXIS and lengths[axis] > 1]
+    return [source for axis, source in enumerate(link.axes) if source != NEW_AXIS and lengths[axis] > 1]
 
 
-def _spelled(item: Correspondence, part: Box) -> str:
-    cast = f" cast to {item.cast}" if item.cast else ""
-    return f"{item.source} {item.pull(part)} axes {list(item.axes)}{cast}"
+def _spelled(source: str, link: Link, part: Box) -> str:
+    cast = f" cast to {link.cast}" if link.cast else ""
+    return f"{source} {link.pull(part)} axes {list(link.axes)}{cast}"

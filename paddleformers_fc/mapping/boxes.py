@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter, sub
 
+import msgspec
+
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(msgspec.Struct, frozen=True, gc=False):
     """A half-open box of integer coordinates.
+
+    A struct and not a dataclass, because boxes are compared and hashed by the hundred thousand.
 
     Args:
         lo: the first coordinate on every axis.
@@ -77,35 +80,59 @@ def shifted(shape: Shape, offset: Shape) -> Box:
 class BoxFinder:
     """Finds, among many boxes of one tensor, those that may touch a given box.
 
-    The boxes of one tensor nearly always differ along one axis and do not overlap there; a bisection on that axis
-    then finds the few that matter. Boxes that are not so ordered are all returned, and the caller intersects them.
+    The boxes of one tensor nearly always lie in stretches of one axis that do not overlap, and those of one stretch in
+    stretches of another axis, as the parts of stacked experts do; a bisection per axis then finds the few that matter.
+    Boxes that are not so ordered are all returned, and the caller intersects them.
 
     Args:
         boxes: boxes of equal rank, in any order.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
-        self._count = len(boxes)
-        self._axis = (
-            next((a for a in range(len(boxes[0].lo)) if len({box.lo[a] for box in boxes}) == len(boxes)), None)
-            if boxes
-            else None
-        )
-        if self._axis is not None:
-            axis = self._axis
-            self._order = sorted(range(len(boxes)), key=lambda index: boxes[index].lo[axis])
-            self._los = [boxes[index].lo[axis] for index in self._order]
-            self._his = [boxes[index].hi[axis] for index in self._order]
-            if any(high > low for high, low in zip(self._his, self._los[1:], strict=False)):
-                self._axis = None
+        self._root = _branch(list(range(len(boxes))), boxes)
 
     def near(self, box: Box) -> Sequence[int]:
         """Indices of the boxes that may share an element with ``box``; a superset of those that do."""
-        if self._axis is None:
-            return range(self._count)
-        low = bisect.bisect_right(self._his, box.lo[self._axis])
-        high = bisect.bisect_left(self._los, box.hi[self._axis])
-        return self._order[low:high]
+        if isinstance(self._root, list):
+            return self._root
+        found: list[int] = []
+        _search(self._root, box, found)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """Stretches of one axis, one behind the other, and what lies in each."""
+
+    axis: int
+    los: list[int]
+    his: list[int]
+    children: list[_Branch | list[int]]
+
+
+def _branch(indices: list[int], boxes: Sequence[Box]) -> _Branch | list[int]:
+    if len(indices) < 2:
+        return indices
+    for axis in range(len(boxes[indices[0]].lo)):
+        stretches: dict[tuple[int, int], list[int]] = {}
+        for index in indices:
+            box = boxes[index]
+            stretches.setdefault((box.lo[axis], box.hi[axis]), []).append(index)
+        ordered = sorted(stretches)
+        if len(ordered) > 1 and all(one[1] <= other[0] for one, other in zip(ordered, ordered[1:], strict=False)):
+            children = [_branch(stretches[stretch], boxes) for stretch in ordered]
+            return _Branch(axis, [low for low, _ in ordered], [high for _, high in ordered], children)
+    return indices
+
+
+def _search(branch: _Branch, box: Box, found: list[int]) -> None:
+    first = bisect.bisect_right(branch.his, box.lo[branch.axis])
+    last = bisect.bisect_left(branch.los, box.hi[branch.axis])
+    for child in branch.children[first:last]:
+        if isinstance(child, list):
+            found.extend(child)
+        else:
+            _search(child, box, found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,23 +4,38 @@ A :class:`Correspondence` says that a box of one tensor *is* a box of another, u
 declared cast. A :class:`Mapping` is a set of them between two spaces of named tensors. Reading the set the other way
 is the reverse; joining two sets through a common space is the composition. Neither is ever written by hand.
 
-Cost: reversing is linear in the correspondences; composing visits, per target correspondence, only the
-correspondences of the one tensor that it reads.
+A mapping keeps, for every target, its stencil and the names of its sources; correspondences are spelled out where
+somebody wants to see them one by one.
+
+Cost: reversing and composing look up one stencil per target and do geometry once per kind of tensor, linear in its
+boxes up to the bisection that finds overlaps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape
+import msgspec
 
-NEW_AXIS = -1
+from paddleformers_fc.mapping.boxes import Box, Shape
+from paddleformers_fc.mapping.stencils import (
+    NEW_AXIS,
+    Link,
+    Stencil,
+    coalesced,
+    composed,
+    narrowed,
+    pulled,
+    pushed,
+    turned,
+)
+
+__all__ = ["NEW_AXIS", "Correspondence", "Made", "Mapping", "TensorSpec", "coalesced"]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     """What a tensor is, without its numbers.
 
     Args:
@@ -53,75 +68,112 @@ class Correspondence:
     axes: tuple[int, ...]
     cast: str | None = None
 
+    def boxed(self, source_box: Box, target_box: Box) -> Correspondence:
+        """The same correspondence of other boxes."""
+        return Correspondence(self.source, source_box, self.target, target_box, self.axes, self.cast)
+
     def pull(self, part: Box) -> Box:
         """The source box of ``part``, a box inside ``target_box``."""
-        lo, hi = list(self.source_box.lo), list(self.source_box.hi)
-        for axis, source_axis in enumerate(self.axes):
-            if source_axis != NEW_AXIS:
-                shift = self.source_box.lo[source_axis] - self.target_box.lo[axis]
-                lo[source_axis] = part.lo[axis] + shift
-                hi[source_axis] = part.hi[axis] + shift
-        return Box(tuple(lo), tuple(hi))
+        return pulled(self, part)
 
     def push(self, part: Box) -> Box:
         """The target box of ``part``, a box inside ``source_box``."""
-        lo, hi = list(self.target_box.lo), list(self.target_box.hi)
-        for axis, source_axis in enumerate(self.axes):
-            if source_axis != NEW_AXIS:
-                shift = self.target_box.lo[axis] - self.source_box.lo[source_axis]
-                lo[axis] = part.lo[source_axis] + shift
-                hi[axis] = part.hi[source_axis] + shift
-        return Box(tuple(lo), tuple(hi))
-
-    def reversed(self, cast: str | None) -> Correspondence:
-        """The same boxes read the other way; ``cast`` is the dtype to convert back to, if any."""
-        back = [NEW_AXIS] * len(self.source_box.lo)
-        for axis, source_axis in enumerate(self.axes):
-            if source_axis != NEW_AXIS:
-                back[source_axis] = axis
-        return Correspondence(self.target, self.target_box, self.source, self.source_box, tuple(back), cast)
+        return pushed(self, part)
 
 
-@dataclass(frozen=True)
+class Made(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """What one tensor is made of.
+
+    Args:
+        stencil: how; shared by all tensors that are made alike.
+        names: the tensors of the other space that the stencil counts.
+    """
+
+    stencil: Stencil
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Mapping:
     """Box correspondences from a source space onto a target space.
 
     Args:
         sources: every tensor of the source space.
         targets: every tensor of the target space.
-        correspondences: which box of which source is which box of which target.
+        made: what every target is made of; a target that nothing writes is not in it.
         fresh: targets that no source writes and that keep their initial values, by declaration.
         dropped: sources that nothing reads, by declaration.
     """
 
     sources: dict[str, TensorSpec]
     targets: dict[str, TensorSpec]
-    correspondences: tuple[Correspondence, ...]
+    made: dict[str, Made]
     fresh: frozenset[str] = field(default_factory=frozenset)
     dropped: frozenset[str] = field(default_factory=frozenset)
+
+    @staticmethod
+    def of(
+        sources: dict[str, TensorSpec],
+        targets: dict[str, TensorSpec],
+        correspondences: Iterable[Correspondence],
+        fresh: frozenset[str] = frozenset(),
+        dropped: frozenset[str] = frozenset(),
+    ) -> Mapping:
+        """The mapping of these correspondences, in any order."""
+        return Mapping(sources, targets, _made(correspondences), fresh, dropped)
+
+    def with_correspondences(self, items: Iterable[Correspondence]) -> Mapping:
+        """The mapping of the same spaces with these correspondences instead."""
+        return Mapping.of(self.sources, self.targets, items, self.fresh, self.dropped)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the two are the same spaces and the same correspondences in the same order."""
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return (self.sources, self.targets, self.fresh, self.dropped, self.correspondences) == (
+            *(other.sources, other.targets, other.fresh, other.dropped, other.correspondences),
+        )
+
+    @cached_property
+    def correspondences(self) -> tuple[Correspondence, ...]:
+        """Every correspondence, target by target."""
+        return tuple(item for items in self.by_target.values() for item in items)
 
     @cached_property
     def by_target(self) -> dict[str, list[Correspondence]]:
         """The correspondences that write each target."""
-        return _grouped(self.correspondences, lambda item: item.target)
+        return {target: list(_spelled(target, made)) for target, made in self.made.items()}
 
     @cached_property
     def by_source(self) -> dict[str, list[Correspondence]]:
         """The correspondences that read each source."""
-        return _grouped(self.correspondences, lambda item: item.source)
+        groups: dict[str, list[Correspondence]] = {}
+        for item in self.correspondences:
+            groups.setdefault(item.source, []).append(item)
+        return groups
+
+    @cached_property
+    def read(self) -> dict[str, Made]:
+        """What every source that is read is made of, seen from the targets."""
+        readers: dict[str, list[tuple[Stencil, int, str]]] = {}
+        for target, made in self.made.items():
+            for place, source in enumerate(made.names):
+                readers.setdefault(source, []).append((made.stencil, place, target))
+        known: dict[tuple[object, ...], Stencil] = {}
+        read: dict[str, Made] = {}
+        for source, found in readers.items():
+            spec = self.sources.get(source)
+            dtype = None if spec is None else spec.dtype
+            key = (dtype, *[(stencil, place) for stencil, place, _ in found])
+            stencil = known.get(key)
+            if stencil is None:
+                stencil = known[key] = turned([(one, place) for one, place, _ in found], dtype)
+            read[source] = Made(stencil, tuple([target for _, _, target in found]))
+        return read
 
     def reversed(self) -> Mapping:
         """The mapping from the targets back onto the sources: the same boxes, the casts turned round."""
-        return Mapping(
-            sources=self.targets,
-            targets=self.sources,
-            correspondences=tuple(
-                item.reversed(None if item.cast is None else self.sources[item.source].dtype)
-                for item in self.correspondences
-            ),
-            fresh=self.dropped,
-            dropped=self.fresh,
-        )
+        return Mapping(self.targets, self.sources, self.read, self.dropped, self.fresh)
 
     def then(self, after: Mapping) -> Mapping:
         """This mapping followed by ``after``, whose sources are this mapping's targets.
@@ -129,76 +181,62 @@ class Mapping:
         Targets of ``after`` that read something this mapping does not write are left uncovered: :func:`prove` and the
         plan name them.
         """
-        groups = _grouped(_joined(self.by_target, after.correspondences), lambda item: item.target)
-        joined = tuple(item for items in groups.values() for item in coalesced(items))
-        reached = {item.target for item in joined}
+        composer = _Composer(self.made)
+        made = {name: joint for name, last in after.made.items() if (joint := composer.joint(last)) is not None}
+        reached = {name for joint in made.values() for name in joint.names}
         return Mapping(
             sources=self.sources,
             targets=after.targets,
-            correspondences=joined,
-            fresh=after.fresh - reached,
-            dropped=self.dropped | (frozenset(self.sources) - {item.source for item in joined} - self.fresh),
+            made=made,
+            fresh=after.fresh - made.keys(),
+            dropped=self.dropped | (frozenset(self.sources) - reached - self.fresh),
         )
 
 
-def _grouped(items: Iterable[Correspondence], key: Callable[[Correspondence], str]) -> dict[str, list[Correspondence]]:
-    groups: dict[str, list[Correspondence]] = {}
+class _Composer:
+    """Joins what tensors are made of; geometry once for all that are joined alike."""
+
+    def __init__(self, first: dict[str, Made]) -> None:
+        self._first = first
+        self._known: dict[tuple[object, ...], tuple[Stencil, tuple[int, ...]]] = {}
+
+    def joint(self, last: Made) -> Made | None:
+        """What a tensor is made of in the end; None where nothing of it is written."""
+        first = [self._first.get(name) for name in last.names]
+        # Several parts may come from one tensor, as queries and keys that were fused: which do is part of the form.
+        index: dict[str, int] = {}
+        places = tuple(
+            [
+                () if made is None else tuple([index.setdefault(name, len(index)) for name in made.names])
+                for made in first
+            ]
+        )
+        stencils = tuple([None if made is None else made.stencil for made in first])
+        key = (last.stencil, stencils, places)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = narrowed(composed(last.stencil, stencils, places))
+        stencil, kept = known
+        if not kept:
+            return None
+        names = tuple(index)
+        return Made(stencil, names if len(kept) == len(names) else tuple([names[place] for place in kept]))
+
+
+def _made(items: Iterable[Correspondence]) -> dict[str, Made]:
+    groups: dict[str, tuple[dict[str, int], list[Link]]] = {}
     for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
+        places, links = groups.setdefault(item.target, ({}, []))
+        place = places.setdefault(item.source, len(places))
+        links.append(Link(place, item.source_box, item.target_box, item.axes, item.cast))
+    known: dict[tuple[Link, ...], Stencil] = {}
+    made: dict[str, Made] = {}
+    for target, (places, links) in groups.items():
+        form = tuple(links)
+        made[target] = Made(known.setdefault(form, Stencil(form)), tuple(places))
+    return made
 
 
-def _joined(first: dict[str, list[Correspondence]], second: Iterable[Correspondence]) -> Iterable[Correspondence]:
-    finders = {name: BoxFinder([item.target_box for item in items]) for name, items in first.items()}
-    for after in second:
-        if after.source not in first:
-            continue
-        items = first[after.source]
-        for index in finders[after.source].near(after.source_box):
-            before = items[index]
-            middle = before.target_box.intersect(after.source_box)
-            if middle is None:
-                continue
-            yield Correspondence(
-                source=before.source,
-                source_box=before.pull(middle),
-                target=after.target,
-                target_box=after.push(middle),
-                axes=tuple(NEW_AXIS if axis == NEW_AXIS else before.axes[axis] for axis in after.axes),
-                cast=after.cast or before.cast,
-            )
-
-
-def coalesced(items: Sequence[Correspondence]) -> list[Correspondence]:
-    """The same correspondences of one target, neighbours that continue each other on both sides made one.
-
-    Without this, composing two equal fused layouts would read a tensor head by head; with it, as the one box it is.
-    """
-    merged: list[Correspondence] = []
-    for item in sorted(items, key=lambda entry: (entry.source, entry.target_box.lo)):
-        joint = _continued(merged[-1], item) if merged else None
-        if joint is None:
-            merged.append(item)
-        else:
-            merged[-1] = joint
-    return merged
-
-
-def _continued(first: Correspondence, second: Correspondence) -> Correspondence | None:
-    if (first.source, first.axes, first.cast) != (second.source, second.axes, second.cast):
-        return None
-    one, two = first.target_box, second.target_box
-    differing = [axis for axis in range(len(one.lo)) if (one.lo[axis], one.hi[axis]) != (two.lo[axis], two.hi[axis])]
-    if len(differing) != 1 or one.hi[differing[0]] != two.lo[differing[0]]:
-        return None
-    whole_target = Box(one.lo, two.hi)
-    candidate = Correspondence(
-        first.source,
-        Box(first.source_box.lo, second.source_box.hi),
-        first.target,
-        whole_target,
-        first.axes,
-        first.cast,
-    )
-    consistent = candidate.pull(one) == first.source_box and candidate.pull(two) == second.source_box
-    return candidate if consistent else None
+def _spelled(target: str, made: Made) -> Iterator[Correspondence]:
+    for link in made.stencil.links:
+        yield Correspondence(made.names[link.source], link.source_box, target, link.target_box, link.axes, link.cast)

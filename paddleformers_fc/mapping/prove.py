@@ -6,7 +6,8 @@ of one correspondence have the same shape under its axes, and no dtype changes w
 make ``reverse(forward)`` the identity on everything that is not cast: each source element has one place in the
 targets and each target element one place in the sources.
 
-Linear in the correspondences, up to the sort of the boxes of one tensor.
+What is made alike, of tensors that are alike, is proved once: linear in the tensors, and for each kind of them in its
+boxes, up to their sort.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from operator import le
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape, cover_faults, whole
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping, TensorSpec
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, Made, Mapping, TensorSpec
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.mapping.stencils import Link
 
 
 def prove(mapping: Mapping, title: str = "The mapping") -> None:
@@ -40,58 +42,74 @@ def prove(mapping: Mapping, title: str = "The mapping") -> None:
 
 def faults_of(mapping: Mapping) -> Iterator[str]:
     """Every fault of a mapping as one line of text that starts with the tensor's name."""
-    for item in mapping.correspondences:
-        yield from _local_faults(mapping, item)
-    for name, spec in mapping.targets.items():
-        items = mapping.by_target.get(name, [])
-        if name in mapping.fresh and not items:
-            continue
-        yield from _tiling_faults(name, spec, [item.target_box for item in items], "written")
+    yield from _faults_of_targets(mapping)
+    sound: set[tuple[object, ...]] = set()
     for name, spec in mapping.sources.items():
-        items = mapping.by_source.get(name, [])
-        if name in mapping.dropped and not items:
+        made = mapping.read.get(name)
+        if made is None:
+            if name not in mapping.dropped:
+                yield from _tiling_faults(name, spec, [], "read")
+        elif (made.stencil, spec) not in sound:
+            faults = list(_tiling_faults(name, spec, [link.target_box for link in made.stencil.links], "read"))
+            yield from faults
+            if not faults:
+                sound.add((made.stencil, spec))
+
+
+def _faults_of_targets(mapping: Mapping) -> Iterator[str]:
+    sound: set[tuple[object, ...]] = set()
+    sources, targets = mapping.sources, mapping.targets
+    for name, made in mapping.made.items():
+        spec, read = targets.get(name), tuple(map(sources.get, made.names))
+        key = (made.stencil, spec, read)
+        if key in sound:
             continue
-        yield from _tiling_faults(name, spec, [item.source_box for item in items], "read")
+        faults = [fault for link in made.stencil.links for fault in _local_faults(name, spec, made, read, link)]
+        if spec is not None:
+            faults += _tiling_faults(name, spec, [link.target_box for link in made.stencil.links], "written")
+        yield from faults
+        if not faults:
+            sound.add(key)
+    for name, spec in targets.items():
+        if name not in mapping.made and name not in mapping.fresh:
+            yield from _tiling_faults(name, spec, [], "written")
 
 
-def _local_faults(mapping: Mapping, item: Correspondence) -> Iterator[str]:
-    source, target = mapping.sources.get(item.source), mapping.targets.get(item.target)
+def _local_faults(
+    name: str, target: TensorSpec | None, made: Made, sources: tuple[TensorSpec | None, ...], link: Link
+) -> Iterator[str]:
+    source, source_name = sources[link.source], made.names[link.source]
     if source is None:
-        yield f"{item.source}: is read but is no tensor of the source space"
+        yield f"{source_name}: is read but is no tensor of the source space"
     if target is None:
-        yield f"{item.target}: is written but is no tensor of the target space"
+        yield f"{name}: is written but is no tensor of the target space"
     if source is None or target is None:
         return
-    for name, box, spec in ((item.source, item.source_box, source), (item.target, item.target_box, target)):
+    for one, box, spec in ((source_name, link.source_box, source), (name, link.target_box, target)):
         if not _inside(box, spec.shape):
-            yield f"{name}: box {box} is outside shape {list(spec.shape)}"
+            yield f"{one}: box {box} is outside shape {list(spec.shape)}"
             return
-    yield from _axes_faults(item)
-    if item.cast is None and source.dtype != target.dtype:
-        yield f"{item.target}: is {target.dtype}, its source {item.source} is {source.dtype}, no cast is declared"
-    if item.cast is not None and item.cast != target.dtype:
-        yield f"{item.target}: is {target.dtype}, the declared cast gives {item.cast}"
+    yield from _axes_faults(name, source_name, link)
+    if link.cast is None and source.dtype != target.dtype:
+        yield f"{name}: is {target.dtype}, its source {source_name} is {source.dtype}, no cast is declared"
+    if link.cast is not None and link.cast != target.dtype:
+        yield f"{name}: is {target.dtype}, the declared cast gives {link.cast}"
 
 
 def _inside(box: Box, shape: Shape) -> bool:
     return len(box.lo) == len(shape) and all(map(le, box.hi, shape)) and min(box.lo, default=0) >= 0
 
 
-def _axes_faults(item: Correspondence) -> Iterator[str]:
-    axes, shape, source_shape = item.axes, item.target_box.shape, item.source_box.shape
-    if len(axes) == len(shape) == len(source_shape) and sorted(axes) == list(range(len(axes))):
-        # The common case: a permutation, with no axis added or left out.
-        if tuple(map(source_shape.__getitem__, axes)) != shape:
-            yield f"{item.target}: box {item.target_box} does not have the shape of {item.source} {item.source_box}"
-        return
+def _axes_faults(name: str, source_name: str, link: Link) -> Iterator[str]:
+    axes, shape, source_shape = link.axes, link.target_box.shape, link.source_box.shape
     used = [axis for axis in axes if axis != NEW_AXIS]
     if len(axes) != len(shape) or len(set(used)) != len(used) or not set(used) <= set(range(len(source_shape))):
-        yield f"{item.target}: axes {list(axes)} do not permute the axes of {item.source}"
+        yield f"{name}: axes {list(axes)} do not permute the axes of {source_name}"
         return
     expected = tuple(1 if axis == NEW_AXIS else source_shape[axis] for axis in axes)
     unused = [length for axis, length in enumerate(source_shape) if axis not in used]
     if expected != shape or any(length != 1 for length in unused):
-        yield f"{item.target}: box {item.target_box} does not have the shape of {item.source} {item.source_box}"
+        yield f"{name}: box {link.target_box} does not have the shape of {source_name} {link.source_box}"
 
 
 def _tiling_faults(name: str, spec: TensorSpec, boxes: list[Box], verb: str) -> Iterator[str]:

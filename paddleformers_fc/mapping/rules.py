@@ -31,7 +31,8 @@ from dataclasses import dataclass, field, replace
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping, TensorSpec
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Made, Mapping, TensorSpec
+from paddleformers_fc.mapping.stencils import Link, Stencil, narrowed, stacked
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
@@ -158,13 +159,20 @@ class Rule:
         Args:
             target_shapes: the global shape of every target.
         """
-        return self.placed(self.placements(target_shapes))
+        for one in self.placements(target_shapes):
+            source, target = self.sources[one.source], self.targets[one.target]
+            yield Correspondence(source, one.source_box, target, one.target_box, self.axes, self.cast)
 
-    def placed(self, placements: list[Placement]) -> Iterator[Correspondence]:
-        """The correspondences of this rule at these placements."""
-        sources, targets, axes, cast = self.sources, self.targets, self.axes, self.cast
-        for one in placements:
-            yield Correspondence(sources[one.source], one.source_box, targets[one.target], one.target_box, axes, cast)
+    def stencils(self, target_shapes: list[Shape]) -> list[tuple[Stencil, tuple[int, ...]]]:
+        """How every target is made, and which of the sources it is made of: equal for all rules of one form.
+
+        Args:
+            target_shapes: the global shape of every target.
+        """
+        links: list[list[Link]] = [[] for _ in self.targets]
+        for one in self.placements(target_shapes):
+            links[one.target].append(Link(one.source, one.source_box, one.target_box, self.axes, self.cast))
+        return [narrowed(Stencil(tuple(found))) for found in links]
 
 
 @dataclass(frozen=True)
@@ -238,17 +246,46 @@ def _narrowed(box: Box, slab: Slab) -> Box:
 
 @dataclass(frozen=True)
 class _Form:
-    """What all rules of one form share: whether they fit, their sources' shapes, and where their stretches lie."""
+    """What all rules of one form share: whether they fit, their sources' shapes, and how their targets are made."""
 
     faults: bool
     source_shapes: list[Shape]
-    placements: list[Placement]
+    stencils: list[tuple[Stencil, tuple[int, ...]]]
 
 
 def _form_of(rule: Rule, shapes: list[Shape]) -> _Form:
     if any(rule.faults(shapes)):
         return _Form(True, [], [])
-    return _Form(False, rule.source_shapes(shapes[0]), rule.placements(shapes))
+    return _Form(False, rule.source_shapes(shapes[0]), rule.stencils(shapes))
+
+
+class _Maker:
+    """Collects what targets are made of, rule by rule; a stack of experts is filled by a rule per expert."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Made]] = {}
+        self._stacks: dict[tuple[object, ...], Stencil] = {}
+
+    def add(self, rule: Rule, form: _Form) -> None:
+        """Note what one rule writes."""
+        sources = rule.sources
+        for target, (stencil, kept) in zip(rule.targets, form.stencils, strict=True):
+            names = sources if len(kept) == len(sources) else tuple([sources[place] for place in kept])
+            parts = self._parts.get(target)
+            if parts is None:
+                self._parts[target] = [Made(stencil, names)]
+            else:
+                parts.append(Made(stencil, names))
+
+    def made(self) -> dict[str, Made]:
+        """What every target is made of."""
+        return {name: parts[0] if len(parts) == 1 else self._stacked(parts) for name, parts in self._parts.items()}
+
+    def _stacked(self, parts: list[Made]) -> Made:
+        key = tuple([(part.stencil, len(part.names)) for part in parts])
+        if key not in self._stacks:
+            self._stacks[key] = stacked(key)
+        return Made(self._stacks[key], tuple([name for part in parts for name in part.names]))
 
 
 @dataclass(frozen=True)
@@ -298,7 +335,8 @@ class RuleSet:
         """
         faults: list[str] = []
         sources: dict[str, TensorSpec] = {}
-        found: list[Correspondence] = []
+        maker = _Maker()
+        specs_of: dict[tuple[Shape, str], TensorSpec] = {}
         # A model has many layers and experts of few forms: what depends on the form alone is worked out once.
         forms: dict[object, _Form] = {}
         for rule in self.rules:
@@ -318,6 +356,7 @@ class RuleSet:
                 rule.source_blocks,
                 rule.target_blocks,
                 rule.slab,
+                rule.cast,
             )
             form = forms.get(key)
             if form is None:
@@ -327,8 +366,10 @@ class RuleSet:
                 continue
             dtype = known[0].dtype
             for name, shape in zip(rule.sources, form.source_shapes, strict=True):
-                sources[name] = TensorSpec(shape, dtype if stored is None else stored.get(name, dtype))
-            found.extend(rule.placed(form.placements))
+                kind = (shape, dtype if stored is None else stored.get(name, dtype))
+                spec = specs_of.get(kind)
+                sources[name] = specs_of.setdefault(kind, TensorSpec(*kind)) if spec is None else spec
+            maker.add(rule, form)
         if faults:
             raise MappingError(
                 f"{len(faults)} rules do not fit the tensors they are for.",
@@ -337,7 +378,7 @@ class RuleSet:
             )
         owners = {tie.alias for tie in self.ties}
         targets: MappingABC[str, TensorSpec] = {name: spec for name, spec in self.targets.items() if name not in owners}
-        return Mapping(sources, dict(targets), tuple(found), frozenset(self.fresh), frozenset(self.dropped))
+        return Mapping(sources, dict(targets), maker.made(), frozenset(self.fresh), frozenset(self.dropped))
 
     def owner_of(self, name: str) -> str:
         """The owner of a tied name, or the name itself."""

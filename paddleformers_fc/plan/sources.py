@@ -20,10 +20,11 @@ from paddleformers_fc.catalog.stored import Catalog
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, family_for, is_known
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping import Correspondence, Mapping, Rule, RuleSet, Shape, prove
+from paddleformers_fc.mapping import Made, Mapping, Rule, RuleSet, prove
 from paddleformers_fc.mapping.agreement import refuse_disagreement
 from paddleformers_fc.mapping.aoa import AoaTensor, parse_config
 from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.stencils import identity
 from paddleformers_fc.plan.build import Source
 from paddleformers_fc.plan.report import Report
 
@@ -48,13 +49,9 @@ def resume_source(checkpoint: FlexCheckpoint, live: RuleSet) -> tuple[Source, Re
 
 def _with_own_tensors(composed: Mapping, stored: RuleSet, live: RuleSet) -> Mapping:
     """Also the tensors that have no canonical form on either side: a resume takes them over as they are."""
-    own = [name for name in live.fresh if name in stored.fresh]
-    links = [_identity(name, live.targets[name].shape) for name in own]
-    return replace(composed, correspondences=(*composed.correspondences, *links), fresh=composed.fresh - frozenset(own))
-
-
-def _identity(name: str, shape: Shape) -> Correspondence:
-    return Correspondence(name, whole(shape), name, whole(shape), tuple(range(len(shape))))
+    kept = frozenset(stored.fresh)
+    own = {name: Made(identity(live.targets[name].shape), (name,)) for name in live.fresh if name in kept}
+    return replace(composed, made={**composed.made, **own}, fresh=composed.fresh - own.keys())
 
 
 def stated_source(
@@ -84,15 +81,11 @@ def stated_source(
         if name not in derived.stored_aliases
     }
     stated = parse_config(aoa_config, held, {name: one for name, one in model.items() if name not in owners}, live.ties)
-    left_to_names = {
-        name for name in stated.targets if _is_implicit(stated, name) and derived.mapping.by_target.get(name)
-    }
-    links = [item for item in stated.correspondences if item.target not in left_to_names]
-    links += [item for item in derived.mapping.correspondences if item.target in left_to_names]
-    merged = replace(stated, correspondences=tuple(links))
+    left_to_names = {name: derived.mapping.made[name] for name in derived.mapping.made if _is_implicit(stated, name)}
+    merged = replace(stated, made={**stated.made, **left_to_names})
     prove(merged, "The mapping of aoa_config")
-    canonical = live.mapping().by_target
-    read = {item.source for name in left_to_names for item in canonical.get(name, ())}
+    canonical = live.mapping().made
+    read = {source for name in left_to_names if name in canonical for source in canonical[name].names}
     kept = Report()
     for line in report.lines["shape"]:
         if line.partition(":")[0] in read:
@@ -102,8 +95,13 @@ def stated_source(
 
 def _is_implicit(mapping: Mapping, name: str) -> bool:
     """Whether a target is its namesake as it is, which is what the language does with names that nothing says."""
-    items = mapping.by_target.get(name, [])
-    return len(items) == 1 and items[0] == _identity(name, mapping.targets[name].shape)
+    made, spec = mapping.made.get(name), mapping.targets.get(name)
+    return (
+        made is not None
+        and spec is not None
+        and made.names == (name,)
+        and made.stencil.links == identity(spec.shape).links
+    )
 
 
 def stored_mapping(checkpoint: FlexCheckpoint) -> Mapping:
@@ -189,9 +187,10 @@ def canonical_layout(source: Source) -> dict[str, dict[str, Shard]]:
         for tensor in tensors.values():
             state = split_state_name(role, tensor.name)
             parameter = owners.get(state.parameter, state.parameter)
-            for link in source.mapping.by_source.get(parameter, ()):
-                name = link.target + state.suffix
-                shape = tensor.shape if state.scalar else source.mapping.targets[link.target].shape
+            made = source.mapping.read.get(parameter)
+            for target in () if made is None else made.names:
+                name = target + state.suffix
+                shape = tensor.shape if state.scalar else source.mapping.targets[target].shape
                 wanted.setdefault(role, {})[name] = Shard(name, tensor.dtype, shape, whole(shape))
     return wanted
 

@@ -153,7 +153,7 @@ def test_kv_heads_decide_where_only_one_layout_is_possible() -> None:
     for tp, config in ((2, CONFIG), (1, {"num_attention_heads": 4, "num_key_value_heads": 1})):
         model, files = attention(tp)
         if tp == 1:
-            files = {name: replace(spec, shape=_single_head(spec.shape)) for name, spec in files.items()}
+            files = {name: TensorSpec(_single_head(spec.shape), spec.dtype) for name, spec in files.items()}
             model = [replace(one, tensor=replace(one.tensor, shape=(*one.tensor.shape[:-1], 24))) for one in model]
         found = derive_rules(model, files, config)
         assert {rule.target_blocks for rule in found.rules.rules} == {config["num_key_value_heads"]}

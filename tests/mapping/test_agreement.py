@@ -49,11 +49,11 @@ def mutants(mapping: Mapping) -> Iterator[tuple[str, Mapping]]:
 
         def changed(**changes: object) -> Mapping:
             made = dataclasses.replace(item, **changes)  # type: ignore[arg-type]  # noqa: B023
-            return dataclasses.replace(mapping, correspondences=(*others, made))  # noqa: B023
+            return mapping.with_correspondences((*others, made))  # noqa: B023
 
-        yield "gap", dataclasses.replace(mapping, correspondences=tuple(others))
+        yield "gap", mapping.with_correspondences(tuple(others))
         extra = dataclasses.replace(item, source_box=shifted(item.source_box, 0, 1))
-        yield "overlap", dataclasses.replace(mapping, correspondences=(*items, extra))
+        yield "overlap", mapping.with_correspondences((*items, extra))
         for axis in range(len(item.source_box.lo)):
             for by in (-1, 1):
                 yield "shifted source", changed(source_box=shifted(item.source_box, axis, by))
@@ -70,7 +70,7 @@ def mutants(mapping: Mapping) -> Iterator[tuple[str, Mapping]]:
             swapped = list(others)
             swapped[number] = dataclasses.replace(other, source=item.source, source_box=item.source_box)
             made = dataclasses.replace(item, source=other.source, source_box=other.source_box)
-            yield "swap", dataclasses.replace(mapping, correspondences=(*swapped, made))
+            yield "swap", mapping.with_correspondences((*swapped, made))
 
 
 def shifted(box: Box, axis: int, by: int) -> Box:
@@ -128,6 +128,6 @@ def test_the_same_mapping_in_other_pieces_agrees() -> None:
     (item,) = whole.correspondences
     rows = [Box((at, 0), (at + 1, 6)) for at in range(4)]
     pieces = tuple(dataclasses.replace(item, source_box=row, target_box=row) for row in rows)
-    cut = dataclasses.replace(whole, correspondences=pieces)
+    cut = whole.with_correspondences(pieces)
     assert not list(disagreements(cut, whole))
     assert not list(disagreements(whole, cut))

@@ -24,7 +24,7 @@ def proved(rule: Rule = RULE) -> Mapping:
 
 
 def with_items(mapping: Mapping, *items: Correspondence) -> Mapping:
-    return dataclasses.replace(mapping, correspondences=tuple(items))
+    return mapping.with_correspondences(tuple(items))
 
 
 def test_a_gap_is_named_with_its_box() -> None:
@@ -78,7 +78,7 @@ def test_a_box_outside_its_tensor_is_refused() -> None:
 def test_all_faults_come_in_one_report_with_indices_folded() -> None:
     targets = {f"model.layers.{i}.w.weight": TensorSpec((2,), "float32") for i in range(32)}
     with pytest.raises(MappingError) as caught:
-        prove(Mapping({}, targets, ()))
+        prove(Mapping({}, targets, {}))
     assert caught.value.evidence == ("model.layers.{0...31}.w.weight: [0:2] is not written",)
 
 

@@ -99,7 +99,7 @@ def test_casts_are_said() -> None:
     model = laid_out("tp=2", "bfloat16")
     source, report = resume_source(checkpoint_of(laid_out("dp=1", "float32")), model.rules)
     links = tuple(replace(link, cast=model.rules.targets[link.target].dtype) for link in source.mapping.correspondences)
-    casting = replace(source, mapping=replace(source.mapping, correspondences=links))
+    casting = replace(source, mapping=source.mapping.with_correspondences(links))
     found = forecast(casting, model, report, lambda name: True)
     assert CastFacts("model.norm.weight", "float32", "bfloat16") in found.cast
     assert not [cast for cast in found.cast if cast.name.endswith("gate.weight")]

@@ -55,7 +55,7 @@ def mapping_of(
         if right is None
         else {name: tensor.spec for name, tensor in right.items() if name not in aliases}
     )
-    return Mapping(
+    return Mapping.of(
         sources={name: tensor.spec for name, tensor in left.items()},
         targets=targets,
         correspondences=tuple(item for found in items.values() for item in found),

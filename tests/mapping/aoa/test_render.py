@@ -56,7 +56,7 @@ def test_layers_become_one_statement() -> None:
 def test_layers_of_two_kinds_under_one_name_are_spelled_out() -> None:
     mapping = layers(3)
     odd = RuleSet({"n.3.w": spec(2, 3)}, (Rule(("h.3.w",), ("n.3.w",), (3,), 1, (1, 0)),)).mapping()
-    both = Mapping(
+    both = Mapping.of(
         mapping.sources | odd.sources, mapping.targets | odd.targets, mapping.correspondences + odd.correspondences
     )
     assert len(rendered(both)) == 4
@@ -166,7 +166,7 @@ def test_a_tensor_whose_parts_are_read_in_two_orders_of_axes_cannot_be_said() ->
         Correspondence("a", Box((0, 0), (2, 2)), "b", Box((0, 0), (2, 2)), (0, 1)),
         Correspondence("a", Box((2, 0), (4, 2)), "c", Box((0, 0), (2, 2)), (1, 0)),
     )
-    mapping = Mapping({"a": spec(4, 2)}, {"b": spec(2, 2), "c": spec(2, 2)}, items)
+    mapping = Mapping.of({"a": spec(4, 2)}, {"b": spec(2, 2), "c": spec(2, 2)}, items)
     prove(mapping)
     with pytest.raises(MappingError, match="a is read in two orders of its axes"):
         render(mapping)
@@ -295,7 +295,7 @@ def cases(draw: st.DrawFn) -> tuple[Mapping, Hints]:
     mapping = rules.mapping()
     free = draw(st.permutations([*mapping.sources, *mapping.targets]))
     names = dict(zip(mapping.targets, free, strict=False))
-    renamed = Mapping(
+    renamed = Mapping.of(
         mapping.sources,
         {names[name]: spec for name, spec in mapping.targets.items()},
         tuple(replace(item, target=names[item.target]) for item in mapping.correspondences),
