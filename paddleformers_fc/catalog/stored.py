@@ -70,11 +70,13 @@ class Catalog:
         root: the directory.
         roles: role -> full name -> tensor.
         identities: which files these were when they were checked.
+        unseen: by rank of the job, the files that this rank does not see; empty where every rank sees all.
     """
 
     root: Path
     roles: dict[str, dict[str, StoredTensor]]
     identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
+    unseen: tuple[frozenset[str], ...] = ()
 
     def faults(self) -> Iterator[str]:
         """Tensors that are not stored whole and once."""

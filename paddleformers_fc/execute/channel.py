@@ -1,21 +1,26 @@
 """How ranks talk about a save or load: bytes to everyone, and one agreed outcome.
 
-A :class:`Channel` has one operation, ``exchange``: every rank gives bytes and gets every rank's bytes. Nothing that
-travels is a pickle. :func:`agree` runs a piece of work on every rank and lets them all go on, or lets all raise the
-same error; no rank is left waiting in a collective for one that failed.
+A :class:`Channel` has two operations. In ``exchange`` every rank gives bytes and gets every rank's bytes; in
+``pass_on`` ranks give bytes to some others, as all have agreed before. Nothing that travels is a pickle. :func:`agree`
+runs a piece of work on every rank and lets them all go on, or lets all raise the same error; no rank is left waiting in
+a collective for one that failed. :func:`spread` gives one rank's bytes to some others.
 
-Cost of one exchange: two all-gathers, of the lengths and of the padded payloads.
+Cost of one exchange: two all-gathers, of the lengths and of the padded payloads. What is passed on is an all-to-all of
+just the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import FlexError, PeerError, from_wire
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+"""Bytes on their way, one-dimensional."""
 
 
 class Channel(Protocol):
@@ -31,6 +36,16 @@ class Channel(Protocol):
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank. Every rank must call."""
+
+    def pass_on(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """Give bytes to some ranks, and take what some have for this one. Every rank must call.
+
+        Args:
+            outgoing: bytes by the rank that gets them.
+            sizes: how many bytes come, by the rank that they come from; what that rank gives, as agreed before.
+        Returns:
+            bytes by the rank that they come from.
+        """
 
 
 class _Outcome(msgspec.Struct):
@@ -49,6 +64,10 @@ class LocalChannel:
     def exchange(self, payload: bytes) -> list[bytes]:
         """This rank's payload alone."""
         return [payload]
+
+    def pass_on(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """What this rank gives itself."""
+        return {rank: outgoing[rank] for rank in sizes}
 
 
 ALONE = LocalChannel()
@@ -71,6 +90,29 @@ class PaddleChannel:
         padded[: len(payload)] = np.frombuffer(payload, np.uint8)
         rows = self._all_gather(padded)
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def pass_on(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """Bytes to and from some ranks, by one all-to-all."""
+        import paddle
+        import paddle.distributed as dist
+
+        # One byte more to this rank itself: a collective of nothing at all is not defined everywhere.
+        own = np.zeros(1, np.uint8)
+        parts = [np.concatenate([outgoing.get(rank, own[:0]), own[: rank == self.rank]]) for rank in self._ranks]
+        coming = [sizes.get(rank, 0) + (rank == self.rank) for rank in self._ranks]
+        target = paddle.empty([sum(coming)], dtype="uint8")
+        dist.alltoall_single(
+            out_tensor=target,
+            in_tensor=paddle.to_tensor(np.concatenate(parts)),
+            in_split_sizes=[part.size for part in parts],
+            out_split_sizes=coming,
+        )
+        arrived, ends = target.numpy(), np.cumsum(coming)
+        return {rank: arrived[ends[rank] - coming[rank] :][:size] for rank, size in sizes.items()}
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.world_size)
 
     def _all_gather(self, array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         import paddle
@@ -114,6 +156,32 @@ def agree(channel: Channel, doing: str, work: Callable[[], bytes]) -> list[bytes
     if failed:
         raise _merged(failed, channel.world_size) from failure
     return [found.result for found in outcomes]
+
+
+def spread(channel: Channel, data: bytes, size: int, members: Sequence[int]) -> bytes:
+    """Give one rank's bytes to some others, which hand them on: as many rounds as their number has binary digits.
+
+    Args:
+        channel: the ranks; every rank must call.
+        data: the bytes, on the first member; of no meaning elsewhere.
+        size: how many there are, known to every rank.
+        members: the rank that has the bytes, then those that are to get them.
+    Returns:
+        the bytes on every member; empty on other ranks.
+    """
+    place = members.index(channel.rank) if channel.rank in members else None
+    held = np.frombuffer(data if place == 0 else b"", np.uint8)
+    having = 1
+    while having < len(members):
+        outgoing: dict[int, Bytes] = {}
+        sizes: dict[int, int] = {}
+        if place is not None and place < having and place + having < len(members):
+            outgoing[members[place + having]] = held
+        if place is not None and having <= place < 2 * having:
+            sizes[members[place - having]] = size
+        held = next(iter(channel.pass_on(outgoing, sizes).values()), held)
+        having *= 2
+    return held.tobytes()
 
 
 def _merged(failed: dict[int, FlexError], world_size: int) -> FlexError:

@@ -18,9 +18,11 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_flex, open_huggingface
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
 from paddleformers_fc.execute.memory import slots_of
-from paddleformers_fc.execute.reading import DEFAULT_OPTIONS, Key, ReadOptions, Slot, carry_out, verify_equal
+from paddleformers_fc.execute.reading import DEFAULT_OPTIONS, Key, ReadOptions, Slot
 from paddleformers_fc.execute.save import Roles, model_rules
 from paddleformers_fc.families import OptionalNames, family_for
 from paddleformers_fc.layout.live import describe_roles
@@ -39,6 +41,7 @@ class LoadReport:
         seconds: wall time, preflight included.
         fresh: live tensors of this rank that the source did not hold, by declaration, and that kept their values.
         dropped: stored tensors that no rank wanted, by declaration.
+        bytes_received: bytes this rank got from other ranks instead of reading them.
     """
 
     directory: Path
@@ -46,6 +49,7 @@ class LoadReport:
     seconds: float
     fresh: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    bytes_received: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class _Verdict(msgspec.Struct):
 
     report: str
     touched: dict[str, str]
+    once: bool
 
 
 def open_checkpoint(directory: Path, channel: Channel, verify: str = "size") -> FlexCheckpoint:
@@ -201,9 +206,12 @@ def _load(
     def prepare() -> bytes:
         done.append(preflight())
         slots.update(slots_of(roles))
-        return msgspec.json.encode(_Verdict(done[0].report.to_wire(), _bitmaps(catalog, done[0].plan, roles)))
+        return msgspec.json.encode(
+            _Verdict(done[0].report.to_wire(), _bitmaps(catalog, done[0].plan, roles), options.once)
+        )
 
     verdicts = [msgspec.json.decode(payload, type=_Verdict) for payload in agree(channel, "planning", prepare)]
+    _refuse_different_ways(verdicts)
     merged = Report().merge([Report.from_wire(verdict.report) for verdict in verdicts])
     untouched = _untouched(catalog, verdicts)
     plan, may_drop = done[0].plan, done[0].may_drop
@@ -212,21 +220,24 @@ def _load(
             merged.add("unexpected", name)
     merged.refuse(str(catalog.root))
     dropped = tuple(name for _, name in untouched)
-    counts: list[int] = []
-
-    def compare() -> bytes:
-        verify_equal(plan.checks, catalog.root, identities=catalog.identities)
-        return b""
-
-    def read() -> bytes:
-        counts.append(carry_out(plan, catalog.root, slots, options, catalog.identities))
-        return b""
-
-    agree(channel, "comparing tied tensors", compare)
-    agree(channel, f"reading {catalog.root}", read)
+    storage = Storage(catalog.root, catalog.identities, catalog.unseen)
+    compare_together(plan.checks, storage, channel, options)
+    traffic = read_together(plan, storage, slots, channel, options)
     filled = {(item.role, item.name) for item in plan.items}
     fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)
-    return LoadReport(catalog.root, counts[0], time.monotonic() - started, fresh, dropped)
+    seconds = time.monotonic() - started
+    return LoadReport(catalog.root, traffic.read, seconds, fresh, dropped, traffic.received)
+
+
+def _refuse_different_ways(verdicts: list[_Verdict]) -> None:
+    """Ranks that share what they read wait for each other; one that does not know would wait for ever."""
+    once = [rank for rank, verdict in enumerate(verdicts) if verdict.once]
+    if once and len(once) < len(verdicts):
+        raise OptionError(
+            "Some ranks are to read what several want once, and others each for themselves.",
+            evidence=[f"once: rank {', '.join(map(str, once))}, of {len(verdicts)} ranks"],
+            next_step="Give every rank the same options.",
+        )
 
 
 def _bitmaps(catalog: Catalog, plan: LoadPlan, roles: Roles) -> dict[str, str]:

@@ -7,7 +7,7 @@ beyond the targets, memory is bounded by ``threads`` staging buffers, and on acc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +43,12 @@ class ReadOptions:
     Args:
         threads: how many shards are filled at a time.
         staging_bytes: bound of the buffer that transposes, casts and column slices pass through, per thread.
+        once: whether what several ranks want is read by one of them, which hands it to the others.
     """
 
     threads: int = 4
     staging_bytes: int = DEFAULT_STAGING_BYTES
+    once: bool = False
 
 
 DEFAULT_OPTIONS = ReadOptions()
@@ -87,18 +89,21 @@ def carry_out(
 
 def _fill(reader: RangeReader, root: Path, slot: Slot, items: list[ReadItem], staging_bytes: int) -> int:
     buffer = slot.open()
-    count = sum(read_region(reader, _region(root, item.stored), _view(buffer, item), staging_bytes) for item in items)
+    count = sum(
+        read_region(reader, region_of(root, item.stored), item_view(buffer, item), staging_bytes) for item in items
+    )
     slot.close()
     return count
 
 
-def _region(root: Path, stored: StoredPart) -> Region:
+def region_of(root: Path, stored: StoredPart) -> Region:
+    """A stored part as a region of its file."""
     dtype = to_numpy(to_safetensors(stored.dtype))
     return Region(root / stored.file, stored.begin, stored.shape, stored.part.lo, stored.part.shape, dtype)
 
 
-def _view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, Any]:
-    """The item's part of the buffer, its axes in the order of the stored region."""
+def item_view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, Any]:
+    """The item's part of the buffer of its shard, its axes in the order of the stored region."""
     volume = int(np.prod(item.shape, dtype=np.int64))
     part = buffer[item.start : item.start + volume].reshape(item.shape)
     part = part[tuple(slice(low, high) for low, high in zip(item.part.lo, item.part.hi, strict=True))]
@@ -122,23 +127,32 @@ def verify_equal(
     Raises:
         MismatchError: naming every pair that differs.
     """
-    unequal: list[str] = []
+    unequal: list[EqualCheck] = []
     with RangeReader(identities=identities) as reader:
         for check in checks:
             left, right = (_read_whole(reader, root, side, staging_bytes) for side in (check.left, check.right))
             if left != right:
-                unequal.append(f"{check.name}: {check.left.file} and {check.right.file} differ")
+                unequal.append(check)
+    refuse_unequal(unequal, root)
+
+
+def refuse_unequal(unequal: Sequence[EqualCheck], root: Path) -> None:
+    """Say which checks failed.
+
+    Raises:
+        MismatchError: naming every pair that differs; none if there is none.
+    """
     if unequal:
         raise MismatchError(
             f"{len(unequal)} pairs of tensors that must be equal differ. No weight was changed.",
             where=str(root),
-            evidence=unequal,
+            evidence=[f"{check.name}: {check.left.file} and {check.right.file} differ" for check in unequal],
             next_step="Tied tensors were saved with different values; resume from another checkpoint.",
         )
 
 
 def _read_whole(reader: RangeReader, root: Path, part: StoredPart, staging_bytes: int) -> bytes:
-    region = _region(root, part)
+    region = region_of(root, part)
     array = np.empty(region.size, region.dtype)
     read_region(reader, region, array, staging_bytes)
     return array.tobytes()

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from paddleformers_fc.errors import FlexError, PeerError
-from paddleformers_fc.execute.channel import Channel
+from paddleformers_fc.execute.channel import Bytes, Channel
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint, open_checkpoint
@@ -322,8 +322,16 @@ def _zeros(role: str, shard: Shard) -> Array:
 class _Table:
     """Where the threads of one job lay what they exchange."""
 
-    payloads: list[bytes]
+    given: list[Any]
     barrier: threading.Barrier
+
+    def meet(self, rank: int, thing: Any) -> list[Any]:
+        """What every rank lays down, by rank."""
+        self.given[rank] = thing
+        self.barrier.wait()
+        everyone = list(self.given)
+        self.barrier.wait()
+        return everyone
 
 
 @dataclass(frozen=True)
@@ -336,15 +344,16 @@ class _ThreadChannel:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return len(self.table.payloads)
+        return len(self.table.given)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank."""
-        self.table.payloads[self.rank] = payload
-        self.table.barrier.wait()
-        everyone = list(self.table.payloads)
-        self.table.barrier.wait()
-        return everyone
+        return self.table.meet(self.rank, payload)
+
+    def pass_on(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """What some ranks have for this one."""
+        everyone = self.table.meet(self.rank, dict(outgoing))
+        return {rank: everyone[rank][self.rank] for rank in sizes}
 
 
 def together(ranks: int, work: Callable[[Channel], None]) -> None:
@@ -356,7 +365,7 @@ def together(ranks: int, work: Callable[[Channel], None]) -> None:
     Raises:
         FlexError: what a rank raised. A rank that raises anything outside an exchange ends the job for all.
     """
-    table = _Table([b""] * ranks, threading.Barrier(ranks))
+    table = _Table([None] * ranks, threading.Barrier(ranks))
     raised: list[Exception] = []
 
     def run(rank: int) -> None:

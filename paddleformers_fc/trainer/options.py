@@ -19,6 +19,9 @@ from typing import Any
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.storage.manifest import LEVELS
 
+READ_WAYS = ("each", "once")
+"""Who reads what several processes need."""
+
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SMALLEST_SHARD = 10**6
@@ -47,6 +50,13 @@ class FlexFields:
     flex_threads: int = field(
         default=4,
         metadata={"help": "Threads per process that read and verify a checkpoint, 1 to 256. Default: 4."},
+    )
+    flex_read: str = field(
+        default="each",
+        metadata={
+            "help": "Who reads what several processes need: each of them, or one of them, once, which hands it to the "
+            "others over the network (for storage that is slower than that). Default: each."
+        },
     )
     flex_timeout: int = field(
         default=1800,
@@ -131,6 +141,8 @@ def _range_faults(options: Any) -> list[str]:
         faults.append(f"flex_checkpoint: {options.flex_checkpoint!r} is neither true nor false")
     if options.flex_verify not in LEVELS:
         faults.append(f"flex_verify: {options.flex_verify!r} is none of {', '.join(LEVELS)}")
+    if options.flex_read not in READ_WAYS:
+        faults.append(f"flex_read: {options.flex_read!r} is none of {', '.join(READ_WAYS)}")
     for name, largest in (("flex_threads", _MOST_THREADS), ("flex_timeout", _LONGEST_TIMEOUT)):
         value = getattr(options, name)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:

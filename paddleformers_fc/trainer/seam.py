@@ -186,7 +186,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     progress = documents.read_progress(directory, names, channel) if continued else None
     roles = _agreed(channel, "preparing the optimizer", lambda: _roles_to_fill(trainer, checkpoint, continued))
     config = documents.model_config(trainer.model)
-    options = ReadOptions(threads=args.flex_threads)
+    options = _read_options(args)
     report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config)
     run = _run_of(trainer)
     run.resumed_from, run.progress = directory, progress
@@ -195,6 +195,10 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     loaded = CheckpointReport(checkpoint.manifest.step, directory, time.monotonic() - started, report.bytes_read)
     for reporter in _reporters(trainer):
         reporter.on_checkpoint_loaded(args, loaded)
+
+
+def _read_options(args: Any) -> ReadOptions:
+    return ReadOptions(threads=args.flex_threads, once=args.flex_read == "once")
 
 
 def _roles_to_fill(trainer: Any, checkpoint: FlexCheckpoint, continued: bool) -> state.LiveRoles:
@@ -284,7 +288,7 @@ def _load_best(trainer: Any, directory: Path) -> None:
     channel = _channel(trainer.args)
     checkpoint = open_checkpoint(directory, channel, trainer.args.flex_verify)
     roles = _agreed(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
-    options = ReadOptions(threads=trainer.args.flex_threads)
+    options = _read_options(trainer.args)
     load_checkpoint(checkpoint, roles, documents.model_config(trainer.model), channel, options)
     if trainer.args.should_log:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")

@@ -8,13 +8,15 @@ about to save.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
 import threading
+from collections.abc import Iterator, Mapping
 
 from paddleformers_fc.errors import PeerError
-from paddleformers_fc.execute.channel import Channel
+from paddleformers_fc.execute.channel import Bytes, Channel
 
 EXIT_CODE = 75
 """The exit code of a process that gave up; ``EX_TEMPFAIL``, for starting again may help."""
@@ -44,11 +46,21 @@ class WatchedChannel:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank; the process ends if they do not come in time."""
+        with self._watched():
+            return self._channel.exchange(payload)
+
+    def pass_on(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """Bytes to and from some ranks; the process ends if they do not come in time."""
+        with self._watched():
+            return self._channel.pass_on(outgoing, sizes)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
         watchman = threading.Timer(self.patience, self._give_up)
         watchman.daemon = True
         watchman.start()
         try:
-            return self._channel.exchange(payload)
+            yield
         finally:
             watchman.cancel()
 

@@ -7,13 +7,15 @@ fused layouts are made here by hand, in numpy, and share no code with what is te
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import paddle
+
+from paddleformers_fc.execute.channel import Bytes
 
 HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, GROUPS, HEAD = 16, 24, 32, 4, 2, 4
 CONFIG = {
@@ -32,19 +34,36 @@ class Hub:
     """What the channels of one job share."""
 
     size: int
-    payloads: list[bytes] = field(default_factory=list)
+    given: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.payloads = [b""] * self.size
+        self.given = [None] * self.size
         self.barrier = threading.Barrier(self.size, timeout=60)
+
+    def meet(self, rank: int, thing: Any) -> list[Any]:
+        """What every rank lays down."""
+        self.given[rank] = thing
+        self.barrier.wait()
+        everyone = list(self.given)
+        self.barrier.wait()
+        return everyone
 
 
 @dataclass
 class ThreadChannel:
-    """A rank's channel to the other threads."""
+    """A rank's channel to the other threads.
+
+    Args:
+        hub: where the ranks meet.
+        rank: this rank.
+        exchanges: how often all ranks have exchanged something.
+        largest: the most bytes that this rank sent or received at once.
+    """
 
     hub: Hub
     rank: int
+    exchanges: int = 0
+    largest: int = 0
 
     @property
     def world_size(self) -> int:
@@ -53,10 +72,20 @@ class ThreadChannel:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's payload."""
-        self.hub.payloads[self.rank] = payload
-        self.hub.barrier.wait()
-        everyone = list(self.hub.payloads)
-        self.hub.barrier.wait()
+        self.exchanges += 1
+        return [given for _, given in self._meet("exchange", payload)]
+
+    def pass_on(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """What some ranks have for this one; ranks that do not agree on it fail."""
+        everyone = [given for _, given in self._meet("pass_on", dict(outgoing))]
+        found = {rank: given[self.rank] for rank, given in enumerate(everyone) if self.rank in given}
+        assert {rank: array.size for rank, array in found.items()} == dict(sizes)
+        self.largest = max(self.largest, sum(sizes.values()), sum(array.size for array in outgoing.values()))
+        return found
+
+    def _meet(self, kind: str, thing: Any) -> list[Any]:
+        everyone = self.hub.meet(self.rank, (kind, thing))
+        assert {other for other, _ in everyone} == {kind}
         return everyone
 
 

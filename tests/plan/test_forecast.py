@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.reading import _region, _view
+from paddleformers_fc.execute.reading import item_view, region_of
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -119,7 +119,7 @@ def test_the_cost_of_an_item_is_what_reading_it_costs(data: Any) -> None:
     item = ReadItem("model_state", "w", stored, 0, target, whole(target), axes)
     with _File(np.arange(np.prod(shape), dtype=np.float32)) as path, RangeReader() as reader:
         buffer = np.zeros(int(np.prod(target)), np.float32)
-        read = read_region(reader, _region(path.parent, stored), _view(buffer, item), staging)
+        read = read_region(reader, region_of(path.parent, stored), item_view(buffer, item), staging)
     said, staged = cost_of(item, "float32", staging)
     assert said == read
     assert staged <= max(staging, 4)

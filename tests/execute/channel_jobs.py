@@ -1,0 +1,54 @@
+"""Jobs that run inside rank processes: what goes through the channel of a real job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paddleformers_fc.execute.channel import Channel
+
+
+def started() -> Channel:
+    """The channel of a job whose ranks have found each other."""
+    import paddle.distributed as dist
+
+    from paddleformers_fc.execute.channel import job_channel
+
+    dist.init_parallel_env()
+    return job_channel()
+
+
+def pass_on_in_a_ring(nbytes: int) -> list[int]:
+    """Every rank but the last gives ``nbytes`` times its number to the next; what arrived, and from whom."""
+    import numpy as np
+
+    channel = started()
+    rank, last = channel.rank, channel.world_size - 1
+    outgoing = {rank + 1: np.full(nbytes, rank + 1, np.uint8)} if rank < last else {}
+    arrived = channel.pass_on(outgoing, {rank - 1: nbytes} if rank else {})
+    return [value for source, array in arrived.items() for value in (source, array.size, *set(array.tolist()))]
+
+
+def spread_among(members: list[int], text: str) -> str:
+    """What a rank knows after the first member's text went to the others."""
+    from paddleformers_fc.execute.channel import spread
+
+    channel = started()
+    data = text.encode() if channel.rank == members[0] else b""
+    return spread(channel, data, len(text.encode()), members).decode()
+
+
+def load_once(source: str) -> list[int]:
+    """Load a checkpoint on every rank, each byte read once; bytes read and received, and whether anything is wrong."""
+    from pathlib import Path
+
+    from paddleformers_fc.execute.load import load_checkpoint, open_checkpoint
+    from paddleformers_fc.execute.reading import ReadOptions
+    from tests.execute.simulated import CONFIG, canonical, live, same_values
+
+    channel = started()
+    roles = live(canonical(), 1, channel.rank, empty=True)
+    checkpoint = open_checkpoint(Path(source), channel)
+    report = load_checkpoint(checkpoint, roles, CONFIG, channel, ReadOptions(once=True))
+    wrong = not same_values(roles, live(canonical(), 1, channel.rank))
+    return [report.bytes_read, report.bytes_received, int(wrong)]

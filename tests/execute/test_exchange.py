@@ -1,0 +1,151 @@
+"""Reading together, between threads: what several ranks want is read once, and what arrives is what is stored."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.errors import FlexError, OptionError
+from paddleformers_fc.execute.exchange import Storage, read_together
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights, open_checkpoint
+from paddleformers_fc.execute.memory import slots_of
+from paddleformers_fc.execute.reading import ReadOptions
+from paddleformers_fc.execute.save import model_rules
+from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.plan import plan_reads, resume_source
+from tests.execute.simulated import CONFIG, Roles, canonical, job, live, same_values, succeed
+from tests.execute.test_save_and_load import save
+
+ARRAYS = canonical()
+ONCE = ReadOptions(once=True)
+
+
+def loaded(directory: Path, ranks: int, tp: int, options: ReadOptions, sharded: int = 1) -> list[LoadReport]:
+    """Load into zeros on ranks of which ``tp`` differ; every bit is compared."""
+
+    def work(channel: Any) -> LoadReport:
+        roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
+        report = load_checkpoint(open_checkpoint(directory, channel), roles, CONFIG, channel, options)
+        assert same_values(live(ARRAYS, tp, channel.rank, sharded=sharded), roles)
+        return report
+
+    return succeed(ranks, work)
+
+
+@pytest.mark.parametrize("stored", [(1, 1), (2, 1), (2, 2), (1, 3)])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_replicas_read_as_many_bytes_together_as_one_of_them_alone(
+    tmp_path: Path, stored: tuple[int, int], tp: int
+) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, *stored)
+    alone = sum(report.bytes_read for report in loaded(tmp_path / "checkpoint-3", tp, tp, ReadOptions()))
+    each = loaded(tmp_path / "checkpoint-3", 3 * tp, tp, ReadOptions())
+    once = loaded(tmp_path / "checkpoint-3", 3 * tp, tp, ONCE)
+    assert sum(report.bytes_read for report in each) == 3 * alone
+    assert [report.bytes_received for report in each] == [0] * 3 * tp
+    assert sum(report.bytes_read for report in once) <= alone
+    assert sum(report.bytes_received for report in once) >= sum(report.bytes_read for report in once)
+    # Each of the replicas reads a share of it.
+    assert max(report.bytes_read for report in once) < 0.6 * alone
+
+
+@pytest.mark.parametrize("sharded", [1, 2, 3])
+def test_states_that_are_cut_over_the_ranks_arrive_beside_weights_that_are_not(tmp_path: Path, sharded: int) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 2, 2)
+    loaded(tmp_path / "checkpoint-3", sharded, 1, ONCE, sharded)
+    loaded(tmp_path / "checkpoint-3", 2 * sharded, 2, ONCE, sharded)
+
+
+def test_open_weights_are_read_once_and_cast_by_who_wants_them(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+    export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000)
+
+    def work(options: ReadOptions) -> list[LoadReport]:
+        def one(channel: Any) -> LoadReport:
+            roles = live(ARRAYS, 1, channel.rank, empty=True)["model_state"]
+            for weight in roles.values():
+                weight.local_tensor = weight.local_tensor.astype("float64")
+            report = load_weights(tmp_path / "hf", {"model_state": roles}, CONFIG, channel, options)
+            for name, weight in live(ARRAYS, 1, channel.rank)["model_state"].items():
+                assert (roles[name].local_tensor == weight.local_tensor.astype("float64")).all()
+            return report
+
+        return succeed(2, one)
+
+    each, once = work(ReadOptions()), work(ONCE)
+    assert 2 * sum(report.bytes_read for report in once) == sum(report.bytes_read for report in each)
+
+
+def test_ranks_that_read_for_themselves_say_nothing_between_the_preflight_and_the_end(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 2)
+
+    def work(channel: Any) -> tuple[int, int]:
+        checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel)
+        before = channel.exchanges
+        load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), CONFIG, channel)
+        return channel.exchanges - before, channel.largest
+
+    # The plans, the ties, the end.
+    assert succeed(2, work) == [(3, 0)] * 2
+
+
+@pytest.mark.parametrize("limit", [64, 1000, 10**6])
+def test_no_rank_sends_or_gets_more_in_a_round_than_it_may(tmp_path: Path, limit: int) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 2, 1)
+
+    def work(channel: Any) -> tuple[int, int]:
+        roles = live(ARRAYS, 1, channel.rank, empty=True)
+        checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel)
+        shards = describe_roles(roles)
+        source, _ = resume_source(checkpoint, model_rules(CONFIG, shards["model_state"]))
+        plan = plan_reads(source, shards)
+        before = channel.exchanges
+        read_together(plan, Storage(tmp_path / "checkpoint-3"), slots_of(roles), channel, ONCE, limit)
+        assert same_values(live(ARRAYS, 1, channel.rank), roles)
+        return channel.largest, channel.exchanges - before
+
+    outcomes = succeed(3, work)
+    assert len({exchanges for _, exchanges in outcomes}) == 1
+    total = sum(
+        weight.local_tensor.numpy().nbytes for names in live(ARRAYS, 1, 0).values() for weight in names.values()
+    )
+    # Two of three ranks get every byte, and a rank of them sends to two.
+    assert max(largest for largest, _ in outcomes) <= min(limit, total)
+    assert outcomes[0][1] >= 2 + 2 * total / 3 / limit
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_read_that_fails_on_one_rank_fails_on_all_with_its_error(tmp_path: Path, once: bool) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 4)
+    victim = tmp_path / "checkpoint-3/model_state/rank-00002.safetensors"
+
+    def work(channel: Any) -> None:
+        checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel)
+        if channel.rank == 0:
+            os.truncate(victim, victim.stat().st_size - 8)
+        channel.exchange(b"")
+        load_checkpoint(checkpoint, live(ARRAYS, 1, channel.rank, empty=True), CONFIG, channel, ReadOptions(once=once))
+
+    outcomes = job(4, work)
+    assert isinstance(outcomes[0], FlexError)
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    assert "model_state/rank-00002.safetensors" in str(outcomes[0])
+
+
+def test_ranks_that_do_not_read_in_the_same_way_are_refused_on_every_rank(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+
+    def work(channel: Any) -> Roles:
+        roles = live(ARRAYS, 1, channel.rank, empty=True)
+        options = ReadOptions(once=channel.rank == 1)
+        load_checkpoint(open_checkpoint(tmp_path / "checkpoint-3", channel), roles, CONFIG, channel, options)
+        return roles
+
+    first, second = job(2, work)
+    assert isinstance(first, OptionError)
+    assert str(first) == str(second)
+    assert "once: rank 1, of 2 ranks" in str(first)
