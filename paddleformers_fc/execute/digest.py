@@ -15,7 +15,7 @@ import numpy as np
 
 from paddleformers_fc.catalog import open_flex, open_huggingface
 from paddleformers_fc.errors import NotACheckpoint
-from paddleformers_fc.execute.reading import read_whole_tensor, verify_equal
+from paddleformers_fc.execute.reading import Crew, read_whole_tensor, verify_equal
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping import Mapping, TensorSpec
 from paddleformers_fc.mapping.correspondences import Made
@@ -23,7 +23,6 @@ from paddleformers_fc.mapping.stencils import identity
 from paddleformers_fc.plan import ReadItem, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
-from paddleformers_fc.storage.ranges import RangeReader
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,12 @@ def canonical_digests(directory: Path, verify: str = "size", roles: Collection[s
     items: dict[tuple[str, str], list[ReadItem]] = {}
     for item in plan.items:
         items.setdefault((item.role, item.name), []).append(item)
-    with RangeReader(identities=source.catalog.identities) as reader:
+    with Crew(identities=source.catalog.identities) as crew:
         for role, shards in layout.items():
             for name in sorted(shards, key=natural):
                 shard = shards[name]
                 found = tuple(items.get((role, name), ()))
-                array = read_whole_tensor(found, reader, directory, shard.dtype, shard.size)
+                array = read_whole_tensor(found, crew, directory, shard.dtype, shard.size)
                 md5 = hashlib.md5(array.view(np.uint8).data).hexdigest()
                 yield TensorDigest(role, name, shard.dtype, shard.global_shape, md5)
 

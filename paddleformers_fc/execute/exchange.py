@@ -16,7 +16,7 @@ ranks want them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -31,6 +31,7 @@ from paddleformers_fc.execute.channel import Bytes, Channel, agree
 from paddleformers_fc.execute.reading import (
     DEFAULT_OPTIONS,
     ArraySlot,
+    Crew,
     Key,
     ReadOptions,
     Slot,
@@ -54,12 +55,12 @@ from paddleformers_fc.plan.routes import (
 )
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.identity import Identities
-from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
-from paddleformers_fc.storage.regions import read_region
+from paddleformers_fc.storage.ranges import NO_IDENTITIES
 
 Array = np.ndarray[Any, Any]
 Unseen = Sequence[Collection[str]]
 Place = Callable[[Piece, Array], None]
+_Begun = tuple[Array, Future[int]]
 
 _DIGEST_ELEMENTS = 4 << 20
 
@@ -188,8 +189,8 @@ def go_through(
     failures: list[Exception] = []
     _attempt(failures, before)
     read = received = 0
-    with RangeReader(identities=storage.identities) as reader, ThreadPoolExecutor(options.threads) as pool:
-        source = _Source(reader, pool, storage.root, channel.rank, options.staging_bytes)
+    with Crew(options, storage.identities) as crew:
+        source = _Source(crew, storage.root, channel.rank)
         begun = [source.begin(pieces) for pieces in schedule.rounds[:1]]
         for number, pieces in enumerate(schedule.rounds):
             begun.extend(source.begin(later) for later in schedule.rounds[number + 1 : number + 2])
@@ -243,11 +244,12 @@ def _agreed_digests(wanted: Sequence[StoredPart], storage: Storage, channel: Cha
 
 def _digests(parts: Iterable[StoredPart], storage: Storage) -> list[bytes]:
     found: list[bytes] = []
-    with RangeReader(identities=storage.identities) as reader:
+    with Crew(DEFAULT_OPTIONS, storage.identities) as crew:
         for part in parts:
             state = xxhash.xxh3_128()
             for box in boxes_within(part.part, _DIGEST_ELEMENTS):
-                array, _ = _read(reader, storage.root, replace(part, part=box), DEFAULT_OPTIONS.staging_bytes)
+                array, reading = _begin(crew, storage.root, replace(part, part=box))
+                reading.result()
                 state.update(_packed(array))
             found.append(state.digest())
     return found
@@ -257,16 +259,14 @@ def _digests(parts: Iterable[StoredPart], storage: Storage) -> list[bytes]:
 class _Source:
     """Reads this rank's pieces in threads."""
 
-    reader: RangeReader
-    pool: ThreadPoolExecutor
+    crew: Crew
     root: Path
     rank: int
-    staging_bytes: int
 
-    def begin(self, pieces: Sequence[Piece]) -> dict[int, Future[tuple[Array, int]]]:
+    def begin(self, pieces: Sequence[Piece]) -> dict[int, _Begun]:
         """Start to read what this rank owns of a round; by index."""
         return {
-            index: self.pool.submit(_read, self.reader, self.root, piece.stored, self.staging_bytes)
+            index: _begin(self.crew, self.root, piece.stored)
             for index, piece in enumerate(pieces)
             if piece.move.owner == self.rank
         }
@@ -362,11 +362,11 @@ def _round(channel: Channel, pieces: Sequence[Piece], held: Mapping[int, Array])
     return found
 
 
-def _read(reader: RangeReader, root: Path, part: StoredPart, staging_bytes: int) -> tuple[Array, int]:
-    """A range as an array of its own, and the bytes that were read for it."""
+def _begin(crew: Crew, root: Path, part: StoredPart) -> _Begun:
+    """Start to read a range into an array of its own."""
     region = region_of(root, part)
     array: Array = np.empty(region.size, region.dtype)
-    return array, read_region(reader, region, array, staging_bytes)
+    return array, crew.begin(region, array)
 
 
 def _packed(array: Array) -> Bytes:
@@ -384,10 +384,10 @@ def _dtype(piece: Piece) -> np.dtype[Any]:
     return to_numpy(to_safetensors(piece.move.part.dtype))
 
 
-def _result(failures: list[Exception], one: Future[tuple[Array, int]], piece: Piece) -> tuple[Array, int]:
+def _result(failures: list[Exception], one: _Begun, piece: Piece) -> tuple[Array, int]:
     """What was read, or zeros in its place: the others wait for so many bytes."""
     try:
-        return one.result()
+        return one[0], one[1].result()
     except Exception as error:
         failures.append(error)
         return np.zeros(piece.box.shape, _dtype(piece)), 0

@@ -22,7 +22,7 @@ from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint, open_fle
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree
-from paddleformers_fc.execute.reading import read_whole_tensor
+from paddleformers_fc.execute.reading import Crew, read_whole_tensor
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.layout import Shard
@@ -43,7 +43,6 @@ from paddleformers_fc.storage.files import (
 )
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, FileReceipt
 from paddleformers_fc.storage.owner import OWNER_NAME
-from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.safetensors import SafetensorsWriter
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
@@ -182,7 +181,7 @@ def _nbytes(shard: Shard) -> int:
 
 def _write_files(staging: Path, source: Source, files: list[_FilePlan]) -> bytes:
     receipts: list[FileReceipt] = []
-    with RangeReader(identities=source.catalog.identities) as reader:
+    with Crew(identities=source.catalog.identities) as crew:
         for file in files:
             wanted = {MODEL_STATE: {shard.name: shard for shard in file.tensors}}
             plan = plan_reads(source, wanted)
@@ -194,7 +193,7 @@ def _write_files(staging: Path, source: Source, files: list[_FilePlan]) -> bytes
             with SafetensorsWriter(staging / file.name, entries, {"format": "pt"}, root=staging) as writer:
                 for shard in file.tensors:
                     array = read_whole_tensor(
-                        tuple(items.get(shard.name, ())), reader, source.catalog.root, shard.dtype, shard.size
+                        tuple(items.get(shard.name, ())), crew, source.catalog.root, shard.dtype, shard.size
                     )
                     writer.write(shard.name, array)
                 receipts.append(writer.close())

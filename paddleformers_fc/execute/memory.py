@@ -62,6 +62,13 @@ class TensorSlot:
     tensor: Any
     _staged: np.ndarray[Any, Any] | None = field(default=None, repr=False)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the array that stands in for the tensor; 0 where its own memory is filled."""
+        if self.tensor.place.is_cpu_place() and self.tensor.is_contiguous():
+            return 0
+        return math.prod(int(n) for n in self.tensor.shape) * to_numpy(to_safetensors(dtype_name(self.tensor))).itemsize
+
     def open(self) -> np.ndarray[Any, Any]:
         """The tensor's own memory, or a host array that stands in for it."""
         view = host_view(self.tensor)

@@ -1,33 +1,62 @@
 """Carrying out a plan's reads, in parallel threads, into memory that a slot provides.
 
-A :class:`Slot` is the memory of one wanted shard. On a CPU it is the tensor's own memory and nothing is copied; on an
-accelerator it is a host array that is handed over when it is full. Shards are filled independently, several at a time;
-beyond the targets, memory is bounded by ``threads`` staging buffers, and on accelerators ``threads`` host copies.
+A :class:`Slot` is the memory of one wanted shard. On a CPU it is the tensor's own memory; on an accelerator it is a
+host array that is handed over when it is full.
+
+Idea: the plan becomes a stream of *jobs*, each a few MiB and independent of all others, and threads draw from it. A
+large tensor is many jobs. Of small ones that follow one another in a file, up to a thousand are one job and one system
+call. So neither one large tensor nor very many small ones leave threads idle, and nobody waits for a tensor.
+
+Memory beyond the targets: at most ``staging_bytes`` for all threads together, or one host copy of a shard where that
+is larger. The stream is made as it is drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.mapping.boxes import Box, Shape
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.files import MOST_BUFFERS
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
-from paddleformers_fc.storage.regions import DEFAULT_STAGING_BYTES, Region, read_region
+from paddleformers_fc.storage.regions import (
+    BLOCK_BYTES,
+    DEFAULT_STAGING_BYTES,
+    HOT_BYTES,
+    MAX_OVER_READ,
+    Blocks,
+    Region,
+    Workspace,
+    blocks_of,
+    pieces_of,
+    read_region,
+)
 
 Key = tuple[str, str]
+_SMALLEST_SCRATCH = 8
+_JOBS_PER_TASK = 64
 
 
 class Slot(Protocol):
     """The memory of one wanted shard."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that stand in for the shard while it is open; 0 where it is filled in place."""
 
     def open(self) -> np.ndarray[Any, Any]:
         """A one-dimensional array of the shard's dtype and size, to be filled."""
@@ -41,17 +70,126 @@ class ReadOptions:
     """How reads are carried out.
 
     Args:
-        threads: how many shards are filled at a time.
-        staging_bytes: bound of the buffer that transposes, casts and column slices pass through, per thread.
+        threads: how many read at a time.
+        staging_bytes: bound of the memory that transposes, casts and host copies pass through, of all threads together.
+        max_over_read: bound on bytes read over bytes needed, where short runs are read with the gaps between them.
         once: whether what several ranks want is read by one of them, which hands it to the others.
     """
 
     threads: int = 4
     staging_bytes: int = DEFAULT_STAGING_BYTES
+    max_over_read: float = MAX_OVER_READ
     once: bool = False
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch memory of one thread."""
+        return max(_SMALLEST_SCRATCH, min(HOT_BYTES, self.staging_bytes // self.threads))
 
 
 DEFAULT_OPTIONS = ReadOptions()
+
+
+class Job(Protocol):
+    """A piece of work that any thread can do at any time."""
+
+    def read(self, reader: RangeReader, workspace: Workspace) -> int:
+        """Do it; bytes read from storage."""
+
+
+Task = list[Job]
+
+
+class Crew:
+    """Threads with their open files and scratch memory; a context manager that joins them and closes everything.
+
+    Args:
+        options: threads and staging.
+        identities: which files were checked; another one under a path is refused.
+    """
+
+    def __init__(self, options: ReadOptions = DEFAULT_OPTIONS, identities: Identities = NO_IDENTITIES) -> None:
+        self.options = options
+        self._reader = RangeReader(identities=identities)
+        self._pool = ThreadPoolExecutor(options.threads, "flex-read")
+        self._idle: list[Workspace] = []
+
+    def run(self, tasks: Iterator[Task]) -> int:
+        """Do all tasks, in any order; bytes read from storage.
+
+        Raises:
+            Corrupt, StorageError: of the first thread that failed. No other has begun a task after that.
+        """
+        if self.options.threads == 1:
+            return self.run_here(tasks)
+        lock, stop = threading.Lock(), threading.Event()
+
+        def draw() -> Task | None:
+            with lock:
+                return None if stop.is_set() else next(tasks, None)
+
+        def work() -> int:
+            try:
+                return self._work(draw)
+            except BaseException:
+                stop.set()
+                raise
+
+        futures = [self._pool.submit(work) for _ in range(self.options.threads)]
+        try:
+            wait(futures)
+        finally:
+            # An interrupt ends the work after the tasks that are under way, and nothing is written after this returns.
+            stop.set()
+            wait(futures)
+        return sum(future.result() for future in futures)
+
+    def run_here(self, tasks: Iterator[Task]) -> int:
+        """As :meth:`run`, in the calling thread."""
+        return self._work(lambda: next(tasks, None))
+
+    def begin(self, region: Region, out: np.ndarray[Any, Any]) -> Future[int]:
+        """Start to read a region into an array of its shape, in one thread; bytes read from storage."""
+        return self._pool.submit(self._read, region, out)
+
+    def _read(self, region: Region, out: np.ndarray[Any, Any]) -> int:
+        with self._workspace() as workspace:
+            return read_region(self._reader, region, out, workspace, self.options.max_over_read)
+
+    @contextmanager
+    def _workspace(self) -> Iterator[Workspace]:
+        """A workspace that no other thread has."""
+        try:
+            workspace = self._idle.pop()
+        except IndexError:
+            workspace = Workspace(self.options.scratch_bytes)
+        try:
+            yield workspace
+        finally:
+            self._idle.append(workspace)
+
+    def _work(self, draw: Callable[[], Task | None]) -> int:
+        total = 0
+        with self._workspace() as workspace:
+            while (task := draw()) is not None:
+                for job in task:
+                    total += job.read(self._reader, workspace)
+        return total
+
+    def close(self) -> None:
+        """Join the threads and give everything back."""
+        self._pool.shutdown()
+        for workspace in self._idle:
+            workspace.close()
+        self._reader.close()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def carry_out(
@@ -74,32 +212,197 @@ def carry_out(
     Raises:
         Corrupt, StorageError: a read failed; reading stops, threads are joined, targets hold an undefined mixture.
     """
-    grouped: dict[Key, list[ReadItem]] = {}
-    for item in plan.items:
-        grouped.setdefault((item.role, item.name), []).append(item)
-    with RangeReader(identities=identities) as reader, ThreadPoolExecutor(options.threads, "flex-read") as pool:
-        futures = [
-            pool.submit(_fill, reader, root, slots[key], items, options.staging_bytes) for key, items in grouped.items()
-        ]
-        done, pending = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in pending:
-            future.cancel()
-        return sum(future.result() for future in done)
+    with Crew(options, identities) as crew:
+        return sum(_fill(crew, root, slots, group) for group in _groups(plan.items, slots, options))
 
 
-def _fill(reader: RangeReader, root: Path, slot: Slot, items: list[ReadItem], staging_bytes: int) -> int:
-    buffer = slot.open()
-    count = sum(
-        read_region(reader, region_of(root, item.stored), item_view(buffer, item), staging_bytes) for item in items
-    )
-    slot.close()
+def _fill(crew: Crew, root: Path, slots: Mapping[Key, Slot], items: list[ReadItem]) -> int:
+    targets = _Targets(slots)
+    count = crew.run(_tasks(_jobs(items, root, targets, crew.options)))
+    targets.close()
     return count
+
+
+def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], options: ReadOptions) -> Iterator[list[ReadItem]]:
+    """Items that are read together: all that are filled in place, and of the others as many as there is room for."""
+    in_place: list[ReadItem] = []
+    staged: dict[Key, list[ReadItem]] = {}
+    sizes: dict[Key, int] = {}
+    for item in items:
+        key = (item.role, item.name)
+        size = sizes.get(key)
+        if size is None:
+            size = sizes[key] = slots[key].host_bytes
+        (staged.setdefault(key, []) if size else in_place).append(item)
+    yield in_place
+    room = options.staging_bytes - options.threads * options.scratch_bytes
+    group: list[ReadItem] = []
+    used = 0
+    for key, found in staged.items():
+        if group and used + sizes[key] > room:
+            yield group
+            group, used = [], 0
+        group.extend(found)
+        used += sizes[key]
+    if group:
+        yield group
+
+
+class _Targets:
+    """The memory of slots, opened when it is first asked for."""
+
+    def __init__(self, slots: Mapping[Key, Slot]) -> None:
+        self._slots = slots
+        self._open: dict[Key, tuple[np.ndarray[Any, Any], memoryview]] = {}
+
+    def __getitem__(self, key: Key) -> tuple[np.ndarray[Any, Any], memoryview]:
+        """A shard's array, and its bytes."""
+        found = self._open.get(key)
+        if found is None:
+            array = self._slots[key].open()
+            found = self._open[key] = array, array.view(np.uint8).data
+        return found
+
+    def close(self) -> None:
+        """All of them are full."""
+        for key in self._open:
+            self._slots[key].close()
+
+
+@dataclass(slots=True)
+class Run:
+    """Successive bytes of a file that go, unchanged, into one or more pieces of memory."""
+
+    path: Path
+    begin: int
+    end: int
+    views: list[memoryview] = field(default_factory=list)
+
+    def read(self, reader: RangeReader, workspace: Workspace) -> int:
+        """See :class:`Job`."""
+        if len(self.views) == 1:
+            reader.read_into(self.path, self.begin, self.views[0])
+        else:
+            reader.read_several(self.path, self.begin, self.views)
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some blocks of a region."""
+
+    blocks: Blocks
+    first: int
+    last: int
+
+    def read(self, reader: RangeReader, workspace: Workspace) -> int:
+        """See :class:`Job`."""
+        return self.blocks.read(self.first, self.last, reader, workspace)
+
+
+def _jobs(items: list[ReadItem], root: Path, targets: _Targets, options: ReadOptions) -> Iterator[tuple[int, Job]]:
+    """Jobs and their bytes, in the order of files: what a disk reads fastest, and what lets neighbours be joined."""
+    paths: dict[str, Path] = {}
+    run: Run | None = None
+    for item in items:
+        stored = item.stored
+        path = paths.get(stored.file)
+        if path is None:
+            path = paths[stored.file] = root / stored.file
+        array, data = targets[item.role, item.name]
+        straight = _straight(item, array.dtype)
+        if straight is None:
+            yield from _parts(path, item, array, options)
+            continue
+        begin, start, size = straight
+        for low in range(start, start + size, BLOCK_BYTES):
+            length = min(BLOCK_BYTES, start + size - low)
+            if run is None or not _goes_on(run, path, begin, length):
+                if run is not None:
+                    yield run.end - run.begin, run
+                run = Run(path, begin, begin)
+            run.views.append(data[low : low + length])
+            run.end = begin = begin + length
+    if run is not None:
+        yield run.end - run.begin, run
+
+
+def _goes_on(run: Run, path: Path, begin: int, length: int) -> bool:
+    return (
+        run.end == begin
+        and run.path is path
+        and len(run.views) < MOST_BUFFERS
+        and run.end - run.begin + length <= BLOCK_BYTES
+    )
+
+
+def _straight(item: ReadItem, dtype: np.dtype[Any]) -> tuple[int, int, int] | None:
+    """Where an item that is one run on both sides begins in its file and in its buffer, and its length, in bytes."""
+    stored = item.stored
+    if item.axes != _in_order(len(stored.shape)) or _dtype(stored.dtype) != dtype:
+        return None
+    source, target = _flat_start(stored.shape, stored.part), _flat_start(item.shape, item.part)
+    if source is None or target is None:
+        return None
+    width = dtype.itemsize
+    return stored.begin + source * width, (item.start + target) * width, stored.part.volume * width
+
+
+def _flat_start(shape: Shape, part: Box) -> int | None:
+    """The index of a box's first element in a row-major tensor, or None where the box is not one run."""
+    if part.hi == shape and not any(part.lo):
+        return 0
+    start, inside = 0, False
+    for length, low, high in zip(shape, part.lo, part.hi, strict=True):
+        if inside and high - low != length:
+            return None
+        inside = inside or high - low > 1
+        start = start * length + low
+    return start
+
+
+@lru_cache
+def _in_order(count: int) -> tuple[int, ...]:
+    return tuple(range(count))
+
+
+@lru_cache
+def _dtype(name: str) -> np.dtype[Any]:
+    return to_numpy(to_safetensors(name))
+
+
+def _parts(path: Path, item: ReadItem, array: np.ndarray[Any, Any], options: ReadOptions) -> Iterator[tuple[int, Part]]:
+    region = _region(path, item.stored)
+    blocks = blocks_of(region, item_view(array, item), options.scratch_bytes, options.max_over_read)
+    if blocks is None:
+        return
+    step = max(1, BLOCK_BYTES // blocks.block_bytes)
+    for first in range(0, blocks.count, step):
+        last = min(first + step, blocks.count)
+        yield (last - first) * blocks.block_bytes, Part(blocks, first, last)
+
+
+def _tasks(jobs: Iterator[tuple[int, Job]]) -> Iterator[Task]:
+    """Jobs in portions that are worth drawing."""
+    task: Task = []
+    size = 0
+    for length, job in jobs:
+        if task and (size + length > BLOCK_BYTES or len(task) == _JOBS_PER_TASK):
+            yield task
+            task, size = [], 0
+        task.append(job)
+        size += length
+    if task:
+        yield task
 
 
 def region_of(root: Path, stored: StoredPart) -> Region:
     """A stored part as a region of its file."""
-    dtype = to_numpy(to_safetensors(stored.dtype))
-    return Region(root / stored.file, stored.begin, stored.shape, stored.part.lo, stored.part.shape, dtype)
+    return _region(root / stored.file, stored)
+
+
+def _region(path: Path, stored: StoredPart) -> Region:
+    return Region(path, stored.begin, stored.shape, stored.part.lo, stored.part.shape, _dtype(stored.dtype))
 
 
 def item_view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, Any]:
@@ -119,21 +422,25 @@ def item_view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, A
 def verify_equal(
     checks: tuple[EqualCheck, ...],
     root: Path,
-    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    options: ReadOptions = DEFAULT_OPTIONS,
     identities: Identities = NO_IDENTITIES,
 ) -> None:
-    """Read both sides of every check and compare their bits.
+    """Read both sides of every check, piece by piece, and compare their bits.
 
+    Args:
+        checks: what must be equal.
+        root: the directory that files are relative to.
+        options: threads and staging.
+        identities: which files were checked; another one under a path is refused.
     Raises:
         MismatchError: naming every pair that differs.
     """
-    unequal: list[EqualCheck] = []
-    with RangeReader(identities=identities) as reader:
-        for check in checks:
-            left, right = (_read_whole(reader, root, side, staging_bytes) for side in (check.left, check.right))
-            if left != right:
-                unequal.append(check)
-    refuse_unequal(unequal, root)
+    if not checks:
+        return
+    differing: set[int] = set()
+    with Crew(options, identities) as crew:
+        crew.run(_tasks(_comparisons(checks, root, crew.options.scratch_bytes, differing)))
+    refuse_unequal([checks[number] for number in sorted(differing)], root)
 
 
 def refuse_unequal(unequal: Sequence[EqualCheck], root: Path) -> None:
@@ -151,11 +458,34 @@ def refuse_unequal(unequal: Sequence[EqualCheck], root: Path) -> None:
         )
 
 
-def _read_whole(reader: RangeReader, root: Path, part: StoredPart, staging_bytes: int) -> bytes:
-    region = region_of(root, part)
-    array = np.empty(region.size, region.dtype)
-    read_region(reader, region, array, staging_bytes)
-    return array.tobytes()
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two regions of one shape that must hold the same bits; the number of a pair that does not is noted."""
+
+    number: int
+    left: Region
+    right: Region
+    differing: set[int]
+
+    def read(self, reader: RangeReader, workspace: Workspace) -> int:
+        """See :class:`Job`."""
+        total, sides = 0, []
+        for region in (self.left, self.right):
+            sides.append(np.empty(region.size, region.dtype))
+            total += read_region(reader, region, sides[-1], workspace)
+        if sides[0].tobytes() != sides[1].tobytes():
+            self.differing.add(self.number)
+        return total
+
+
+def _comparisons(
+    checks: tuple[EqualCheck, ...], root: Path, piece_bytes: int, differing: set[int]
+) -> Iterator[tuple[int, Job]]:
+    for number, check in enumerate(checks):
+        left, right = region_of(root, check.left), region_of(root, check.right)
+        pieces = zip(pieces_of(left, piece_bytes), pieces_of(right, piece_bytes), strict=True)
+        for one, other in pieces:
+            yield 2 * piece_bytes, Comparison(number, one, other, differing)
 
 
 @dataclass
@@ -167,6 +497,7 @@ class ArraySlot:
     """
 
     array: np.ndarray[Any, Any]
+    host_bytes: int = 0
 
     def open(self) -> np.ndarray[Any, Any]:
         """The array."""
@@ -177,17 +508,22 @@ class ArraySlot:
 
 
 def read_whole_tensor(
-    plan_items: tuple[ReadItem, ...], reader: RangeReader, root: Path, dtype: str, size: int
+    plan_items: tuple[ReadItem, ...], crew: Crew, root: Path, dtype: str, size: int
 ) -> np.ndarray[Any, Any]:
     """One wanted tensor as a flat array of its own, for export and digests.
 
     Args:
         plan_items: the items of this tensor.
-        reader: where bytes come from.
+        crew: who reads; all its threads do if the tensor is large.
         root: the catalog's directory.
         dtype: element type by its numpy name.
         size: number of elements.
     """
-    array = np.empty(size, to_numpy(to_safetensors(dtype)))
-    _fill(reader, root, ArraySlot(array), list(plan_items), DEFAULT_STAGING_BYTES)
+    array = np.empty(size, _dtype(dtype))
+    if plan_items:
+        items = list(plan_items)
+        targets = _Targets({(items[0].role, items[0].name): ArraySlot(array)})
+        tasks = _tasks(_jobs(items, root, targets, crew.options))
+        # Threads are not worth waking for less than a task.
+        crew.run_here(tasks) if array.nbytes <= BLOCK_BYTES else crew.run(tasks)
     return array

@@ -18,16 +18,15 @@ import msgspec
 from paddleformers_fc.catalog.stored import StoredTensor
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.plan.build import Source, plan_reads
 from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.report import Report, natural
 from paddleformers_fc.plan.simulate import SimulatedModel, states_of
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
-from paddleformers_fc.storage.regions import DEFAULT_STAGING_BYTES, MAX_OVER_READ
+from paddleformers_fc.storage.regions import HOT_BYTES, MAX_OVER_READ, bytes_read, row_major, span_of, walk_of
 
 THREADS = 4
-"""How many shards a load fills at a time, unless it is told otherwise."""
+"""How many threads of a load read at a time, unless it is told otherwise."""
 
 
 class RankForecast(msgspec.Struct, frozen=True):
@@ -38,7 +37,7 @@ class RankForecast(msgspec.Struct, frozen=True):
         bytes: of the weights and states that it holds.
         read: bytes it reads from storage.
         items: read items of its plan.
-        peak: bytes of what it holds and of the staging buffers that its reads need at a time.
+        peak: bytes of what it holds and of the scratch memory that its reads need at a time.
     """
 
     rank: int
@@ -86,7 +85,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes held and read, read items, and the largest staging buffer of some shards."""
+    """Bytes held and read, read items, and the largest scratch memory of some shards."""
 
     held: int = 0
     read: int = 0
@@ -222,59 +221,20 @@ def _form(tensor: StoredTensor | None) -> object:
     return tensor and (tensor.dtype, tensor.shape, tuple(fragment.box for fragment in tensor.fragments))
 
 
-def cost_of(item: ReadItem, dtype: str, staging_bytes: int = DEFAULT_STAGING_BYTES) -> tuple[int, int]:
-    """Bytes read from storage for one item, and bytes of the staging buffer that it needs.
+def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
+    """Bytes read from storage for one item, and bytes of the scratch memory that it needs, with default options.
 
     Args:
         item: the item.
         dtype: element type of the wanted shard.
-        staging_bytes: bound of a staging buffer.
     """
-    width = item_size(to_safetensors(item.stored.dtype))
-    size = item.stored.part.shape
-    read, staging = _read(item.stored.shape, size, width, staging_bytes)
-    straight = item.stored.dtype == dtype and item.axes == tuple(range(len(size))) and _is_run(item.shape, size)
-    return read, 0 if straight and read == item.stored.part.volume * width and _is_run(
-        item.stored.shape, size
-    ) else staging
-
-
-def _is_run(shape: Shape, size: Shape) -> bool:
-    """Whether a box of this size is one run of elements in a row-major tensor of this shape."""
-    below = False
-    for length, whole in zip(size, shape, strict=True):
-        if below and length != whole:
-            return False
-        below = below or length > 1
-    return True
-
-
-def _read(shape: Shape, size: Shape, width: int, staging_bytes: int) -> tuple[int, int]:
-    """Bytes read and staged, as :func:`~paddleformers_fc.storage.regions.read_region` does it."""
-    strides = [width] * len(shape)
-    for axis in range(len(shape) - 1, 0, -1):
-        strides[axis - 1] = strides[axis] * shape[axis]
-    return _spans(tuple(size), tuple(strides), width, staging_bytes)
-
-
-def _spans(size: Shape, strides: Shape, width: int, staging_bytes: int) -> tuple[int, int]:
-    needed = span = width
-    for length, stride in zip(size, strides, strict=True):
-        needed *= length
-        span += (length - 1) * stride
-    if not needed:
-        return 0, 0
-    if span <= staging_bytes and span <= needed * MAX_OVER_READ:
-        return span, span
-    axis = next(index for index, length in enumerate(size) if length > 1)
-    row = width + sum((n - 1) * s for n, s in zip(size[axis + 1 :], strides[axis + 1 :], strict=True))
-    rows = 1
-    if strides[axis] <= row * MAX_OVER_READ:
-        rows = max(1, (staging_bytes - row) // strides[axis] + 1)
-    rows = min(rows, max(1, size[axis] // 2))
-    times, rest = divmod(size[axis], rows)
-    read, staging = _spans((*size[:axis], rows, *size[axis + 1 :]), strides, width, staging_bytes)
-    if not rest:
-        return times * read, staging
-    last, also = _spans((*size[:axis], rest, *size[axis + 1 :]), strides, width, staging_bytes)
-    return times * read + last, max(staging, also)
+    stored = item.stored
+    size = stored.part.shape
+    widths = item_size(to_safetensors(stored.dtype)), item_size(to_safetensors(dtype))
+    wanted = row_major(item.shape, widths[1])
+    # A stored axis that no wanted axis reads has length one, and its stride means nothing.
+    targets = {axis: wanted[index] for index, axis in enumerate(item.axes)}
+    walk = walk_of(size, row_major(stored.shape, widths[0]), tuple(targets.get(i, 0) for i in range(len(size))), widths)
+    straight = stored.dtype == dtype and walk.targets[-1] == widths[1] and span_of(walk, HOT_BYTES, MAX_OVER_READ) == 1
+    read = bytes_read(walk, widths[0])
+    return read, 0 if straight else min(HOT_BYTES, read)

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.storage.files import OpenFile, open_regular, read_into
+from paddleformers_fc.storage.files import OpenFile, open_regular, read_into, read_several
 from paddleformers_fc.storage.identity import Identities, refuse_replaced
+from paddleformers_fc.storage.scatter import Rows, Scatter
 
 NO_IDENTITIES: Identities = MappingProxyType({})
 """For files that nobody has checked."""
@@ -70,6 +72,31 @@ class RangeReader:
         file = self._acquire(path)
         try:
             read_into(file, offset, buffer)
+        finally:
+            self._release(path)
+
+    def read_several(self, path: Path, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill several flat buffers with successive bytes; see :func:`~paddleformers_fc.storage.files.read_several`."""
+        file = self._acquire(path)
+        try:
+            read_several(file, offset, views)
+        finally:
+            self._release(path)
+
+    def read_rows(self, path: Path, rows: Rows, scatter: Scatter) -> None:
+        """Fill memory with many short ranges of one file.
+
+        Args:
+            path: the file.
+            rows: the ranges, and where each goes.
+            scatter: of the calling thread.
+
+        Raises:
+            Corrupt, FormatError, StorageError: as :meth:`read_into`.
+        """
+        file = self._acquire(path)
+        try:
+            scatter.read(file, rows)
         finally:
             self._release(path)
 

@@ -1,24 +1,56 @@
 """Reading a box out of a stored, row-major box, straight into any strided array.
 
-Where the box is one run of bytes and the target is contiguous and of the same dtype, the bytes go from the file into
-the target with no copy. Otherwise they pass through a staging buffer of bounded size and one strided assignment, which
-also transposes and casts. A box that is many short runs (columns) is read as one span when the span is at most
-``max_over_read`` times the bytes needed, and run by run when it is not.
+A region and its target are reduced to the axes that matter: what is one run of bytes on both sides is one axis. Then
+the region is cut into *blocks*, and there are three ways to read one:
+
+- **Direct**: runs of bytes that are the same in the target. They go from the file into the target, one by one or many
+  in a system call (:mod:`.scatter`), with no copy and not a byte too many: same layouts, rows, and column slices.
+- **Gathered**: transposes, casts, and interleavings finer than a run. The runs of a block are gathered in a small
+  scratch memory and go on to the target in one strided copy. The scratch memory is reused, and so small that it stays
+  in the cache of the processor: a fresh one of many MiB costs more in page faults than the copy itself. A block of a
+  transpose is as long as the target's runs need (``STRIPE`` elements) and as wide as the file's runs need
+  (``RUN_BYTES``), and its rows lie an odd number of cache lines apart, because rows at a power of two would push one
+  another out of the cache.
+- **Spanned**: runs shorter than ``SHORT_RUN`` that lie close together. They are read with the gaps between them, as
+  long as that is at most ``max_over_read`` times the bytes needed, and picked out.
+
+Blocks are independent, so that many threads can read one large region. Memory is one scratch memory per thread, of
+the size that the caller chose; what is read does not depend on that size, nor on how blocks are dealt to threads.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from operator import add
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
 import numpy as np
 
+from paddleformers_fc.errors import FormatError
+from paddleformers_fc.storage.casts import copy_cast
+from paddleformers_fc.storage.files import MOST_BUFFERS
 from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.scatter import Rows, Scatter
 
 DEFAULT_STAGING_BYTES = 64 << 20
+"""Bound of the scratch memory of all threads together."""
+HOT_BYTES = 128 * (8192 + 64)
+"""Scratch memory of one thread at most; more would leave the processor's cache."""
+BLOCK_BYTES = 8 << 20
+"""Bytes of a direct block at most: enough to make a system call cheap, few enough to share a tensor among threads."""
 MAX_OVER_READ = 2.0
+SHORT_RUN = 1024
+RUN_BYTES = 8192
+STRIPE = 128
+_MOST_ROWS = 4096
+_LINE = 64
+
+Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,69 +74,400 @@ class Region:
     dtype: np.dtype[Any]
 
 
-def read_region(
-    reader: RangeReader, region: Region, out: np.ndarray[Any, Any], staging_bytes: int = DEFAULT_STAGING_BYTES
-) -> int:
-    """Read a region into an array of the same shape; a different dtype is cast as numpy casts.
+class Workspace:
+    """What one thread needs to read regions; a context manager that gives it back.
 
     Args:
-        reader: where bytes come from.
-        region: what to read.
-        out: array of shape ``region.size``, with any strides.
-        staging_bytes: upper bound of the buffer that non-contiguous reads pass through.
-    Returns:
-        bytes read from storage.
-    Raises:
-        Corrupt: the file ends before the region does.
-        StorageError: the operating system refused the read.
+        scratch_bytes: size of the scratch memory; at least one element of what is read.
     """
-    if 0 in region.size:
-        return 0
-    strides = _strides(region.shape, region.dtype.itemsize)
-    begin = region.begin + sum(low * stride for low, stride in zip(region.lo, strides, strict=True))
-    return _read(reader, region, begin, strides, region.size, out, staging_bytes)
+
+    def __init__(self, scratch_bytes: int = HOT_BYTES) -> None:
+        self.scratch_bytes = scratch_bytes
+        self.scatter = Scatter()
+        self._memory: np.ndarray[Any, Any] | None = None
+
+    @property
+    def memory(self) -> np.ndarray[Any, Any]:
+        """The scratch memory, made when it is first needed."""
+        if self._memory is None:
+            self._memory = np.empty(self.scratch_bytes, np.uint8)
+        return self._memory
+
+    def close(self) -> None:
+        """Give memory and system resources back; harmless when repeated."""
+        self._memory = None
+        self.scatter.close()
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-def _read(
-    reader: RangeReader,
-    region: Region,
-    begin: int,
-    strides: tuple[int, ...],
-    size: tuple[int, ...],
-    out: np.ndarray[Any, Any],
-    staging_bytes: int,
-) -> int:
-    width = region.dtype.itemsize
-    needed = math.prod(size) * width
-    span = sum((n - 1) * stride for n, stride in zip(size, strides, strict=True)) + width
-    if span == needed and out.dtype == region.dtype and out.flags.c_contiguous:
-        reader.read_into(region.path, begin, out.reshape(-1).view(np.uint8))
-        return needed
-    if span <= staging_bytes and span <= needed * MAX_OVER_READ:
-        staged = np.empty(span, np.uint8)
-        reader.read_into(region.path, begin, staged)
-        view: np.ndarray[Any, Any] = np.ndarray(size, region.dtype, buffer=staged, strides=strides)
-        np.copyto(out, view, casting="unsafe")
-        return span
-    axis = next(index for index, length in enumerate(size) if length > 1)
-    row_span = sum((n - 1) * s for n, s in zip(size[axis + 1 :], strides[axis + 1 :], strict=True)) + width
-    rows = 1
-    if strides[axis] * 1.0 <= row_span * MAX_OVER_READ:
-        rows = max(1, (staging_bytes - row_span) // strides[axis] + 1)
-    rows = min(rows, max(1, size[axis] // 2))
-    total = 0
-    for low in range(0, size[axis], rows):
-        count = min(rows, size[axis] - low)
-        part = (*size[:axis], count, *size[axis + 1 :])
-        slot = out[(slice(None),) * axis + (slice(low, low + count),)]
-        total += _read(reader, region, begin + low * strides[axis], strides, part, slot, staging_bytes)
-    return total
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The axes of a region that matter, in the order of the file, with byte strides in the file and in the target."""
+
+    sizes: Sizes
+    sources: Sizes
+    targets: Sizes
+
+    @property
+    def run(self) -> tuple[int, int]:
+        """How many of the last axes are one run of bytes in the file, and the length of that run in bytes."""
+        return _run(self.sizes, self.sources)
 
 
-def _strides(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
+def walk_of(size: Sizes, sources: Sizes, targets: Sizes, widths: tuple[int, int]) -> Walk:
+    """Leave out axes of length one, and join neighbours that continue each other on both sides.
+
+    Args:
+        size: lengths of the region, in elements, none of them zero.
+        sources: byte strides in the file.
+        targets: byte strides in the target.
+        widths: bytes of an element in the file and in the target.
+    """
+    axes: list[tuple[int, int, int]] = []
+    for length, source, target in zip(size, sources, targets, strict=True):
+        if length == 1:
+            continue
+        if axes and axes[-1][1:] == (length * source, length * target):
+            axes[-1] = (axes[-1][0] * length, source, target)
+        else:
+            axes.append((length, source, target))
+    # The last axis is always there for runs to be counted on, if only with one element.
+    if not axes or axes[-1][1] != widths[0]:
+        axes.append((1, *widths))
+    return Walk(*zip(*axes, strict=True))
+
+
+def row_major(shape: Sizes, width: int) -> Sizes:
+    """Byte strides of a row-major box with elements of ``width`` bytes."""
     strides: list[int] = []
     step = width
     for length in reversed(shape):
         strides.append(step)
         step *= length
     return tuple(reversed(strides))
+
+
+def span_of(walk: Walk, scratch_bytes: int, max_over_read: float) -> int:
+    """How many short runs are read as one span, with the gaps between them; 1 where every run is read by itself."""
+    axes, run = walk.run
+    if axes == len(walk.sizes) or run >= SHORT_RUN:
+        return 1
+    stride = walk.sources[-axes - 1]
+    if stride > run * max_over_read:
+        return 1
+    return min(walk.sizes[-axes - 1], max(1, (scratch_bytes - run) // stride + 1))
+
+
+def bytes_read(walk: Walk, width: int, scratch_bytes: int = HOT_BYTES, max_over_read: float = MAX_OVER_READ) -> int:
+    """Bytes that reading a region takes from storage.
+
+    Args:
+        walk: the region's axes.
+        width: bytes of a stored element.
+        scratch_bytes: scratch memory of one thread.
+        max_over_read: bound on bytes read over bytes needed.
+    """
+    count = span_of(walk, scratch_bytes, max_over_read)
+    if count == 1:
+        return math.prod(walk.sizes) * width
+    axes, run = walk.run
+    stride, size = walk.sources[-axes - 1], walk.sizes[-axes - 1]
+    gaps = size - -(-size // count)
+    return math.prod(walk.sizes[: -axes - 1]) * (size * run + gaps * (stride - run))
+
+
+class Blocks(Protocol):
+    """A region cut into blocks that can be read in any order, by any thread."""
+
+    @property
+    def count(self) -> int:
+        """How many blocks."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that the largest of them brings into the target, in the file's elements."""
+
+    def read(self, first: int, last: int, reader: RangeReader, workspace: Workspace) -> int:
+        """Read the blocks ``first <= number < last``; bytes read from storage.
+
+        Raises:
+            Corrupt, StorageError: a read failed.
+        """
+
+
+def blocks_of(
+    region: Region,
+    out: np.ndarray[Any, Any],
+    scratch_bytes: int = HOT_BYTES,
+    max_over_read: float = MAX_OVER_READ,
+) -> Blocks | None:
+    """Cut a region and its target into blocks; None where it has no element.
+
+    Args:
+        region: what to read.
+        out: writable array of shape ``region.size``, with any strides; another dtype is cast to as numpy casts.
+        scratch_bytes: scratch memory of the threads that will read.
+        max_over_read: bound on bytes read over bytes needed, where short runs are read with the gaps between them.
+
+    Raises:
+        FormatError: the target has another shape, or is read-only.
+    """
+    if out.shape != region.size or not out.flags.writeable:
+        raise FormatError(
+            f"An array of shape {out.shape} cannot take a region of shape {region.size}.", where=str(region.path)
+        )
+    if 0 in region.size:
+        return None
+    width = region.dtype.itemsize
+    strides = row_major(region.shape, width)
+    begin = region.begin + sum(low * stride for low, stride in zip(region.lo, strides, strict=True))
+    walk = walk_of(region.size, strides, out.strides, (width, out.dtype.itemsize))
+    # As plain bits: numpy copies them fast, and knows their type everywhere.
+    target = np.lib.stride_tricks.as_strided(out.view(f"u{out.itemsize}"), walk.sizes, walk.targets)
+    dtype = region.dtype
+    if out.dtype == dtype:
+        dtype = target.dtype
+    else:
+        target = target.view(out.dtype)
+    spans = span_of(walk, scratch_bytes, max_over_read)
+    if spans > 1:
+        axes, _ = walk.run
+        outer = (1,) * (len(walk.sizes) - axes - 1)
+        return Spanned(region.path, begin, walk, (*outer, spans, *walk.sizes[-axes:]), target, dtype)
+    if target.dtype == dtype and walk.targets[-1] == width:
+        block = _grown(walk.sizes, (1,) * len(walk.sizes), BLOCK_BYTES // width)
+        return Direct(region.path, begin, walk, block, target, dtype)
+    # Numbers of 8 bits are cast through an index of 8 bytes each.
+    room = scratch_bytes if width > 1 or target.dtype == dtype else scratch_bytes // 16
+    return Gathered(region.path, begin, walk, _gathered_block(walk, width, room), target, dtype, room)
+
+
+def read_region(
+    reader: RangeReader,
+    region: Region,
+    out: np.ndarray[Any, Any],
+    workspace: Workspace,
+    max_over_read: float = MAX_OVER_READ,
+) -> int:
+    """Read a whole region in the calling thread; see :func:`blocks_of` for the arguments.
+
+    Returns:
+        bytes read from storage.
+    Raises:
+        Corrupt: the file ends before the region does.
+        StorageError: the operating system refused the read.
+    """
+    blocks = blocks_of(region, out, workspace.scratch_bytes, max_over_read)
+    return 0 if blocks is None else blocks.read(0, blocks.count, reader, workspace)
+
+
+def pieces_of(region: Region, piece_bytes: int) -> Iterator[Region]:
+    """A region as smaller ones of at most so many bytes, or of one element, in row-major order.
+
+    Two regions of one size and element type are cut alike, wherever they lie.
+    """
+    if 0 in region.size:
+        return
+    piece = _grown(region.size, (1,) * len(region.size), max(1, piece_bytes // region.dtype.itemsize))
+    for lows in itertools.product(*(range(0, n, step) for n, step in zip(region.size, piece, strict=True))):
+        size = tuple(min(step, n - low) for low, step, n in zip(lows, piece, region.size, strict=True))
+        yield replace(region, lo=tuple(map(add, region.lo, lows)), size=size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A region cut along its axes.
+
+    Args:
+        path: the file.
+        begin: byte offset of the region's first element.
+        walk: its axes.
+        block: lengths of a block; the last one along an axis may be shorter.
+        target: what it goes into, with the axes of the walk.
+        dtype: element type in the file.
+    """
+
+    path: Path
+    begin: int
+    walk: Walk
+    block: Sizes
+    target: np.ndarray[Any, Any]
+    dtype: np.dtype[Any]
+
+    @property
+    def count(self) -> int:
+        """How many blocks."""
+        return math.prod(-(-size // length) for size, length in zip(self.walk.sizes, self.block, strict=True))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return math.prod(self.block) * self.dtype.itemsize
+
+    def _blocks(self, first: int, last: int) -> Iterator[tuple[int, Sizes, np.ndarray[Any, Any]]]:
+        """Of each block its offset in the file, its lengths and its target."""
+        counts = [-(-size // length) for size, length in zip(self.walk.sizes, self.block, strict=True)]
+        for number in range(first, last):
+            lows = []
+            for count, length in zip(reversed(counts), reversed(self.block), strict=True):
+                number, index = divmod(number, count)
+                lows.append(index * length)
+            lows.reverse()
+            offset = self.begin + sum(low * stride for low, stride in zip(lows, self.walk.sources, strict=True))
+            target = self.target[tuple(slice(low, low + n) for low, n in zip(lows, self.block, strict=True))]
+            yield offset, target.shape, target
+
+
+@dataclass(frozen=True, slots=True)
+class Direct(_Cut):
+    """Runs that are the same in the target."""
+
+    def read(self, first: int, last: int, reader: RangeReader, workspace: Workspace) -> int:
+        """See :class:`Blocks`."""
+        total = 0
+        for offset, size, target in self._blocks(first, last):
+            total += target.nbytes
+            if target.size == size[-1]:
+                reader.read_into(self.path, offset, target)
+                continue
+            outer = slice(0, len(size) - 1)
+            rows = Rows(
+                _places(offset, size[outer], self.walk.sources[outer]),
+                _places(target.ctypes.data, size[outer], self.walk.targets[outer]),
+                size[-1] * self.dtype.itemsize,
+            )
+            reader.read_rows(self.path, rows, workspace.scatter)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered(_Cut):
+    """Runs that are gathered in scratch memory, and from there transposed, cast or dealt out.
+
+    Args:
+        room: bytes of the scratch memory that may be used.
+    """
+
+    room: int
+
+    def read(self, first: int, last: int, reader: RangeReader, workspace: Workspace) -> int:
+        """See :class:`Blocks`."""
+        total = 0
+        for offset, size, target in self._blocks(first, last):
+            source = self._fetched(offset, size, reader, workspace)
+            copy_cast(target, source)
+            total += source.size * source.itemsize
+        return total
+
+    def _fetched(self, offset: int, size: Sizes, reader: RangeReader, workspace: Workspace) -> np.ndarray[Any, Any]:
+        """The block in scratch memory."""
+        width, memory = self.dtype.itemsize, workspace.memory
+        axes, run = _run(size, self.walk.sources)
+        row = size[-1] * width
+        pitch = _pitch(self.walk, row, self.room)
+        rows = math.prod(size[:-1])
+        if pitch != row and rows > 1:
+            places = memory[: rows * pitch].reshape(rows, pitch)[:, :row]
+            if run == rows * row:
+                _read_lines(reader, self.path, offset, places)
+            else:
+                self._read_rows(offset, size[:-1], places.ctypes.data, pitch, row, reader, workspace)
+            return np.ndarray(size, self.dtype, memory, strides=(*row_major(size[:-1], pitch), width))
+        if run == rows * row:
+            reader.read_into(self.path, offset, memory[:run])
+        else:
+            self._read_rows(offset, size[: len(size) - axes], memory.ctypes.data, run, run, reader, workspace)
+        return np.ndarray(size, self.dtype, memory)
+
+    def _read_rows(
+        self, offset: int, size: Sizes, address: int, pitch: int, length: int, reader: RangeReader, workspace: Workspace
+    ) -> None:
+        offsets = _places(offset, size, self.walk.sources[: len(size)])
+        rows = Rows(offsets, address + pitch * np.arange(len(offsets)), length)
+        reader.read_rows(self.path, rows, workspace.scatter)
+
+
+@dataclass(frozen=True, slots=True)
+class Spanned(_Cut):
+    """Short runs that are read with the gaps between them."""
+
+    def read(self, first: int, last: int, reader: RangeReader, workspace: Workspace) -> int:
+        """See :class:`Blocks`."""
+        total = 0
+        for offset, size, target in self._blocks(first, last):
+            strides = self.walk.sources
+            span = sum((n - 1) * s for n, s in zip(size, strides, strict=True)) + self.dtype.itemsize
+            reader.read_into(self.path, offset, workspace.memory[:span])
+            copy_cast(target, np.ndarray(size, self.dtype, workspace.memory, strides=strides))
+            total += span
+        return total
+
+
+def _run(size: Sizes, strides: Sizes) -> tuple[int, int]:
+    """How many of the last axes are one run of bytes, and its length; an axis of length one is part of any run."""
+    length, axes = strides[-1], 0
+    for count, stride in zip(reversed(size), reversed(strides), strict=True):
+        if count > 1 and stride != length:
+            break
+        length, axes = length * count, axes + 1
+    return axes, length
+
+
+def _places(first: int, size: Sizes, strides: Sizes) -> np.ndarray[Any, Any]:
+    """The byte positions of all rows of a block, in order."""
+    places = np.array([first], np.int64)
+    for length, stride in zip(size, strides, strict=True):
+        places = (places[:, None] + np.arange(length, dtype=np.int64) * stride).ravel()
+    return places
+
+
+def _read_lines(reader: RangeReader, path: Path, offset: int, lines: np.ndarray[Any, Any]) -> None:
+    """Fill the lines of an array, which lie apart, with bytes that do not."""
+    for low in range(0, len(lines), MOST_BUFFERS):
+        some = lines[low : low + MOST_BUFFERS]
+        reader.read_several(path, offset + low * lines.shape[1], [line.data for line in some])
+
+
+def _is_transposing(walk: Walk) -> bool:
+    return min(walk.targets) < walk.targets[-1]
+
+
+def _pitch(walk: Walk, row: int, scratch_bytes: int) -> int:
+    """Bytes from one row of a block to the next: an odd number of cache lines where columns are read."""
+    padded = (-(-row // _LINE) | 1) * _LINE
+    return padded if _is_transposing(walk) and padded * _LINE <= scratch_bytes else row
+
+
+def _gathered_block(walk: Walk, width: int, scratch_bytes: int) -> Sizes:
+    ones, last = (1,) * len(walk.sizes), len(walk.sizes) - 1
+    if not _is_transposing(walk):
+        return _grown(walk.sizes, ones, scratch_bytes // width)
+    fast = min(range(last), key=walk.targets.__getitem__)
+    row = _even(walk.sizes[-1], max(1, min(RUN_BYTES, scratch_bytes) // width))
+    rows = max(1, scratch_bytes // _pitch(walk, row * width, scratch_bytes))
+    stripe = _even(walk.sizes[fast], min(STRIPE, rows))
+    block = tuple(row if axis == last else stripe if axis == fast else 1 for axis in range(len(ones)))
+    return (*_grown(walk.sizes[:-1], block[:-1], rows), row)
+
+
+def _grown(sizes: Sizes, block: Sizes, room: int) -> Sizes:
+    """A block made as long as ``room`` elements allow, the last axis first, in few enough rows."""
+    grown = list(block)
+    for axis in reversed(range(len(sizes))):
+        others = max(1, math.prod(grown) // grown[axis])
+        rows = max(1, others // grown[-1]) if axis < len(sizes) - 1 else 1
+        most = min(room // others, _MOST_ROWS // rows if axis < len(sizes) - 1 else room)
+        grown[axis] = max(grown[axis], _even(sizes[axis], most))
+    return tuple(grown)
+
+
+def _even(size: int, most: int) -> int:
+    """The length of parts, ``most`` at most, that divide an axis with no small part left over."""
+    return -(-size // -(-size // max(1, most)))

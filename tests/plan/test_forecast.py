@@ -24,7 +24,7 @@ from paddleformers_fc.plan.forecast import THREADS, CastFacts, cost_of, forecast
 from paddleformers_fc.plan.items import ReadItem, StoredPart
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.storage.regions import read_region
+from paddleformers_fc.storage.regions import HOT_BYTES, Workspace, read_region
 from tests.plan.stored import checkpoint_of
 
 MOE = {
@@ -112,17 +112,16 @@ def test_the_cost_of_an_item_is_what_reading_it_costs(data: Any) -> None:
     lo = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
     hi = tuple(data.draw(st.integers(low + 1, length)) for low, length in zip(lo, shape, strict=True))
     axes = tuple(data.draw(st.permutations(range(len(shape)))))
-    staging = data.draw(st.sampled_from([4, 16, 64, 1 << 20]))
     part = Box(lo, hi)
     target = tuple(part.shape[axis] for axis in axes)
     stored = StoredPart("file", 0, shape, part, "float32")
     item = ReadItem("model_state", "w", stored, 0, target, whole(target), axes)
-    with _File(np.arange(np.prod(shape), dtype=np.float32)) as path, RangeReader() as reader:
+    with _File(np.arange(np.prod(shape), dtype=np.float32)) as path, RangeReader() as reader, Workspace() as workspace:
         buffer = np.zeros(int(np.prod(target)), np.float32)
-        read = read_region(reader, region_of(path.parent, stored), item_view(buffer, item), staging)
-    said, staged = cost_of(item, "float32", staging)
+        read = read_region(reader, region_of(path.parent, stored), item_view(buffer, item), workspace)
+    said, staged = cost_of(item, "float32")
     assert said == read
-    assert staged <= max(staging, 4)
+    assert staged <= HOT_BYTES
     expected = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     expected = expected[tuple(slice(*ends) for ends in zip(lo, hi, strict=True))].transpose(axes)
     assert np.array_equal(buffer.reshape(target), expected)

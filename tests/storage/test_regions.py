@@ -1,8 +1,11 @@
-"""Regions: any box of a stored box, into any strides, is what numpy's indexing gives, in bounded memory."""
+"""Regions: any box of a stored box, into any strides and dtype, is what numpy gives, in bounded memory."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,34 +14,119 @@ from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.storage.regions import Region, read_region
+from paddleformers_fc.storage.regions import (
+    Region,
+    Workspace,
+    blocks_of,
+    bytes_read,
+    read_region,
+    row_major,
+    walk_of,
+)
+
+DTYPES = [
+    np.dtype(one)
+    for one in (
+        *(np.float32, np.float16, np.float64, np.int64, np.int8, np.uint8, np.bool_),
+        *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+    )
+]
+FLOATS = [one for one in DTYPES if one.kind in "fV"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A region of a stored box, what it goes into, and how."""
+
+    shape: tuple[int, ...]
+    lo: tuple[int, ...]
+    size: tuple[int, ...]
+    dtypes: tuple[np.dtype[Any], np.dtype[Any]]
+    order: tuple[int, ...]
+    margins: tuple[int, ...]
+    scratch: int
+    over_read: float
+
+    def numbers(self) -> np.ndarray[Any, Any]:
+        """Every bit pattern, NaNs and infinities among them."""
+        count = math.prod(self.shape) * self.dtypes[0].itemsize
+        bits = np.random.default_rng(count).integers(0, 256, count, dtype=np.uint8)
+        if self.dtypes[0] == np.bool_:
+            bits &= 1
+        return bits.view(self.dtypes[0]).reshape(self.shape)
+
+    def target(self) -> np.ndarray[Any, Any]:
+        """A part of a larger array, its axes in another order."""
+        around = [self.size[axis] + self.margins[axis] for axis in self.order]
+        array = np.zeros(around, self.dtypes[1])[(..., *(slice(0, self.size[axis]) for axis in self.order))]
+        return array.transpose(np.argsort(self.order))
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool]:
+def cases(draw: st.DrawFn) -> Case:
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=0, max_size=4)))
     bounds = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
-    lo, size = tuple(b[0] for b in bounds), tuple(b[1] - b[0] for b in bounds)
-    return shape, lo, size, draw(st.sampled_from([8, 64, 1 << 20])), draw(st.booleans())
+    stored = draw(st.sampled_from(DTYPES))
+    wanted = draw(st.sampled_from(FLOATS)) if stored in FLOATS and draw(st.booleans()) else stored
+    return Case(
+        shape,
+        tuple(low for low, _ in bounds),
+        tuple(high - low for low, high in bounds),
+        (stored, wanted),
+        tuple(draw(st.permutations(range(len(shape))))),
+        tuple(draw(st.sampled_from([0, 0, 1, 3])) for _ in shape),
+        draw(st.sampled_from([8, 64, 1000, 1 << 20])),
+        draw(st.sampled_from([1.0, 1.5, 2.0, 100.0])),
+    )
 
 
-@settings(max_examples=300, deadline=None)
+def part_of(case: Case, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return values[(..., *(slice(low, low + length) for low, length in zip(case.lo, case.size, strict=True)))]
+
+
+def same_bits(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
+    return left.shape == right.shape and left.tobytes() == right.tobytes()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@settings(max_examples=600, deadline=None)
 @given(cases())
-def test_a_region_is_what_indexing_gives(
-    tmp_path_factory: pytest.TempPathFactory,
-    case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool],
-) -> None:
-    shape, lo, size, staging, strided = case
+def test_a_region_is_what_indexing_gives(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
     path = tmp_path_factory.getbasetemp() / "region.bin"
-    values = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    values = case.numbers()
     path.write_bytes(b"12345" + values.tobytes() + b"tail")
-    out = np.full(size, -1, np.float32)
-    if strided:
-        out = np.full(tuple(reversed(size)), -1, np.float32).transpose()
-    with RangeReader() as reader:
-        count = read_region(reader, Region(path, 5, shape, lo, size, values.dtype), out, staging)
-    assert (out == values[tuple(slice(a, a + n) for a, n in zip(lo, size, strict=True))]).all()
-    assert count <= 2 * out.nbytes or out.nbytes == 0
+    region = Region(path, 5, case.shape, case.lo, case.size, case.dtypes[0])
+    out = case.target()
+    with RangeReader() as reader, Workspace(case.scratch) as workspace:
+        count = read_region(reader, region, out, workspace, case.over_read)
+    assert same_bits(out, part_of(case, values).astype(case.dtypes[1]))
+    needed = math.prod(case.size) * case.dtypes[0].itemsize
+    assert needed <= count <= max(1, case.over_read) * needed
+    if needed:
+        widths = values.itemsize, out.itemsize
+        walk = walk_of(case.size, row_major(case.shape, widths[0]), out.strides, widths)
+        assert count == bytes_read(walk, widths[0], case.scratch, case.over_read)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.randoms())
+def test_blocks_read_in_any_order_fill_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, case: Case, random: Any
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "blocks.bin"
+    values = case.numbers()
+    path.write_bytes(values.tobytes())
+    out = case.target()
+    region = Region(path, 0, case.shape, case.lo, case.size, case.dtypes[0])
+    blocks = blocks_of(region, out, case.scratch, case.over_read)
+    if blocks is not None:
+        order = list(range(blocks.count))
+        random.shuffle(order)
+        with RangeReader() as reader, Workspace(case.scratch) as workspace:
+            for number in order:
+                blocks.read(number, number + 1, reader, workspace)
+    assert same_bits(out, part_of(case, values).astype(case.dtypes[1]))
 
 
 def test_a_contiguous_region_reads_exactly_its_bytes(tmp_path: Path) -> None:
@@ -46,8 +134,8 @@ def test_a_contiguous_region_reads_exactly_its_bytes(tmp_path: Path) -> None:
     values = np.arange(64, dtype=np.float32).reshape(8, 8)
     path.write_bytes(values.tobytes())
     out = np.empty((3, 8), np.float32)
-    with RangeReader() as reader:
-        assert read_region(reader, Region(path, 0, (8, 8), (2, 0), (3, 8), values.dtype), out) == 96
+    with RangeReader() as reader, Workspace() as workspace:
+        assert read_region(reader, Region(path, 0, (8, 8), (2, 0), (3, 8), values.dtype), out, workspace) == 96
     assert (out == values[2:5]).all()
 
 
@@ -56,13 +144,18 @@ def test_numbers_are_cast_while_they_are_read(tmp_path: Path) -> None:
     values = np.linspace(-3, 3, 24, dtype=np.float32).reshape(4, 6)
     path.write_bytes(values.tobytes())
     out = np.empty((4, 6), ml_dtypes.bfloat16)
-    with RangeReader() as reader:
-        read_region(reader, Region(path, 0, (4, 6), (0, 0), (4, 6), values.dtype), out)
+    with RangeReader() as reader, Workspace() as workspace:
+        read_region(reader, Region(path, 0, (4, 6), (0, 0), (4, 6), values.dtype), out, workspace)
     assert (out == values.astype(ml_dtypes.bfloat16)).all()
 
 
 def test_a_file_that_ends_early_is_named_with_the_offset(tmp_path: Path) -> None:
     path = tmp_path / "short"
     path.write_bytes(bytes(40))
-    with RangeReader() as reader, pytest.raises(Corrupt, match="short"):
-        read_region(reader, Region(path, 0, (4, 4), (0, 0), (4, 4), np.dtype(np.float32)), np.empty((4, 4), np.float32))
+    with RangeReader() as reader, Workspace() as workspace, pytest.raises(Corrupt, match="short"):
+        read_region(
+            reader,
+            Region(path, 0, (4, 4), (0, 0), (4, 4), np.dtype(np.float32)),
+            np.empty((4, 4), np.float32),
+            workspace,
+        )
