@@ -7,8 +7,8 @@ small read per file. A directory without a manifest is not a checkpoint and is r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,17 @@ from paddleformers_fc.mapping.codec import decode_rules
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
 from paddleformers_fc.storage.files import read_file
-from paddleformers_fc.storage.identity import identities_of
+from paddleformers_fc.storage.identity import FileIdentity, identities_of
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
 from paddleformers_fc.storage.safetensors import read_header
 
 MAPPING_NAME = "mapping.json"
 CONFIG_NAME = "config.json"
+DOCUMENTS = (MAPPING_NAME, CONFIG_NAME)
+"""The files beside the manifest that opening reads."""
+
+StoredShard = tuple[Shard, str, int, int]
+"""A shard, its file, the byte offset of its first element, bytes per element."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,34 @@ class FlexCheckpoint:
     config: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Sight:
+    """What a process sees of a checkpoint before anything is checked.
+
+    Args:
+        manifest: the commit record.
+        identities: of the listed files that are there; what is read later must be what is checked now.
+    """
+
+    manifest: Manifest
+    identities: Mapping[Path, FileIdentity]
+
+    def missing(self, directory: Path) -> list[str]:
+        """The listed files that are not there, by path relative to the directory."""
+        return [one.path for one in self.manifest.files if directory / one.path not in self.identities]
+
+
+def see(directory: Path) -> Sight:
+    """Look at a checkpoint: its manifest, and which of the files are there.
+
+    Raises:
+        NotACheckpoint: without a manifest.
+        Corrupt, FormatError: a manifest that does not follow its format.
+    """
+    manifest = read_manifest(directory)
+    return Sight(manifest, identities_of(directory / receipt.path for receipt in manifest.files))
+
+
 def open_flex(directory: Path, verify: str = "size") -> FlexCheckpoint:
     """Open a finished checkpoint.
 
@@ -58,28 +91,61 @@ def open_flex(directory: Path, verify: str = "size") -> FlexCheckpoint:
         Corrupt: files that are missing, of another size or checksum, or tensors not stored whole; all of them.
         FormatError: a manifest, mapping or header that does not follow its format.
     """
-    manifest = read_manifest(directory)
-    # Before the check: what is read later must be what is checked now.
-    identities = identities_of(directory / receipt.path for receipt in manifest.files)
-    verify_files(directory, manifest, verify)
-    rules = decode_rules(read_file(directory / MAPPING_NAME), str(directory / MAPPING_NAME))
-    config = read_config(directory / CONFIG_NAME)
+    return open_seen(directory, see(directory), verify)
+
+
+def open_seen(directory: Path, sight: Sight, verify: str) -> FlexCheckpoint:
+    """As :func:`open_flex`, for a checkpoint that :func:`see` has looked at."""
+    verify_files(directory, sight.manifest, verify)
+    documents = {name: read_file(directory / name) for name in DOCUMENTS}
+    catalog, faults = gathered(directory, sight.manifest, lambda path: shards_of(directory, path))
+    return described(replace(catalog, identities=sight.identities), faults, sight.manifest, documents)
+
+
+def gathered(
+    directory: Path, manifest: Manifest, shards: Callable[[str], Iterable[StoredShard]]
+) -> tuple[Catalog, list[str]]:
+    """The catalog of a checkpoint, and the contradictions between its files.
+
+    Args:
+        directory: ``checkpoint-N``.
+        manifest: which files it has.
+        shards: what a file holds, by its path relative to the directory.
+    """
     roles = {}
     faults: list[str] = []
     for role in ROLES:
-        paths = [receipt.path for receipt in manifest.files if _is_shard_file(receipt.path, role)]
-        tensors, contradictions = gather_shards(_shards_in(directory, paths))
+        paths = [receipt.path for receipt in manifest.files if is_shard_file(receipt.path, role)]
+        tensors, contradictions = gather_shards(shard for path in paths for shard in shards(path))
         faults.extend(contradictions)
         if tensors:
             roles[role] = tensors
-    catalog = Catalog(directory, roles, identities)
-    faults.extend(catalog.faults())
-    faults.extend(_name_faults(catalog, rules))
-    if faults:
+    return Catalog(directory, roles), faults
+
+
+def described(
+    catalog: Catalog, faults: Iterable[str], manifest: Manifest, documents: Mapping[str, bytes]
+) -> FlexCheckpoint:
+    """A checkpoint that is whole: every tensor stored once, under the names that its rules know.
+
+    Args:
+        catalog: what is stored.
+        faults: what is known to be wrong with it.
+        manifest: the commit record.
+        documents: the contents of :data:`DOCUMENTS`.
+    Raises:
+        Corrupt: it is not whole.
+        FormatError: a document that does not follow its format.
+    """
+    directory = catalog.root
+    rules = decode_rules(documents[MAPPING_NAME], str(directory / MAPPING_NAME))
+    config = parse_config(documents[CONFIG_NAME], directory / CONFIG_NAME)
+    found = [*faults, *catalog.faults(), *_name_faults(catalog, rules)]
+    if found:
         raise Corrupt(
-            f"The checkpoint does not hold all of its model, whole and once: {len(faults)} faults.",
+            f"The checkpoint does not hold all of its model, whole and once: {len(found)} faults.",
             where=str(directory),
-            evidence=fold(faults),
+            evidence=fold(found),
             next_step="Resume from another checkpoint; this one was damaged after it was finished.",
         )
     return FlexCheckpoint(catalog, manifest, rules, config)
@@ -98,30 +164,38 @@ def _name_faults(catalog: Catalog, rules: RuleSet) -> Iterator[str]:
                 yield f"{name}: stored as {role}, and the rules know no such tensor"
 
 
-def _is_shard_file(path: str, role: str) -> bool:
+def is_shard_file(path: str, role: str) -> bool:
+    """Whether a file of a checkpoint holds shards of a role."""
     return path.startswith(f"{role}/") and path.endswith(".safetensors")
 
 
-def _shards_in(directory: Path, paths: list[str]) -> Iterator[tuple[Shard, str, int, int]]:
-    for path in paths:
-        header = read_header(directory / path)
-        dtypes = {key: from_safetensors(entry.dtype) for key, entry in header.tensors.items()}
-        text = header.metadata.get(HEADER_KEY)
-        if text is None:
+def shards_of(directory: Path, path: str) -> Iterator[StoredShard]:
+    """What a file of a checkpoint holds, from its header.
+
+    Args:
+        directory: ``checkpoint-N``.
+        path: of the file, relative to it.
+    Raises:
+        Corrupt, FormatError: it is missing, truncated, or does not follow its format.
+    """
+    header = read_header(directory / path)
+    dtypes = {key: from_safetensors(entry.dtype) for key, entry in header.tensors.items()}
+    text = header.metadata.get(HEADER_KEY)
+    if text is None:
+        raise FormatError(
+            "A file of a flex checkpoint does not say which shards it holds.",
+            where=str(directory / path),
+            evidence=[f"__metadata__ has no {HEADER_KEY}"],
+        )
+    for key, shard in decode_shards(text, dtypes, str(directory / path)).items():
+        entry = header.tensors[key]
+        width = item_size(entry.dtype)
+        if (entry.end - entry.begin) != shard.size * width:
             raise FormatError(
-                "A file of a flex checkpoint does not say which shards it holds.",
+                f"{key} holds {(entry.end - entry.begin) // width} elements, its shard {shard.size}.",
                 where=str(directory / path),
-                evidence=[f"__metadata__ has no {HEADER_KEY}"],
             )
-        for key, shard in decode_shards(text, dtypes, str(directory / path)).items():
-            entry = header.tensors[key]
-            width = item_size(entry.dtype)
-            if (entry.end - entry.begin) != shard.size * width:
-                raise FormatError(
-                    f"{key} holds {(entry.end - entry.begin) // width} elements, its shard {shard.size}.",
-                    where=str(directory / path),
-                )
-            yield shard, path, entry.begin, width
+        yield shard, path, entry.begin, width
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -131,8 +205,17 @@ def read_config(path: Path) -> dict[str, Any]:
         Corrupt: there is no such file.
         FormatError: it is not a JSON object.
     """
+    return parse_config(read_file(path), path)
+
+
+def parse_config(raw: bytes, path: Path) -> dict[str, Any]:
+    """A model's configuration from the bytes of its file.
+
+    Raises:
+        FormatError: it is not a JSON object.
+    """
     try:
-        config = json.loads(read_file(path))
+        config = json.loads(raw)
     except ValueError as error:
         raise FormatError("The model's configuration is not JSON.", where=str(path), evidence=[str(error)]) from error
     if not isinstance(config, dict):

@@ -5,15 +5,19 @@ A catalog is built from headers alone; no tensor byte is read. Its size is linea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape, cover_faults, whole
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.ranges import NO_IDENTITIES
+
+EVERYONE: Mapping[str, Sequence[int]] = MappingProxyType({})
+"""Where every rank sees every file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +74,13 @@ class Catalog:
         root: the directory.
         roles: role -> full name -> tensor.
         identities: which files these were when they were checked.
-        unseen: by rank of the job, the files that this rank does not see; empty where every rank sees all.
+        seen_by: for every file that not all ranks of the job see, the ranks that do, rising.
     """
 
     root: Path
     roles: dict[str, dict[str, StoredTensor]]
     identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
-    unseen: tuple[frozenset[str], ...] = ()
+    seen_by: Mapping[str, Sequence[int]] = field(default_factory=lambda: EVERYONE)
 
     def faults(self) -> Iterator[str]:
         """Tensors that are not stored whole and once."""

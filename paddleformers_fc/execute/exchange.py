@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from paddleformers_fc.catalog.stored import EVERYONE
 from paddleformers_fc.execute.channel import Bytes, Channel, agree
 from paddleformers_fc.execute.reading import (
     DEFAULT_OPTIONS,
@@ -48,6 +49,7 @@ from paddleformers_fc.plan.routes import (
     ROUND_BYTES,
     Piece,
     Schedule,
+    SeenBy,
     boxes_within,
     readers,
     scheduled,
@@ -58,7 +60,6 @@ from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.ranges import NO_IDENTITIES
 
 Array = np.ndarray[Any, Any]
-Unseen = Sequence[Collection[str]]
 Place = Callable[[Piece, Array], None]
 _Begun = tuple[Array, Future[int]]
 
@@ -72,21 +73,16 @@ class Storage:
     Args:
         root: the directory that files are relative to.
         identities: which files were checked; another one under a path is refused.
-        unseen: by rank, the files that it does not see; empty where every rank sees all.
+        seen_by: for every file that not all ranks see, the ranks that do.
     """
 
     root: Path
     identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
-    unseen: Unseen = ()
+    seen_by: SeenBy = field(default_factory=lambda: EVERYONE)
 
-    @property
-    def divided(self) -> bool:
-        """Whether some rank does not see some file."""
-        return any(self.unseen)
-
-    def unseen_by(self, channel: Channel) -> Unseen:
-        """By rank, the files that it does not see."""
-        return self.unseen or ((),) * channel.world_size
+    def sees(self, rank: int, file: str) -> bool:
+        """Whether a rank sees a file."""
+        return file not in self.seen_by or rank in self.seen_by[file]
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ def agreed_schedule(wants: Sequence[StoredPart], storage: Storage, channel: Chan
         StorageError: a range lies in a file that no rank sees.
     """
     payloads = agree(channel, "agreeing on who reads what", lambda: _encoded(wants))
-    moves = transfers([_decoded(payload) for payload in payloads], storage.unseen_by(channel))
+    moves = transfers([_decoded(payload) for payload in payloads], storage.seen_by)
     return scheduled(moves, channel.rank, limit)
 
 
@@ -149,9 +145,9 @@ def read_together(
         FlexError: the same on every rank; targets hold an undefined mixture.
     """
     schedule = NOTHING
-    if storage.divided or options.once:
-        mine = storage.unseen_by(channel)[channel.rank]
-        wants = [item.stored for item in _by_shard(plan) if options.once or item.stored.file in mine]
+    if storage.seen_by or options.once:
+        parts = [item.stored for item in _by_shard(plan)]
+        wants = [part for part in parts if options.once or not storage.sees(channel.rank, part.file)]
         schedule = agreed_schedule(wants, storage, channel, limit)
     filling = _Filling(plan, schedule.parts(channel.rank), slots, storage, options)
     done: list[Traffic] = []
@@ -219,7 +215,7 @@ def compare_together(checks: Sequence[EqualCheck], storage: Storage, channel: Ch
         MismatchError: the same on every rank, naming every pair that differs.
     """
     digests: dict[StoredPart, bytes] = {}
-    if storage.divided or options.once:
+    if storage.seen_by or options.once:
         digests = _agreed_digests([side for check in checks for side in (check.left, check.right)], storage, channel)
 
     def compare() -> bytes:
@@ -235,7 +231,8 @@ def compare_together(checks: Sequence[EqualCheck], storage: Storage, channel: Ch
 def _agreed_digests(wanted: Sequence[StoredPart], storage: Storage, channel: Channel) -> dict[StoredPart, bytes]:
     """The digests of all ranges that any rank asks for; each is read by one rank."""
     asked = agree(channel, "asking for tied tensors", lambda: _encoded(wanted))
-    owners = readers((part for payload in asked for part in _decoded(payload)), storage.unseen_by(channel))
+    parts = (part for payload in asked for part in _decoded(payload))
+    owners = readers(parts, storage.seen_by, channel.world_size)
     mine = [part for part, owner in owners.items() if owner == channel.rank]
     answers = agree(channel, "reading tied tensors", lambda: msgspec.msgpack.encode(_digests(mine, storage)))
     left = [iter(msgspec.msgpack.decode(answer, type=list[bytes])) for answer in answers]

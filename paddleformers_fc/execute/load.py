@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_flex, open_huggingface
+from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_huggingface
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
@@ -81,24 +81,6 @@ class _Verdict(msgspec.Struct):
     report: str
     touched: dict[str, str]
     once: bool
-
-
-def open_checkpoint(directory: Path, channel: Channel, verify: str = "size") -> FlexCheckpoint:
-    """Open a finished checkpoint on every rank, or raise the same error on every rank.
-
-    Args:
-        directory: ``checkpoint-N``.
-        channel: all ranks of the job; every rank must call.
-        verify: ``off``, ``size`` or ``full``.
-    """
-    opened: list[FlexCheckpoint] = []
-
-    def work() -> bytes:
-        opened.append(open_flex(directory, verify))
-        return b""
-
-    agree(channel, f"opening {directory}", work)
-    return opened[0]
 
 
 def load_checkpoint(
@@ -220,7 +202,7 @@ def _load(
             merged.add("unexpected", name)
     merged.refuse(str(catalog.root))
     dropped = tuple(name for _, name in untouched)
-    storage = Storage(catalog.root, catalog.identities, catalog.unseen)
+    storage = Storage(catalog.root, catalog.identities, catalog.seen_by)
     compare_together(plan.checks, storage, channel, options)
     traffic = read_together(plan, storage, slots, channel, options)
     filled = {(item.role, item.name) for item in plan.items}

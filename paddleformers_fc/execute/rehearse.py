@@ -25,7 +25,8 @@ from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.channel import Bytes, Channel
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.load import load_checkpoint, open_checkpoint
+from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid

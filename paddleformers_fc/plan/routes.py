@@ -14,13 +14,16 @@ the pieces that this rank reads or gets.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+
+SeenBy = Mapping[str, Sequence[int]]
+"""For every file that not all ranks see, the ranks that do, rising."""
 
 ROUND_BYTES = 64 << 20
 """How much a rank sends, and how much it receives, in one round."""
@@ -89,7 +92,7 @@ def size_of(part: StoredPart) -> int:
     return part.part.volume * item_size(to_safetensors(part.dtype))
 
 
-def transfers(wants: Sequence[Sequence[StoredPart]], unseen: Sequence[Collection[str]]) -> list[Transfer]:
+def transfers(wants: Sequence[Sequence[StoredPart]], seen_by: SeenBy) -> list[Transfer]:
     """Which rank reads which range for which ranks, so that the bytes read are even.
 
     A range that one rank wants and can read is no transfer. Of ranks that see a range's file, those that want it come
@@ -97,7 +100,7 @@ def transfers(wants: Sequence[Sequence[StoredPart]], unseen: Sequence[Collection
 
     Args:
         wants: by rank, the ranges it wants, in the order in which it wants them.
-        unseen: by rank, the files that it does not see.
+        seen_by: for every file that not all ranks see, the ranks that do.
     Returns:
         the transfers, in an order that follows the wishes of the ranks.
     Raises:
@@ -109,9 +112,8 @@ def transfers(wants: Sequence[Sequence[StoredPart]], unseen: Sequence[Collection
         for position, part in enumerate(dict.fromkeys(parts)):
             wanted.setdefault(part, []).append(rank)
             first[part] = min(position, first.get(part, position))
-    sighted = _Sighted(unseen)
-    candidates = {part: sighted.readers(part.file, ranks) for part, ranks in wanted.items()}
-    shared = [part for part, ranks in wanted.items() if not (len(ranks) == 1 and ranks == candidates[part])]
+    candidates = {part: _able(part.file, ranks, seen_by) for part, ranks in wanted.items()}
+    shared = [part for part, ranks in wanted.items() if not (len(ranks) == 1 and ranks == list(candidates[part]))]
     owners = _owners({part: candidates[part] for part in shared}, len(wants))
     shared.sort(key=lambda part: (first[part], part.file, part.begin, part.part.lo, part.part.hi))
     return [Transfer(part, owners[part], tuple(wanted[part])) for part in shared]
@@ -147,17 +149,18 @@ def scheduled(moves: Sequence[Transfer], rank: int, limit: int = ROUND_BYTES) ->
     return Schedule(tuple(tuple(rounds.get(number, ())) for number in range(count)))
 
 
-def readers(parts: Iterable[StoredPart], unseen: Sequence[Collection[str]]) -> dict[StoredPart, int]:
+def readers(parts: Iterable[StoredPart], seen_by: SeenBy, ranks: int) -> dict[StoredPart, int]:
     """One rank that sees it for every distinct range, so that the bytes read are even.
 
     Args:
         parts: the ranges.
-        unseen: by rank, the files that it does not see.
+        seen_by: for every file that not all ranks see, the ranks that do.
+        ranks: number of ranks.
     Raises:
         StorageError: a file is seen by no rank.
     """
-    sighted = _Sighted(unseen)
-    return _owners({part: sighted.all(part.file) for part in dict.fromkeys(parts)}, len(unseen))
+    everyone = range(ranks)
+    return _owners({part: _able(part.file, everyone, seen_by) for part in dict.fromkeys(parts)}, ranks)
 
 
 def boxes_within(box: Box, most: int) -> Iterator[Box]:
@@ -173,26 +176,14 @@ def boxes_within(box: Box, most: int) -> Iterator[Box]:
         yield from boxes_within(Box(tuple(lo), tuple(hi)), most)
 
 
-class _Sighted:
-    """Which ranks see a file."""
-
-    def __init__(self, unseen: Sequence[Collection[str]]) -> None:
-        self._unseen = [frozenset(files) for files in unseen]
-        self._by_file: dict[str, list[int]] = {}
-
-    def readers(self, file: str, wanting: list[int]) -> list[int]:
-        """The ranks that may read a file for those that want it."""
-        able = [rank for rank in wanting if file not in self._unseen[rank]]
-        return able or self.all(file)
-
-    def all(self, file: str) -> list[int]:
-        """The ranks that see a file."""
-        if file not in self._by_file:
-            found = [rank for rank, files in enumerate(self._unseen) if file not in files]
-            if not found:
-                raise StorageError(f"{file} is wanted, and no rank sees it.", where=file)
-            self._by_file[file] = found
-        return self._by_file[file]
+def _able(file: str, wanting: Sequence[int], seen_by: SeenBy) -> Sequence[int]:
+    """The ranks that may read a file for those that want it."""
+    seeing = seen_by.get(file)
+    if seeing is None:
+        return wanting
+    if not seeing:
+        raise StorageError(f"{file} is wanted, and no rank sees it.", where=file)
+    return [rank for rank in wanting if rank in seeing] or seeing
 
 
 @dataclass
@@ -215,7 +206,7 @@ class _Load:
         self._last[rank] = (number, size + (used if last == number else 0))
 
 
-def _owners(candidates: dict[StoredPart, list[int]], ranks: int) -> dict[StoredPart, int]:
+def _owners(candidates: Mapping[StoredPart, Sequence[int]], ranks: int) -> dict[StoredPart, int]:
     """Ranges with one candidate leave no choice; the rest, largest first, go where there is least."""
     load = [0] * ranks
     owners: dict[StoredPart, int] = {}

@@ -45,6 +45,7 @@ __all__ = [
     "VERSION",
     "FileReceipt",
     "Manifest",
+    "manifest_seal",
     "newest_checkpoint",
     "read_manifest",
     "verify_files",
@@ -144,11 +145,11 @@ def read_manifest(directory: Path) -> Manifest:
     _check_head(path, raw)
     sealed = _decode(path, raw)
     manifest = Manifest(**{field: getattr(sealed, field) for field in Manifest.__struct_fields__})
-    if sealed.seal != _seal(manifest):
+    if sealed.seal != manifest_seal(manifest):
         raise Corrupt(
             f"{path} does not match its own checksum.",
             where=str(path),
-            evidence=[f"recorded {sealed.seal}, computed {_seal(manifest)}"],
+            evidence=[f"recorded {sealed.seal}, computed {manifest_seal(manifest)}"],
             next_step=_ANOTHER,
         )
     faults = [*_faults(manifest), *_escapes(directory, manifest).values()]
@@ -172,7 +173,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     path = directory / MANIFEST_NAME
     values = {field: getattr(manifest, field) for field in Manifest.__struct_fields__}
     try:
-        raw = msgspec.json.encode(_Sealed(**values, seal=_seal(manifest)))
+        raw = msgspec.json.encode(_Sealed(**values, seal=manifest_seal(manifest)))
     except (TypeError, ValueError) as error:
         raise FormatError(f"{path} cannot be written: {error}.", where=str(path)) from error
     _check_head(path, raw)
@@ -258,7 +259,8 @@ def _candidates(output_dir: Path) -> list[Path]:
     return [path for *_, path in sorted(ranked)]
 
 
-def _seal(manifest: Manifest) -> str:
+def manifest_seal(manifest: Manifest) -> str:
+    """The checksum that a manifest carries of itself: the same for two checkpoints only if they are of one save."""
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest, order="sorted"))
 
 

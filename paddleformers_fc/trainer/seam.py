@@ -31,7 +31,8 @@ from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.channel import Channel, agree, job_channel
 from paddleformers_fc.execute.export import save_weights
-from paddleformers_fc.execute.load import load_checkpoint, open_checkpoint
+from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.families import family_for

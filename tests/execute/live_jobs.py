@@ -26,7 +26,8 @@ def hop(
         target: the flex checkpoint to write.
     """
     from paddleformers_fc.execute.channel import job_channel
-    from paddleformers_fc.execute.load import load_checkpoint, open_checkpoint
+    from paddleformers_fc.execute.load import load_checkpoint
+    from paddleformers_fc.execute.opening import open_checkpoint
     from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
     from tests.harness import tiny
 

@@ -11,8 +11,9 @@ import pytest
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.execute.exchange import Storage, read_together
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights, open_checkpoint
+from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights
 from paddleformers_fc.execute.memory import slots_of
+from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.execute.save import model_rules
 from paddleformers_fc.layout.live import describe_roles

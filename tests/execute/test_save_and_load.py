@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 from paddleformers_fc.errors import Corrupt, FlexError, MappingError, MismatchError, NotACheckpoint
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
-from paddleformers_fc.execute.load import load_checkpoint, load_weights, open_checkpoint
+from paddleformers_fc.execute.load import load_checkpoint, load_weights
+from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, divide, save_checkpoint
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import whole

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.plan.routes import Transfer, boxes_within, readers, scheduled, size_of, transfers
+from paddleformers_fc.plan.routes import SeenBy, Transfer, boxes_within, readers, scheduled, size_of, transfers
 
 FILES = ("a", "b", "c")
 
@@ -21,45 +21,51 @@ def part(file: str, length: int, begin: int = 0, dtype: str = "float32") -> Stor
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[list[list[StoredPart]], list[frozenset[str]]]:
-    """Wants and blind spots of a few ranks; every file is seen by one of them at least."""
+def jobs(draw: st.DrawFn) -> tuple[list[list[StoredPart]], SeenBy]:
+    """What a few ranks want and see; every file is seen by one of them at least."""
     ranks = draw(st.integers(1, 5))
     stored = [
         StoredPart(draw(st.sampled_from(FILES)), begin, shape, whole(shape), draw(st.sampled_from(["int8", "float64"])))
         for begin, shape in enumerate(draw(st.lists(st.sampled_from([(), (1,), (7,), (3, 5)]), max_size=8)))
     ]
     wants = [draw(st.lists(st.sampled_from(stored), max_size=10)) if stored else [] for _ in range(ranks)]
-    unseen = [draw(st.frozensets(st.sampled_from(FILES))) for _ in range(ranks)]
-    seeing = {file: draw(st.integers(0, ranks - 1)) for file in FILES}
-    return wants, [frozenset(file for file in files if seeing[file] != rank) for rank, files in enumerate(unseen)]
+    seen_by = {
+        file: sorted(draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
+        for file in draw(st.sets(st.sampled_from(FILES)))
+    }
+    return wants, seen_by
+
+
+def sees(rank: int, file: str, seen_by: SeenBy) -> bool:
+    return rank in seen_by.get(file, [rank])
 
 
 @given(jobs())
 def test_every_want_is_served_once_by_a_rank_that_sees_the_file(
-    job: tuple[list[list[StoredPart]], list[frozenset[str]]],
+    job: tuple[list[list[StoredPart]], SeenBy],
 ) -> None:
-    wants, unseen = job
-    moves = transfers(wants, unseen)
+    wants, seen_by = job
+    moves = transfers(wants, seen_by)
     assert len({move.part for move in moves}) == len(moves)
     served = Counter((receiver, move.part) for move in moves for receiver in move.receivers)
     for rank, parts in enumerate(wants):
         for one in set(parts):
-            alone = one.file not in unseen[rank] and not any(one in others for others in wants if others is not parts)
+            alone = sees(rank, one.file, seen_by) and not any(one in others for others in wants if others is not parts)
             assert served.pop((rank, one), 0) == (0 if alone else 1)
     assert not served
     for move in moves:
-        assert move.part.file not in unseen[move.owner]
-        able = [rank for rank in move.receivers if move.part.file not in unseen[rank]]
+        assert sees(move.owner, move.part.file, seen_by)
+        able = [rank for rank in move.receivers if sees(rank, move.part.file, seen_by)]
         assert move.owner in able or not able
 
 
 @given(jobs(), st.integers(1, 64))
 @settings(max_examples=200)
 def test_all_ranks_go_through_the_same_rounds_within_the_bound(
-    job: tuple[list[list[StoredPart]], list[frozenset[str]]], limit: int
+    job: tuple[list[list[StoredPart]], SeenBy], limit: int
 ) -> None:
-    wants, unseen = job
-    moves = transfers(wants, unseen)
+    wants, seen_by = job
+    moves = transfers(wants, seen_by)
     schedules = [scheduled(moves, rank, limit) for rank in range(len(wants))]
     assert len({len(one.rounds) for one in schedules}) == 1
     arrived: dict[tuple[int, StoredPart], list[Box]] = {}
@@ -89,12 +95,12 @@ def test_all_ranks_go_through_the_same_rounds_within_the_bound(
 
 
 def test_a_rank_that_reads_alone_what_it_sees_needs_nobody() -> None:
-    assert transfers([[part("a", 3)], [part("b", 3)]], [(), ()]) == []
+    assert transfers([[part("a", 3)], [part("b", 3)]], {}) == []
 
 
 def test_replicas_are_read_once_and_the_bytes_are_even() -> None:
     parts = [part("a", length, begin) for begin, length in enumerate((8, 4, 4, 2, 2, 2, 2))]
-    moves = transfers([parts, parts], [(), ()])
+    moves = transfers([parts, parts], {})
     loads = Counter[int]()
     for move in moves:
         assert move.receivers == (0, 1)
@@ -103,18 +109,18 @@ def test_replicas_are_read_once_and_the_bytes_are_even() -> None:
 
 
 def test_a_rank_that_wants_a_range_reads_it_before_one_that_does_not() -> None:
-    (move,) = transfers([[], [part("a", 3)], [part("a", 3)]], [(), (), {"a"}])
+    (move,) = transfers([[], [part("a", 3)], [part("a", 3)]], {"a": [0, 1]})
     assert move == Transfer(part("a", 3), 1, (1, 2))
 
 
 def test_a_range_of_a_file_that_nobody_sees_is_named() -> None:
     with pytest.raises(StorageError, match="b is wanted, and no rank sees it"):
-        transfers([[part("b", 1)], []], [{"b"}, {"b"}])
+        transfers([[part("b", 1)], []], {"b": []})
 
 
 def test_one_reader_is_found_for_every_range_even_by_bytes() -> None:
     parts = [part("a", 6, 0), part("a", 3, 1), part("a", 3, 2), part("b", 1)]
-    found = readers([*parts, *parts], [{"b"}, ()])
+    found = readers([*parts, *parts], {"b": [1]}, 2)
     assert found[parts[3]] == 1
     assert {found[one] for one in parts[1:3]} == {1 - found[parts[0]]}
 

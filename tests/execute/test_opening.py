@@ -1,0 +1,152 @@
+"""Checkpoints whose files lie on several disks: each rank has a directory of its own, with a part of the files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
+from paddleformers_fc.execute.load import LoadReport, load_checkpoint
+from paddleformers_fc.execute.opening import open_checkpoint, ranks_named
+from paddleformers_fc.execute.reading import ReadOptions
+from tests.execute.simulated import CONFIG, canonical, job, live, same_values, succeed
+from tests.execute.test_save_and_load import save
+
+ARRAYS = canonical()
+STEP = "checkpoint-3"
+
+
+def dealt(source: Path, disks: list[Path], holders: Callable[[str], list[int]]) -> None:
+    """Copy a checkpoint onto disks: the small files onto all, every other where ``holders`` says."""
+    for path in source.rglob("*"):
+        name = path.relative_to(source).as_posix()
+        if path.is_file():
+            for number, disk in enumerate(disks):
+                if path.suffix != ".safetensors" or number in holders(name):
+                    (disk / STEP / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(path, disk / STEP / name)
+
+
+def by_writer(name: str) -> list[int]:
+    """The disk of the rank that wrote a file, where every rank has its own."""
+    return [int(name.split("rank-")[1][:5])]
+
+
+def disks(tmp_path: Path, stored: tuple[int, int]) -> list[Path]:
+    """A checkpoint of so many ranks, each of which wrote onto a disk of its own."""
+    save(tmp_path / "shared" / STEP, ARRAYS, *stored)
+    found = [tmp_path / f"disk-{number}" for number in range(stored[0] * stored[1])]
+    dealt(tmp_path / "shared" / STEP, found, by_writer)
+    return found
+
+
+def load(places: list[Path], tp: int, sharded: int = 1, verify: str = "size", once: bool = False) -> list[LoadReport]:
+    """Load on ranks that see one place each; every bit is compared."""
+
+    def work(channel: Any) -> LoadReport:
+        checkpoint = open_checkpoint(places[channel.rank] / STEP, channel, verify)
+        roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
+        report = load_checkpoint(checkpoint, roles, CONFIG, channel, ReadOptions(once=once))
+        assert same_values(live(ARRAYS, tp, channel.rank, sharded=sharded), roles)
+        return report
+
+    return succeed(len(places), work)
+
+
+@pytest.mark.parametrize("stored", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "sharded"), [(2, 1), (1, 1), (1, 2)])
+@pytest.mark.parametrize("verify", ["off", "size", "full"])
+@pytest.mark.parametrize("once", [False, True])
+def test_files_on_two_disks_are_read_by_those_that_see_them(
+    tmp_path: Path, stored: tuple[int, int], tp: int, sharded: int, verify: str, once: bool
+) -> None:
+    reports = load(disks(tmp_path, stored), tp, sharded, verify, once)
+    assert all(report.bytes_received for report in reports)
+
+
+def test_ranks_of_other_hosts_that_saw_nothing_of_the_save_are_served(tmp_path: Path) -> None:
+    first, second = disks(tmp_path, (2, 1))
+    load([second, first, tmp_path / "empty", tmp_path / "empty"], 2, 2)
+
+
+def test_ranks_that_share_disks_take_what_they_see_and_get_the_rest(tmp_path: Path) -> None:
+    one, two, three, four = disks(tmp_path, (2, 2))
+    for source, target in ((two, one), (four, three)):
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    reports = load([one, one, three, three], 2, 2)
+    shared = load([tmp_path / "shared"] * 4, 2, 2)
+    assert sum(report.bytes_received for report in shared) == 0
+    assert 0 < sum(report.bytes_received for report in reports) < sum(report.bytes_read for report in shared)
+
+
+def test_ranks_that_see_the_same_agree_once_more_and_no_further(tmp_path: Path) -> None:
+    save(tmp_path / STEP, ARRAYS, 1, 2)
+
+    def work(channel: Any) -> tuple[int, int]:
+        open_checkpoint(tmp_path / STEP, channel)
+        return channel.exchanges, channel.largest
+
+    assert succeed(2, work) == [(2, 0)] * 2
+
+
+def refused(places: list[Path], verify: str = "size") -> FlexError:
+    """The error of every rank."""
+    outcomes = job(len(places), lambda channel: open_checkpoint(places[channel.rank] / STEP, channel, verify))
+    assert all(isinstance(outcome, FlexError) for outcome in outcomes)
+    assert len({_without_places(str(outcome), places) for outcome in outcomes}) == 1
+    return outcomes[0]
+
+
+def _without_places(text: str, places: list[Path]) -> str:
+    for place in places:
+        text = text.replace(str(place), "PLACE")
+    return text
+
+
+def test_a_disk_that_is_lost_is_named_by_its_files_and_ranks(tmp_path: Path) -> None:
+    first, _, third = disks(tmp_path, (1, 3))
+    error = refused([first, tmp_path / "new", third])
+    assert isinstance(error, Corrupt)
+    assert "model_state/rank-00001.safetensors is seen by no rank" in str(error)
+    assert "optimizer_state/rank-00001.safetensors is seen by no rank" in str(error)
+    assert "rank-00000" not in str(error)
+    assert "rank 1: no checkpoint of this name is there" in str(error)
+
+
+def test_disks_with_different_saves_of_one_step_are_refused_by_their_ranks(tmp_path: Path) -> None:
+    first, second = disks(tmp_path, (2, 1))
+    save(tmp_path / "other" / STEP, canonical(seed=1), 2, 1)
+    shutil.rmtree(second)
+    dealt(tmp_path / "other" / STEP, [tmp_path / "nowhere", second], by_writer)
+    error = refused([first, second, second])
+    assert isinstance(error, Corrupt)
+    assert "rank 0: step 3, 2 ranks" in str(error)
+    assert "ranks 1-2: step 3, 2 ranks" in str(error)
+
+
+@pytest.mark.parametrize("level", ["size", "full"])
+def test_a_damaged_file_is_found_by_the_rank_that_sees_it(tmp_path: Path, level: str) -> None:
+    places = disks(tmp_path, (2, 1))
+    victim = places[1] / STEP / "model_state/rank-00001.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data[:-8] if level == "size" else data)
+    error = refused(places, level)
+    assert isinstance(error, Corrupt)
+    assert "model_state/rank-00001.safetensors" in str(error)
+    assert "rank 1" in str(error)
+
+
+def test_a_checkpoint_that_nobody_sees_is_refused_as_ever(tmp_path: Path) -> None:
+    assert isinstance(refused([tmp_path / "a", tmp_path / "a"]), NotACheckpoint)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 3, 8], "ranks 0-3, 8"), ([1, 3], "ranks 1, 3")]
+)
+def test_ranks_are_named_by_runs(ranks: list[int], text: str) -> None:
+    assert ranks_named(ranks) == text
