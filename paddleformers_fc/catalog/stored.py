@@ -1,6 +1,8 @@
 """The form that every source of tensors takes: which box of which tensor lies where.
 
-A catalog is built from headers alone; no tensor byte is read. Its size is linear in the stored shards.
+A catalog is built from headers alone; no tensor byte is read. Tensors that are cut alike share one :class:`StoredForm`,
+so that what follows from boxes is worked out once for all of them, and a tensor is its name and its places. Time and
+memory are linear in the stored shards, a few hundred bytes each.
 """
 
 from __future__ import annotations
@@ -11,13 +13,19 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
+
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape, cover_faults, whole
+from paddleformers_fc.mapping.boxes import Box, BoxFinder, CoverFault, Shape, cover_faults, whole
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.ranges import NO_IDENTITIES
 
 EVERYONE: Mapping[str, Sequence[int]] = MappingProxyType({})
 """Where every rank sees every file."""
+
+
+Place = tuple[str, int]
+"""Path of a file relative to the catalog's root, and the byte offset of a box's first element in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +43,73 @@ class StoredFragment:
     box: Box
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+@dataclass(frozen=True, eq=False)
+class StoredForm:
+    """What tensors that are cut alike have in common. Two are the same where they are the same object.
+
+    Args:
+        dtype: element type by its numpy name.
+        shape: the global shape.
+        boxes: the boxes that are stored, in global coordinates.
+    """
+
+    dtype: str
+    shape: Shape
+    boxes: tuple[Box, ...]
+
+    @cached_property
+    def finder(self) -> BoxFinder:
+        """Finds boxes by box."""
+        return BoxFinder(self.boxes)
+
+    @cached_property
+    def faults(self) -> list[CoverFault]:
+        """Where the boxes fail to tile the tensor."""
+        return cover_faults(whole(self.shape), self.boxes)
+
+
+class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A tensor as it is stored.
+
+    Args:
+        name: its name in the stored space.
+        form: its dtype, its shape and how it is cut.
+        places: where each box of the form lies.
+    """
+
+    name: str
+    form: StoredForm
+    places: tuple[Place, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Element type by its numpy name."""
+        return self.form.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The global shape."""
+        return self.form.shape
+
+    @property
+    def fragments(self) -> tuple[StoredFragment, ...]:
+        """The boxes, each with its place."""
+        return tuple(
+            StoredFragment(file, begin, box) for (file, begin), box in zip(self.places, self.form.boxes, strict=True)
+        )
+
+    def faults(self) -> Iterator[str]:
+        """Where the stored boxes fail to tile the tensor; nothing where every element is stored once."""
+        for fault in self.form.faults:
+            if fault.writers:
+                first, second = (self.places[index][0] for index in fault.writers)
+                yield f"{self.name}: {fault.where} is stored twice, in {first} and {second}"
+            else:
+                yield f"{self.name}: {fault.where} is not stored"
+
+
+def stored_tensor(name: str, dtype: str, shape: Shape, fragments: Iterable[StoredFragment]) -> StoredTensor:
+    """A tensor with a form of its own.
 
     Args:
         name: its name in the stored space.
@@ -45,25 +117,9 @@ class StoredTensor:
         shape: the global shape.
         fragments: where its boxes lie.
     """
-
-    name: str
-    dtype: str
-    shape: Shape
-    fragments: tuple[StoredFragment, ...]
-
-    @cached_property
-    def finder(self) -> BoxFinder:
-        """Finds fragments by box."""
-        return BoxFinder([fragment.box for fragment in self.fragments])
-
-    def faults(self) -> Iterator[str]:
-        """Where the stored boxes fail to tile the tensor; nothing where every element is stored once."""
-        for fault in cover_faults(whole(self.shape), [fragment.box for fragment in self.fragments]):
-            if fault.writers:
-                first, second = (self.fragments[index].file for index in fault.writers)
-                yield f"{self.name}: {fault.where} is stored twice, in {first} and {second}"
-            else:
-                yield f"{self.name}: {fault.where} is not stored"
+    fragments = tuple(fragments)
+    form = StoredForm(dtype, shape, tuple(fragment.box for fragment in fragments))
+    return StoredTensor(name, form, tuple((fragment.file, fragment.begin) for fragment in fragments))
 
 
 @dataclass(frozen=True)
@@ -86,7 +142,8 @@ class Catalog:
         """Tensors that are not stored whole and once."""
         for names in self.roles.values():
             for tensor in names.values():
-                yield from tensor.faults()
+                if tensor.form.faults:
+                    yield from tensor.faults()
 
 
 def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[str, StoredTensor], list[str]]:
@@ -97,22 +154,44 @@ def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[s
     Returns:
         the tensors by name, and the contradictions between files as text.
     """
-    fragments: dict[str, list[StoredFragment]] = {}
-    first: dict[str, Shard] = {}
+    gathered: dict[str, _Gathered] = {}
+    cuts: dict[tuple[Box, tuple[int, int] | None], list[tuple[Box, int]]] = {}
     faults: list[str] = []
     for shard, file, begin, width in shards:
-        known = first.setdefault(shard.name, shard)
-        if (known.dtype, known.global_shape) != (shard.dtype, shard.global_shape):
+        found = gathered.get(shard.name)
+        if found is None:
+            found = gathered[shard.name] = _Gathered(shard.dtype, shard.global_shape)
+        elif (found.dtype, found.shape) != (shard.dtype, shard.global_shape):
             faults.append(
                 f"{shard.name}: {file} says {shard.dtype} {list(shard.global_shape)}, "
-                f"another file {known.dtype} {list(known.global_shape)}"
+                f"another file {found.dtype} {list(found.shape)}"
             )
             continue
-        fragments.setdefault(shard.name, []).extend(
-            StoredFragment(file, begin + part.start * width, part.box) for part in shard.fragments
-        )
-    tensors = {
-        name: StoredTensor(name, shard.dtype, shard.global_shape, tuple(fragments.get(name, ())))
-        for name, shard in first.items()
-    }
+        cut = (shard.box, shard.flat)
+        fragments = cuts.get(cut)
+        if fragments is None:
+            fragments = cuts[cut] = [(fragment.box, fragment.start) for fragment in shard.fragments]
+        for box, start in fragments:
+            found.boxes.append(box)
+            found.places.append((file, begin + start * width))
+    forms: dict[tuple[object, ...], StoredForm] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for name, found in gathered.items():
+        boxes = tuple(found.boxes)
+        key = (found.dtype, found.shape, boxes)
+        form = forms.get(key)
+        if form is None:
+            form = forms[key] = StoredForm(found.dtype, found.shape, boxes)
+        tensors[name] = StoredTensor(name, form, tuple(found.places))
     return tensors, faults
+
+
+class _Gathered:
+    """What was found of one tensor so far."""
+
+    __slots__ = ("boxes", "dtype", "places", "shape")
+
+    def __init__(self, dtype: str, shape: Shape) -> None:
+        self.dtype, self.shape = dtype, shape
+        self.boxes: list[Box] = []
+        self.places: list[Place] = []

@@ -245,7 +245,7 @@ def _digests(parts: Iterable[StoredPart], storage: Storage) -> list[bytes]:
         for part in parts:
             state = xxhash.xxh3_128()
             for box in boxes_within(part.part, _DIGEST_ELEMENTS):
-                array, reading = _begin(crew, storage.root, replace(part, part=box))
+                array, reading = _begin(crew, storage.root, msgspec.structs.replace(part, part=box))
                 reading.result()
                 state.update(_packed(array))
             found.append(state.digest())

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.declarations import (
     NUMBERS,
@@ -36,8 +38,7 @@ _HOLE = "{}"
 _NO_SHIFTS: dict[str, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class ModelTensor:
+class ModelTensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor of a real model.
 
     Args:
@@ -336,7 +337,7 @@ def _with_owners(tensors: list[ModelTensor], ties: Mapping[str, str]) -> list[Mo
     """The tensors, and the owner of every alias that is alone, as on the last stage of a pipeline."""
     names = {tensor.name for tensor in tensors}
     absent = [
-        replace(tensor, name=ties[tensor.name])
+        ModelTensor(ties[tensor.name], tensor.shape, tensor.dtype, tensor.cuts)
         for tensor in tensors
         if tensor.name in ties and ties[tensor.name] not in names
     ]

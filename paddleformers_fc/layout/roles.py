@@ -7,7 +7,7 @@ moments have the shape of their parameter and follow its mapping; the powers are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 MODEL_STATE = "model_state"
 MASTER_WEIGHT = "master_weight"
@@ -20,9 +20,11 @@ MOMENT_SUFFIXES = (".moment1_0", ".moment2_0", ".moment2_max_0", ".velocity_0")
 SCALAR_SUFFIXES = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
 STATE_SUFFIXES = (MASTER_SUFFIX, *MOMENT_SUFFIXES, *SCALAR_SUFFIXES)
 
+_STATE_ROLES = frozenset({MASTER_WEIGHT, OPTIMIZER_STATE})
+_SCALAR = {suffix: suffix in SCALAR_SUFFIXES for suffix in STATE_SUFFIXES}
 
-@dataclass(frozen=True, slots=True)
-class StateName:
+
+class StateName(msgspec.Struct, frozen=True, gc=False):
     """A state's name taken apart.
 
     Args:
@@ -43,11 +45,9 @@ def split_state_name(role: str, name: str) -> StateName:
         role: one of :data:`ROLES`; names of ``model_state`` have no suffix.
         name: the full name.
     """
-    if role in (MASTER_WEIGHT, OPTIMIZER_STATE):
-        for suffix in (MASTER_SUFFIX, *MOMENT_SUFFIXES):
-            if name.endswith(suffix):
-                return StateName(name[: -len(suffix)], suffix, False)
-        for suffix in SCALAR_SUFFIXES:
-            if name.endswith(suffix):
-                return StateName(name[: -len(suffix)], suffix, True)
+    if role in _STATE_ROLES:
+        parameter, dot, last = name.rpartition(".")
+        scalar = _SCALAR.get(dot + last)
+        if scalar is not None:
+            return StateName(parameter, dot + last, scalar)
     return StateName(name, "", False)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(msgspec.Struct, frozen=True, gc=False):
     """A box that lies contiguous and row-major in a buffer.
 
     Args:
@@ -28,8 +28,7 @@ class Fragment:
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(msgspec.Struct, frozen=True, gc=False):
     """One rank's piece of one tensor.
 
     Args:
@@ -64,9 +63,14 @@ class Shard:
     @property
     def cuts(self) -> Shape:
         """Into how many equal shards each axis of the tensor is cut: the tensor-parallel degree on that axis."""
+        own = self.box.shape
+        if own == self.global_shape:
+            return (1,) * len(own)
         return tuple(
-            total // own if own and total % own == 0 else 1
-            for total, own in zip(self.global_shape, self.box.shape, strict=True)
+            [
+                total // length if length and total % length == 0 else 1
+                for total, length in zip(self.global_shape, own, strict=True)
+            ]
         )
 
     def faults(self) -> Iterator[str]:

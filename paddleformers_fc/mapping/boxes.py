@@ -18,7 +18,7 @@ import msgspec
 Shape = tuple[int, ...]
 
 
-class Box(msgspec.Struct, frozen=True, gc=False):
+class Box(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A half-open box of integer coordinates.
 
     A struct and not a dataclass, because boxes are compared and hashed by the hundred thousand.

@@ -130,8 +130,10 @@ class Mapping:
         """Whether the two are the same spaces and the same correspondences in the same order."""
         if not isinstance(other, Mapping):
             return NotImplemented
-        return (self.sources, self.targets, self.fresh, self.dropped, self.correspondences) == (
-            *(other.sources, other.targets, other.fresh, other.dropped, other.correspondences),
+        return (
+            (self.sources, self.targets) == (other.sources, other.targets)
+            and (self.fresh, self.dropped) == (other.fresh, other.dropped)
+            and self.correspondences == other.correspondences
         )
 
     @cached_property
@@ -155,20 +157,27 @@ class Mapping:
     @cached_property
     def read(self) -> dict[str, Made]:
         """What every source that is read is made of, seen from the targets."""
-        readers: dict[str, list[tuple[Stencil, int, str]]] = {}
+        # What a source becomes: the stencils of the targets that read it, and its place in each. Most have one reader.
+        only: dict[str, tuple[Stencil, int, str]] = {}
+        several: dict[str, list[tuple[Stencil, int, str]]] = {}
         for target, made in self.made.items():
+            stencil = made.stencil
             for place, source in enumerate(made.names):
-                readers.setdefault(source, []).append((made.stencil, place, target))
+                reader = (stencil, place, target)
+                first = only.setdefault(source, reader)
+                if first is not reader:
+                    several.setdefault(source, [first]).append(reader)
         known: dict[tuple[object, ...], Stencil] = {}
         read: dict[str, Made] = {}
-        for source, found in readers.items():
+        for source, reader in only.items():
+            readers = several.get(source) or (reader,)
             spec = self.sources.get(source)
             dtype = None if spec is None else spec.dtype
-            key = (dtype, *[(stencil, place) for stencil, place, _ in found])
-            stencil = known.get(key)
-            if stencil is None:
-                stencil = known[key] = turned([(one, place) for one, place, _ in found], dtype)
-            read[source] = Made(stencil, tuple([target for _, _, target in found]))
+            key = (dtype, *[(stencil, place) for stencil, place, _ in readers])
+            found = known.get(key)
+            if found is None:
+                found = known[key] = turned([(stencil, place) for stencil, place, _ in readers], dtype)
+            read[source] = Made(found, tuple([target for _, _, target in readers]))
         return read
 
     def reversed(self) -> Mapping:

@@ -29,6 +29,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping as MappingABC
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Made, Mapping, TensorSpec
@@ -59,8 +61,7 @@ class Placement:
     target_box: Box
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True, gc=False):
     """Targets dealt out of sources along one axis.
 
     Args:
@@ -263,6 +264,7 @@ class _Maker:
     """Collects what targets are made of, rule by rule; a stack of experts is filled by a rule per expert."""
 
     def __init__(self) -> None:
+        self._made: dict[str, Made] = {}
         self._parts: dict[str, list[Made]] = {}
         self._stacks: dict[tuple[object, ...], Stencil] = {}
 
@@ -271,15 +273,14 @@ class _Maker:
         sources = rule.sources
         for target, (stencil, kept) in zip(rule.targets, form.stencils, strict=True):
             names = sources if len(kept) == len(sources) else tuple([sources[place] for place in kept])
-            parts = self._parts.get(target)
-            if parts is None:
-                self._parts[target] = [Made(stencil, names)]
-            else:
-                parts.append(Made(stencil, names))
+            made = Made(stencil, names)
+            first = self._made.setdefault(target, made)
+            if first is not made:
+                self._parts.setdefault(target, [first]).append(made)
 
     def made(self) -> dict[str, Made]:
         """What every target is made of."""
-        return {name: parts[0] if len(parts) == 1 else self._stacked(parts) for name, parts in self._parts.items()}
+        return {**self._made, **{name: self._stacked(parts) for name, parts in self._parts.items()}}
 
     def _stacked(self, parts: list[Made]) -> Made:
         key = tuple([(part.stencil, len(part.names)) for part in parts])
@@ -321,7 +322,7 @@ class RuleSet:
             kinds = {stored.get(name, wanted) for name in rule.sources} - {wanted}
             if not kinds or wanted not in FLOATS or not kinds <= FLOATS:
                 return rule
-            return replace(rule, cast=wanted)
+            return msgspec.structs.replace(rule, cast=wanted)
 
         return replace(self, rules=tuple(declared(rule) for rule in self.rules))
 
@@ -336,14 +337,12 @@ class RuleSet:
         faults: list[str] = []
         sources: dict[str, TensorSpec] = {}
         maker = _Maker()
-        specs_of: dict[tuple[Shape, str], TensorSpec] = {}
         # A model has many layers and experts of few forms: what depends on the form alone is worked out once.
         forms: dict[object, _Form] = {}
         for rule in self.rules:
-            specs = [self.targets.get(name) for name in rule.targets]
-            known = [spec for spec in specs if spec is not None]
-            if len(known) < len(specs):
-                absent = [name for name, spec in zip(rule.targets, specs, strict=True) if spec is None]
+            known = [self.targets[name] for name in rule.targets if name in self.targets]
+            if len(known) < len(rule.targets):
+                absent = [name for name in rule.targets if name not in self.targets]
                 faults.extend(f"{name}: the rule's target is not a tensor of the model" for name in absent)
                 continue
             shapes = [spec.shape for spec in known]
@@ -366,9 +365,7 @@ class RuleSet:
                 continue
             dtype = known[0].dtype
             for name, shape in zip(rule.sources, form.source_shapes, strict=True):
-                kind = (shape, dtype if stored is None else stored.get(name, dtype))
-                spec = specs_of.get(kind)
-                sources[name] = specs_of.setdefault(kind, TensorSpec(*kind)) if spec is None else spec
+                sources[name] = TensorSpec(shape, dtype if stored is None else stored.get(name, dtype))
             maker.add(rule, form)
         if faults:
             raise MappingError(

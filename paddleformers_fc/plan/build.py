@@ -1,27 +1,37 @@
 """Planning: which byte ranges of which files become which parts of which wanted shards.
 
-For every wanted shard, the correspondences of its tensor say which boxes of which stored tensors it is made of; the
-catalog says where those lie. The plan is exact: it names only bytes that are needed, and it is checked to write every
-wanted element exactly once. Optimizer states follow their parameter: a master weight or moment takes the parameter's
-boxes, never its casts; a power of beta is one number that all sources must agree on.
+For every wanted shard, the stencil of its tensor says which boxes of which stored tensors it is made of; the catalog
+says where those lie. The plan is exact: it names only bytes that are needed, and it is checked to write every wanted
+element exactly once. Optimizer states follow their parameter: a master weight or moment takes the parameter's boxes,
+never its casts; a power of beta is one number that all sources must agree on.
 
-Linear in the wanted fragments times the stored fragments they touch.
+Idea: two shards are filled alike where they are the same box of tensors that are made alike of tensors that are stored
+alike. What fills one is worked out once, as a :class:`Pattern`, and each shard is its pattern with names and places.
+
+Time: per shard a look-up and its items; per pattern the boxes that its fragments touch, found by bisection. Memory: the
+items.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping as MappingABC
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from paddleformers_fc.catalog.stored import Catalog, StoredFragment, StoredTensor
+import msgspec
+
+from paddleformers_fc.catalog.stored import Catalog, StoredForm, StoredTensor
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Fragment, Shard
-from paddleformers_fc.mapping import Correspondence, Mapping
+from paddleformers_fc.mapping import Mapping, Shape
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
+from paddleformers_fc.mapping.stencils import Link, Stencil, identity
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
 
 Wanted = MappingABC[str, MappingABC[str, Shard]]
+
+_in_file = attrgetter("stored.begin")
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,63 @@ class Source:
     wanted_aliases: MappingABC[str, str] = field(default_factory=dict)
 
 
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """One stored box that becomes one box of a shard, without names.
+
+    Args:
+        tensor: which of the stored tensors.
+        box: which of its stored boxes.
+        stored_shape: shape of that box.
+        stored_part: the region, in coordinates of that box.
+        start: index, in elements, of the wanted fragment in the shard's buffer.
+        shape: shape of the wanted fragment.
+        part: the region, in coordinates of the wanted fragment.
+        axes: for every axis of the wanted region the stored axis it reads, or -1 for a new axis of length one.
+    """
+
+    tensor: int
+    box: int
+    stored_shape: Shape
+    stored_part: Box
+    start: int
+    shape: Shape
+    part: Box
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """How shards of one kind are filled; the same for all of them.
+
+    Args:
+        pieces: in the order of the shard's fragments.
+    """
+
+    pieces: tuple[Piece, ...]
+
+
+class Filling(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """How one shard is filled: a pattern, and the stored tensors that it counts."""
+
+    pattern: Pattern
+    tensors: list[StoredTensor]
+
+    def items(self, role: str, name: str) -> list[ReadItem]:
+        """The read items of the shard.
+
+        Args:
+            role: its role.
+            name: its full name.
+        """
+        tensors, items = self.tensors, []
+        for one in self.pattern.pieces:
+            tensor = tensors[one.tensor]
+            file, begin = tensor.places[one.box]
+            stored = StoredPart(file, begin, one.stored_shape, one.stored_part, tensor.form.dtype)
+            items.append(ReadItem(role, name, stored, one.start, one.shape, one.part, one.axes))
+        return items
+
+
 def plan_reads(source: Source, wanted: Wanted) -> LoadPlan:
     """The plan of one rank.
 
@@ -50,63 +117,137 @@ def plan_reads(source: Source, wanted: Wanted) -> LoadPlan:
     Returns:
         the plan; its report says what does not fit, and is empty where the plan can be carried out.
     """
-    planner = _Planner(source)
-    items = [
-        item for role, shards in wanted.items() for shard in shards.values() for item in planner.reads(role, shard)
-    ]
-    items.sort(key=lambda item: (item.stored.file, item.stored.begin))
-    return LoadPlan(
-        tuple(items),
-        tuple(planner.checks.values()),
-        {role: frozenset(names) for role, names in planner.touched.items()},
-        planner.report,
-    )
+    return Planner(source).plan(wanted)
 
 
-class _Planner:
-    """The state of one planning: what was touched, checked and found wrong."""
+class Planner:
+    """Plans against one source, and remembers the patterns it has met; many ranks can be planned with one.
+
+    Args:
+        source: what is stored.
+    Attributes:
+        report: what did not fit so far.
+        checks: stored boxes that must be equal, by the names of the two tensors.
+        touched: stored names that are read, by role.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._aliases: dict[str, list[str]] = {}
         for alias, owner in source.stored_aliases.items():
             self._aliases.setdefault(owner, []).append(alias)
+        self._patterns: dict[tuple[object, ...], Pattern] = {}
+        self._made, self._specs = source.mapping.made, source.mapping.sources
+        self._numbers: dict[Shape, Stencil] = {}
+        self._forget()
+
+    def _forget(self) -> None:
         self.report = Report()
         self.checks: dict[tuple[str, str], EqualCheck] = {}
         self.touched: dict[str, set[str]] = {}
 
-    def reads(self, role: str, shard: Shard) -> list[ReadItem]:
-        """The items that fill one shard, or none where something does not fit."""
+    def plan(self, wanted: Wanted) -> LoadPlan:
+        """The plan of one rank, as :func:`plan_reads` returns it."""
+        self._forget()
+        by_file: dict[str, list[ReadItem]] = {}
+        for role, shards in wanted.items():
+            for shard in shards.values():
+                filling = self.filling(role, shard)
+                if filling is not None:
+                    for item in filling.items(role, shard.name):
+                        by_file.setdefault(item.stored.file, []).append(item)
+        for items in by_file.values():
+            items.sort(key=_in_file)
+        return LoadPlan(
+            tuple([item for file in sorted(by_file) for item in by_file[file]]),
+            tuple(self.checks.values()),
+            {role: frozenset(names) for role, names in self.touched.items()},
+            self.report,
+        )
+
+    def filling(self, role: str, shard: Shard) -> Filling | None:
+        """How one shard is filled; None where it keeps its values, or where something does not fit."""
         state = split_state_name(role, shard.name)
         parameter = self._source.wanted_aliases.get(state.parameter, state.parameter)
-        links = self._source.mapping.by_target.get(parameter, [])
-        if not links:
+        made = self._made.get(parameter)
+        if made is None:
             if parameter not in self._source.mapping.fresh:
                 self.report.add("missing", shard.name)
-            return []
-        stored = {link.source: self._stored(role, link.source, state.suffix) for link in links}
-        absent = [name for name, tensor in stored.items() if tensor is None]
-        if absent:
-            for name in absent:
-                self.report.add("missing", f"{shard.name}: needs {name}{state.suffix}")
-            return []
-        present = {name: tensor for name, tensor in stored.items() if tensor is not None}
+            return None
+        tensors = self._tensors(role, shard, made.names, state.suffix)
+        if tensors is None:
+            return None
+        stencil = made.stencil
         if state.scalar:
-            return self._scalar(role, shard, list(present.values()))
-        if not self._fits(role, shard, links, present):
-            return []
-        return self._boxes(role, shard, links, present)
+            if not self._agree(shard, tensors):
+                return None
+            stencil, tensors = self._number(shard.global_shape), tensors[:1]
+        elif not self._have_the_shapes(shard, parameter, made.names, tensors):
+            return None
+        key = (
+            role == MODEL_STATE,
+            stencil,
+            shard.dtype,
+            shard.global_shape,
+            shard.box,
+            shard.flat,
+            *[tensor.form for tensor in tensors],
+        )
+        pattern = self._patterns.get(key)
+        if pattern is None:
+            if not self._have_the_dtype(role, shard, stencil, tensors):
+                return None
+            pattern = Pattern(tuple(_pieces(shard, stencil, [tensor.form for tensor in tensors])))
+            if self._covers(shard, pattern):
+                # What does not fit is to be reported under every name, and so it is not remembered.
+                self._patterns[key] = pattern
+        return Filling(pattern, tensors)
 
-    def _stored(self, role: str, parameter: str, suffix: str) -> StoredTensor | None:
-        """The stored state of a parameter: under its own name, or under an alias of it that must then be equal."""
-        names = self._source.catalog.roles.get(role, {})
-        found = [
-            names[name + suffix] for name in (parameter, *self._aliases.get(parameter, ())) if name + suffix in names
-        ]
+    def _number(self, shape: Shape) -> Stencil:
+        """How a state that is one number per parameter is made, whatever its parameter is made of."""
+        if shape not in self._numbers:
+            self._numbers[shape] = identity(shape)
+        return self._numbers[shape]
+
+    def _tensors(self, role: str, shard: Shard, names: tuple[str, ...], suffix: str) -> list[StoredTensor] | None:
+        """The stored states of some parameters; None where one is not stored."""
+        stored = self._source.catalog.roles.get(role, {})
+        present: list[StoredTensor] = []
+        for name in names:
+            full = name + suffix
+            tensor = self._under_an_alias(role, name, suffix) if name in self._aliases else stored.get(full)
+            if tensor is None:
+                self.report.add("missing", f"{shard.name}: needs {full}")
+            else:
+                present.append(tensor)
+        touched = self.touched.setdefault(role, set())
+        touched.update([tensor.name for tensor in present])
+        return present if len(present) == len(names) else None
+
+    def _under_an_alias(self, role: str, parameter: str, suffix: str) -> StoredTensor | None:
+        """The stored state of a tied parameter: under its own name, or under an alias of it that must then be equal."""
+        stored = self._source.catalog.roles.get(role, {})
+        names = (parameter, *self._aliases[parameter])
+        found = [stored[name + suffix] for name in names if name + suffix in stored]
         self.touched.setdefault(role, set()).update(tensor.name for tensor in found)
         for other in found[1:]:
             self._must_equal(found[0], other)
         return found[0] if found else None
+
+    def _agree(self, shard: Shard, tensors: list[StoredTensor]) -> bool:
+        """Whether several numbers can be one, which is then to be checked."""
+        for tensor in tensors:
+            if tensor.dtype != shard.dtype:
+                self.report.add("dtype", f"{shard.name}: stored {tensor.dtype}, wanted {shard.dtype}")
+                return False
+            if tensor.shape != shard.global_shape:
+                self.report.add(
+                    "shape", f"{shard.name}: stored {list(tensor.shape)}, wanted {list(shard.global_shape)}"
+                )
+                return False
+        for other in tensors[1:]:
+            self._must_equal(tensors[0], other)
+        return True
 
     def _must_equal(self, owner: StoredTensor, other: StoredTensor) -> None:
         if (owner.name, other.name) in self.checks:
@@ -114,92 +255,81 @@ class _Planner:
         if (owner.shape, owner.dtype) != (other.shape, other.dtype):
             self.report.add("unequal", f"{other.name}: {other.dtype} {list(other.shape)} is not {owner.name}'s form")
             return
-        for index, (left, right, _) in enumerate(_common(owner, whole(owner.shape), other)):
+        for index, (left, right) in enumerate(_common(owner, whole(owner.shape), other)):
             key = (owner.name, other.name if index == 0 else f"{other.name}#{index}")
             self.checks[key] = EqualCheck(f"{other.name} = {owner.name}", left, right)
 
-    def _scalar(self, role: str, shard: Shard, stored: list[StoredTensor]) -> list[ReadItem]:
-        first = stored[0]
-        for tensor in stored:
-            if tensor.dtype != shard.dtype:
-                self.report.add("dtype", f"{shard.name}: stored {tensor.dtype}, wanted {shard.dtype}")
-                return []
-            if tensor.shape != shard.global_shape:
-                self.report.add(
-                    "shape", f"{shard.name}: stored {list(tensor.shape)}, wanted {list(shard.global_shape)}"
-                )
-                return []
-        for other in stored[1:]:
-            self._must_equal(first, other)
-        axes = tuple(range(len(shard.global_shape)))
-        link = Correspondence(first.name, whole(first.shape), shard.name, whole(shard.global_shape), axes)
-        return self._boxes(role, shard, [link], {first.name: first})
-
-    def _fits(self, role: str, shard: Shard, links: list[Correspondence], stored: dict[str, StoredTensor]) -> bool:
-        fits = True
-        for name, tensor in stored.items():
-            expected = self._source.mapping.sources[name].shape
-            if tensor.shape != expected:
+    def _have_the_shapes(
+        self, shard: Shard, parameter: str, names: tuple[str, ...], tensors: list[StoredTensor]
+    ) -> bool:
+        """Whether stored and wanted shapes are those of the mapping."""
+        fit = True
+        for name, tensor in zip(names, tensors, strict=True):
+            expected = self._specs[name].shape
+            if tensor.form.shape != expected:
                 self.report.add("shape", f"{shard.name}: stored {list(tensor.shape)}, wanted {list(expected)}")
-                fits = False
-        for link in links:
-            cast = link.cast if role == MODEL_STATE else None
-            if stored[link.source].dtype != shard.dtype and cast != shard.dtype:
-                self.report.add("dtype", f"{shard.name}: stored {stored[link.source].dtype}, wanted {shard.dtype}")
-                fits = False
-        target = self._source.mapping.targets.get(links[0].target)
+                fit = False
+        target = self._source.mapping.targets.get(parameter)
         if target is not None and target.shape != shard.global_shape:
             self.report.add("shape", f"{shard.name}: mapped {list(target.shape)}, wanted {list(shard.global_shape)}")
-            fits = False
-        return fits
+            fit = False
+        return fit
 
-    def _boxes(
-        self, role: str, shard: Shard, links: list[Correspondence], stored: dict[str, StoredTensor]
-    ) -> list[ReadItem]:
-        items: list[ReadItem] = []
+    def _have_the_dtype(self, role: str, shard: Shard, stencil: Stencil, tensors: list[StoredTensor]) -> bool:
+        """Whether every link gives the shard's dtype: as it is stored, or by a cast, which states never take."""
+        wrong = dict.fromkeys(
+            tensors[link.source].dtype
+            for link in stencil.links
+            if tensors[link.source].dtype != shard.dtype and (role != MODEL_STATE or link.cast != shard.dtype)
+        )
+        for dtype in wrong:
+            self.report.add("dtype", f"{shard.name}: stored {dtype}, wanted {shard.dtype}")
+        return not wrong
+
+    def _covers(self, shard: Shard, pattern: Pattern) -> bool:
+        """Whether every element of the shard is written once."""
+        written: dict[int, list[Box]] = {}
+        for piece in pattern.pieces:
+            written.setdefault(piece.start, []).append(piece.part)
+        covered = True
         for fragment in shard.fragments:
-            written: list[Box] = []
-            for link in links:
-                part = link.target_box.intersect(fragment.box)
-                if part is None:
-                    continue
-                for item in self._items(role, shard, fragment, link, part, stored[link.source]):
-                    written.append(item.part)
-                    items.append(item)
-            for fault in cover_faults(whole(fragment.box.shape), written):
+            for fault in cover_faults(whole(fragment.box.shape), written.get(fragment.start, [])):
                 verb = "written twice" if fault.writers else "not written"
                 self.report.add("coverage", f"{shard.name}: {fault.where} of {fragment.box} is {verb}")
-        return items
-
-    def _items(
-        self, role: str, shard: Shard, fragment: Fragment, link: Correspondence, part: Box, tensor: StoredTensor
-    ) -> Iterator[ReadItem]:
-        for stored, common in _touching(tensor, link.pull(part)):
-            filled = link.push(common)
-            yield ReadItem(
-                role,
-                shard.name,
-                _stored_part(stored, common, tensor.dtype),
-                fragment.start,
-                fragment.box.shape,
-                filled.relative_to(fragment.box.lo),
-                link.axes,
-            )
+                covered = False
+        return covered
 
 
-def _touching(tensor: StoredTensor, box: Box) -> Iterator[tuple[StoredFragment, Box]]:
-    for index in tensor.finder.near(box):
-        fragment = tensor.fragments[index]
-        common = fragment.box.intersect(box)
+def _pieces(shard: Shard, stencil: Stencil, forms: list[StoredForm]) -> Iterator[Piece]:
+    for fragment in shard.fragments:
+        for place in stencil.finder.near(fragment.box):
+            link = stencil.links[place]
+            part = link.target_box.intersect(fragment.box)
+            if part is not None:
+                yield from _linked(fragment, link, part, forms[link.source])
+
+
+def _linked(fragment: Fragment, link: Link, part: Box, form: StoredForm) -> Iterator[Piece]:
+    for index, common in _touching(form, link.pull(part)):
+        box = form.boxes[index]
+        filled = link.push(common).relative_to(fragment.box.lo)
+        region = common.relative_to(box.lo)
+        yield Piece(link.source, index, box.shape, region, fragment.start, fragment.box.shape, filled, link.axes)
+
+
+def _touching(form: StoredForm, box: Box) -> Iterator[tuple[int, Box]]:
+    for index in form.finder.near(box):
+        common = form.boxes[index].intersect(box)
         if common is not None:
-            yield fragment, common
+            yield index, common
 
 
-def _common(left: StoredTensor, box: Box, right: StoredTensor) -> Iterator[tuple[StoredPart, StoredPart, Box]]:
-    for one, first in _touching(left, box):
-        for other, both in _touching(right, first):
-            yield _stored_part(one, both, left.dtype), _stored_part(other, both, right.dtype), both
+def _common(left: StoredTensor, box: Box, right: StoredTensor) -> Iterator[tuple[StoredPart, StoredPart]]:
+    for one, first in _touching(left.form, box):
+        for other, both in _touching(right.form, first):
+            yield _stored_part(left, one, both), _stored_part(right, other, both)
 
 
-def _stored_part(fragment: StoredFragment, box: Box, dtype: str) -> StoredPart:
-    return StoredPart(fragment.file, fragment.begin, fragment.box.shape, box.relative_to(fragment.box.lo), dtype)
+def _stored_part(tensor: StoredTensor, index: int, box: Box) -> StoredPart:
+    (file, begin), stored = tensor.places[index], tensor.form.boxes[index]
+    return StoredPart(file, begin, stored.shape, box.relative_to(stored.lo), tensor.dtype)

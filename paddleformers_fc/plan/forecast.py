@@ -1,8 +1,8 @@
 """What a load would cost on every rank of a simulated grid, without a model, a tensor byte, or the ranks.
 
-The plan of a rank is worked out as a load would, shard by shard. Idea: its cost depends on nothing but the shard and
-where its sources lie, so a shard that many ranks hold is planned once, and so are the states of a parameter that are
-stored alike. Of a plan only four numbers are kept.
+The plan of a rank is worked out as a load would, shard by shard. Idea: its cost depends on nothing but the pattern that
+fills a shard, so a shard that many ranks hold is looked up once, and a pattern is costed once. Of a plan only four
+numbers are kept.
 
 Time: linear in the distinct shards of the grid, plus one sum per rank. Memory: the same, a few hundred bytes each.
 """
@@ -15,10 +15,9 @@ from functools import partial
 
 import msgspec
 
-from paddleformers_fc.catalog.stored import StoredTensor
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan.build import Source, plan_reads
+from paddleformers_fc.plan.build import Filling, Pattern, Planner, Source
 from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.report import Report, natural
 from paddleformers_fc.plan.simulate import SimulatedModel, states_of
@@ -116,7 +115,7 @@ def forecast(
     """
     costs = _Costs(source)
     ranks = [_of_rank(rank, costs.of_rank(model, rank)) for rank in range(model.grid.world_size)]
-    merged = costs.report.merge([report])
+    merged = costs.planner.report.merge([report])
     dropped = sorted(costs.untouched(), key=natural)
     for name in dropped:
         if not may_drop(split_state_name(MASTER_WEIGHT, name).parameter):
@@ -133,17 +132,11 @@ class _Costs:
     """Costs of shards, each worked out once, and what was learnt on the way."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
         self._roles = source.catalog.roles
-        self._aliases: dict[str, list[str]] = {}
-        for alias, owner in source.stored_aliases.items():
-            self._aliases.setdefault(owner, []).append(alias)
-        self._stored_alike: dict[tuple[object, ...], int] = {}
-        self._alike: dict[tuple[str, str], int] = {}
         self._known: dict[tuple[object, ...], Cost] = {}
+        self._patterns: dict[tuple[Pattern, str], Cost] = {}
         self._weights: dict[tuple[int, ...], Cost] = {}
-        self._wanted: dict[str, set[str]] = {role: set() for role in self._roles}
-        self.report = Report()
+        self.planner = Planner(source)
         self.fresh: set[str] = set()
         self.cast: dict[str, CastFacts] = {}
 
@@ -162,63 +155,38 @@ class _Costs:
         return cost
 
     def _of(self, role: str, shard: Shard) -> Cost:
-        state = split_state_name(role, shard.name)
-        key = (
-            role == MODEL_STATE,
-            state.parameter,
-            state.scalar,
-            shard.box.lo,
-            shard.flat,
-            self._likeness(role, shard),
-        )
+        key = (role, shard.name, shard.box.lo, shard.flat)
         cost = self._known.get(key)
         if cost is None:
             cost = self._known[key] = self._planned(role, shard)
         return cost
 
-    def _likeness(self, role: str, shard: Shard) -> int:
-        """A number that two wanted tensors share where their sources lie alike, whatever files those are in."""
-        key = (role, shard.name)
-        if key not in self._alike:
-            self._wanted[role].add(shard.name)
-            sources = list(self._sources(role, shard.name))
-            # What is not stored, or shaped otherwise, is to be reported under its own name.
-            form = (shard.dtype, shard.global_shape, *map(_form, sources)) if None not in sources else key
-            self._alike[key] = self._stored_alike.setdefault(form, len(self._stored_alike))
-        return self._alike[key]
-
-    def _sources(self, role: str, name: str) -> Iterator[StoredTensor | None]:
-        state = split_state_name(role, name)
-        parameter = self._source.wanted_aliases.get(state.parameter, state.parameter)
-        for source in dict.fromkeys(link.source for link in self._source.mapping.by_target.get(parameter, ())):
-            for candidate in (source, *self._aliases.get(source, ())):
-                yield self._roles[role].get(candidate + state.suffix)
-
     def _planned(self, role: str, shard: Shard) -> Cost:
-        plan = plan_reads(self._source, {role: {shard.name: shard}})
-        self.report = self.report.merge([plan.report]) if not plan.report.empty else self.report
-        held = shard.size * item_size(to_safetensors(shard.dtype))
-        cost = Cost(held)
-        for item in plan.items:
-            read, staging = cost_of(item, shard.dtype)
-            cost += Cost(0, read, 1, staging)
-            if item.stored.dtype != shard.dtype:
-                self.cast[shard.name] = CastFacts(shard.name, item.stored.dtype, shard.dtype)
-        if not plan.items and plan.report.empty and shard.size:
+        held = Cost(shard.size * item_size(to_safetensors(shard.dtype)))
+        filling = self.planner.filling(role, shard)
+        if filling is None:
+            # Where something does not fit, the report says so, and nothing else is said.
             self.fresh.add(shard.name)
-        return cost
+            return held
+        for tensor in filling.tensors:
+            if tensor.dtype != shard.dtype:
+                self.cast[shard.name] = CastFacts(shard.name, tensor.dtype, shard.dtype)
+        key = (filling.pattern, shard.dtype)
+        if key not in self._patterns:
+            self._patterns[key] = sum(_costs(filling, shard.dtype), Cost())
+        return held + self._patterns[key]
 
     def untouched(self) -> Iterator[str]:
         """Stored names that no wanted tensor is made of."""
         for role, tensors in self._roles.items():
-            touched = {
-                tensor.name for name in self._wanted[role] for tensor in self._sources(role, name) if tensor is not None
-            }
+            touched = self.planner.touched.get(role, set())
             yield from (name for name in tensors if name not in touched)
 
 
-def _form(tensor: StoredTensor | None) -> object:
-    return tensor and (tensor.dtype, tensor.shape, tuple(fragment.box for fragment in tensor.fragments))
+def _costs(filling: Filling, dtype: str) -> Iterator[Cost]:
+    for item in filling.items("", ""):
+        read, staging = cost_of(item, dtype)
+        yield Cost(0, read, 1, staging)
 
 
 def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:

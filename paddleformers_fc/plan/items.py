@@ -1,15 +1,20 @@
-"""A plan as data: every byte range that one rank will read, and where each goes."""
+"""A plan as data: every byte range that one rank will read, and where each goes.
+
+A plan of a large model has a hundred thousand items per rank, so they are structs: cheap to make, to compare and to
+keep. The boxes of items that are alike are shared.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from paddleformers_fc.mapping.boxes import Box, Shape
 from paddleformers_fc.plan.report import Report
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPart:
+class StoredPart(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A box inside a stored, row-major box.
 
     Args:
@@ -27,8 +32,7 @@ class StoredPart:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReadItem:
+class ReadItem(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One stored box that becomes one box of one wanted shard.
 
     Args:
@@ -50,8 +54,7 @@ class ReadItem:
     axes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EqualCheck:
+class EqualCheck(msgspec.Struct, frozen=True, array_like=True):
     """Two stored boxes that must hold the same bits: an alias and its owner, or one number kept several times."""
 
     name: str

@@ -15,7 +15,9 @@ the pieces that this rank reads or gets.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.mapping.boxes import Box
@@ -59,7 +61,7 @@ class Piece:
     @property
     def stored(self) -> StoredPart:
         """The piece as a range of its own."""
-        return replace(self.move.part, part=self.box)
+        return structs.replace(self.move.part, part=self.box)
 
     @property
     def size(self) -> int:

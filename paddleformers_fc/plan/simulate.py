@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelTensor, bind
 from paddleformers_fc.families.bind import family_sizes
@@ -132,7 +134,7 @@ class SimulatedModel:
         if not self.grid.split:
             return _by_name(dense[index] for index in sharing.owned[place.sharding])
         return _by_name(
-            replace(shards[index], flat=part)
+            msgspec.structs.replace(shards[index], flat=part)
             for shards, buffers, rank_, ranks in (
                 (dense, sharing.dense, place.sharding, self.grid.sharding),
                 (experts, sharing.experts, place.moe_sharding, self.grid.moe_sharding),
@@ -167,7 +169,7 @@ class SimulatedModel:
             if shard is None or tensor.name in shared or tensor.name.endswith(_UNTRAINED):
                 continue
             held = experts if self.grid.ep > 1 and _is_expert(tensor) else dense
-            held.append(replace(shard, name=names.get(shard.name, shard.name)))
+            held.append(msgspec.structs.replace(shard, name=names.get(shard.name, shard.name)))
         return tuple(dense), tuple(experts)
 
     def _make_sharing(self, pp: int) -> _Sharing:
@@ -194,7 +196,7 @@ class SimulatedModel:
             width = _width(shard.dtype)
             part = slice_range(shard.size, width, place.sharding, self.grid.sharding, self.grid.alignment)
             if part is not None:
-                yield replace(shard, flat=part)
+                yield msgspec.structs.replace(shard, flat=part)
 
     def _shard(self, tensor: DeclaredTensor, tp: int, ep: int) -> Shard | None:
         """What a rank of a tensor's stage holds of it; None of an expert that is another rank's."""
@@ -277,11 +279,11 @@ def stored_model(
 def states_of(parameter: Shard) -> Iterator[tuple[str, Shard]]:
     """Role and shard of every AdamW state of a parameter's shard."""
     for suffix in MOMENTS:
-        yield OPTIMIZER_STATE, replace(parameter, name=parameter.name + suffix, dtype="float32")
+        yield OPTIMIZER_STATE, msgspec.structs.replace(parameter, name=parameter.name + suffix, dtype="float32")
     for suffix in POWERS:
         yield OPTIMIZER_STATE, Shard(parameter.name + suffix, "float32", (1,), whole((1,)))
     if _width(parameter.dtype) == 2:
-        yield MASTER_WEIGHT, replace(parameter, name=parameter.name + MASTER_SUFFIX, dtype="float32")
+        yield MASTER_WEIGHT, msgspec.structs.replace(parameter, name=parameter.name + MASTER_SUFFIX, dtype="float32")
 
 
 def built_order(names: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelTensor
@@ -154,7 +155,9 @@ def test_kv_heads_decide_where_only_one_layout_is_possible() -> None:
         model, files = attention(tp)
         if tp == 1:
             files = {name: TensorSpec(_single_head(spec.shape), spec.dtype) for name, spec in files.items()}
-            model = [replace(one, tensor=replace(one.tensor, shape=(*one.tensor.shape[:-1], 24))) for one in model]
+            model = [
+                replace(one, tensor=structs.replace(one.tensor, shape=(*one.tensor.shape[:-1], 24))) for one in model
+            ]
         found = derive_rules(model, files, config)
         assert {rule.target_blocks for rule in found.rules.rules} == {config["num_key_value_heads"]}
 
@@ -349,5 +352,5 @@ def test_kinds_of_layers_are_told_by_the_names_of_their_classes() -> None:
 def test_what_is_measured_can_be_something_else() -> None:
     case = next(cases(1))
     found: Any = derived(case)
-    rules = tuple(replace(rule, sources=tuple(reversed(rule.sources))) for rule in found.rules.rules[1:])
+    rules = tuple(structs.replace(rule, sources=tuple(reversed(rule.sources))) for rule in found.rules.rules[1:])
     assert verdict(case, replace(found, rules=replace(found.rules, rules=rules))) == OTHER

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import FAMILIES, Family, bind, enumerate_tensors, family_for
@@ -52,7 +53,7 @@ def test_a_tied_head_is_said_to_keep_its_owners_memory() -> None:
     config = {**LLAMA.tiny, "tie_word_embeddings": True}
     tensors = [tensor.under() for tensor in enumerate_tensors(LLAMA, config)]
     if not any(tensor.name == "lm_head.weight" for tensor in tensors):
-        tensors.append(replace(next(one for one in tensors if "embed" in one.name), name="lm_head.weight"))
+        tensors.append(structs.replace(next(one for one in tensors if "embed" in one.name), name="lm_head.weight"))
     assert "_ -> lm_head.weight" in aoa_text(LLAMA, config, tensors)
     assert "lm_head.weight -> _" in aoa_text(LLAMA, config, tensors, reverse=True)
 
@@ -61,7 +62,8 @@ def test_a_direction_that_the_language_cannot_say_is_empty_in_the_manifest_and_a
     config, rules = tiny(LLAMA, tp=1)
     rule = rules.rules[0]
     strange = replace(
-        rules, rules=(replace(rule, sources=tuple(f"{name}-old" for name in rule.sources)), *rules.rules[1:])
+        rules,
+        rules=(structs.replace(rule, sources=tuple(f"{name}-old" for name in rule.sources)), *rules.rules[1:]),
     )
     assert aoa_texts(LLAMA, config, strange) == {"forward": [], "reverse": []}
     assert aoa_texts(LLAMA, config, rules)["forward"]
@@ -71,4 +73,4 @@ def test_a_tensor_that_the_family_does_not_declare_is_an_error() -> None:
     config = dict(LLAMA.tiny)
     tensors = [tensor.under() for tensor in enumerate_tensors(LLAMA, config)]
     with pytest.raises(MappingError, match="no statement of family llama declares"):
-        aoa_text(LLAMA, config, [*tensors, replace(tensors[0], name="model.strange")])
+        aoa_text(LLAMA, config, [*tensors, structs.replace(tensors[0], name="model.strange")])

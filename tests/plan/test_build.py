@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.catalog.stored import Catalog, StoredFragment, StoredTensor
+from paddleformers_fc.catalog.stored import Catalog, StoredFragment, stored_tensor
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.reading import ArraySlot, ReadOptions, carry_out
 from paddleformers_fc.layout import Shard
@@ -37,7 +37,7 @@ def stored(root: Path, arrays: dict[str, np.ndarray[Any, Any]], pieces: int) -> 
             (root / file).write_bytes(b"head" + part.tobytes())
             offset = (int(rows[0]),) + (0,) * (array.ndim - 1)
             fragments.append(StoredFragment(file, 4, shifted(part.shape, offset)))
-        tensors[name] = StoredTensor(name, str(array.dtype), array.shape, tuple(fragments))
+        tensors[name] = stored_tensor(name, str(array.dtype), array.shape, fragments)
     return Catalog(root, {"model_state": tensors})
 
 
@@ -96,7 +96,7 @@ def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
 def test_a_hole_in_what_is_stored_is_found_before_anything_is_read(tmp_path: Path) -> None:
     catalog = stored(tmp_path, {"q": np.zeros((8, 6), np.float32)}, 2)
     tensor = catalog.roles["model_state"]["q"]
-    holed = StoredTensor("q", "float32", (8, 6), tensor.fragments[:1])
+    holed = stored_tensor("q", "float32", (8, 6), tensor.fragments[:1])
     assert list(holed.faults()) == ["q: [4:8, 0:6] is not stored"]
     rules = RuleSet({"w": TensorSpec((6, 8), "float32")}, (Rule(("q",), ("w",), (8,), 1, (1, 0)),))
     shard = Shard("w", "float32", (6, 8), whole((6, 8)))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from paddleformers_fc.catalog.stored import stored_tensor
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.reading import item_view, region_of
 from paddleformers_fc.families import family_for
@@ -77,7 +78,8 @@ def test_what_does_not_fit_is_said_as_a_load_says_it() -> None:
     model = laid_out("tp=2")
     checkpoint = checkpoint_of(laid_out("dp=1"))
     stored = checkpoint.catalog.roles["model_state"]
-    stored["model.norm.weight"] = replace(stored["model.norm.weight"], dtype="float16")
+    norm = stored["model.norm.weight"]
+    stored["model.norm.weight"] = stored_tensor(norm.name, "float16", norm.shape, norm.fragments)
     source, report = resume_source(checkpoint, model.rules)
     with pytest.raises(MismatchError, match=r"model\.norm\.weight: stored float16, wanted bfloat16"):
         forecast(source, model, report)

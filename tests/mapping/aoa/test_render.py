@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Box, Correspondence, Mapping, Rule, RuleSet, Shape, TensorSpec, prove
@@ -156,7 +157,7 @@ def test_names_that_a_statement_would_make_up_are_left_to_the_tensors_that_bear_
     mapping = RuleSet({"qkv": spec(3, 32), "other": spec(3)}, (rule, other)).mapping()
     text = rendered(mapping)
     assert not any("fused_qkv" in line for line in text)
-    taken = RuleSet({"qkv": spec(3, 32), "q_1": spec(3)}, (rule, replace(other, targets=("q_1",)))).mapping()
+    taken = RuleSet({"qkv": spec(3, 32), "q_1": spec(3)}, (rule, structs.replace(other, targets=("q_1",)))).mapping()
     with pytest.raises(MappingError, match="its parts would be named q_0 and so on, and such tensors exist"):
         render(taken)
 
@@ -205,7 +206,7 @@ def test_experts_stacked_along_an_axis_that_they_have_are_joined_slab_by_slab() 
     rules = tuple(
         Rule((f"{e}.gate", f"{e}.up"), ("stack",), (4, 4), 1, (1, 0), slab=Slab(0, 2 * e, 2 * e + 2)) for e in range(3)
     )
-    named = [replace(rule, sources=tuple(f"e.{name}" for name in rule.sources)) for rule in rules]
+    named = [structs.replace(rule, sources=tuple(f"e.{name}" for name in rule.sources)) for rule in rules]
     mapping = RuleSet({"stack": spec(6, 8)}, tuple(named)).mapping()
     assert rendered(mapping) == [
         *(f"e.{e}.gate^T, e.{e}.up^T -> stack_{e}, axis=1" for e in range(3)),

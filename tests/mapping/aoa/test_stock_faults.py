@@ -15,7 +15,7 @@ import pytest
 from paddle.distributed import load_state_dict, save_state_dict
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from paddleformers_fc.catalog.stored import Catalog, StoredFragment, StoredTensor
+from paddleformers_fc.catalog.stored import Catalog, StoredFragment, stored_tensor
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MASTER_WEIGHT
@@ -91,7 +91,7 @@ def test_a_cast_of_the_model_reaches_its_master_weight_and_ours_does_not(tmp_pat
 
     mapping = parse(statements, left, right)
     prove(mapping)
-    stored_weight = StoredTensor("a.w_0", "float32", (4,), (StoredFragment("file", 0, whole((4,))),))
+    stored_weight = stored_tensor("a.w_0", "float32", (4,), (StoredFragment("file", 0, whole((4,))),))
     source = Source(Catalog(tmp_path, {MASTER_WEIGHT: {"a.w_0": stored_weight}}), mapping)
     plan = plan_reads(source, {MASTER_WEIGHT: {"a.w_0": Shard("a.w_0", "float32", (4,), whole((4,)))}})
     assert plan.report.empty
