@@ -23,7 +23,8 @@ from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.reading import DEFAULT_OPTIONS, Key, ReadOptions, Slot
-from paddleformers_fc.execute.save import Roles, model_rules
+from paddleformers_fc.execute.save import Roles
+from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.families import OptionalNames, family_for
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name

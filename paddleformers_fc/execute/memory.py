@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ import numpy as np
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.reading import Key, Slot
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+
+_PIECE_BYTES = 16 * 1024 * 1024
 
 
 def dtype_name(tensor: Any) -> str:
@@ -42,13 +44,35 @@ def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:
     return array
 
 
-def host_copy(tensor: Any) -> np.ndarray[Any, Any]:
-    """The tensor's numbers as a flat array in host memory: a view where possible, else a copy."""
+def host_parts(tensor: Any, start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
+    """A stretch of a tensor's numbers as flat arrays in host memory, one after the other.
+
+    Where the memory can be seen, that is one view of all of it; else pieces are copied, and each may be forgotten
+    before the next is made.
+
+    Args:
+        tensor: a ``paddle.Tensor``.
+        start: index of the first element, in row-major order; the first of a row where the tensor is not contiguous.
+        stop: index behind the last.
+    """
     view = host_view(tensor)
     if view is not None:
-        return view
-    array = np.ascontiguousarray(tensor.contiguous().cpu().numpy())
-    return array.reshape(-1).view(to_numpy(to_safetensors(dtype_name(tensor))))
+        yield view[start:stop]
+        return
+    dtype = to_numpy(to_safetensors(dtype_name(tensor)))
+    rows = tensor.flatten() if tensor.is_contiguous() else _without_leading_ones(tensor)
+    row = math.prod(int(n) for n in rows.shape[1:])
+    step = max(1, _PIECE_BYTES // max(row * dtype.itemsize, 1))
+    for low in range(start // row if row else 0, stop // row if row else 0, step):
+        part = rows[low : min(low + step, stop // row)].contiguous().cpu().numpy()
+        yield np.ascontiguousarray(part).reshape(-1).view(dtype)
+
+
+def _without_leading_ones(tensor: Any) -> Any:
+    """The tensor from its first axis that is longer than one; no numbers move."""
+    while len(tensor.shape) > 1 and int(tensor.shape[0]) == 1:
+        tensor = tensor.squeeze(0)
+    return tensor
 
 
 @dataclass

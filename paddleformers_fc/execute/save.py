@@ -1,21 +1,22 @@
 """Saving: every rank writes its share into a staging directory; the coordinator commits it, or nothing.
 
-1. Every rank describes its shards, and all ranks learn all descriptions. Replicas are found by box, not by count, and
-   each is given to the rank that has the fewest bytes so far; every rank computes the same division.
-2. The coordinator proves the mapping of the whole model, checks that every tensor is covered, and creates the staging
-   directory beside the target.
+1. Every rank says in one digest what it holds. Where all ranks have a plan for just these shards, it is used; else all
+   ranks learn all descriptions, divide the bytes alike, and the coordinator proves the mapping of the whole model and
+   that every tensor is held whole (:mod:`.saveplan`, :mod:`.shares`).
+2. The coordinator creates the staging directory beside the target.
 3. Every rank writes its files, with checksums taken while writing, and returns receipts.
 4. The coordinator writes ``mapping.json`` and the manifest and commits by renaming.
 
 Any failure on any rank ends in the same error on every rank and in a removed staging directory; a crash leaves it
-behind under a name that says so. Beyond the tensors, memory is the descriptions: linear in the shards of all ranks.
+behind under a name that says so. Beyond the tensors, memory is the headers of this rank's files and, for a new plan,
+the descriptions: linear in the shards of all ranks. What is not on the host is copied there in pieces of 16 MiB.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +24,28 @@ import msgspec
 
 from paddleformers_fc import __version__
 from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME
-from paddleformers_fc.catalog.stored import gather_shards
-from paddleformers_fc.errors import MismatchError, OptionError
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import Channel, agree
-from paddleformers_fc.execute.memory import host_copy
+from paddleformers_fc.execute.memory import host_parts
+from paddleformers_fc.execute.saveplan import ModelRecord, PlanKeeper, PlannedFile, SavePlan, digest, work_out
 from paddleformers_fc.execute.staging import staging_beside
-from paddleformers_fc.families import ModelTensor, bind, family_for
-from paddleformers_fc.families.text import aoa_texts
-from paddleformers_fc.layout import Shard
-from paddleformers_fc.layout.codec import HEADER_KEY, ShardRecord, encode_shards, record_of
-from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.families import family_for
+from paddleformers_fc.families.bind import tied_names
+from paddleformers_fc.layout.codec import decode_held, encode_held
+from paddleformers_fc.layout.live import describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
-from paddleformers_fc.mapping import RuleSet, prove
-from paddleformers_fc.mapping.boxes import shifted
-from paddleformers_fc.mapping.codec import encode_rules
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.commit import commit
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import FileReceipt, Manifest, write_manifest
-from paddleformers_fc.storage.safetensors import SafetensorsWriter
+from paddleformers_fc.storage.safetensors import LaidOutWriter
 
 Roles = Mapping[str, Mapping[str, Any]]
-Held = dict[str, dict[str, Shard]]
+LiveRoles = dict[str, dict[str, Any]]
+
+DEFAULT_MAX_FILE_BYTES = 5 * 10**9
+"""Bound on the tensors of one file of a checkpoint, in bytes."""
+
+_PLANS = PlanKeeper()
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class _Finished(msgspec.Struct):
     set_aside: list[str]
 
 
-class _Description(msgspec.Struct):
-    """One live shard on its way to the other ranks."""
+class _Introduction(msgspec.Struct, array_like=True):
+    """What a rank says of itself first: a digest of its shards, and the jobs that it has a plan for."""
 
-    record: ShardRecord
-    dtype: str
+    facts: bytes
+    known: list[bytes]
 
 
 def save_checkpoint(
@@ -98,6 +98,7 @@ def save_checkpoint(
     files: Mapping[str, bytes],
     job: JobRecord,
     channel: Channel,
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
 ) -> SaveReport:
     """Write a finished checkpoint.
 
@@ -108,77 +109,49 @@ def save_checkpoint(
         files: this rank's small files, by path relative to the checkpoint; must hold ``config.json`` on rank 0.
         job: what the manifest says about the job.
         channel: all ranks of the job; every rank must call.
+        max_file_bytes: bound on the tensors of one file, in bytes; a larger tensor is cut between rows.
     Returns:
         the manifest, and directories that the save had to leave beside it.
     Raises:
         FlexError: the same on every rank; the target is untouched.
     """
-    own: dict[str, dict[str, Any]] = {}
+    own: LiveRoles = {}
+    kept = _PLANS.known(channel.rank)
 
-    def describe() -> bytes:
+    def introduce() -> bytes:
         own.update(_without_aliases(roles, config))
-        return _encoded(describe_roles(own))
+        return msgspec.msgpack.encode(_Introduction(_facts(own, config, max_file_bytes), list(kept)))
 
-    everyone = [_decoded(payload) for payload in agree(channel, "describing shards", describe)]
-    share = divide(everyone)[channel.rank]
-    with staging_beside(directory, channel, lambda: _refuse_unfit(everyone, config, files)) as staging:
-        written = agree(channel, "writing", lambda: _write_share(staging, own, share, files, channel.rank))
-        finished = agree(
-            channel, "committing", lambda: _finish(staging, directory, everyone, config, written, job, channel)
-        )
+    everyone = [
+        msgspec.msgpack.decode(payload, type=_Introduction)
+        for payload in agree(channel, "looking at the shards", introduce)
+    ]
+    key = digest(*(one.facts for one in everyone))
+    known = all(key in one.known for one in everyone)
+    plan = kept[key] if known else _new_plan(own, config, max_file_bytes, channel)
+    _PLANS.keep(channel.rank, key, plan)
+    with staging_beside(directory, channel, lambda: _refuse_undescribed(files)) as staging:
+        written = agree(channel, "writing", lambda: _write_share(staging, own, plan, files))
+        finished = agree(channel, "committing", lambda: _finish(staging, directory, plan.model, written, job, channel))
     outcome = msgspec.json.decode(finished[0], type=_Finished)
     return SaveReport(outcome.manifest, tuple(map(Path, outcome.set_aside)))
 
 
-def divide(everyone: list[Held]) -> list[list[tuple[str, str]]]:
-    """Which rank writes which shard, so that each distinct shard is written once and bytes are even.
-
-    Args:
-        everyone: the shards of every rank, by rank.
-    Returns:
-        role and name of every shard that each rank writes, by rank.
-    """
-    holders: dict[tuple[str, Shard], list[int]] = {}
-    for rank, roles in enumerate(everyone):
-        for role, shards in roles.items():
-            for shard in shards.values():
-                holders.setdefault((role, shard), []).append(rank)
-    load = [0] * len(everyone)
-    share: list[list[tuple[str, str]]] = [[] for _ in everyone]
-    # Shards with one holder leave no choice; the rest, largest first, go where there is least.
-    for (role, shard), ranks in sorted(
-        holders.items(), key=lambda entry: (len(entry[1]) > 1, -entry[0][1].size, entry[0][0], entry[0][1].name)
-    ):
-        rank = min(ranks, key=lambda candidate: (load[candidate], candidate))
-        load[rank] += shard.size * item_size(to_safetensors(shard.dtype))
-        share[rank].append((role, shard.name))
-    return [sorted(names) for names in share]
-
-
-def model_rules(config: Mapping[str, Any], shards: Mapping[str, Shard]) -> RuleSet:
-    """The rules of a model, or of one rank's part of it, from its live shards.
-
-    Args:
-        config: the model's configuration.
-        shards: ``model_state`` shards by name.
-    """
-    tensors = [ModelTensor(shard.name, shard.global_shape, shard.dtype, shard.cuts) for shard in shards.values()]
-    cuts = {tensor.name: tensor.cuts for tensor in tensors if any(cut > 1 for cut in tensor.cuts)}
-    return replace(bind(family_for(config), config, tensors), cuts=cuts)
-
-
-def _without_aliases(roles: Roles, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _without_aliases(roles: Roles, config: Mapping[str, Any]) -> LiveRoles:
     """This rank's weights without aliases that are the very memory of their owner, as tied parameters are.
 
     The optimizer keeps one state for such a pair and names it after whichever of the two sorts first; it is saved under
     the owner's name. An alias with memory of its own, on another pipeline stage, is saved as itself and must be equal.
     """
-    weights = dict(roles.get(MODEL_STATE, {}))
-    shared: dict[str, str] = {}
-    for tie in model_rules(config, describe_roles({MODEL_STATE: weights})[MODEL_STATE]).ties:
-        if tie.owner in weights and _address(weights[tie.owner]) == _address(weights[tie.alias]):
-            shared[tie.alias] = tie.owner
-    kept: dict[str, dict[str, Any]] = {}
+    weights = roles.get(MODEL_STATE, {})
+    shared = {
+        alias: owner
+        for alias, owner in tied_names(family_for(config), config).items()
+        if owner in weights and alias in weights and _address(weights[owner]) == _address(weights[alias])
+    }
+    if not shared:
+        return {role: dict(names) for role, names in roles.items()}
+    kept: LiveRoles = {}
     for role, names in roles.items():
         for name, weight in names.items():
             state = split_state_name(role, name)
@@ -194,121 +167,62 @@ def _address(weight: Any) -> int:
     return int(weight.local_tensor.data_ptr())
 
 
-def _encoded(held: Held) -> bytes:
-    return msgspec.json.encode(
-        {
-            role: [_Description(record_of(shard), shard.dtype) for shard in shards.values()]
-            for role, shards in held.items()
-        }
+def _facts(own: LiveRoles, config: Mapping[str, Any], max_file_bytes: int) -> bytes:
+    """The digest of everything that this rank brings into a plan."""
+    return digest(
+        json.dumps(config, sort_keys=True, default=repr).encode(), str(max_file_bytes).encode(), facts_of(own)
     )
 
 
-def _decoded(payload: bytes) -> Held:
-    found = msgspec.json.decode(payload, type=dict[str, list[_Description]])
-    return {
-        role: {
-            item.record.name: Shard(
-                item.record.name,
-                item.dtype,
-                item.record.global_shape,
-                shifted(item.record.shape, item.record.offset),
-                item.record.flat,
-            )
-            for item in items
-        }
-        for role, items in found.items()
-    }
+def _new_plan(own: LiveRoles, config: Mapping[str, Any], max_file_bytes: int, channel: Channel) -> SavePlan:
+    payloads = agree(channel, "describing shards", lambda: encode_held(describe_roles(own)))
+    # Ranks that hold the same say the same: it is read once, and looked at once.
+    held = {payload: decode_held(payload) for payload in set(payloads)}
+    plans: list[SavePlan] = []
+
+    def plan() -> bytes:
+        plans.append(work_out([held[payload] for payload in payloads], config, channel.rank, max_file_bytes))
+        return b""
+
+    agree(channel, "planning the save", plan)
+    return plans[0]
 
 
-def _union(everyone: list[Held]) -> dict[str, Shard]:
-    """One shard of every model tensor of the job; its cuts tell the tensor-parallel degree."""
-    union: dict[str, Shard] = {}
-    for roles in everyone:
-        union.update(roles.get(MODEL_STATE, {}))
-    return union
-
-
-def _refuse_unfit(everyone: list[Held], config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-    """On the coordinator, before anything is written: prove that what will be saved is whole and describes itself."""
+def _refuse_undescribed(files: Mapping[str, bytes]) -> None:
+    """On the coordinator, before anything is written."""
     if CONFIG_NAME not in files:
         raise OptionError(f"A checkpoint describes itself, and {CONFIG_NAME} is missing from its files.")
-    prove(model_rules(config, _union(everyone)).mapping(), "The model's mapping")
-    _refuse_partial(everyone)
 
 
-def _refuse_partial(everyone: list[Held]) -> None:
-    faults: list[str] = []
-    parameters = _union(everyone)
-    for role in sorted({role for roles in everyone for role in roles}):
-        distinct = {shard for roles in everyone for shard in roles.get(role, {}).values()}
-        tensors, contradictions = gather_shards(
-            (shard, f"rank {role}", 0, item_size(to_safetensors(shard.dtype))) for shard in distinct
-        )
-        faults.extend(contradictions)
-        for tensor in tensors.values():
-            faults.extend(tensor.faults())
-        for name in tensors:
-            if split_state_name(role, name).parameter not in parameters:
-                faults.append(f"{name}: is a state of no parameter")
-    if faults:
-        raise MismatchError(
-            f"{len(faults)} tensors of this job are not held whole and once. Nothing was written.",
-            evidence=fold(faults),
-            next_step="The ranks describe shards that do not fit together; check the parallel configuration.",
-        )
-
-
-def _write_share(
-    staging: Path, roles: Roles, share: list[tuple[str, str]], files: Mapping[str, bytes], rank: int
-) -> bytes:
-    receipts: list[FileReceipt] = []
-    described = describe_roles(roles)
-    for role in sorted({role for role, _ in share}):
-        names = [name for owner, name in share if owner == role]
-        names.sort(key=lambda name: (-item_size(to_safetensors(described[role][name].dtype)), name))
-        receipts.append(_write_role(staging, role, names, roles, described, rank))
+def _write_share(staging: Path, roles: LiveRoles, plan: SavePlan, files: Mapping[str, bytes]) -> bytes:
+    receipts = [_write_tensors(staging, file, roles[file.role]) for file in plan.files]
     receipts.extend(write_file(staging / path, data, root=staging) for path, data in sorted(files.items()))
     return msgspec.json.encode(receipts)
 
 
-def _write_role(staging: Path, role: str, names: list[str], roles: Roles, described: Held, rank: int) -> FileReceipt:
-    shards = {name: described[role][name] for name in names}
-    entries = [
-        (name, to_safetensors(shard.dtype), shard.box.shape if shard.flat is None else (shard.size,))
-        for name, shard in shards.items()
-    ]
-    path = staging / role / f"rank-{rank:05d}.safetensors"
-    with SafetensorsWriter(
-        path, entries, {"format": "flex", HEADER_KEY: encode_shards(shards)}, root=staging
-    ) as writer:
-        for name in names:
-            writer.write(name, host_copy(roles[role][name].local_tensor))
+def _write_tensors(staging: Path, file: PlannedFile, weights: Mapping[str, Any]) -> FileReceipt:
+    with LaidOutWriter(staging / file.path, file.layout, root=staging) as writer:
+        for piece in file.pieces:
+            writer.write_parts(piece.name, host_parts(weights[piece.name].local_tensor, piece.start, piece.stop))
         return writer.close()
 
 
 def _finish(
-    staging: Path,
-    directory: Path,
-    everyone: list[Held],
-    config: Mapping[str, Any],
-    written: list[bytes],
-    job: JobRecord,
-    channel: Channel,
+    staging: Path, directory: Path, model: ModelRecord | None, written: list[bytes], job: JobRecord, channel: Channel
 ) -> bytes:
     """On the coordinator: mapping, manifest, commit."""
-    if channel.rank != 0:
+    if model is None:
         return b""
-    family, rules = family_for(config), model_rules(config, _union(everyone))
     receipts = [receipt for payload in written for receipt in msgspec.json.decode(payload, type=list[FileReceipt])]
-    receipts.append(write_file(staging / MAPPING_NAME, encode_rules(rules), root=staging))
+    receipts.append(write_file(staging / MAPPING_NAME, model.mapping, root=staging))
     manifest = Manifest(
         written_by=f"paddleformers_fc {__version__}",
         step=job.step,
         consumed_samples=job.consumed_samples,
         world_size=channel.world_size,
         parallel=dict(job.parallel),
-        family=family.name,
-        aoa=aoa_texts(family, config, rules),
+        family=model.family,
+        aoa=dict(model.aoa),
         files=sorted(receipts, key=lambda receipt: receipt.path),
     )
     write_manifest(staging, manifest)

@@ -73,7 +73,7 @@ def bind(
     """
     sizes = family_sizes(family, config)
     known = _kinds(family, sizes, shifts)
-    ties = {tied.alias: tied.owner for tied in family.tied} if sizes.holds("tie_word_embeddings") else {}
+    ties = tied_names(family, config)
     targets: dict[str, TensorSpec] = {}
     rules: list[Rule] = []
     fresh: list[str] = []
@@ -109,6 +109,12 @@ def bind(
         ties=tuple(Tie(owner, alias) for alias, owner in ties.items() if alias in targets),
         fresh=tuple(fresh),
     )
+
+
+def tied_names(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
+    """The owner of every name that is another one's alias in a model of this configuration, if the model has it."""
+    tied = family_sizes(family, config).holds("tie_word_embeddings")
+    return {one.alias: one.owner for one in family.tied} if tied else {}
 
 
 def family_sizes(family: Family, config: Mapping[str, Any]) -> Sizes:

@@ -1,7 +1,10 @@
-"""Shards as JSON, for the headers of safetensors files and for the exchange between ranks.
+"""Shards as JSON in the headers of safetensors files, and as bytes in the exchange between ranks.
 
 A checkpoint's safetensors header carries, under ``flex_shards``, which box or flattened range of which tensor each
 entry is. The form is ``{key: {"name", "global_shape", "offset", "shape", "flat"}}``; the dtype is the entry's own.
+
+Between ranks the shards of all roles travel together. A parameter's states lie where the parameter does, and layers
+repeat, so each distinct place is sent once and every shard is a name and a number.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import msgspec
 
 from paddleformers_fc.errors import FormatError
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import shifted
+from paddleformers_fc.mapping.boxes import Box, Shape, shifted
 
 HEADER_KEY = "flex_shards"
 
@@ -25,6 +28,53 @@ class ShardRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     flat: tuple[int, int] | None = None
+
+
+class _Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where shards lie, without their names. Lengths and offsets are in elements."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    lo: tuple[int, ...]
+    hi: tuple[int, ...]
+    flat: tuple[int, int] | None
+
+
+class _Held(msgspec.Struct, frozen=True, array_like=True):
+    """The shards of one rank: by role, names and the numbers of their places."""
+
+    places: list[_Place]
+    roles: dict[str, tuple[list[str], list[int]]]
+
+
+def encode_held(held: Mapping[str, Mapping[str, Shard]]) -> bytes:
+    """The shards of one rank for the others; equal shards in equal order give equal bytes.
+
+    Args:
+        held: role -> full name -> shard.
+    """
+    numbers: dict[tuple[str, Shape, Box, tuple[int, int] | None], int] = {}
+    roles: dict[str, tuple[list[str], list[int]]] = {}
+    for role, shards in held.items():
+        where = [(shard.dtype, shard.global_shape, shard.box, shard.flat) for shard in shards.values()]
+        roles[role] = (list(shards), [numbers.setdefault(place, len(numbers)) for place in where])
+    places = [_Place(dtype, shape, box.lo, box.hi, flat) for dtype, shape, box, flat in numbers]
+    return msgspec.msgpack.encode(_Held(places, roles))
+
+
+def decode_held(data: bytes) -> dict[str, dict[str, Shard]]:
+    """What :func:`encode_held` was given: role -> full name -> shard. It comes from this very job, and is trusted."""
+    found = msgspec.msgpack.decode(data, type=_Held)
+    boxes = [Box(place.lo, place.hi) for place in found.places]
+
+    def shard(name: str, number: int) -> Shard:
+        place = found.places[number]
+        return Shard(name, place.dtype, place.global_shape, boxes[number], place.flat)
+
+    return {
+        role: {name: shard(name, number) for name, number in zip(names, numbers, strict=True)}
+        for role, (names, numbers) in found.roles.items()
+    }
 
 
 def record_of(shard: Shard) -> ShardRecord:

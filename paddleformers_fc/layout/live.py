@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.layout.roles import split_state_name
 from paddleformers_fc.layout.shards import Shard
@@ -43,11 +45,46 @@ def describe(weight: ShardedWeightLike, name: str) -> Shard:
     offset = tuple(int(n) for n in weight.global_offset)
     return Shard(
         name=name,
-        dtype=str(weight.local_tensor.dtype).rsplit(".", maxsplit=1)[-1],
+        dtype=_dtype_name(weight.local_tensor.dtype),
         global_shape=tuple(int(n) for n in weight.global_shape),
         box=shifted(local, offset),
         flat=flat,
     )
+
+
+def facts_of(roles: Mapping[str, Mapping[str, ShardedWeightLike]]) -> bytes:
+    """Everything that :func:`describe_roles` reads, as bytes that are equal if and only if all of it is.
+
+    Nothing is checked and no shard is made, so that a job which saves the same shards again and again can see that
+    they are the same: a few microseconds per shard.
+
+    Args:
+        roles: role -> name -> live weight.
+    """
+    dtypes: dict[Any, str] = {}
+    facts: list[object] = []
+    for role, names in roles.items():
+        for name, weight in names.items():
+            tensor, flat = weight.local_tensor, weight.flattened_range
+            dtype = tensor.dtype
+            facts.append(
+                (
+                    role,
+                    name,
+                    dtypes.get(dtype) or dtypes.setdefault(dtype, _dtype_name(dtype)),
+                    weight.local_shape,
+                    weight.global_shape,
+                    weight.global_offset,
+                    (flat.start, flat.stop) if weight.is_flattened and flat is not None else None,
+                    tensor.shape,
+                )
+            )
+    # Lengths may be numpy's integers, which are the same numbers.
+    return msgspec.msgpack.encode(facts, enc_hook=int)
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).rsplit(".", maxsplit=1)[-1]
 
 
 def describe_roles(roles: Mapping[str, Mapping[str, ShardedWeightLike]]) -> dict[str, dict[str, Shard]]:

@@ -36,6 +36,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _ADVICE = {
     errno.ENOSPC: "Free space on this file system, or save elsewhere, and try again.",
+    errno.EFBIG: "Raise the limit of a file's size (ulimit -f), or bound the files of a save, and try again.",
     errno.EDQUOT: "Free some of your quota on this file system, or save elsewhere, and try again.",
     errno.EACCES: "Give this user the right to this path, or choose another.",
     errno.EPERM: "Give this user the right to this path, or choose another.",
@@ -47,13 +48,20 @@ _ADVICE = {
 }
 
 
-def refused(action: str, path: Path | str, error: OSError) -> StorageError:
-    """The :class:`StorageError` for an ``error`` met when trying to ``action`` (a verb: "write", "rename") ``path``."""
+def refused(action: str, path: Path | str, error: OSError, offset: int | None = None) -> StorageError:
+    """The :class:`StorageError` for an ``error`` met when trying to ``action`` ``path``.
+
+    Args:
+        action: a verb: "write", "rename".
+        path: the name that the call was for.
+        error: what the system said.
+        offset: the byte of the file at which it said so, where there is one.
+    """
     reason = error.strerror or type(error).__name__
     number = error.errno or 0
     return StorageError(
         f"The operating system refused to {action} {path}: {reason}.",
-        where=str(path),
+        where=str(path) if offset is None else f"{path}, byte {offset}",
         evidence=[f"errno {number} ({errno.errorcode.get(number, 'unknown')})"],
         next_step=_ADVICE.get(number, "Check the path and the file system, then try again."),
     )
@@ -219,6 +227,7 @@ class FileWriter:
         self._path = path
         self._name = _relative(path, root)
         self._hasher = BlockHasher(block_bytes)
+        self._offset = 0
         self._receipt: FileReceipt | None = None
         _make_parents(path, root)
         with _naming("create", path):
@@ -266,14 +275,16 @@ class FileWriter:
             raise StorageError(f"{self._path} is closed and cannot be written on.", where=str(self._path))
 
     def _write_all(self, chunk: memoryview) -> None:
-        written = 0
-        with _naming("write", self._path):
-            while written < chunk.nbytes:
+        end = self._offset + chunk.nbytes
+        while self._offset < end:
+            try:
                 # An interrupted call is repeated by Python itself; a short one goes on here.
-                count = os.write(self._descriptor, chunk[written:])
+                count = os.write(self._descriptor, chunk[chunk.nbytes - (end - self._offset) :])
                 if count == 0:
                     raise OSError(errno.EIO, "no byte was accepted")
-                written += count
+            except OSError as error:
+                raise refused("write", self._path, error, self._offset) from error
+            self._offset += count
 
 
 def write_file(

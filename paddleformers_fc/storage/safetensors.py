@@ -20,7 +20,7 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -107,8 +107,38 @@ def read_header(path: Path) -> Header:
         return _parse(path, read_range(file, _LENGTH_BYTES, length), data_begin, file.size)
 
 
-class SafetensorsWriter:
-    """Writes one safetensors file, tensor by tensor.
+@dataclass(frozen=True)
+class FileLayout:
+    """A file that is to be written, up to its numbers.
+
+    Attributes:
+        header: its first bytes, length field and padding included.
+        names: the tensors in the order of their bytes.
+        sizes: of every tensor, in bytes.
+    """
+
+    header: bytes
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+def lay_out(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> FileLayout:
+    """The layout of a safetensors file.
+
+    Args:
+        path: the file, for errors; nothing is created.
+        entries: ``(name, dtype code, shape)`` of every tensor, in the order they will be written.
+        metadata: the free text map of the header; empty for none.
+
+    Raises:
+        FormatError: a name twice, an unknown dtype, an impossible shape, a header over 100 MB.
+    """
+    header, sizes = _render(path, entries, metadata)
+    return FileLayout(header, tuple(name for name, _, _ in entries), tuple(sizes))
+
+
+class LaidOutWriter:
+    """Writes one safetensors file whose layout is known, tensor by tensor.
 
     The file is created and its header written at once; it is complete and synced when :meth:`close` has returned. Used
     as a context manager it is closed at the end of the block; if the block raises, the descriptor is closed and the
@@ -116,32 +146,28 @@ class SafetensorsWriter:
 
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
-        entries: ``(name, dtype code, shape)`` of every tensor, in the order they will be written.
-        metadata: the free text map of the header; empty for none.
+        layout: what it will hold, from :func:`lay_out`.
         root: the directory that the receipt's path is relative to. Without it the receipt holds the bare file name.
         block_bytes: length of a checksum block in bytes.
 
     Raises:
-        FormatError: a name twice, an unknown dtype, an impossible shape, a header over 100 MB; nothing was created.
         StorageError: the file exists or cannot be written.
     """
 
     def __init__(
         self,
         path: Path,
-        entries: Sequence[tuple[str, str, Sequence[int]]],
-        metadata: dict[str, str],
+        layout: FileLayout,
         *,
         root: Path | None = None,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
     ) -> None:
         self._path = path
-        header, self._sizes = _render(path, entries, metadata)
-        self._names = [name for name, _, _ in entries]
+        self._names, self._sizes = layout.names, layout.sizes
         self._next = 0
         self._file = FileWriter(path, root=root, block_bytes=block_bytes)
         try:
-            self._file.write(header)
+            self._file.write(layout.header)
         except BaseException:
             self._file.abandon()
             raise
@@ -158,16 +184,29 @@ class SafetensorsWriter:
             FormatError: another tensor is due, or the byte count is not that of the declared dtype and shape.
             StorageError: the operating system refused.
         """
+        self.write_parts(key, (buffer,))
+
+    def write_parts(self, key: str, parts: Iterable[Any]) -> None:
+        """As :meth:`write`, for bytes that come in parts, each asked for when the one before is written."""
+        due = self._due(key)
+        written = 0
+        for part in parts:
+            view = byte_view(part)
+            written += view.nbytes
+            if written > due:
+                break
+            self._file.write(view)
+        if written != due:
+            _reject_write(self._path, f"{key!r} was given {written} bytes and needs {due}")
+        self._next += 1
+
+    def _due(self, key: str) -> int:
+        """The size of the next tensor, which must be ``key``."""
         if self._next == len(self._names):
             _reject_write(self._path, f"{key!r} was written after the last declared tensor")
-        due = self._names[self._next]
-        if key != due:
-            _reject_write(self._path, f"{key!r} was written where {due!r} is due")
-        view = byte_view(buffer)
-        if view.nbytes != self._sizes[self._next]:
-            _reject_write(self._path, f"{key!r} was given {view.nbytes} bytes and needs {self._sizes[self._next]}")
-        self._next += 1
-        self._file.write(view)
+        if key != self._names[self._next]:
+            _reject_write(self._path, f"{key!r} was written where {self._names[self._next]!r} is due")
+        return self._sizes[self._next]
 
     def close(self) -> FileReceipt:
         """Sync and close the complete file; its receipt. A second call returns the same receipt.
@@ -183,7 +222,7 @@ class SafetensorsWriter:
             _reject_write(self._path, fault)
         return self._file.close()
 
-    def __enter__(self) -> SafetensorsWriter:
+    def __enter__(self) -> LaidOutWriter:
         return self
 
     def __exit__(
@@ -193,6 +232,33 @@ class SafetensorsWriter:
             self.close()
         else:
             self._file.abandon()
+
+
+class SafetensorsWriter(LaidOutWriter):
+    """Writes one safetensors file, laid out as its tensors are declared.
+
+    Args:
+        path: the file; it must not exist. A missing directory between ``root`` and the file is created.
+        entries: as for :func:`lay_out`.
+        metadata: as for :func:`lay_out`.
+        root: the directory that the receipt's path is relative to. Without it the receipt holds the bare file name.
+        block_bytes: length of a checksum block in bytes.
+
+    Raises:
+        FormatError: as from :func:`lay_out`; nothing was created.
+        StorageError: the file exists or cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        entries: Sequence[tuple[str, str, Sequence[int]]],
+        metadata: dict[str, str],
+        *,
+        root: Path | None = None,
+        block_bytes: int = DEFAULT_BLOCK_BYTES,
+    ) -> None:
+        super().__init__(path, lay_out(path, entries, metadata), root=root, block_bytes=block_bytes)
 
 
 _RESTORE = "Restore the file from its source, or use another checkpoint."

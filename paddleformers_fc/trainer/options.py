@@ -24,7 +24,7 @@ READ_WAYS = ("each", "once")
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SMALLEST_SHARD = 10**6
+_SMALLEST_FILE = 10**6
 _MOST_THREADS = 256
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 
@@ -69,6 +69,14 @@ class FlexFields:
         metadata={
             "help": "Bound on the tensors of one file of an export in HuggingFace format, such as 500MB, 5GB or "
             "4GiB; at least 1MB. A header comes on top, and a larger tensor has a file of its own. Default: 5GB."
+        },
+    )
+
+    flex_max_file_size: str = field(
+        default="5GB",
+        metadata={
+            "help": "Bound on the tensors of one file of a checkpoint, such as 500MB, 5GB or 4GiB; at least 1MB. A "
+            "larger tensor is cut between rows. Default: 5GB."
         },
     )
 
@@ -147,15 +155,16 @@ def _range_faults(options: Any) -> list[str]:
         value = getattr(options, name)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
             faults.append(f"{name}: {value!r} is not a whole number from 1 to {largest}")
-    faults.extend(_size_faults(options.flex_max_shard_size))
+    for name in ("flex_max_shard_size", "flex_max_file_size"):
+        faults.extend(f"{name}: {fault}" for fault in _size_faults(getattr(options, name)))
     return faults
 
 
 def _size_faults(text: Any) -> list[str]:
     if not isinstance(text, str) or _SIZE.fullmatch(text) is None:
-        return [f"flex_max_shard_size: {text!r} is not a size such as 500MB, 5GB or 4GiB"]
-    if parse_size(text) < _SMALLEST_SHARD:
-        return [f"flex_max_shard_size: {text!r} is smaller than 1MB"]
+        return [f"{text!r} is not a size such as 500MB, 5GB or 4GiB"]
+    if parse_size(text) < _SMALLEST_FILE:
+        return [f"{text!r} is smaller than 1MB"]
     return []
 
 

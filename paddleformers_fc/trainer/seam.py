@@ -327,7 +327,8 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
     prepared = _agreed(channel, "preparing a checkpoint", lambda: (_roles_to_save(trainer), _files(trainer, channel)))
     roles, files = prepared
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args))
-    report = save_checkpoint(directory, roles, documents.model_config(trainer.model), files, job, channel)
+    bound = parse_size(args.flex_max_file_size)
+    report = save_checkpoint(directory, roles, documents.model_config(trainer.model), files, job, channel, bound)
     for path in report.set_aside:
         logger.warning(f"{path} was in the way of {directory} and is kept; delete it when nobody needs it.")
     trainer.runtime_timer.stop()

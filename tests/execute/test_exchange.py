@@ -15,7 +15,7 @@ from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weig
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.reading import ReadOptions
-from paddleformers_fc.execute.save import model_rules
+from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.plan import plan_reads, resume_source
 from tests.execute.simulated import CONFIG, Roles, canonical, job, live, same_values, succeed

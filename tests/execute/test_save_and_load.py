@@ -16,7 +16,8 @@ from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_checkpoint
-from paddleformers_fc.execute.save import JobRecord, config_bytes, divide, save_checkpoint
+from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.execute.shares import divide
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import whole
 from tests.execute.simulated import CONFIG, Arrays, Roles, canonical, job, live, same_values, succeed

@@ -90,6 +90,8 @@ def test_the_defaults_are_in_range() -> None:
         ("flex_max_shard_size", "-5GB"),
         ("flex_max_shard_size", "5 apples"),
         ("flex_max_shard_size", 5),
+        ("flex_max_file_size", "999kB"),
+        ("flex_max_file_size", None),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -111,6 +113,7 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         ("flex_timeout", 604800),
         ("flex_max_shard_size", "1MB"),
         ("flex_max_shard_size", "4.5GiB"),
+        ("flex_max_file_size", "1MB"),
     ],
 )
 def test_the_ends_of_the_ranges_are_accepted(name: str, value: Any) -> None:

@@ -1,0 +1,278 @@
+"""What a job keeps from one save to the next, and that it is never used for anything else; saves that go wrong."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddleformers_fc.errors import StorageError
+from paddleformers_fc.execute import shares
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.memory import host_parts
+from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.execute.saveplan import KEPT_PLANS, PlanKeeper, SavePlan
+from paddleformers_fc.storage import files
+from paddleformers_fc.storage.manifest import read_manifest
+from paddleformers_fc.storage.safetensors import read_header
+from tests.execute.simulated import CONFIG, Roles, ThreadChannel, canonical, job, live, same_values, succeed
+
+ARRAYS = canonical()
+
+
+@dataclass
+class CountingChannel:
+    """A rank's channel that counts the bytes that the rank gives to the others."""
+
+    inner: ThreadChannel
+    rank: int = field(init=False)
+    world_size: int = field(init=False)
+    exchanges: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rank, self.world_size = self.inner.rank, self.inner.world_size
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload."""
+        self.exchanges.append(len(payload))
+        return self.inner.exchange(payload)
+
+
+def save(
+    directory: Path, roles_of: Callable[[int], Roles], config: dict[str, Any] = CONFIG, ranks: int = 2, **options: int
+) -> list[list[int]]:
+    """Save; the bytes that every rank gave to the others, by exchange."""
+
+    def work(channel: ThreadChannel) -> list[int]:
+        small = {"config.json": config_bytes(config)} if channel.rank == 0 else {}
+        counting = CountingChannel(channel)
+        record = JobRecord(3, 24, {})
+        save_checkpoint(directory, roles_of(channel.rank), config, small, record, counting, **options)
+        return counting.exchanges
+
+    return succeed(ranks, work)
+
+
+def restored(directory: Path, ranks: int = 1) -> bool:
+    """Whether a load gives every value of ``ARRAYS`` back."""
+
+    def work(channel: ThreadChannel) -> Roles:
+        roles = live(ARRAYS, ranks, channel.rank, empty=True)
+        load_checkpoint(open_checkpoint(directory, channel, "full"), roles, CONFIG, channel)
+        return roles
+
+    return all(same_values(live(ARRAYS, ranks, rank), got) for rank, got in enumerate(succeed(ranks, work)))
+
+
+def everything(rank: int) -> Roles:
+    return live(ARRAYS, 1, rank)
+
+
+def without(name: str, role: str) -> Callable[[int], Roles]:
+    """Two ranks that hold everything, but the second does not hold this one."""
+
+    def roles(rank: int) -> Roles:
+        held = everything(rank)
+        if rank == 1:
+            del held[role][name]
+        return held
+
+    return roles
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_second_save_of_the_same_shards_exchanges_digests_alone_and_writes_the_same(tmp_path: Path) -> None:
+    first = save(tmp_path / "a", everything)
+    second = save(tmp_path / "b", everything)
+    # What follows the digests is staging, receipts and the manifest.
+    assert [len(exchanges) for exchanges in second] == [4, 4]
+    assert [len(exchanges) for exchanges in first] in ([6, 6], [4, 4])
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert restored(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("lm_head.weight", "model_state"),
+        ("model.embed_tokens.weight", "model_state"),
+        ("model.norm.weight.moment1_0", "optimizer_state"),
+        ("model.layers.1.mlp.down_proj.weight.beta2_pow_acc_0", "optimizer_state"),
+    ],
+)
+def test_a_plan_is_not_used_when_one_rank_of_several_holds_something_else(tmp_path: Path, name: str, role: str) -> None:
+    save(tmp_path / "a", everything)
+    assert [len(exchanges) for exchanges in save(tmp_path / "b", without(name, role))] == [6, 6]
+    assert restored(tmp_path / "b", ranks=2)
+    assert [len(exchanges) for exchanges in save(tmp_path / "c", without(name, role))] == [4, 4]
+    assert contents(tmp_path / "b") == contents(tmp_path / "c")
+
+
+def test_a_plan_is_not_used_for_another_dtype_shape_configuration_or_bound(tmp_path: Path) -> None:
+    save(tmp_path / "a", everything)
+
+    def planned(number: int, roles: Callable[[int], Roles], **options: Any) -> bool:
+        return {len(found) for found in save(tmp_path / str(number), roles, **options)} == {6}
+
+    def half(rank: int) -> Roles:
+        held = everything(rank)
+        norm = held["model_state"]["model.norm.weight"]
+        norm.local_tensor = norm.local_tensor.astype("float16")
+        return held
+
+    assert planned(1, half)
+    assert planned(2, everything, config={**CONFIG, "remark": "x"})
+    assert planned(3, everything, max_file_bytes=10**6)
+    larger = canonical(layers=3)
+    assert planned(4, lambda rank: live(larger, 1, rank))
+    assert not planned(5, lambda rank: live(larger, 1, rank))
+
+
+def test_a_rank_that_has_forgotten_a_plan_makes_all_ranks_work_it_out_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a", everything)
+    known = PlanKeeper.known
+    monkeypatch.setattr(PlanKeeper, "known", lambda self, rank: known(self, rank) if rank == 0 else {})
+    assert [len(exchanges) for exchanges in save(tmp_path / "b", everything)] == [6, 6]
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_only_the_last_plans_are_kept_and_every_rank_has_its_own() -> None:
+    keeper, plan = PlanKeeper(), SavePlan((), None)
+    for number in range(KEPT_PLANS):
+        keeper.keep(0, bytes([number]), plan)
+    keeper.keep(0, b"\0", plan)
+    keeper.keep(1, b"x", plan)
+    assert list(keeper.known(1)) == [b"x"]
+    assert b"\0" in keeper.known(0)
+    assert b"\1" not in keeper.known(0)
+    assert len(keeper.known(0)) == KEPT_PLANS - 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(tmp_path: Path, ranks: int) -> None:
+    save(tmp_path / "a", everything, ranks=ranks, max_file_bytes=700)
+    found = list((tmp_path / "a").rglob("*.safetensors"))
+    stored = [read_header(path).tensors.values() for path in found]
+    assert max(sum(one.end - one.begin for one in tensors) for tensors in stored) <= 700
+    assert {path.name for path in found} >= {"rank-00000-00001.safetensors", "rank-00001-00002.safetensors"}
+    whole = {digest.md5 for digest in canonical_digests(tmp_path / "a")}
+    save(tmp_path / "b", everything, ranks=1)
+    assert whole == {digest.md5 for digest in canonical_digests(tmp_path / "b")}
+    assert restored(tmp_path / "a", ranks=2)
+
+
+def test_a_tensor_that_is_written_by_several_ranks_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "LEAST_PART_BYTES", 16)
+    big = {**ARRAYS, "model.embed_tokens.weight": np.arange(3200 * 16, dtype=np.float32).reshape(3200, 16)}
+    save(tmp_path / "a", lambda rank: {"model_state": live(big, 1, rank)["model_state"]}, ranks=4)
+    sizes = [path.stat().st_size for path in (tmp_path / "a/model_state").iterdir()]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.05 * sum(sizes) / 4
+    (found,) = [one for one in canonical_digests(tmp_path / "a") if one.name == "model.embed_tokens.weight"]
+    save(tmp_path / "b", lambda rank: {"model_state": live(big, 1, rank)["model_state"]}, ranks=1)
+    assert found in canonical_digests(tmp_path / "b")
+
+
+def test_what_is_not_contiguous_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddleformers_fc.execute.memory._PIECE_BYTES", 100)
+    numbers = np.arange(7 * 5 * 4, dtype=np.float32).reshape(7, 5, 4)
+    turned = paddle.to_tensor(numbers).transpose([2, 0, 1])
+    assert not turned.is_contiguous()
+    expected = numbers.transpose(2, 0, 1).ravel()
+    parts = list(host_parts(turned, 35, 140))
+    assert len(parts) == 3
+    assert (np.concatenate(parts) == expected[35:140]).all()
+    ones = turned.unsqueeze(0)
+    assert (np.concatenate(list(host_parts(ones, 0, 140))) == expected).all()
+    half = turned.astype("bfloat16").transpose([1, 0, 2])
+    assert str(next(host_parts(half, 0, 140)).dtype) == "bfloat16"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+def test_a_write_that_the_system_refuses_ends_the_save_alike_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    save(tmp_path / "checkpoint-2", everything)
+    before = contents(tmp_path)
+    write, calls = files.os.write, []
+
+    def refuse(descriptor: int, data: Any) -> int:
+        calls.append(len(data))
+        if len(calls) == 20:
+            return write(descriptor, data[: len(data) // 2])
+        if len(calls) > 20:
+            raise OSError(number, "refused")
+        return write(descriptor, data)
+
+    def work(channel: ThreadChannel) -> None:
+        small = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        save_checkpoint(
+            tmp_path / "checkpoint-3", everything(channel.rank), CONFIG, small, JobRecord(3, 9, {}), channel
+        )
+
+    threads = threading.active_count()
+    monkeypatch.setattr(files.os, "write", refuse)
+    outcomes = job(2, work)
+    monkeypatch.setattr(files.os, "write", write)
+    assert all(isinstance(error, StorageError) for error in outcomes)
+    assert str(outcomes[0]) == str(outcomes[1])
+    assert f"errno {number} ({errno.errorcode[number]})" in str(outcomes[0])
+    assert ", byte " in str(outcomes[0])
+    assert contents(tmp_path) == before
+    assert threading.active_count() == threads
+    save(tmp_path / "checkpoint-3", everything)
+    assert restored(tmp_path / "checkpoint-3")
+
+
+QUOTA = """
+import os, resource, sys, threading
+from pathlib import Path
+from paddleformers_fc.errors import StorageError
+from paddleformers_fc.execute import rehearse
+from paddleformers_fc.families import family_for
+from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.plan.simulate import declared_model
+
+config = dict(rehearse.QWEN3_MOE)
+model = declared_model(family_for(config), config, parse_grid("tp=2"), "bfloat16")
+held = [rehearse.filled(model.roles(rank), rehearse.value_of) for rank in range(2)]
+root = Path(sys.argv[1])
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+try:
+    rehearse.save(root / "checkpoint-1", held, model)
+except StorageError as error:
+    print(error)
+assert not list(root.iterdir()), list(root.iterdir())
+assert threading.active_count() == 1
+assert "paddle" not in sys.modules
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+rehearse.save(root / "checkpoint-1", held, model)
+rehearse.load(root / "checkpoint-1", model)
+print("saved")
+"""
+
+
+def test_a_limit_on_the_size_of_files_is_named_with_file_and_offset_and_leaves_nothing(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", QUOTA, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["saved"], done.stderr
+    assert "File too large" in done.stdout
+    assert "errno 27 (EFBIG)" in done.stdout
+    assert "rank-00000.safetensors, byte 100000" in done.stdout
+    assert read_manifest(tmp_path / "checkpoint-1").world_size == 2

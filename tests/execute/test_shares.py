@@ -1,0 +1,131 @@
+"""Who writes what: every element once, bytes even, files bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from paddleformers_fc.execute import shares
+from paddleformers_fc.execute.shares import Held, Piece, divide, files_of
+from paddleformers_fc.layout import Shard
+from paddleformers_fc.layout.codec import decode_held, encode_held
+from paddleformers_fc.mapping.boxes import shifted, whole
+
+MEBI = 1024 * 1024
+
+
+def held(*shards: Shard) -> Held:
+    return {"model_state": {shard.name: shard for shard in shards}}
+
+
+def tensor(name: str, *shape: int, dtype: str = "float32") -> Shard:
+    return Shard(name, dtype, shape, whole(shape))
+
+
+def loads(given: Sequence[Sequence[Piece]]) -> list[int]:
+    return [sum(piece.nbytes for piece in pieces) for pieces in given]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_one_big_tensor_that_every_rank_holds_is_written_by_all_of_them(ranks: int) -> None:
+    everyone = [held(tensor("embed", 64 * MEBI // 4, 4), tensor("small", 100))] * ranks
+    found = loads(divide(everyone))
+    assert max(found) <= 1.01 * sum(found) / ranks
+
+
+def test_a_big_tensor_is_not_cut_for_slivers() -> None:
+    big, own, nearly = tensor("big", 6 * MEBI // 4, 4), tensor("own", 5 * MEBI), tensor("nearly", 5 * MEBI + 100)
+    given = divide([held(big, own), held(big, nearly), held(big)])
+    assert [[piece.shard.name for piece in pieces] for pieces in given] == [["own"], ["nearly"], ["big"]]
+
+
+def test_ranks_that_hold_the_same_need_not_be_told_apart() -> None:
+    one = held(tensor("a", 3 * MEBI, 4), tensor("b", 7), tensor("c", 5 * MEBI, 3))
+    again = decode_held(encode_held(one))
+    assert again == one
+    assert divide([one, one, one]) == divide([one, again, decode_held(encode_held(one))])
+
+
+SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
+
+
+@st.composite
+def shards(draw: st.DrawFn, name: str) -> Shard:
+    """A whole tensor, or a half of one; or a flattened range of either."""
+    shape = draw(SHAPES)
+    place, whole_shape = whole(shape), shape
+    if shape and draw(st.booleans()):
+        whole_shape = (2 * shape[0], *shape[1:])
+        place = shifted(shape, (shape[0], *[0] * (len(shape) - 1)))
+    flat = None
+    if draw(st.booleans()):
+        begin = draw(st.integers(0, place.volume))
+        flat = (begin, draw(st.integers(begin, place.volume)))
+    return Shard(name, draw(st.sampled_from(["float32", "bfloat16"])), whole_shape, place, flat)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[Held]:
+    """Ranks that hold shards, each held by one rank or by several."""
+    ranks = draw(st.integers(1, 4))
+    everyone: list[Held] = [{"model_state": {}} for _ in range(ranks)]
+    for number in range(draw(st.integers(1, 5))):
+        shard = draw(shards(f"t{number}"))
+        for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
+            everyone[rank]["model_state"][shard.name] = shard
+    return everyone
+
+
+def elements(shard: Shard) -> np.ndarray:
+    """The numbers of a shard's elements in its whole tensor, in the order of its memory."""
+    numbers = np.arange(int(np.prod(shard.global_shape, dtype=int))).reshape(shard.global_shape)
+    part = numbers[tuple(slice(a, b) for a, b in zip(shard.box.lo, shard.box.hi, strict=True))].ravel()
+    return part if shard.flat is None else part[shard.flat[0] : shard.flat[1]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(jobs(), st.integers(1, 40), st.integers(1, 60))
+def test_every_element_is_written_once_by_a_rank_that_holds_it(everyone: list[Held], least: int, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shares, "LEAST_PART_BYTES", least)
+        given = divide(everyone)
+    written: dict[str, list[np.ndarray]] = {}
+    for rank, pieces in enumerate(given):
+        assert len({piece.shard.name for piece in pieces}) == len(pieces)
+        for file in files_of(pieces, most):
+            assert len({piece.shard.name for piece in file}) == len(file)
+            assert sum(piece.nbytes for piece in file) <= most or len(file) == 1
+            for piece in file:
+                own = elements(everyone[rank]["model_state"][piece.shard.name])
+                part = elements(piece.shard)
+                assert not list(piece.shard.faults())
+                assert (own[piece.start : piece.start + piece.shard.size] == part).all()
+                written.setdefault(piece.shard.name, []).append(part)
+    for held_by_one in everyone:
+        for name, shard in held_by_one["model_state"].items():
+            assert sorted(np.concatenate(written[name])) == sorted(elements(shard))
+
+
+def test_a_tensor_is_cut_between_rows_where_a_file_ends() -> None:
+    pieces = [Piece("model_state", shard, 0) for shard in (tensor("a", 10, 5), tensor("b", 1, 3, 50, dtype="bfloat16"))]
+    files = files_of(pieces, 80)
+    assert [[(one.shard.name, str(one.shard.box)) for one in file] for file in files][:4] == [
+        [("a", "[0:4, 0:5]")],
+        [("a", "[4:8, 0:5]")],
+        [("a", "[8:10, 0:5]")],
+        [("b", "[0:1, 0:1, 0:50]")],
+    ]
+    assert [file[0].nbytes for file in files] == [80, 80, 40, 100, 100, 100]
+
+
+def test_wide_dtypes_come_first_and_files_hold_no_more_tensors_than_a_header_should(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shares, "MOST_TENSORS", 2)
+    dtypes = {"a": "bfloat16", "b": "float32", "c": "bfloat16", "d": "float32", "e": "bfloat16"}
+    pieces = [Piece("r", tensor(name, 1, dtype=dtype), 0) for name, dtype in dtypes.items()]
+    files = files_of(pieces, 10**9)
+    assert [[one.shard.name for one in file] for file in files] == [["b", "d"], ["a", "c"], ["e"]]
