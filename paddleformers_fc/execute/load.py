@@ -30,6 +30,10 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.mapping.aoa import AoaTensor
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, stated_source
+from paddleformers_fc.plan.cache import PlanCache, Planned, plan_key
+
+PLANS = PlanCache()
+"""Plans that this process keeps where nobody names another cache."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ def load_checkpoint(
     channel: Channel,
     options: ReadOptions = DEFAULT_OPTIONS,
     aoa_config: Mapping[str, object] | None = None,
+    plans: PlanCache = PLANS,
 ) -> LoadReport:
     """Fill live weights from a flex checkpoint, whatever the two layouts are.
 
@@ -101,6 +106,7 @@ def load_checkpoint(
         channel: all ranks of the job; every rank must call.
         options: threads and staging.
         aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
+        plans: where this plan may be known from before, and is kept.
     Raises:
         FlexError: the same on every rank. Before the first read nothing has changed; an error that says a read failed
             leaves the model undefined, and the job must not go on.
@@ -111,17 +117,22 @@ def load_checkpoint(
 
     def preflight() -> _Preflight:
         shards = describe_roles(roles)
-        rules = model_rules(config, shards[MODEL_STATE])
-        if aoa_config:
-            source, report = stated_source(checkpoint, rules, aoa_config, model)
-        else:
-            source, report = resume_source(checkpoint, rules)
-        plan = plan_reads(source, shards)
-        unwanted = source.mapping.dropped if aoa_config else frozenset(checkpoint.rules.fresh)
+        key = plan_key(checkpoint, config, shards, aoa_config, model)
+        planned, report = plans.find(key), Report()
+        if planned is None:
+            rules = model_rules(config, shards[MODEL_STATE])
+            if aoa_config:
+                source, report = stated_source(checkpoint, rules, aoa_config, model)
+            else:
+                source, report = resume_source(checkpoint, rules)
+            unwanted = source.mapping.dropped if aoa_config else frozenset(checkpoint.rules.fresh)
+            planned = Planned(plan_reads(source, shards), unwanted)
+            report = planned.plan.report.merge([report])
+            if report.empty:
+                plans.keep(key, planned)
+        may_be_left = planned.unwanted
         return _Preflight(
-            plan,
-            plan.report.merge([report]),
-            lambda role, name: split_state_name(role, name).parameter in unwanted,
+            planned.plan, report, lambda role, name: split_state_name(role, name).parameter in may_be_left
         )
 
     return _load(checkpoint.catalog, roles, channel, options, preflight, started)

@@ -64,6 +64,13 @@ class FlexFields:
             "help": "Seconds that a process waits for the others while saving or resuming, 1 to 604800. Default: 1800."
         },
     )
+    flex_plan_cache: str = field(
+        default="none",
+        metadata={
+            "help": "A directory for the plans of loads, so that a new process which resumes the same checkpoint under "
+            "the same layout does not plan again. Default: none."
+        },
+    )
     flex_max_shard_size: str = field(
         default="5GB",
         metadata={
@@ -157,6 +164,8 @@ def _range_faults(options: Any) -> list[str]:
             faults.append(f"{name}: {value!r} is not a whole number from 1 to {largest}")
     for name in ("flex_max_shard_size", "flex_max_file_size"):
         faults.extend(f"{name}: {fault}" for fault in _size_faults(getattr(options, name)))
+    if not isinstance(options.flex_plan_cache, str) or not options.flex_plan_cache:
+        faults.append(f"flex_plan_cache: {options.flex_plan_cache!r} is not the name of a directory")
     return faults
 
 

@@ -31,12 +31,13 @@ from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.channel import Channel, agree, job_channel
 from paddleformers_fc.execute.export import save_weights
-from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.load import PLANS, load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.storage.files import read_file
 from paddleformers_fc.storage.manifest import Manifest, newest_checkpoint
 from paddleformers_fc.trainer import batches, documents, position, resume, rng, rotation, state
@@ -188,7 +189,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     roles = _agreed(channel, "preparing the optimizer", lambda: _roles_to_fill(trainer, checkpoint, continued))
     config = documents.model_config(trainer.model)
     options = _read_options(args)
-    report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config)
+    report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config, _plans(args))
     run = _run_of(trainer)
     run.resumed_from, run.progress = directory, progress
     if progress is not None:
@@ -200,6 +201,10 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
 
 def _read_options(args: Any) -> ReadOptions:
     return ReadOptions(threads=args.flex_threads, once=args.flex_read == "once")
+
+
+def _plans(args: Any) -> PlanCache:
+    return PlanCache(Path(args.flex_plan_cache)) if args.flex_plan_cache != "none" else PLANS
 
 
 def _roles_to_fill(trainer: Any, checkpoint: FlexCheckpoint, continued: bool) -> state.LiveRoles:

@@ -92,6 +92,8 @@ def test_the_defaults_are_in_range() -> None:
         ("flex_max_shard_size", 5),
         ("flex_max_file_size", "999kB"),
         ("flex_max_file_size", None),
+        ("flex_plan_cache", 5),
+        ("flex_plan_cache", ""),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -114,6 +116,7 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         ("flex_max_shard_size", "1MB"),
         ("flex_max_shard_size", "4.5GiB"),
         ("flex_max_file_size", "1MB"),
+        ("flex_plan_cache", "somewhere"),
     ],
 )
 def test_the_ends_of_the_ranges_are_accepted(name: str, value: Any) -> None:

@@ -1,0 +1,273 @@
+"""Plans that were made once: a job that resumes the same checkpoint under the same layout does not plan again.
+
+A plan follows from its :class:`PlanKey` and from nothing else: digests of what is stored and where, of the stored
+rules, of both configurations and their families, of every shard that is wanted, of a user's statements, and the version
+of this package. What the key does not know cannot change a plan. Which files are read is not remembered: that they are
+those which were checked is for the reader to see, as without a cache.
+
+Plans are kept in this process, and in a directory where one is given. A file there holds its whole key and a checksum
+of itself. One that cannot be read, or that is of another version, key or content than was written, is as good as none,
+and is written anew. It is msgpack and never a pickle.
+
+Time: the key is one pass over headers and shards that are in memory; a plan is read and written at a few million
+strings and numbers a second. Memory: at most a number of read items that is given. Disk: one file per distinct layout
+of a rank, because a newer checkpoint under that layout takes its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from paddleformers_fc import __version__
+from paddleformers_fc.catalog.flex import FlexCheckpoint
+from paddleformers_fc.catalog.stored import Catalog, StoredForm
+from paddleformers_fc.errors import FlexError
+from paddleformers_fc.families import family_for, is_known
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping.aoa import AoaTensor
+from paddleformers_fc.mapping.boxes import Box, Shape
+from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
+from paddleformers_fc.plan.report import Report
+from paddleformers_fc.storage.files import make_directories, read_file, remove_file, rename, write_file
+
+FORMAT = 1
+"""Of the files in the directory; it is part of every key."""
+
+MOST_ITEMS = 250_000
+"""How many read items a process keeps, unless it is told otherwise: about 50 MB."""
+
+_MAGIC = b"flex_plan\n"
+_CHECKSUM_BYTES = 16
+_UNREADABLE = (msgspec.MsgspecError, FlexError, IndexError, ValueError)
+_log = logging.getLogger(__name__)
+
+
+class PlanKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a plan depends on; digests are blake2b, 32 hex digits.
+
+    Attributes:
+        format: of the file.
+        version: of this package, whose code derives mappings.
+        manifest: every file's path, size and checksums.
+        stored: every tensor's dtype and shape, and where its boxes lie.
+        rules: the stored model's rules.
+        models: both configurations, and what their families declare.
+        wanted: role, name, dtype, global shape, box and range of every shard, in order.
+        statements: a user's ``aoa_config`` and the tensors that it speaks of.
+    """
+
+    format: int
+    version: str
+    manifest: str
+    stored: str
+    rules: str
+    models: str
+    wanted: str
+    statements: str
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan that can be carried out.
+
+    Args:
+        plan: with an empty report.
+        unwanted: stored parameters that need not be read by anybody.
+    """
+
+    plan: LoadPlan
+    unwanted: frozenset[str]
+
+
+def plan_key(
+    checkpoint: FlexCheckpoint,
+    config: Mapping[str, Any],
+    wanted: Mapping[str, Mapping[str, Shard]],
+    aoa_config: Mapping[str, object] | None = None,
+    model: Mapping[str, AoaTensor] | None = None,
+) -> PlanKey:
+    """The key of one rank's plan.
+
+    Args:
+        checkpoint: what is stored.
+        config: the live model's configuration.
+        wanted: role -> full name -> the shard to be filled.
+        aoa_config: statements from stored names to the model's.
+        model: every tensor of the live model, on all ranks, where there are statements.
+    """
+    families = [repr(family_for(one)) for one in (checkpoint.config, config) if is_known(one)]
+    return PlanKey(
+        format=FORMAT,
+        version=__version__,
+        manifest=_digest(msgspec.msgpack.encode(checkpoint.manifest)),
+        stored=_digest(_spelled(checkpoint.catalog)),
+        rules=_digest(msgspec.msgpack.encode(checkpoint.rules)),
+        models=_digest(_json([checkpoint.config, dict(config), families])),
+        wanted=_digest(msgspec.msgpack.encode([(role, list(shards.items())) for role, shards in wanted.items()])),
+        statements=_digest(_json(aoa_config and dict(aoa_config)) + msgspec.msgpack.encode(model)),
+    )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _json(value: object) -> bytes:
+    # What is no JSON is spelled as Python spells it: two runs may differ then, and the plan is made again.
+    return json.dumps(value, sort_keys=True, default=repr).encode()
+
+
+def _spelled(catalog: Catalog) -> bytes:
+    forms: dict[StoredForm, int] = {}
+    roles = [
+        (role, [(one.name, forms.setdefault(one.form, len(forms)), one.places) for one in tensors.values()])
+        for role, tensors in catalog.roles.items()
+    ]
+    return msgspec.msgpack.encode((roles, [(form.dtype, form.shape, form.boxes) for form in forms]))
+
+
+class PlanCache:
+    """Plans by key, in this process and in a directory. Threads may share one.
+
+    Args:
+        directory: where plans outlive the process; None for nowhere. It is made when the first plan is kept.
+        most_items: how many read items are kept in the process.
+    """
+
+    def __init__(self, directory: Path | None = None, most_items: int = MOST_ITEMS) -> None:
+        self._directory, self._most_items = directory, most_items
+        self._held: OrderedDict[PlanKey, Planned] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, key: PlanKey) -> Planned | None:
+        """The plan of a key; None where it is not known, for whatever reason."""
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key]
+        if self._directory is None:
+            return None
+        try:
+            planned = decode_plan(read_file(self._path(self._directory, key)), key)
+        except _UNREADABLE:
+            return None
+        self._hold(key, planned)
+        return planned
+
+    def keep(self, key: PlanKey, planned: Planned) -> None:
+        """Remember a plan. That it cannot be written is worth a warning and never an error."""
+        self._hold(key, planned)
+        if self._directory is None:
+            return
+        try:
+            self._write(self._directory, key, planned)
+        except FlexError as error:
+            _log.warning("A plan could not be kept in %s, and will be made again: %s", self._directory, error.what)
+
+    def _hold(self, key: PlanKey, planned: Planned) -> None:
+        with self._lock:
+            self._held[key] = planned
+            self._held.move_to_end(key)
+            while sum(len(one.plan.items) for one in self._held.values()) > self._most_items:
+                self._held.popitem(last=False)
+
+    def _write(self, directory: Path, key: PlanKey, planned: Planned) -> None:
+        make_directories(directory)
+        path = self._path(directory, key)
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
+        try:
+            write_file(partial, encode_plan(key, planned))
+            rename(partial, path)
+        finally:
+            remove_file(partial)
+
+    @staticmethod
+    def _path(directory: Path, key: PlanKey) -> Path:
+        return directory / f"{key.wanted}.plan"
+
+
+class _Form(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    """What many items have in common."""
+
+    role: str
+    dtype: str
+    stored_shape: Shape
+    stored_part: Box
+    start: int
+    shape: Shape
+    part: Box
+    axes: tuple[int, ...]
+
+
+class _Document(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A file: items by columns. ``name`` and ``file`` count into ``names`` and ``files``, ``form`` into ``forms``."""
+
+    key: PlanKey
+    names: list[str]
+    files: list[str]
+    forms: list[_Form]
+    name: list[int]
+    file: list[int]
+    begin: list[int]
+    form: list[int]
+    checks: list[EqualCheck]
+    touched: dict[str, list[str]]
+    unwanted: list[str]
+
+
+def encode_plan(key: PlanKey, planned: Planned) -> bytes:
+    """A plan as the bytes of a file."""
+    names: dict[str, int] = {}
+    files: dict[str, int] = {}
+    forms: dict[_Form, int] = {}
+    document = _Document(key, [], [], [], [], [], [], [], list(planned.plan.checks), {}, sorted(planned.unwanted))
+    for item in planned.plan.items:
+        stored = item.stored
+        form = _Form(
+            *(item.role, stored.dtype, stored.shape, stored.part),
+            *(item.start, item.shape, item.part, item.axes),
+        )
+        document.name.append(names.setdefault(item.name, len(names)))
+        document.file.append(files.setdefault(stored.file, len(files)))
+        document.begin.append(stored.begin)
+        document.form.append(forms.setdefault(form, len(forms)))
+    document.names, document.files, document.forms = list(names), list(files), list(forms)
+    document.touched = {role: sorted(touched) for role, touched in planned.plan.touched.items()}
+    body = msgspec.msgpack.encode(document)
+    return _MAGIC + xxhash.xxh3_128_digest(body) + body
+
+
+def decode_plan(data: bytes, key: PlanKey) -> Planned:
+    """The plan that :func:`encode_plan` wrote under this key.
+
+    Raises:
+        ValueError: it is of another key, or is not what was written.
+    """
+    start = len(_MAGIC) + _CHECKSUM_BYTES
+    body = memoryview(data)[start:]
+    if data[:start] != _MAGIC + xxhash.xxh3_128_digest(body):
+        raise ValueError("The file is not what was written.")
+    document = msgspec.msgpack.decode(body, type=_Document)
+    if document.key != key:
+        raise ValueError("The file is of another key.")
+    names, files, forms = document.names, document.files, document.forms
+    items: list[ReadItem] = []
+    for name, file, begin, number in zip(document.name, document.file, document.begin, document.form, strict=True):
+        form = forms[number]
+        stored = StoredPart(files[file], begin, form.stored_shape, form.stored_part, form.dtype)
+        items.append(ReadItem(form.role, names[name], stored, form.start, form.shape, form.part, form.axes))
+    touched = {role: frozenset(found) for role, found in document.touched.items()}
+    plan = LoadPlan(tuple(items), tuple(document.checks), touched, Report())
+    return Planned(plan, frozenset(document.unwanted))

@@ -1,0 +1,176 @@
+"""Kept plans: equal to those that are made, and never those of anything else."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from paddleformers_fc.catalog import Catalog, FlexCheckpoint
+from paddleformers_fc.mapping.aoa import AoaTensor
+from paddleformers_fc.plan import plan_reads, resume_source
+from paddleformers_fc.plan.cache import PlanCache, PlanKey, Planned, encode_plan, plan_key
+from paddleformers_fc.plan.simulate import SimulatedModel
+from paddleformers_fc.storage.receipts import FileReceipt
+from tests.plan.stored import checkpoint_of
+from tests.plan.test_forecast import MOE, laid_out
+
+
+@pytest.fixture(scope="module")
+def stored() -> FlexCheckpoint:
+    return checkpoint_of(laid_out("sharding=2,split=true,ep=2"))
+
+
+@pytest.fixture(scope="module")
+def model() -> SimulatedModel:
+    return laid_out("tp=2")
+
+
+def made(stored: FlexCheckpoint, model: SimulatedModel, rank: int = 0) -> tuple[PlanKey, Planned]:
+    source, report = resume_source(stored, model.rules)
+    plan = plan_reads(source, model.roles(rank))
+    assert plan.report.empty
+    assert report.empty
+    assert len(plan.items) > 100
+    return plan_key(stored, model.config, model.roles(rank)), Planned(plan, frozenset({"b", "a"}))
+
+
+def test_a_plan_is_kept_in_the_process(stored: FlexCheckpoint, model: SimulatedModel) -> None:
+    key, planned = made(stored, model)
+    plans = PlanCache()
+    assert plans.find(key) is None
+    plans.keep(key, planned)
+    assert plans.find(plan_key(stored, model.config, model.roles(0))) is planned
+
+
+def test_another_process_finds_the_plan_in_the_directory(
+    tmp_path: Path, stored: FlexCheckpoint, model: SimulatedModel
+) -> None:
+    directory = tmp_path / "new" / "plans"
+    key, planned = made(stored, model)
+    PlanCache(directory).keep(key, planned)
+    assert PlanCache(directory).find(key) == planned
+    assert [path.suffix for path in directory.iterdir()] == [".plan"]
+
+
+def test_the_oldest_plans_leave_the_process_first(stored: FlexCheckpoint, model: SimulatedModel) -> None:
+    (first, planned), (second, other) = made(stored, model), made(stored, model, 1)
+    plans = PlanCache(most_items=len(planned.plan.items) + len(other.plan.items))
+    plans.keep(first, planned)
+    plans.keep(second, other)
+    assert plans.find(first) is planned
+    third = msgspec.structs.replace(first, version="0")
+    plans.keep(third, planned)
+    assert (plans.find(first), plans.find(second), plans.find(third)) == (planned, None, planned)
+
+
+def test_every_changed_byte_of_a_file_is_noticed(tmp_path: Path, stored: FlexCheckpoint, model: SimulatedModel) -> None:
+    key, planned = made(stored, model)
+    PlanCache(tmp_path).keep(key, planned)
+    (path,) = tmp_path.iterdir()
+    written = path.read_bytes()
+    for place in [*range(60), *range(60, len(written), len(written) // 100), len(written) - 1]:
+        path.write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+        assert PlanCache(tmp_path).find(key) is None, place
+    for length in (0, 5, 20, len(written) // 2, len(written) - 1):
+        path.write_bytes(written[:length])
+        assert PlanCache(tmp_path).find(key) is None, length
+    path.write_bytes(written + b"\0")
+    assert PlanCache(tmp_path).find(key) is None
+    PlanCache(tmp_path).keep(key, planned)
+    assert path.read_bytes() == written
+
+
+def test_a_file_that_holds_another_key_is_ignored_and_replaced(
+    tmp_path: Path, stored: FlexCheckpoint, model: SimulatedModel
+) -> None:
+    key, planned = made(stored, model)
+    older = msgspec.structs.replace(key, version="0.0.1")
+    (tmp_path / f"{key.wanted}.plan").write_bytes(encode_plan(older, planned))
+    plans = PlanCache(tmp_path)
+    assert plans.find(key) is None
+    plans.keep(key, planned)
+    assert PlanCache(tmp_path).find(key) == planned
+    assert PlanCache(tmp_path).find(older) is None
+
+
+def test_a_directory_that_cannot_be_written_is_worth_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stored: FlexCheckpoint, model: SimulatedModel
+) -> None:
+    key, planned = made(stored, model)
+    (tmp_path / "file").write_text("in the way")
+    plans = PlanCache(tmp_path / "file" / "plans")
+    with caplog.at_level(logging.WARNING):
+        plans.keep(key, planned)
+    assert "will be made again" in caplog.text
+    assert plans.find(key) is planned
+
+
+def changed_checkpoints(stored: FlexCheckpoint) -> dict[str, FlexCheckpoint]:
+    """The checkpoint with one thing changed that a plan may depend on."""
+    role, name = "model_state", "model.norm.weight"
+    tensor = stored.catalog.roles[role][name]
+    ((file, begin),) = tensor.places
+
+    def with_tensor(**changes: Any) -> FlexCheckpoint:
+        roles = {**stored.catalog.roles, role: dict(stored.catalog.roles[role])}
+        roles[role][name] = msgspec.structs.replace(tensor, **changes)
+        return replace(stored, catalog=Catalog(stored.catalog.root, roles))
+
+    receipt = FileReceipt(file, 8, "0" * 32, 4, ["0" * 16] * 2)
+    rules = stored.rules
+    return {
+        "offset": with_tensor(places=((file, begin + 2),)),
+        "file": with_tensor(places=((file + "x", begin),)),
+        "dtype": with_tensor(form=replace(tensor.form, dtype="float16")),
+        "boxes": with_tensor(form=replace(tensor.form, boxes=())),
+        "manifest": replace(stored, manifest=msgspec.structs.replace(stored.manifest, files=[receipt])),
+        "step": replace(stored, manifest=msgspec.structs.replace(stored.manifest, step=2)),
+        "rules": replace(stored, rules=replace(rules, rules=tuple(reversed(rules.rules)))),
+        "fresh": replace(stored, rules=replace(rules, fresh=("x",))),
+        "config": replace(stored, config={**stored.config, "num_attention_heads": 1}),
+    }
+
+
+def test_whatever_a_plan_depends_on_changes_its_key(stored: FlexCheckpoint, model: SimulatedModel) -> None:
+    roles = model.roles(0)
+    shard = roles["model_state"]["model.norm.weight"]
+
+    def wanting(**changes: Any) -> PlanKey:
+        other = msgspec.structs.replace(shard, **changes)
+        weights = {**roles["model_state"], "model.norm.weight": other}
+        return plan_key(stored, model.config, {**roles, "model_state": weights})
+
+    keys = {what: plan_key(one, model.config, roles) for what, one in changed_checkpoints(stored).items()}
+    keys["live config"] = plan_key(stored, {**model.config, "num_key_value_heads": 1}, roles)
+    keys["wanted dtype"] = wanting(dtype="float16")
+    keys["wanted range"] = wanting(flat=(0, 1))
+    keys["wanted order"] = plan_key(stored, model.config, dict(reversed(roles.items())))
+    keys["another rank"] = plan_key(stored, model.config, model.roles(1))
+    keys["fewer roles"] = plan_key(stored, model.config, {"model_state": roles["model_state"]})
+    tensors = {"a": AoaTensor((2, 2), "float32", (1, 1))}
+    keys["statements"] = plan_key(stored, model.config, roles, {"aoa_statements": ["a -> b"]}, tensors)
+    keys["other statements"] = plan_key(stored, model.config, roles, {"aoa_statements": ["a -> c"]}, tensors)
+    cut = {"a": AoaTensor((2, 2), "float32", (2, 1))}
+    keys["other tensors"] = plan_key(stored, model.config, roles, {"aoa_statements": ["a -> b"]}, cut)
+    keys["as it is"] = plan_key(stored, model.config, roles)
+    assert len(set(keys.values())) == len(keys)
+    assert plan_key(stored, dict(reversed(model.config.items())), roles) == keys["as it is"]
+    assert MOE.items() <= model.config.items()
+
+
+def test_what_a_family_declares_is_part_of_the_key(
+    monkeypatch: pytest.MonkeyPatch, stored: FlexCheckpoint, model: SimulatedModel
+) -> None:
+    from paddleformers_fc.plan import cache
+
+    before = plan_key(stored, model.config, model.roles(0))
+    monkeypatch.setattr(cache, "family_for", lambda config: replace(model.family, tied=()))
+    assert plan_key(stored, model.config, model.roles(0)) != before
+    monkeypatch.undo()
+    monkeypatch.setattr(cache, "__version__", "0.0.0")
+    assert plan_key(stored, model.config, model.roles(0)).version == "0.0.0"
