@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import Box
@@ -160,11 +162,11 @@ def _part(piece: Piece, low: int, high: int) -> Piece:
     start = piece.start + low * (row_bytes // _width(shard))
     if shard.flat is not None:
         first = shard.flat[0]
-        return Piece(piece.role, replace(shard, flat=(first + low, first + high)), start)
+        return Piece(piece.role, structs.replace(shard, flat=(first + low, first + high)), start)
     axis, box = _row_axis(shard), shard.box
     lo, hi = list(box.lo), list(box.hi)
     lo[axis], hi[axis] = box.lo[axis] + low, box.lo[axis] + high
-    return Piece(piece.role, replace(shard, box=Box(tuple(lo), tuple(hi))), start)
+    return Piece(piece.role, structs.replace(shard, box=Box(tuple(lo), tuple(hi))), start)
 
 
 def _width(shard: Shard) -> int:
