@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import FlexError, PeerError, from_wire
+from paddleformers_fc.execute.told import spelled, told_apart
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """Bytes on their way, one-dimensional."""
@@ -49,8 +50,9 @@ class Channel(Protocol):
 
 
 class _Outcome(msgspec.Struct):
-    """One rank's result, or its error in wire form."""
+    """What one rank was doing, and its result, or its error in wire form."""
 
+    doing: str
     result: bytes = b""
     error: str = ""
 
@@ -135,23 +137,31 @@ def agree(channel: Channel, doing: str, work: Callable[[], bytes]) -> list[bytes
 
     Args:
         channel: the ranks.
-        doing: what the work is, for an error that is not one of ours.
+        doing: what the work is, in the same words on every rank: ranks that do different things are told apart by it.
         work: this rank's part; what it returns goes to every rank.
     Returns:
         every rank's result, by rank.
     Raises:
-        FlexError: the same error on every rank: the error of the rank that failed, or of all ranks that did.
+        FlexError: the same error on every rank: the error of the rank that failed, or of all ranks that did; or that
+            the ranks were doing different things.
     """
     failure: BaseException | None = None
     try:
-        outcome = _Outcome(result=work())
+        outcome = _Outcome(doing, result=work())
     except FlexError as error:
-        failure, outcome = error, _Outcome(error=error.to_wire())
+        failure, outcome = error, _Outcome(doing, error=error.to_wire())
     except Exception as error:  # Every other rank waits in the exchange below, so any fault must travel.
         failure = error
-        outcome = _Outcome(error=PeerError(f"{type(error).__name__} while {doing}: {error}").to_wire())
-    payloads = channel.exchange(msgspec.msgpack.encode(outcome))
-    outcomes = [msgspec.msgpack.decode(payload, type=_Outcome) for payload in payloads]
+        outcome = _Outcome(doing, error=PeerError(f"{type(error).__name__} while {doing}: {error}").to_wire())
+    outcomes = [_decoded(payload) for payload in channel.exchange(msgspec.msgpack.encode(outcome))]
+    doings = [found.doing for found in outcomes]
+    if len(set(doings)) > 1:
+        raise PeerError(
+            "The ranks are not doing the same thing.",
+            where=f"a job of {channel.world_size} ranks",
+            evidence=[told_apart(doings)],
+            next_step="Start every rank with the same software, arguments and data, so that all save together.",
+        ) from failure
     failed = {rank: from_wire(found.error) for rank, found in enumerate(outcomes) if found.error}
     if failed:
         raise _merged(failed, channel.world_size) from failure
@@ -184,6 +194,14 @@ def spread(channel: Channel, data: bytes, size: int, members: Sequence[int]) -> 
     return held.tobytes()
 
 
+def _decoded(payload: bytes) -> _Outcome:
+    """What a rank said; a rank that speaks another language is doing something else."""
+    try:
+        return msgspec.msgpack.decode(payload, type=_Outcome)
+    except msgspec.MsgspecError:
+        return _Outcome("something that cannot be understood here")
+
+
 def _merged(failed: dict[int, FlexError], world_size: int) -> FlexError:
     """One error for all ranks, equal everywhere; the ranks are named."""
     first = failed[min(failed)]
@@ -193,10 +211,10 @@ def _merged(failed: dict[int, FlexError], world_size: int) -> FlexError:
     for rank, error in failed.items():
         groups.setdefault(error.render(), []).append(rank)
     if len(groups) == 1:
-        who = "every rank" if len(failed) == world_size else f"rank {', '.join(map(str, sorted(failed)))}"
+        who = "every rank" if len(failed) == world_size else spelled(failed)
         where = f"{first.where} (on {who})" if first.where else f"on {who}"
         return type(first)(first.what, where=where, evidence=first.evidence, next_step=first.next_step)
-    evidence = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in groups.items()]
+    evidence = [f"{spelled(ranks)}: {text}" for text, ranks in groups.items()]
     kind = type(first) if len({type(error) for error in failed.values()}) == 1 else PeerError
     return kind(
         f"{len(failed)} of {world_size} ranks failed, for different reasons.",

@@ -156,7 +156,7 @@ def read_together(
         done.append(go_through(schedule, storage, channel, filling.place, options, filling.read_alone))
         return b""
 
-    agree(channel, f"reading {storage.root}", read)
+    agree(channel, f"reading {storage.root.name}", read)
     return replace(done[0], read=done[0].read + filling.alone)
 
 

@@ -23,6 +23,7 @@ from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree
 from paddleformers_fc.execute.reading import Crew, read_whole_tensor
+from paddleformers_fc.execute.rollcall import call_roll, software
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.layout import Shard
@@ -101,6 +102,7 @@ def export_checkpoint(
             where=str(target),
             next_step="Name another directory.",
         )
+    call_roll(channel, f"exporting to {target.name}", {"versions": software(), "max_shard_bytes": max_shard_bytes})
     opened: list[tuple[FlexCheckpoint, Source]] = []
 
     def prepare() -> bytes:
@@ -108,7 +110,7 @@ def export_checkpoint(
         opened.append((checkpoint, canonical_source(checkpoint)))
         return b""
 
-    agree(channel, f"opening {source}", prepare)
+    agree(channel, f"opening {source.name}", prepare)
     checkpoint, canonical = opened[0]
     layout = canonical_layout(canonical).get(MODEL_STATE, {})
     files = _divided(layout, max_shard_bytes)

@@ -23,6 +23,7 @@ from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.reading import DEFAULT_OPTIONS, Key, ReadOptions, Slot
+from paddleformers_fc.execute.rollcall import call_roll, comparable, software
 from paddleformers_fc.execute.save import Roles
 from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.families import OptionalNames, family_for
@@ -31,6 +32,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.mapping.aoa import AoaTensor
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, stated_source
 from paddleformers_fc.plan.cache import PlanCache, Planned, plan_key
+from paddleformers_fc.storage.manifest import manifest_seal
 
 PLANS = PlanCache()
 """Plans that this process keeps where nobody names another cache."""
@@ -112,7 +114,8 @@ def load_checkpoint(
             leaves the model undefined, and the job must not go on.
     """
     started = time.monotonic()
-
+    facts = {"manifest": manifest_seal(checkpoint.manifest), "aoa_config": aoa_config or {}}
+    _call_roll(channel, checkpoint.catalog.root, config, facts)
     model = _whole_model(roles, channel) if aoa_config else {}
 
     def preflight() -> _Preflight:
@@ -136,6 +139,11 @@ def load_checkpoint(
         )
 
     return _load(checkpoint.catalog, roles, channel, options, preflight, started)
+
+
+def _call_roll(channel: Channel, directory: Path, config: Mapping[str, Any], facts: Mapping[str, object]) -> None:
+    """What the ranks of one load must agree on."""
+    call_roll(channel, f"loading {directory.name}", {"versions": software(), "config": comparable(config), **facts})
 
 
 def _whole_model(roles: Roles, channel: Channel) -> dict[str, AoaTensor]:
@@ -168,6 +176,7 @@ def load_weights(
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
     """
     started = time.monotonic()
+    _call_roll(channel, directory, config, {})
     opened: list[Catalog] = []
     optional = OptionalNames(family_for(config), config)
 
@@ -175,7 +184,7 @@ def load_weights(
         opened.append(open_huggingface(directory))
         return b""
 
-    agree(channel, f"opening {directory}", work)
+    agree(channel, f"opening {directory.name}", work)
 
     def preflight() -> _Preflight:
         shards = describe_roles(roles)

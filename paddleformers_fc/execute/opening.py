@@ -32,6 +32,7 @@ from paddleformers_fc.catalog.flex import (
 )
 from paddleformers_fc.errors import Corrupt, NotACheckpoint
 from paddleformers_fc.execute.channel import Channel, agree, spread
+from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.layout.codec import ShardRecord, record_of
 from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard
@@ -94,9 +95,9 @@ def open_checkpoint(directory: Path, channel: Channel, verify: str = "size") -> 
         opened.append(open_flex(directory, verify) if seen[0] is None else open_seen(directory, seen[0], verify))
         return b""
 
-    payloads = agree(channel, f"looking at {directory}", look)
+    payloads = agree(channel, f"looking at {directory.name}", look)
     if len(set(payloads)) == 1:
-        agree(channel, f"opening {directory}", open_alone)
+        agree(channel, f"opening {directory.name}", open_alone)
         return opened[0]
     sights = [msgspec.msgpack.decode(payload, type=_Sight) for payload in payloads]
     manifest = _common_manifest(directory, sights, seen[0], channel)
@@ -129,7 +130,7 @@ def _common_manifest(directory: Path, sights: Sequence[_Sight], own: Sight | Non
         raise Corrupt(
             "The disks of this job hold different checkpoints under one name.",
             where=str(directory),
-            evidence=[f"{ranks_named(ranks)}: {saved}, sealed {seal}" for (seal, saved), ranks in groups.items()],
+            evidence=[f"{spelled(ranks)}: {saved}, sealed {seal}" for (seal, saved), ranks in groups.items()],
             next_step="They were saved at different times. Resume from a step that all disks hold of one save.",
         )
     ((holders),) = groups.values()
@@ -158,7 +159,7 @@ def _open_divided(
 
     told: dict[str, list[_Described]] = {}
     documents: dict[str, bytes] = {}
-    for payload in agree(channel, f"opening {directory}", tell):
+    for payload in agree(channel, f"opening {directory.name}", tell):
         one = msgspec.msgpack.decode(payload, type=_Told)
         told.update(one.shards)
         documents.update(one.documents)
@@ -175,7 +176,7 @@ def _open_divided(
         opened.append(described(catalog, faults, manifest, {**documents, **own}))
         return b""
 
-    agree(channel, f"opening {directory}", put_together)
+    agree(channel, f"opening {directory.name}", put_together)
     return opened[0]
 
 
@@ -199,7 +200,7 @@ def _refuse_lost(directory: Path, seen_by: SeenBy, sights: Sequence[_Sight]) -> 
         return
     blind = [rank for rank, sight in enumerate(sights) if not sight.seal]
     evidence = [f"{path} is seen by no rank" for path in lost]
-    evidence += [f"{ranks_named(blind)}: no checkpoint of this name is there"] if blind else []
+    evidence += [f"{spelled(blind)}: no checkpoint of this name is there"] if blind else []
     raise Corrupt(
         f"{len(lost)} of the checkpoint's files are on no disk that a rank of this job sees.",
         where=str(directory),
@@ -222,15 +223,3 @@ def _decoded(path: str, told: Sequence[_Described]) -> Iterator[StoredShard]:
         record = one.record
         box = shifted(record.shape, record.offset)
         yield Shard(record.name, one.dtype, record.global_shape, box, record.flat), path, one.begin, one.width
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """Ranks as a person reads them: ``rank 3``, ``ranks 0-3, 8``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -27,6 +27,7 @@ from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.execute.memory import host_parts
+from paddleformers_fc.execute.rollcall import call_roll, comparable, software
 from paddleformers_fc.execute.saveplan import ModelRecord, PlanKeeper, PlannedFile, SavePlan, digest, work_out
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.families import family_for
@@ -115,6 +116,9 @@ def save_checkpoint(
     Raises:
         FlexError: the same on every rank; the target is untouched.
     """
+    facts = {"step": job.step, "samples": job.consumed_samples, "max_file_bytes": max_file_bytes}
+    shared = {"versions": software(), "config": comparable(config), **facts}
+    call_roll(channel, f"saving {directory.name}", shared)
     own: LiveRoles = {}
     kept = _PLANS.known(channel.rank)
 

@@ -34,7 +34,7 @@ def staging_beside(target: Path, channel: Channel, before: Callable[[], None]) -
         clean_unfinished(target.parent)
         return str(create_staging(target)).encode()
 
-    staging = Path(agree(channel, f"preparing to write {target}", prepare)[0].decode())
+    staging = Path(agree(channel, f"preparing to write {target.name}", prepare)[0].decode())
     try:
         yield staging
     except BaseException:

@@ -16,6 +16,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -56,9 +57,21 @@ def open_store(host: str, port: int, is_master: bool) -> Any:
     return store
 
 
-def send_at_once() -> None:
-    """Set ``TCP_NODELAY`` on this process' open TCP sockets; Paddle does not tell which is a store's."""
-    for descriptor in _open_sockets():
+def open_client(host: str, port: int) -> Any:
+    """A connection of its own to a store that is there; it answers at once, and no other socket is touched."""
+    before = set(_open_sockets())
+    store = core.TCPStore(host, port, False, 1, _TIMEOUT_SECONDS)
+    send_at_once(before)
+    return store
+
+
+def send_at_once(but: Collection[int] = ()) -> None:
+    """Set ``TCP_NODELAY`` on this process' open TCP sockets; Paddle does not tell which is a store's.
+
+    Args:
+        but: descriptors that are left as they are.
+    """
+    for descriptor in set(_open_sockets()).difference(but):
         with suppress(OSError):  # Closed meanwhile, or not TCP.
             with socket.socket(fileno=os.dup(descriptor)) as duplicate:
                 duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

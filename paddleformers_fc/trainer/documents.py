@@ -170,7 +170,7 @@ def read_progress(directory: Path, names: Iterable[str], channel: Channel) -> Pr
         wanted = [name for name in (STATE, SCHEDULER, DATA, SCALER) if name in listed]
         return json.dumps({name: read_file(directory / name).decode() for name in wanted}).encode()
 
-    texts: dict[str, str] = json.loads(agree(channel, f"reading {directory / 'trainer'}", work)[0])
+    texts: dict[str, str] = json.loads(agree(channel, "reading the Trainer's own state", work)[0])
     documents = {name: codecs.decode_object(text.encode(), str(directory / name)) for name, text in texts.items()}
     return Progress(
         state=_trainer_state(documents[STATE], directory / STATE),

@@ -13,11 +13,11 @@ from typing import Any
 
 from paddleformers.utils.log import logger
 
-from paddleformers_fc.execute.channel import job_channel
 from paddleformers_fc.execute.load import LoadReport, load_weights
 from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.trainer import documents, state
+from paddleformers_fc.trainer.watch import patient_channel
 
 
 def load_open_weights(model: Any, directory: str | Path, threads: int = 4) -> LoadReport:
@@ -35,7 +35,7 @@ def load_open_weights(model: Any, directory: str | Path, threads: int = 4) -> Lo
         FlexError: the same on every rank, before any weight has changed, where files are missing or damaged, or names,
             shapes or dtypes do not fit.
     """
-    channel = job_channel()
+    channel = patient_channel()
     roles = state.model_roles(model)
     config = documents.model_config(model)
     report = load_weights(Path(directory), roles, config, channel, ReadOptions(threads=threads))

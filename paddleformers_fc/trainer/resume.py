@@ -39,7 +39,7 @@ def newest(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> P
             warn(f"{path} cannot be resumed from and is passed over: {why}")
         return str(found).encode() if found is not None else b""
 
-    answer = _first_rank(channel, f"looking for checkpoints in {output_dir}", look)
+    answer = _first_rank(channel, "looking for the newest checkpoint", look)
     return Path(answer.decode()) if answer else None
 
 
@@ -70,7 +70,7 @@ def named(directory: Path, channel: Channel) -> Path:
         refuse_no_checkpoint(directory)
         return b""
 
-    _first_rank(channel, f"looking for {directory}", look)
+    _first_rank(channel, f"looking for {directory.name}", look)
     return directory
 
 

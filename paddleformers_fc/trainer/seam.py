@@ -29,11 +29,12 @@ from paddleformers.utils.log import logger
 
 from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.execute.channel import Channel, agree, job_channel
+from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.execute.export import save_weights
 from paddleformers_fc.execute.load import PLANS, load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.reading import ReadOptions
+from paddleformers_fc.execute.rollcall import call_roll
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
@@ -42,12 +43,15 @@ from paddleformers_fc.storage.files import read_file
 from paddleformers_fc.storage.manifest import Manifest, newest_checkpoint
 from paddleformers_fc.trainer import batches, documents, position, resume, rng, rotation, state
 from paddleformers_fc.trainer.callback import ATTENDED, CheckpointReport, FlexCheckpointCallback
-from paddleformers_fc.trainer.options import parse_size, without_effect
-from paddleformers_fc.trainer.watch import watched
+from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size, without_effect
+from paddleformers_fc.trainer.watch import patient_channel
 
 Native = Callable[..., Any]
 
 _RUN = "_flex_run"
+
+_SHARED_OPTIONS = ("aoa_config", "ignore_load_lr_and_optim", "ignore_save_lr_and_optim", "ignore_data_skip")
+"""PaddleFormers' options that decide what is saved and loaded, and that every rank must have alike."""
 
 
 @dataclass
@@ -182,6 +186,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     started = time.monotonic()
     args, channel = trainer.args, _channel(trainer.args)
     directory = Path(resume_from_checkpoint)
+    _compare_options(args, channel, f"resuming from {directory.name}")
     checkpoint = open_checkpoint(directory, channel, args.flex_verify)
     continued = not args.ignore_load_lr_and_optim
     names = [receipt.path for receipt in checkpoint.manifest.files]
@@ -328,6 +333,7 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
     args, channel = trainer.args, _channel(trainer.args)
     trainer.runtime_timer.start("checkpoint saving time")
     directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    _compare_options(args, channel, f"saving {directory.name}")
     _note_best(trainer, metrics, directory)
     prepared = _agreed(channel, "preparing a checkpoint", lambda: (_roles_to_save(trainer), _files(trainer, channel)))
     roles, files = prepared
@@ -465,6 +471,7 @@ def save_pretrained(
 
 def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
     channel = _channel(trainer.args)
+    _compare_options(trainer.args, channel, f"exporting to {directory.name}")
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
         roles = state.model_roles(trainer.model)
@@ -478,6 +485,12 @@ def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
     report = save_weights(roles[MODEL_STATE], config, files, directory, max_shard_bytes, channel)
     if trainer.args.should_log:
         logger.info(f"Exported {report.tensors} tensors to {directory} in {len(report.files)} files.")
+
+
+def _compare_options(args: Any, channel: Channel, doing: str) -> None:
+    """Refuse ranks that were started with different options."""
+    names = (*FIELD_NAMES, *_SHARED_OPTIONS)
+    call_roll(channel, doing, {name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
 def _agreed(channel: Channel, doing: str, work: Callable[[], Any]) -> Any:
@@ -494,7 +507,7 @@ def _agreed(channel: Channel, doing: str, work: Callable[[], Any]) -> Any:
 
 def _channel(args: Any) -> Channel:
     """All ranks of the job, none of which waits for another forever."""
-    return watched(job_channel(), args.flex_timeout)
+    return patient_channel(args.flex_timeout)
 
 
 def _run_of(trainer: Any) -> Run:

@@ -1,9 +1,14 @@
 """An end to waiting for a rank that will not come.
 
-A rank that was killed leaves the others in a collective operation, and nothing in Python can call them back from there.
-So while a rank waits, a thread watches the clock. When ``flex_timeout`` is over it writes where every thread of the
-process stands and ends the process, which ends the job: a launcher sees a failed rank instead of a job that is forever
-about to save.
+Ranks meet before every exchange (:mod:`paddleformers_fc.execute.attendance`), and one that does not come is named in
+an error that all others raise. What remains is a rank that dies in the exchange itself, a matter of milliseconds: it
+leaves the others in a collective operation, and nothing in Python can call them back from there. So while a rank
+exchanges, a thread watches the clock, and whether another rank has found the job lost. Then it prints the report that
+all ranks print, writes where every thread of the process stands, and ends the process, which ends the job: a launcher
+sees a failed rank instead of a job that is forever about to save.
+
+The store is asked through a connection of its own, for a client of Paddle's store mixes up the answers when two threads
+ask at once. It is opened for a save or load and closed after it.
 """
 
 from __future__ import annotations
@@ -13,13 +18,20 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 
-from paddleformers_fc.errors import PeerError
-from paddleformers_fc.execute.channel import Bytes, Channel
+from paddleformers_fc.errors import FlexError, PeerError
+from paddleformers_fc.execute.attendance import Attendance, AttendedChannel, Board
+from paddleformers_fc.execute.channel import Bytes, Channel, job_channel
 
 EXIT_CODE = 75
 """The exit code of a process that gave up; ``EX_TEMPFAIL``, for starting again may help."""
+
+DEFAULT_PATIENCE = 1800.0
+"""Seconds that a rank waits for the others where no option says it."""
+
+_LOOK_SECONDS = 1.0
 
 
 class WatchedChannel:
@@ -28,11 +40,13 @@ class WatchedChannel:
     Args:
         channel: the channel.
         patience: how many seconds an exchange may take.
+        attendance: where another rank may say that the job is lost; None where ranks have no board.
     """
 
-    def __init__(self, channel: Channel, patience: float) -> None:
+    def __init__(self, channel: Channel, patience: float, attendance: Attendance | None = None) -> None:
         self._channel = channel
         self.patience = patience
+        self._attendance = attendance
 
     @property
     def rank(self) -> int:
@@ -56,25 +70,67 @@ class WatchedChannel:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        watchman = threading.Timer(self.patience, self._give_up)
-        watchman.daemon = True
+        done = threading.Event()
+        watchman = threading.Thread(target=self._watch, args=(done,), name="flex-watch", daemon=True)
         watchman.start()
         try:
             yield
         finally:
-            watchman.cancel()
+            done.set()
+            watchman.join()
 
-    def _give_up(self) -> None:
-        error = PeerError(
+    def _watch(self, done: threading.Event) -> None:
+        end = time.monotonic() + self.patience
+        while not done.wait(min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                self._leave(self._time_is_over())
+            if self._attendance is not None and self._attendance.is_lost():
+                self._leave(self._attendance.report("An exchange between the ranks broke off."))
+
+    def _time_is_over(self) -> FlexError:
+        if self._attendance is not None:
+            self._attendance.give_up()
+            return self._attendance.report(f"An exchange between the ranks has not ended within {self.patience:g} s.")
+        return PeerError(
             f"Rank {self.rank} has waited {self.patience} s for the other ranks and gives up.",
             where=f"rank {self.rank} of {self.world_size}",
             next_step="Find the rank that failed in the other ranks' logs, or raise flex_timeout if they are slow.",
         )
+
+    def _leave(self, error: FlexError) -> None:
         print(error.render(), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr)
         os._exit(EXIT_CODE)
 
 
-def watched(channel: Channel, patience: float) -> Channel:
-    """``channel`` with an end to waiting; unchanged if there is nobody to wait for."""
-    return WatchedChannel(channel, patience) if channel.world_size > 1 else channel
+def watched(channel: Channel, patience: float, board: Board | None = None) -> Channel:
+    """``channel`` with an end to waiting; unchanged if there is nobody to wait for.
+
+    Args:
+        channel: all ranks.
+        patience: seconds that a rank waits for the others.
+        board: what the ranks share beside the channel; without one, a rank that does not come cannot be named.
+    """
+    if channel.world_size == 1:
+        return channel
+    if board is None:
+        return WatchedChannel(channel, patience)
+    attendance = Attendance(board, channel.rank, channel.world_size, patience)
+    return AttendedChannel(WatchedChannel(channel, patience, attendance), attendance)
+
+
+def patient_channel(patience: float = DEFAULT_PATIENCE) -> Channel:
+    """All ranks of the running job, none of which waits for another longer than ``patience`` seconds."""
+    channel = job_channel()
+    return watched(channel, patience, _open_board() if channel.world_size > 1 else None)
+
+
+def _open_board() -> Board | None:
+    """A connection to the store of the job; None where the environment does not say where it is."""
+    from paddleformers_fc.runtime import stores
+
+    address = stores.master_address()
+    if address is None:
+        return None
+    board: Board = stores.open_client(*address)
+    return board

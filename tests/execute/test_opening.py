@@ -11,8 +11,9 @@ import pytest
 
 from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint, ranks_named
+from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.reading import ReadOptions
+from paddleformers_fc.execute.told import spelled
 from tests.execute.simulated import CONFIG, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 
@@ -149,4 +150,4 @@ def test_a_checkpoint_that_nobody_sees_is_refused_as_ever(tmp_path: Path) -> Non
     ("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 3, 8], "ranks 0-3, 8"), ([1, 3], "ranks 1, 3")]
 )
 def test_ranks_are_named_by_runs(ranks: list[int], text: str) -> None:
-    assert ranks_named(ranks) == text
+    assert spelled(ranks) == text

@@ -1,0 +1,241 @@
+"""Who has come: ranks meet at a board before every exchange, so that one that died is named and nobody waits in vain.
+
+Nothing can call a rank back from a collective operation whose other side is dead. So no rank enters one before all have
+come. They meet at counters in the store through which the job's ranks found each other: each rank adds one and looks
+until all have. Who has waited too long gives up for all; then every rank that is alive says that it is present, and all
+raise one error that names those who did not.
+
+Whether a meeting took place must be the same for everybody, and a rank may come in the very moment in which another
+gives up. So arrivals and giving up are one number: arrivals in its low part, the number of those who gave up in its
+high part. A rank whose giving up came after the last arrival takes it back; one whose giving up came before it has
+decided the matter, because from then on the high part is never zero again. A job that has lost a rank stays lost: every
+later meeting raises the same error, so that nothing is saved after a load that failed half way.
+
+The counters are cumulative and say by themselves which meeting this is, so a rank remembers nothing, and the store
+keeps a few numbers and one number per rank, however often they meet.
+
+Cost of a meeting: two questions to the store, 60 us each, and up to one interval of looking, which grows with the
+number of ranks so that the server sees at most 10,000 questions a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from paddleformers_fc.errors import FlexError, PeerError, from_wire
+from paddleformers_fc.execute.channel import Bytes, Channel
+from paddleformers_fc.execute.told import spelled
+
+LONGEST_MUSTER = 5.0
+"""Seconds that the living may take to say that they are present, once somebody has given up; less of short patience."""
+
+_ARRIVALS = "flex/arrivals"
+_LOST = "flex/lost"
+_PRESENT = "flex/present"
+_REPORTERS = "flex/reporters"
+_READABLE = "flex/readable"
+_READERS = "flex/readers"
+_REPORT = "flex/report"
+_GAVE_UP = 1 << 40
+_SHORTEST_LOOK = 0.001
+_LOOK_PER_RANK = 0.0001
+_SERVER = 0
+
+
+class Board(Protocol):
+    """Counters and texts that every rank of a job sees; what Paddle calls a store."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins at 0; its new value. Adding 0 is looking."""
+
+    def set(self, key: str, value: str) -> None:
+        """Put a text up."""
+
+    def get(self, key: str) -> bytes:
+        """A text that has been put up."""
+
+
+class Attendance:
+    """One rank's view of who has come.
+
+    Args:
+        board: what all ranks see. It is used by one thread at a time.
+        rank: this rank.
+        world_size: number of ranks.
+        patience: seconds after which :meth:`meet` has ended one way or the other.
+    """
+
+    def __init__(self, board: Board, rank: int, world_size: int, patience: float) -> None:
+        self._board = board
+        self._lock = threading.Lock()
+        self._rank = rank
+        self._size = world_size
+        self._muster = min(LONGEST_MUSTER, patience / 4)
+        self._patience = patience - self._muster
+        self._interval = max(_SHORTEST_LOOK, world_size * _LOOK_PER_RANK)
+
+    def meet(self) -> None:
+        """Wait until every rank has come.
+
+        Raises:
+            PeerError: the same on every rank that is alive, naming those that did not come in time.
+        """
+        try:
+            why = self._why_not_all_came()
+        except Exception as error:  # What a store raises whose server has gone is Paddle's affair.
+            raise self._nobody_answers() from error
+        if why:
+            raise self.report(f"{why} The job cannot go on.")
+
+    def is_lost(self) -> bool:
+        """Whether some rank has found that the job cannot go on."""
+        try:
+            return self._add(_LOST, 0) > 0
+        except Exception:
+            return True
+
+    def give_up(self) -> None:
+        """Say that the job cannot go on, although all had come."""
+        try:
+            self._add(_ARRIVALS, _GAVE_UP)
+            self._add(_LOST, 1)
+        except Exception:
+            return  # Whoever looks meets the same failure.
+
+    def report(self, what: str) -> FlexError:
+        """Be counted among the living, and the error that all of them raise.
+
+        Args:
+            what: what has happened, in the words of whoever comes to write the report.
+        """
+        try:
+            return self._report(what)
+        except Exception:
+            return self._nobody_answers()
+
+    def _why_not_all_came(self) -> str:
+        """Nothing, once every rank has come."""
+        word = self._add(_ARRIVALS, 1)
+        expected = -(-(word % _GAVE_UP) // self._size) * self._size
+        gave_up = False
+        end = time.monotonic() + self._patience
+        while not (word < _GAVE_UP and word >= expected):
+            if word >= _GAVE_UP and self._add(_LOST, 0) > 0:
+                return "A rank is lost."
+            late = time.monotonic() - end
+            if gave_up and late > self._muster:
+                return "A rank died while it gave up."  # Nobody can know whether its giving up counts.
+            if not gave_up and late > 0:
+                gave_up = True
+                if self._add(_ARRIVALS, _GAVE_UP) % _GAVE_UP < expected:
+                    self._add(_LOST, 1)
+                    return f"Not every rank has come within {self._patience:g} s."
+                self._add(_ARRIVALS, -_GAVE_UP)  # The last one came first after all.
+            time.sleep(self._interval)
+            word = self._add(_ARRIVALS, 0)
+        return ""
+
+    def _report(self, what: str) -> FlexError:
+        self._add(f"{_PRESENT}/{self._rank}", 1)
+        self._add(_PRESENT, 1)
+        self._look(lambda: self._add(_PRESENT, 0) >= self._size)
+        if self._add(_REPORTERS, 1) == 1:
+            text = self._written(what).to_wire()
+            with self._lock:
+                self._board.set(_REPORT, text)
+            self._add(_READABLE, 1)
+        if not self._look(lambda: self._add(_READABLE, 0) > 0):
+            return self._nobody_answers()
+        with self._lock:
+            error = from_wire(bytes(self._board.get(_REPORT)).decode())
+        self._add(_READERS, 1)
+        if self._rank == _SERVER:
+            # The store may end with this process, and the others have not read yet.
+            self._look(lambda: self._add(_READERS, 0) >= self._add(_PRESENT, 0))
+        return error
+
+    def _written(self, what: str) -> PeerError:
+        missing = [rank for rank in range(self._size) if self._add(f"{_PRESENT}/{rank}", 0) == 0]
+        said = f"{spelled(missing)} did not come and did not say why" if missing else "every rank is alive now"
+        return PeerError(
+            what,
+            where=f"a job of {self._size} ranks",
+            evidence=[said],
+            next_step="Look into the logs of these ranks, and start the job again from its newest checkpoint; raise "
+            "flex_timeout if they were only slow.",
+        )
+
+    def _nobody_answers(self) -> PeerError:
+        return PeerError(
+            "The store of the job does not answer. The job cannot go on.",
+            where=f"a job of {self._size} ranks",
+            evidence=[f"rank {_SERVER}, or the launcher that keeps the store for it, has ended"],
+            next_step=f"Look into the log of rank {_SERVER}, and start the job again from its newest checkpoint.",
+        )
+
+    def _add(self, key: str, amount: int) -> int:
+        with self._lock:
+            return int(self._board.add(key, amount))
+
+    def _look(self, condition: Callable[[], bool]) -> bool:
+        """Look until a condition holds; whether it did before the muster was over."""
+        end = time.monotonic() + self._muster
+        while not condition():
+            if time.monotonic() > end:
+                return False
+            time.sleep(self._interval)
+        return True
+
+
+class AttendedChannel:
+    """A channel on which no rank begins an exchange that another will not come to.
+
+    Args:
+        channel: all ranks.
+        attendance: who has come.
+    """
+
+    def __init__(self, channel: Channel, attendance: Attendance) -> None:
+        self._channel = channel
+        self._attendance = attendance
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._channel.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._channel.world_size
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, by rank.
+
+        Raises:
+            PeerError: the same on every rank that is alive: who did not come, or that the exchange broke off.
+        """
+        with self._together():
+            return self._channel.exchange(payload)
+
+    def pass_on(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """Bytes to and from some ranks.
+
+        Raises:
+            PeerError: as in :meth:`exchange`.
+        """
+        with self._together():
+            return self._channel.pass_on(outgoing, sizes)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        self._attendance.meet()
+        try:
+            yield
+        except Exception as error:
+            self._attendance.give_up()
+            raise self._attendance.report(f"An exchange between the ranks broke off: {error}") from error

@@ -1,0 +1,97 @@
+"""Calling the roll: before ranks do anything together, they make sure that they mean the same.
+
+A rank with another version of the software, another configuration, another option or another checkpoint under the same
+name would not fail. It would plan other reads, or take part in another number of exchanges, and the job would hang or
+train on a mixture. So every save and load begins with one exchange of a digest, 32 bytes, of whatever must be equal.
+Only where digests differ are the facts themselves exchanged, and every rank raises the same table of what differs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import xxhash
+
+from paddleformers_fc import __version__
+from paddleformers_fc.errors import PeerError
+from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.told import told_apart
+
+NOT_SET = "not set"
+_LONGEST = 200
+# Where the ranks of a pipeline hold different layers, this is the element type of a rank's first parameter.
+_OF_ONE_RANK = frozenset({"dtype", "torch_dtype"})
+_PLACE_OF_A_RANK = "parallel_rank"
+
+
+def call_roll(channel: Channel, doing: str, facts: Mapping[str, object]) -> None:
+    """Go on only if every rank says the same.
+
+    Args:
+        channel: all ranks; every rank must call.
+        doing: what the ranks are about to do together.
+        facts: what must be equal, by subject; anything that JSON can tell.
+    Raises:
+        PeerError: the same on every rank: each subject that differs, its values, and the ranks that have them.
+    """
+    if channel.world_size == 1:
+        return
+    told = {path: text for subject, value in facts.items() for path, text in _flat(value, subject)}
+    digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(told, order="sorted")).encode()
+    if len(set(agree(channel, f"calling the roll before {doing}", lambda: digest))) == 1:
+        return
+    payloads = agree(channel, f"comparing what differs before {doing}", lambda: msgspec.json.encode(told))
+    everyone = [msgspec.json.decode(payload, type=dict[str, str]) for payload in payloads]
+    raise PeerError(
+        f"The ranks are not of one mind about {doing}. Nothing was changed.",
+        where=f"a job of {channel.world_size} ranks",
+        evidence=list(_differences(everyone)),
+        next_step="Start every rank with the same software, configuration and options, and show it the same files.",
+    )
+
+
+def software() -> dict[str, str]:
+    """The versions that decide what a checkpoint means, of what this process has imported."""
+    found = {"paddleformers_fc": __version__}
+    paddle = sys.modules.get("paddle")
+    if paddle is not None:
+        found["paddle"] = str(paddle.__version__)
+    if "paddleformers" in sys.modules:
+        found["paddleformers"] = importlib.metadata.version("paddleformers")
+    return found
+
+
+def comparable(config: Mapping[str, object]) -> dict[str, object]:
+    """A model's configuration without what ranks of one model may differ in."""
+    return {
+        key: value for key, value in config.items() if key not in _OF_ONE_RANK and not key.endswith(_PLACE_OF_A_RANK)
+    }
+
+
+def _flat(value: object, subject: str) -> Iterator[tuple[str, str]]:
+    """Every leaf of nested mappings under its path, as text."""
+    if isinstance(value, Mapping) and value:
+        for key in value:
+            yield from _flat(value[key], f"{subject}.{key}")
+    else:
+        yield subject, value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def _differences(everyone: list[dict[str, str]]) -> Iterator[str]:
+    for subject in sorted({subject for told in everyone for subject in told}):
+        values = [told.get(subject, NOT_SET) for told in everyone]
+        if len(set(values)) > 1:
+            yield f"{subject}: {told_apart([_shortened(value) for value in values])}"
+
+
+def _shortened(value: str) -> str:
+    """A long value by its end as well, and by a digest, so that two that begin alike are told apart."""
+    if len(value) <= _LONGEST:
+        return value
+    return (
+        f"{value[: _LONGEST // 2]}... ({len(value)} characters, xxh3_128 {xxhash.xxh3_128_hexdigest(value.encode())})"
+    )

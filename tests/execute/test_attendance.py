@@ -1,0 +1,201 @@
+"""Ranks that meet before they exchange: all of them go on, or all that live raise one error that names the others."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.errors import FlexError, PeerError
+from paddleformers_fc.execute.attendance import Attendance, AttendedChannel
+from tests.execute.simulated import ThreadChannel, job
+
+PATIENCE = 1.0
+
+
+class Counters:
+    """A board in memory."""
+
+    def __init__(self) -> None:
+        self.numbers: Counter[str] = Counter()
+        self.texts: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: str, amount: int) -> int:
+        """A counter's new value."""
+        with self._lock:
+            self.numbers[key] += amount
+            return self.numbers[key]
+
+    def set(self, key: str, value: str) -> None:
+        """Put a text up."""
+        self.texts[key] = value
+
+    def get(self, key: str) -> bytes:
+        """A text."""
+        return self.texts[key].encode()
+
+
+class Gone(Counters):
+    """A board whose server has ended."""
+
+    def add(self, key: str, amount: int) -> int:
+        """What Paddle's store raises then."""
+        raise ValueError("(InvalidArgument) TCP send error. Details: Broken pipe.")
+
+
+def attended(channel: ThreadChannel, board: Counters, patience: float = PATIENCE) -> AttendedChannel:
+    """A rank's channel with a board."""
+    return AttendedChannel(channel, Attendance(board, channel.rank, channel.world_size, patience))
+
+
+def outcomes(board: Counters, ranks: int, work: Callable[[AttendedChannel], Any], patience: float = PATIENCE) -> list:
+    """What every rank returned or raised."""
+    return job(ranks, lambda channel: work(attended(channel, board, patience)))
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_ranks_that_all_come_exchange_as_often_as_they_like(ranks: int) -> None:
+    board = Counters()
+    for _ in range(3):  # Three operations, each with a channel of its own.
+        found = outcomes(board, ranks, lambda channel: [channel.exchange(b"%d" % channel.rank) for _ in range(4)])
+        assert found == [[[b"%d" % rank for rank in range(ranks)]] * 4] * ranks
+    assert board.numbers == {"flex/arrivals": 12 * ranks}
+
+
+@pytest.mark.parametrize("missing", [{0}, {2}, {1, 3}])
+def test_ranks_that_do_not_come_are_named_to_all_others_and_the_job_stays_lost(missing: set[int]) -> None:
+    board = Counters()
+
+    def work(channel: AttendedChannel) -> Any:
+        channel.exchange(b"")
+        if channel.rank in missing:
+            return "gone"
+        raised = []
+        for _ in range(2):
+            try:
+                channel.exchange(b"")
+            except PeerError as error:
+                raised.append(str(error))
+        return raised
+
+    found = outcomes(board, 4, work)
+    assert [found[rank] for rank in missing] == ["gone"] * len(missing)
+    reports = [found[rank] for rank in range(4) if rank not in missing]
+    assert len(reports[0]) == 2
+    assert reports[0][0] == reports[0][1]
+    assert all(one == reports[0] for one in reports)
+    named = ", ".join(map(str, sorted(missing)))
+    assert f"rank{'s' if len(missing) > 1 else ''} {named} did not come" in reports[0][0]
+
+
+def test_a_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
+    board = Counters()
+    over = threading.Event()
+
+    def work(channel: AttendedChannel) -> None:
+        if channel.rank == 1:
+            assert over.wait(30)
+        try:
+            channel.exchange(b"")
+        finally:
+            over.set()
+
+    first, late = outcomes(board, 2, work, patience=0.2)
+    assert isinstance(first, PeerError)
+    assert "rank 1 did not come" in str(first)
+    assert str(late) == str(first)
+
+
+def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
+    class LastMoment(Counters):
+        """The second rank comes just before the first one's giving up is counted."""
+
+        def add(self, key: str, amount: int) -> int:
+            if amount > 1 and self.numbers[key] == 1:
+                come.set()
+                assert came.wait(30)
+            value = super().add(key, amount)
+            if value == 2 and key == "flex/arrivals":
+                came.set()
+            return value
+
+    come, came = threading.Event(), threading.Event()
+
+    def work(channel: AttendedChannel) -> Any:
+        if channel.rank == 1:
+            assert come.wait(30)
+        return channel.exchange(b"x")
+
+    board = LastMoment()
+    assert outcomes(board, 2, work, patience=0.2) == [[b"x", b"x"]] * 2
+    assert board.numbers["flex/arrivals"] == 2
+
+
+def test_a_rank_that_died_while_it_gave_up_keeps_nobody() -> None:
+    board = Counters()
+    board.numbers["flex/arrivals"] = (1 << 40) + 1  # It gave up and could not say whether that counts.
+    first, second = outcomes(board, 3, lambda channel: channel.exchange(b"") if channel.rank else None, 0.4)[1:]
+    assert isinstance(first, PeerError)
+    assert str(first) == str(second)
+    assert "rank 0 did not come" in str(first)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whoever_comes_whenever_either_all_go_on_or_none(seed: int) -> None:
+    rng = random.Random(seed)
+    board, ranks = Counters(), 4
+    delays = [[rng.choice([0.0, 0.0, 0.04, 0.05, 0.06]) for _ in range(6)] for _ in range(ranks)]
+    nothing = threading.Event()
+
+    def work(channel: AttendedChannel) -> int:
+        for number, delay in enumerate(delays[channel.rank]):
+            nothing.wait(delay)
+            try:
+                channel.exchange(b"")
+            except PeerError:
+                return number
+        return 6
+
+    assert len(set(outcomes(board, ranks, work, patience=0.07))) == 1
+
+
+def test_a_store_whose_server_has_ended_is_told_alike_on_every_rank() -> None:
+    found = outcomes(Gone(), 3, lambda channel: channel.exchange(b""))
+    assert all(isinstance(error, PeerError) for error in found)
+    assert len({str(error) for error in found}) == 1
+    assert "rank 0" in str(found[0])
+
+
+def test_a_rank_that_dies_in_the_exchange_is_named_to_all_others() -> None:
+    board, all_in = Counters(), threading.Barrier(3, timeout=30)
+
+    def work(channel: ThreadChannel) -> Any:
+        attendance = Attendance(board, channel.rank, 3, PATIENCE)
+        if channel.rank == 1:
+            attendance.meet()
+            return all_in.wait()
+        return AttendedChannel(Torn(channel, all_in), attendance).exchange(b"")
+
+    first, _, third = job(3, work)
+    assert isinstance(first, FlexError)
+    assert str(first) == str(third)
+    assert "Connection reset by peer" in first.what
+    assert "rank 1 did not come" in str(first)
+
+
+class Torn:
+    """A channel whose exchange breaks off."""
+
+    def __init__(self, channel: ThreadChannel, all_in: threading.Barrier) -> None:
+        self.rank, self.world_size = channel.rank, channel.world_size
+        self._all_in = all_in
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """What gloo raises when another rank that had come is dead."""
+        self._all_in.wait()
+        raise RuntimeError("Connection reset by peer")

@@ -1,0 +1,217 @@
+"""Ranks that do not mean the same are told apart before anything is read or written, on every rank alike."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+
+from paddleformers_fc import __version__
+from paddleformers_fc.errors import FlexError, PeerError
+from paddleformers_fc.execute.channel import ALONE, agree
+from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.rollcall import call_roll, software
+from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.execute.told import spelled, told_apart
+from tests.corruption import ours
+from tests.execute.simulated import CONFIG, canonical, job, live, same_values, succeed
+
+
+def the_one_report(outcomes: list[Any]) -> FlexError:
+    """The error that every rank raised alike."""
+    first = outcomes[0]
+    assert isinstance(first, FlexError), first
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    return first
+
+
+def test_ranks_are_named_in_runs() -> None:
+    assert spelled([3]) == "rank 3"
+    assert spelled([5, 1, 0, 2]) == "ranks 0-2, 5"
+    assert spelled(range(1000)) == "ranks 0-999"
+
+
+def test_the_value_of_the_fewest_comes_last_and_many_values_are_counted() -> None:
+    assert told_apart(["b", "a", "a", "a"]) == "a on ranks 1-3; b on rank 0"
+    many = told_apart([str(rank) for rank in range(100)])
+    assert many.count(" on ") == 8
+    assert many.endswith("93 more values on other ranks")
+
+
+@pytest.mark.parametrize("odd", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("subject", "usual", "other"),
+    [
+        ("versions.paddleformers_fc", "0.1.0", "0.2.0"),
+        ("versions.paddle", "3.3.1", "3.4.0"),
+        ("config.hidden_size", 16, 32),
+        ("config.tie_word_embeddings", False, True),
+        ("flex_verify", "size", "full"),
+        ("aoa_config.aoa_statements", ["a -> b"], ["a -> c"]),
+        ("step", 3, 4),
+    ],
+)
+def test_what_differs_is_told_with_its_values_and_ranks(odd: int, subject: str, usual: object, other: object) -> None:
+    def work(channel: Any) -> None:
+        facts: dict[str, object] = {"equal": "everywhere", "versions": {"else": 1}}
+        value = other if channel.rank == odd else usual
+        outer, _, inner = subject.partition(".")
+        call_roll(channel, "a test", {**facts, outer: {inner: value} if inner else value})
+
+    error = the_one_report(job(4, work))
+    assert isinstance(error, PeerError)
+    (line,) = error.evidence
+    assert line.startswith(subject)
+    assert line.endswith(f" on rank {odd}")
+    assert "everywhere" not in str(error)
+
+
+def test_a_fact_that_one_rank_lacks_is_told() -> None:
+    error = the_one_report(job(2, lambda channel: call_roll(channel, "a test", {"a": 1} if channel.rank else {})))
+    assert error.evidence == ("a: not set on rank 0; 1 on rank 1",)
+
+
+def test_equal_ranks_go_on_and_long_values_are_compared_to_their_end() -> None:
+    succeed(3, lambda channel: call_roll(channel, "a test", {"long": "x" * 5000}))
+    error = the_one_report(
+        job(3, lambda channel: call_roll(channel, "a test", {"long": "x" * 5000 + str(channel.rank // 2)}))
+    )
+    assert len(error.evidence[0]) < 600
+
+
+def test_a_process_alone_calls_no_roll() -> None:
+    call_roll(ALONE, "a test", {"anything": object()})
+
+
+def test_the_software_is_that_which_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "paddleformers", paddle)
+    found = software()
+    assert found["paddleformers_fc"] == __version__
+    assert found["paddle"] == paddle.__version__
+    assert set(found) == {"paddleformers_fc", "paddle", "paddleformers"}
+    monkeypatch.delitem(sys.modules, "paddle")
+    monkeypatch.delitem(sys.modules, "paddleformers")
+    assert set(software()) == {"paddleformers_fc"}
+
+
+def test_ranks_in_different_steps_are_told_apart() -> None:
+    error = the_one_report(
+        job(3, lambda channel: agree(channel, "saving" if channel.rank == 2 else "loading", lambda: b""))
+    )
+    assert isinstance(error, PeerError)
+    assert error.evidence == ("loading on ranks 0-1; saving on rank 2",)
+
+
+def test_a_rank_that_speaks_another_language_is_told_apart() -> None:
+    def work(channel: Any) -> None:
+        if channel.rank == 1:
+            channel.exchange(b"\xc1 of another version")
+        else:
+            agree(channel, "loading", lambda: b"")
+
+    first, silent, third = job(3, work)
+    assert silent is None
+    assert str(the_one_report([first, third])).count("something that cannot be understood here on rank 1") == 1
+
+
+# ---- Through save and load.
+
+
+def test_a_save_of_different_steps_or_configurations_writes_nothing(tmp_path: Path) -> None:
+    def step(channel: Any) -> None:
+        attempt(channel, JobRecord(3 + channel.rank, 24, {}), CONFIG)
+
+    def config(channel: Any) -> None:
+        attempt(channel, JobRecord(3, 24, {}), {**CONFIG, "num_key_value_heads": 2 + 2 * channel.rank})
+
+    def attempt(channel: Any, record: JobRecord, config: dict[str, Any]) -> None:
+        files = {"config.json": config_bytes(config)} if channel.rank == 0 else {}
+        save_checkpoint(tmp_path / "checkpoint-3", live(ours.ARRAYS, 2, channel.rank), config, files, record, channel)
+
+    assert "step: 3 on rank 0; 4 on rank 1" in str(the_one_report(job(2, step)))
+    assert "config.num_key_value_heads: 2 on rank 0; 4 on rank 1" in str(the_one_report(job(2, config)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def refused(ranks: int, work: Callable[[Any, dict[str, Any]], None]) -> FlexError:
+    """The one report of a load on several ranks, none of whose weights has changed."""
+
+    def attempt(channel: Any) -> None:
+        roles = live(ours.ARRAYS, ranks, channel.rank, empty=True)
+        try:
+            work(channel, roles)
+        finally:
+            assert same_values(roles, live(ours.ARRAYS, ranks, channel.rank, empty=True))
+
+    return the_one_report(job(ranks, attempt))
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_another_checkpoint_under_the_same_name_is_refused_by_its_checksum(tmp_path: Path, odd: int) -> None:
+    here, there = tmp_path / "checkpoint-3", tmp_path / "elsewhere"
+    ours.save(there, canonical(seed=1))
+    usual_one = open_and_move(there, here)
+    ours.save(here)
+
+    def work(channel: Any, roles: dict[str, Any]) -> None:
+        checkpoint = usual_one if channel.rank == odd else open_checkpoint(here, ALONE)
+        load_checkpoint(checkpoint, roles, CONFIG, channel)
+
+    error = refused(2, work)
+    (line,) = error.evidence
+    assert line.startswith("manifest: ")
+    assert f"on rank {odd}" in line
+
+
+def open_and_move(source: Path, name: Path) -> Any:
+    """A checkpoint that was opened under a name which then goes to another one."""
+    source.rename(name)
+    opened = open_checkpoint(name, ALONE)
+    name.rename(source)
+    return opened
+
+
+def test_statements_on_one_rank_alone_are_refused(tmp_path: Path) -> None:
+    ours.save(tmp_path / "checkpoint-3")
+
+    def work(channel: Any, roles: dict[str, Any]) -> None:
+        stated = {"aoa_statements": ["model.norm.weight -> model.norm.weight"]} if channel.rank == 1 else None
+        checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel)
+        load_checkpoint(checkpoint, roles, CONFIG, channel, aoa_config=stated)
+
+    assert "aoa_config" in str(refused(2, work))
+
+
+def test_ranks_that_resume_from_different_directories_are_told_which(tmp_path: Path) -> None:
+    for step in (3, 4):
+        ours.save(tmp_path / f"checkpoint-{step}")
+
+    def work(channel: Any, roles: dict[str, Any]) -> None:
+        checkpoint = open_checkpoint(tmp_path / f"checkpoint-{3 + channel.rank // 3}", channel)
+        load_checkpoint(checkpoint, roles, CONFIG, channel)
+
+    assert "checkpoint-4 on rank 3" in str(refused(4, work))
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_whose_file_is_shorter_is_named(tmp_path: Path, odd: int) -> None:
+    for place in ("usual", "odd"):
+        ours.save(tmp_path / place / "checkpoint-3")
+    path = tmp_path / "odd/checkpoint-3/mapping.json"
+    path.write_bytes(path.read_bytes()[:-1])
+    seen = {place: tmp_path / place / "checkpoint-3" for place in ("usual", "odd")}
+
+    def work(channel: Any, roles: dict[str, Any]) -> None:
+        agree(channel, "opening", lambda: bool(open_checkpoint(place_of(channel), ALONE)).to_bytes(1, "big"))
+
+    def place_of(channel: Any) -> Path:
+        return seen["odd" if channel.rank == odd else "usual"]
+
+    error = refused(2, work)
+    assert "mapping.json is truncated" in str(error)
+    assert f"on rank {odd}" in error.where

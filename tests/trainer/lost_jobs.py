@@ -1,0 +1,133 @@
+"""Jobs whose ranks are not alike, or of which one dies: what every other rank then does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.trainer.jobs import flex_trainer, weights_of
+
+
+def differ(kind: str, odd: int, resume: str | None, output_dir: str, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Resume, or save where ``resume`` is None, as a job one of whose ranks is not like the others.
+
+    Args:
+        kind: what is different, a key of :data:`DIFFERENT`.
+        odd: the rank.
+        resume: a checkpoint of three steps.
+        output_dir: of the Trainer.
+        layout: a ``tiny.Layout`` as JSON.
+    """
+    import paddle.distributed as dist
+
+    from paddleformers_fc.errors import FlexError
+
+    # The process group must not know: it begins with the Trainer's arguments.
+    arguments = {"max_steps": 3 if resume else 1, "save_steps": 1, "flex_timeout": 20}
+    is_odd = os.environ["PADDLE_TRAINER_ID"] == str(odd)
+    before = _OF_ARGUMENTS.get(kind)
+    if is_odd and before is not None:
+        arguments |= before
+    trainer = flex_trainer(layout, output_dir, arguments)
+    assert (dist.get_rank() == odd) == is_odd
+    if is_odd and kind in DIFFERENT:
+        resume = DIFFERENT[kind](trainer, resume) or resume
+    held = weights_of(trainer.model)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except FlexError as error:
+        changed = resume is not None and weights_of(trainer.model) != held
+        return {"error": type(error).__name__, "text": error.render(), "changed": changed}
+    return {"error": None}
+
+
+def _version(trainer: Any, resume: str | None) -> None:
+    from paddleformers_fc.execute import rollcall
+
+    rollcall.__version__ = "9.9.9"  # This process ends with the job.
+
+
+def _paddle(trainer: Any, resume: str | None) -> None:
+    import paddle
+
+    paddle.__version__ = "9.9.9"
+
+
+def _config(trainer: Any, resume: str | None) -> None:
+    trainer.model.config.rms_norm_eps = 0.125
+
+
+def _directory(trainer: Any, resume: str | None) -> None:
+    """Another checkpoint where the others have theirs: what a path means differs by rank."""
+    os.chdir(Path.cwd().parent / "other")
+
+
+DIFFERENT: dict[str, Callable[[Any, str | None], Any]] = {
+    "version": _version,
+    "paddle": _paddle,
+    "config": _config,
+    "checkpoint": _directory,
+}
+_OF_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "option": {"flex_verify": "full"},
+    "statements": {"aoa_config": {"aoa_statements": ["model.norm.weight -> model.norm.weight"]}},
+}
+
+
+def differ_in_directory(directory: str, kind: str, **settings: Any) -> dict[str, Any]:
+    """As :func:`differ`, beginning in a directory of its own."""
+    os.chdir(directory)
+    return differ(kind, **settings)
+
+
+def die(
+    moment: str, victim: int, output_dir: str, layout: Mapping[str, Any], timeout: int, resume: str | None = None
+) -> None:
+    """Train, save and resume as a job of which one rank kills itself; every other rank writes down how it ended.
+
+    Args:
+        moment: ``reading`` or ``writing`` a checkpoint, or ``exchanging``: after all have come to an exchange.
+        victim: the rank.
+        output_dir: of the Trainer; gets ``ended-<rank>.json`` of every rank that raises.
+        layout: a ``tiny.Layout`` as JSON.
+        timeout: ``flex_timeout``.
+        resume: a checkpoint of three steps; None to train from the beginning and save.
+    """
+    rank = int(os.environ["PADDLE_TRAINER_ID"])
+    trainer = flex_trainer(layout, output_dir, {"max_steps": 6, "save_steps": 2, "flex_timeout": timeout})
+    if rank == victim:
+        _die_when(moment)
+    before = weights_of(trainer.model)
+    started = time.monotonic()
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except BaseException as error:
+        ended = {
+            "error": type(error).__name__,
+            "text": str(error),
+            "seconds": time.monotonic() - started,
+            "step": trainer.state.global_step,
+            "half": weights_of(trainer.model) != before,
+        }
+        Path(output_dir, f"ended-{rank}.json").write_text(json.dumps(ended))
+        raise
+
+
+def _die_when(moment: str) -> None:
+    """Make this process kill itself at a moment, half way through."""
+    from paddleformers_fc.execute import channel, exchange, save
+
+    def kill(*_: Any, **__: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "reading":
+        exchange.carry_out = kill
+    elif moment == "writing":
+        save._write_tensors = kill
+    else:
+        channel.PaddleChannel.exchange = kill
