@@ -41,7 +41,7 @@ class Plan(msgspec.Struct, frozen=True):
         bytes: of the weights and states that all target ranks hold.
         read: bytes that all of them read.
         amplification: bytes read over bytes held.
-        peak: the most that a rank needs for what it holds and its staging buffers, in bytes.
+        peak: the most that a rank needs for what it holds and its scratch memory, in bytes.
         items: read items of all ranks.
         fresh: tensors that keep their initial values.
         dropped: stored tensors that no rank reads.

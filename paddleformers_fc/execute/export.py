@@ -1,7 +1,7 @@
 """Export: a flex checkpoint, or a live model, as Hugging Face files of bounded size.
 
 Canonical tensors are put into files in natural order; every rank writes some of the files, reading just the ranges that
-its tensors are made of, one tensor at a time. Memory is the largest tensor plus one staging buffer, whatever the
+its tensors are made of, one tensor at a time. Memory is the largest tensor plus scratch memory, whatever the
 size of the model. The same checkpoint content gives the same bytes whatever layout it was saved under.
 
 A live model is first written as a checkpoint that holds its weights alone, into a staging directory beside the target,

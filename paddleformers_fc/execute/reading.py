@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.mapping.boxes import Box, Shape
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
@@ -74,12 +74,26 @@ class ReadOptions:
         staging_bytes: bound of the memory that transposes, casts and host copies pass through, of all threads together.
         max_over_read: bound on bytes read over bytes needed, where short runs are read with the gaps between them.
         once: whether what several ranks want is read by one of them, which hands it to the others.
+    Raises:
+        OptionError: a bound that nothing can be read within.
     """
 
     threads: int = 4
     staging_bytes: int = DEFAULT_STAGING_BYTES
     max_over_read: float = MAX_OVER_READ
     once: bool = False
+
+    def __post_init__(self) -> None:
+        if self.threads < 1 or self.staging_bytes < 1 or self.max_over_read < 1:
+            raise OptionError(
+                "Nothing can be read with these options.",
+                evidence=[
+                    f"threads: {self.threads}",
+                    f"staging_bytes: {self.staging_bytes}",
+                    f"max_over_read: {self.max_over_read}",
+                ],
+                next_step="Each of them is 1 or more.",
+            )
 
     @property
     def scratch_bytes(self) -> int:
@@ -135,8 +149,10 @@ class Crew:
                 stop.set()
                 raise
 
-        futures = [self._pool.submit(work) for _ in range(self.options.threads)]
+        futures: list[Future[int]] = []
         try:
+            for _ in range(self.options.threads):
+                futures.append(self._pool.submit(work))
             wait(futures)
         finally:
             # An interrupt ends the work after the tasks that are under way, and nothing is written after this returns.

@@ -22,7 +22,15 @@ from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.report import Report, natural
 from paddleformers_fc.plan.simulate import SimulatedModel, states_of
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
-from paddleformers_fc.storage.regions import HOT_BYTES, MAX_OVER_READ, bytes_read, row_major, span_of, walk_of
+from paddleformers_fc.storage.regions import (
+    HOT_BYTES,
+    MAX_OVER_READ,
+    bytes_read,
+    is_direct,
+    row_major,
+    span_of,
+    walk_of,
+)
 
 THREADS = 4
 """How many threads of a load read at a time, unless it is told otherwise."""
@@ -203,6 +211,5 @@ def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
     # A stored axis that no wanted axis reads has length one, and its stride means nothing.
     targets = {axis: wanted[index] for index, axis in enumerate(item.axes)}
     walk = walk_of(size, row_major(stored.shape, widths[0]), tuple(targets.get(i, 0) for i in range(len(size))), widths)
-    straight = stored.dtype == dtype and walk.targets[-1] == widths[1] and span_of(walk, HOT_BYTES, MAX_OVER_READ) == 1
-    read = bytes_read(walk, widths[0])
-    return read, 0 if straight else min(HOT_BYTES, read)
+    direct = stored.dtype == dtype and is_direct(walk, widths[1]) and span_of(walk, HOT_BYTES, MAX_OVER_READ) == 1
+    return bytes_read(walk, widths[0]), 0 if direct else HOT_BYTES

@@ -193,6 +193,8 @@ def read_several(file: OpenFile, offset: int, views: Sequence[memoryview]) -> No
     """
     with _naming("read", file.path):
         count = os.preadv(file.descriptor, views, offset)
+    if count == sum(map(len, views)):
+        return
     for view in views:
         if count < view.nbytes:
             read_into(file, offset + count, view[count:])

@@ -47,7 +47,9 @@ MAX_OVER_READ = 2.0
 SHORT_RUN = 1024
 RUN_BYTES = 8192
 STRIPE = 128
+DEALT_RUN = 32 << 10
 _MOST_ROWS = 4096
+_MOST_LINES = 512
 _LINE = 64
 
 Sizes = tuple[int, ...]
@@ -85,6 +87,7 @@ class Workspace:
         self.scratch_bytes = scratch_bytes
         self.scatter = Scatter()
         self._memory: np.ndarray[Any, Any] | None = None
+        self._lines: tuple[tuple[int, int, int], list[memoryview]] = ((0, 0, 0), [])
 
     @property
     def memory(self) -> np.ndarray[Any, Any]:
@@ -93,9 +96,20 @@ class Workspace:
             self._memory = np.empty(self.scratch_bytes, np.uint8)
         return self._memory
 
+    def lines(self, count: int, pitch: int, length: int) -> list[memoryview]:
+        """So many lines of the scratch memory, ``pitch`` bytes from one to the next; kept, for blocks are alike."""
+        if self._lines[0] != (count, pitch, length):
+            memory = self.memory.data
+            self._lines = (
+                (count, pitch, length),
+                [memory[low : low + length] for low in range(0, count * pitch, pitch)],
+            )
+        return self._lines[1]
+
     def close(self) -> None:
         """Give memory and system resources back; harmless when repeated."""
         self._memory = None
+        self._lines = ((0, 0, 0), [])
         self.scatter.close()
 
     def __enter__(self) -> Workspace:
@@ -183,6 +197,19 @@ def bytes_read(walk: Walk, width: int, scratch_bytes: int = HOT_BYTES, max_over_
     return math.prod(walk.sizes[: -axes - 1]) * (size * run + gaps * (stride - run))
 
 
+def is_direct(walk: Walk, width: int) -> bool:
+    """Whether a region that is not cast goes from the file into the target, run by run.
+
+    Runs that follow one another in the file and go to short runs of the target do not: one read and a copy are faster
+    than many reads.
+
+    Args:
+        walk: the region's axes.
+        width: bytes of an element.
+    """
+    return walk.targets[-1] == width and (walk.run[0] == 1 or walk.sizes[-1] * width >= DEALT_RUN)
+
+
 class Blocks(Protocol):
     """A region cut into blocks that can be read in any order, by any thread."""
 
@@ -241,7 +268,7 @@ def blocks_of(
         axes, _ = walk.run
         outer = (1,) * (len(walk.sizes) - axes - 1)
         return Spanned(region.path, begin, walk, (*outer, spans, *walk.sizes[-axes:]), target, dtype)
-    if target.dtype == dtype and walk.targets[-1] == width:
+    if target.dtype == dtype and is_direct(walk, width):
         block = _grown(walk.sizes, (1,) * len(walk.sizes), BLOCK_BYTES // width)
         return Direct(region.path, begin, walk, block, target, dtype)
     # Numbers of 8 bits are cast through an index of 8 bytes each.
@@ -362,9 +389,20 @@ class Gathered(_Cut):
         total = 0
         for offset, size, target in self._blocks(first, last):
             source = self._fetched(offset, size, reader, workspace)
-            copy_cast(target, source)
+            self._copy(target, source)
             total += source.size * source.itemsize
         return total
+
+    def _copy(self, target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
+        """In stripes: the rows of one fit into the innermost cache."""
+        fast = min(range(source.ndim), key=self.walk.targets.__getitem__)
+        if not _is_transposing(self.walk) or source.shape[fast] <= STRIPE:
+            copy_cast(target, source)
+            return
+        before = (slice(None),) * fast
+        for low in range(0, source.shape[fast], STRIPE):
+            stripe = (*before, slice(low, low + STRIPE))
+            copy_cast(target[stripe], source[stripe])
 
     def _fetched(self, offset: int, size: Sizes, reader: RangeReader, workspace: Workspace) -> np.ndarray[Any, Any]:
         """The block in scratch memory."""
@@ -374,11 +412,12 @@ class Gathered(_Cut):
         pitch = _pitch(self.walk, row, self.room)
         rows = math.prod(size[:-1])
         if pitch != row and rows > 1:
-            places = memory[: rows * pitch].reshape(rows, pitch)[:, :row]
             if run == rows * row:
-                _read_lines(reader, self.path, offset, places)
+                lines = workspace.lines(rows, pitch, row)
+                for low in range(0, rows, MOST_BUFFERS):
+                    reader.read_several(self.path, offset + low * row, lines[low : low + MOST_BUFFERS])
             else:
-                self._read_rows(offset, size[:-1], places.ctypes.data, pitch, row, reader, workspace)
+                self._read_rows(offset, size[:-1], memory.ctypes.data, pitch, row, reader, workspace)
             return np.ndarray(size, self.dtype, memory, strides=(*row_major(size[:-1], pitch), width))
         if run == rows * row:
             reader.read_into(self.path, offset, memory[:run])
@@ -428,13 +467,6 @@ def _places(first: int, size: Sizes, strides: Sizes) -> np.ndarray[Any, Any]:
     return places
 
 
-def _read_lines(reader: RangeReader, path: Path, offset: int, lines: np.ndarray[Any, Any]) -> None:
-    """Fill the lines of an array, which lie apart, with bytes that do not."""
-    for low in range(0, len(lines), MOST_BUFFERS):
-        some = lines[low : low + MOST_BUFFERS]
-        reader.read_several(path, offset + low * lines.shape[1], [line.data for line in some])
-
-
 def _is_transposing(walk: Walk) -> bool:
     return min(walk.targets) < walk.targets[-1]
 
@@ -451,7 +483,7 @@ def _gathered_block(walk: Walk, width: int, scratch_bytes: int) -> Sizes:
         return _grown(walk.sizes, ones, scratch_bytes // width)
     fast = min(range(last), key=walk.targets.__getitem__)
     row = _even(walk.sizes[-1], max(1, min(RUN_BYTES, scratch_bytes) // width))
-    rows = max(1, scratch_bytes // _pitch(walk, row * width, scratch_bytes))
+    rows = min(_MOST_LINES, max(1, scratch_bytes // _pitch(walk, row * width, scratch_bytes)))
     stripe = _even(walk.sizes[fast], min(STRIPE, rows))
     block = tuple(row if axis == last else stripe if axis == fast else 1 for axis in range(len(ones)))
     return (*_grown(walk.sizes[:-1], block[:-1], rows), row)

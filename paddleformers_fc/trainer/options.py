@@ -24,7 +24,7 @@ READ_WAYS = ("each", "once")
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SMALLEST_FILE = 10**6
+_SMALLEST_SIZE = 10**6
 _MOST_THREADS = 256
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 
@@ -56,6 +56,14 @@ class FlexFields:
         metadata={
             "help": "Who reads what several processes need: each of them, or one of them, once, which hands it to the "
             "others over the network (for storage that is slower than that). Default: each."
+        },
+    )
+    flex_staging_size: str = field(
+        default="64MiB",
+        metadata={
+            "help": "Bound on the memory of a process, beside its tensors, that tensors pass through while they are "
+            "read: those that are transposed, cast or interleaved, and on an accelerator all; a larger tensor passes "
+            "alone. At least 1MB. Default: 64MiB."
         },
     )
     flex_timeout: int = field(
@@ -162,7 +170,7 @@ def _range_faults(options: Any) -> list[str]:
         value = getattr(options, name)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
             faults.append(f"{name}: {value!r} is not a whole number from 1 to {largest}")
-    for name in ("flex_max_shard_size", "flex_max_file_size"):
+    for name in ("flex_staging_size", "flex_max_shard_size", "flex_max_file_size"):
         faults.extend(f"{name}: {fault}" for fault in _size_faults(getattr(options, name)))
     if not isinstance(options.flex_plan_cache, str) or not options.flex_plan_cache:
         faults.append(f"flex_plan_cache: {options.flex_plan_cache!r} is not the name of a directory")
@@ -172,7 +180,7 @@ def _range_faults(options: Any) -> list[str]:
 def _size_faults(text: Any) -> list[str]:
     if not isinstance(text, str) or _SIZE.fullmatch(text) is None:
         return [f"{text!r} is not a size such as 500MB, 5GB or 4GiB"]
-    if parse_size(text) < _SMALLEST_FILE:
+    if parse_size(text) < _SMALLEST_SIZE:
         return [f"{text!r} is smaller than 1MB"]
     return []
 

@@ -205,7 +205,9 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
 
 
 def _read_options(args: Any) -> ReadOptions:
-    return ReadOptions(threads=args.flex_threads, once=args.flex_read == "once")
+    return ReadOptions(
+        threads=args.flex_threads, staging_bytes=parse_size(args.flex_staging_size), once=args.flex_read == "once"
+    )
 
 
 def _plans(args: Any) -> PlanCache:

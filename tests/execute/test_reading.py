@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import resource
+import signal
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +17,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.execute.reading import ArraySlot, ReadOptions, carry_out
-from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
+from paddleformers_fc.errors import Corrupt, MismatchError, OptionError, StorageError
+from paddleformers_fc.execute.reading import ArraySlot, Crew, ReadOptions, carry_out, read_whole_tensor, verify_equal
+from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
+from paddleformers_fc.storage import files
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.regions import BLOCK_BYTES, HOT_BYTES
 
+PATIENCE = 60
 ROLE = "model_state"
 NAMES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "uint8"]
 
@@ -119,3 +129,269 @@ def test_shards_are_the_same_bits_with_any_options(
         assert slots[key].array.tobytes() == expected.tobytes()
     needed = sum(item.stored.part.volume * dtype_of(item.stored.dtype).itemsize for item in stored.items)
     assert needed <= count <= over_read * needed
+
+
+def matrix(root: Path, rows: int, columns: int, dtype: str = "float32", file: str = "matrix") -> np.ndarray[Any, Any]:
+    """A stored matrix that is a file of its own."""
+    values = random_bytes(rows * columns * dtype_of(dtype).itemsize).view(dtype_of(dtype)).reshape(rows, columns)
+    (root / file).write_bytes(values.tobytes())
+    return values
+
+
+def item_of(
+    shape: tuple[int, ...], part: Box, axes: tuple[int, ...], name: str = "w", begin: int = 0, file: str = "matrix"
+) -> ReadItem:
+    """A region of a stored float32 tensor that is a whole shard."""
+    target = tuple(part.shape[axis] for axis in axes)
+    return ReadItem(ROLE, name, StoredPart(file, begin, shape, part, "float32"), 0, target, whole(target), axes)
+
+
+def rows_of(count: int, length: int, file: str = "matrix") -> list[ReadItem]:
+    """Shards that are successive rows of a file."""
+    return [item_of((length,), whole((length,)), (0,), str(row), row * length * 4, file) for row in range(count)]
+
+
+def empty_slots(items: list[ReadItem]) -> dict[tuple[str, str], Any]:
+    return {(item.role, item.name): ArraySlot(np.zeros(math.prod(item.shape), np.float32)) for item in items}
+
+
+class CountingOs:
+    """An ``os`` that counts reads and the threads that made them, and lets some of them meet."""
+
+    def __init__(self, meeting: threading.Barrier | None = None) -> None:
+        self._meeting = meeting
+        self.reads: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def preadv(self, descriptor: int, buffers: Any, offset: int) -> int:
+        self.reads.append(threading.current_thread().name)
+        if self._meeting is not None:
+            self._meeting.wait(PATIENCE)
+        return os.preadv(descriptor, buffers, offset)
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_one_large_tensor_is_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = matrix(tmp_path, 4, BLOCK_BYTES // 4)
+    machine = CountingOs(threading.Barrier(4))
+    monkeypatch.setattr(files, "os", machine)
+    items = [item_of(values.shape, whole(values.shape), (0, 1))]
+    slots = empty_slots(items)
+    carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads=4))
+    assert len(set(machine.reads)) == 4
+    assert slots[ROLE, "w"].array.tobytes() == values.tobytes()
+
+
+def test_small_tensors_that_follow_one_another_are_read_by_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = matrix(tmp_path, 5000, 16)
+    machine = CountingOs()
+    monkeypatch.setattr(files, "os", machine)
+    items = rows_of(*values.shape)
+    slots = empty_slots(items)
+    assert carry_out(plan_of(items), tmp_path, slots) == values.nbytes
+    assert len(machine.reads) == math.ceil(5000 / files.MOST_BUFFERS)
+    assert all(slots[ROLE, str(row)].array.tobytes() == values[row].tobytes() for row in range(5000))
+
+
+def test_memory_beside_the_targets_is_bounded_for_all_threads_together(tmp_path: Path) -> None:
+    values = matrix(tmp_path, 2048, 4096)
+    items = [item_of(values.shape, whole(values.shape), (1, 0))]
+    slots = empty_slots(items)
+    tracemalloc.start()
+    try:
+        carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads=16, staging_bytes=4 << 20))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert slots[ROLE, "w"].array.tobytes() == values.T.tobytes()
+    assert peak < 5 << 20
+
+
+@dataclass
+class StandIn:
+    """A slot whose host array is gone when it is handed over.
+
+    Args:
+        size: of the shard, in float32.
+        held: the bytes that all slots hold at a time, as they come and go.
+    """
+
+    size: int
+    held: list[int]
+    result: bytes = b""
+    _array: Any = None
+
+    @property
+    def host_bytes(self) -> int:
+        return self.size * 4
+
+    def open(self) -> np.ndarray[Any, Any]:
+        self.held.append(self.held[-1] + self.host_bytes)
+        self._array = np.zeros(self.size, np.float32)
+        return self._array
+
+    def close(self) -> None:
+        self.held.append(self.held[-1] - self.host_bytes)
+        self.result = self._array.tobytes()
+        self._array = None
+
+
+def test_host_copies_are_bounded_too(tmp_path: Path) -> None:
+    values = matrix(tmp_path, 40, 1000)
+    items = rows_of(*values.shape)
+    large = item_of(values.shape, whole(values.shape), (1, 0), "large")
+    held = [0]
+    slots: dict[tuple[str, str], Any] = {(ROLE, str(row)): StandIn(1000, held) for row in range(40)}
+    slots[ROLE, "large"] = StandIn(40_000, held)
+    carry_out(plan_of([*items, large]), tmp_path, slots, ReadOptions(threads=1, staging_bytes=HOT_BYTES + 10_000))
+    assert slots[ROLE, "large"].result == values.T.tobytes()
+    assert all(slots[ROLE, str(row)].result == values[row].tobytes() for row in range(40))
+    assert max(held) == 160_000, "what is larger than the bound passes alone"
+    assert held[-1] == 0
+
+
+def descriptors() -> set[str]:
+    return {os.readlink(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd") if _is_open(int(one))}
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """After the test there are no more threads and open files than before."""
+    threads, files_before = set(threading.enumerate()), descriptors()
+    yield
+    assert set(threading.enumerate()) == threads
+    assert descriptors() == files_before
+
+
+@dataclass
+class Trap:
+    """A slot that does something when the stream of reads comes to it."""
+
+    size: int
+    spring: Callable[[], object]
+    host_bytes: int = 0
+
+    def open(self) -> np.ndarray[Any, Any]:
+        self.spring()
+        return np.zeros(self.size, np.float32)
+
+    def close(self) -> None:
+        """Nothing to hand over."""
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize("axes", [(0, 1), (1, 0)])
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, threads: int, axes: tuple[int, ...]) -> None:
+    values = matrix(tmp_path, 1024, 4096)
+    part = Box((0, 1024), (1024, 2048))
+    items = [item_of(values.shape, part, axes, f"{number:02}") for number in range(40)]
+    slots = empty_slots(items)
+    slots[ROLE, "20"] = Trap(1024 * 1024, lambda: os.truncate(tmp_path / "matrix", 5_000_000))
+    with pytest.raises(Corrupt, match=r"matrix ends too early") as caught:
+        carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads))
+    offset = int(caught.value.where.rsplit(" ", 1)[1])
+    assert offset >= 5_000_000, "the first byte that is not there, or that of a row behind it"
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("part", [Box((0, 0), (64, 1024)), Box((0, 0), (64, 512))])
+def test_a_failure_of_the_device_is_named(part: Box) -> None:
+    """The memory of a process read where nothing is mapped: the kernel itself answers EIO."""
+    items = [item_of((64, 1024), part, (0, 1), file="mem")]
+    with pytest.raises(StorageError, match=r"(?s)/proc/self/mem: Input/output error.*EIO"):
+        carry_out(plan_of(items), Path("/proc/self"), empty_slots(items))
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_too_many_open_files_are_said_to_be_so(tmp_path: Path) -> None:
+    items = []
+    for number in range(64):
+        matrix(tmp_path, 1, 4, file=str(number))
+        items.append(item_of((4,), whole((4,)), (0,), str(number), file=str(number)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        with pytest.raises(StorageError, match="ulimit -n"):
+            carry_out(plan_of(items), tmp_path, empty_slots(items))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_interrupt_joins_threads_and_closes_files(tmp_path: Path, threads: int) -> None:
+    values = matrix(tmp_path, 1024, 4096)
+    part, count = Box((0, 0), (1024, 512)), 2000
+    items = [item_of(values.shape, part, (0, 1), f"{number:04}") for number in range(count)]
+    array, reached = np.zeros(1024 * 512, np.float32), threading.Event()
+    slots: dict[tuple[str, str], Any] = {(ROLE, f"{number:04}"): ArraySlot(array) for number in range(count)}
+    main = threading.main_thread().ident
+    assert main is not None
+    slots[ROLE, "0020"] = Trap(array.size, lambda: signal.pthread_kill(main, signal.SIGINT))
+    slots[ROLE, f"{count - 1:04}"] = Trap(array.size, reached.set)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads))
+    assert not reached.is_set(), "4 GiB were not read to the end"
+
+
+def test_signals_during_reads_change_nothing(tmp_path: Path) -> None:
+    values = matrix(tmp_path, 2048, 4096)
+    part = Box((0, 1024), (2048, 1536))
+    items = [item_of(values.shape, part, (1, 0)), item_of(values.shape, part, (0, 1), "v")]
+    seen: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(number))
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        slots = empty_slots(items)
+        carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads=1))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert seen
+    assert slots[ROLE, "w"].array.tobytes() == values[:, 1024:1536].T.tobytes()
+    assert slots[ROLE, "v"].array.tobytes() == values[:, 1024:1536].tobytes()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_pairs_that_differ_anywhere_are_found(tmp_path: Path) -> None:
+    values = matrix(tmp_path, 1000, 1024)
+    other = values.copy()
+    other.view(np.uint8)[-1, -1] ^= 1
+    (tmp_path / "other").write_bytes(other.tobytes())
+    whole_box = whole(values.shape)
+    sides = [StoredPart(file, 0, values.shape, whole_box, "float32") for file in ("matrix", "other")]
+    top = [StoredPart(file, 0, values.shape, Box((0, 0), (999, 1024)), "float32") for file in ("matrix", "other")]
+    verify_equal((EqualCheck("top", *top), EqualCheck("itself", sides[0], sides[0])), tmp_path)
+    with pytest.raises(MismatchError) as caught:
+        verify_equal((EqualCheck("top", *top), EqualCheck("all", *sides)), tmp_path)
+    assert caught.value.evidence == ("all: matrix and other differ",)
+
+
+@pytest.mark.parametrize("rows", [16, 4096])
+def test_a_whole_tensor_is_put_together_for_an_export(tmp_path: Path, rows: int) -> None:
+    values = matrix(tmp_path, rows, 1024)
+    item = item_of(values.shape, whole(values.shape), (1, 0))
+    with Crew() as crew:
+        array = read_whole_tensor((item,), crew, tmp_path, "float32", values.size)
+        assert read_whole_tensor((), crew, tmp_path, "bfloat16", 0).dtype == dtype_of("bfloat16")
+    assert array.tobytes() == values.T.tobytes()
+
+
+@pytest.mark.parametrize("wrong", [{"threads": 0}, {"staging_bytes": 0}, {"max_over_read": 0.5}])
+def test_options_that_nothing_can_be_read_with_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        ReadOptions(**wrong)

@@ -1,0 +1,165 @@
+"""Many short ranges arrive where they belong, in batches or one by one, and errors are those of any read."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from paddleformers_fc.errors import Corrupt, StorageError
+from paddleformers_fc.storage import scatter
+from paddleformers_fc.storage.files import OpenFile, open_regular
+from paddleformers_fc.storage.scatter import BATCH, Rows, Scatter
+
+SIZE = 1 << 20
+PATIENCE = 60
+
+
+@pytest.fixture(params=["batches", "one by one"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the kernel's batches, and as on a system that has none to give."""
+    if request.param == "one by one":
+        monkeypatch.setattr(scatter, "_taken", lambda: None)
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    return np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8).tobytes()
+
+
+@pytest.fixture
+def file(tmp_path: Path, data: bytes) -> Iterator[OpenFile]:
+    (tmp_path / "rows").write_bytes(data)
+    with open_regular(tmp_path / "rows") as one:
+        yield one
+
+
+def rows_into(array: np.ndarray[Any, Any], offsets: list[int]) -> Rows:
+    """Rows of the array, in order."""
+    addresses = array.ctypes.data + array.strides[0] * np.arange(len(offsets), dtype=np.int64)
+    return Rows(np.array(offsets, np.int64), addresses, array.shape[1])
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("count", [0, 1, BATCH - 1, BATCH, BATCH + 1, 5 * BATCH + 3])
+@pytest.mark.parametrize("length", [1, 7, 512, 4096])
+def test_rows_arrive_where_they_belong(file: OpenFile, data: bytes, count: int, length: int) -> None:
+    offsets = [int(one) for one in np.random.default_rng(count).integers(0, SIZE - length + 1, count)]
+    array = np.zeros((count, length + 3), np.uint8)
+    one = Scatter()
+    one.read(file, rows_into(array[:, :length], offsets))
+    one.close()
+    one.close()
+    assert [bytes(row[:length]) for row in array] == [data[offset : offset + length] for offset in offsets]
+    assert not array[:, length:].any(), "not a byte too many"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, SIZE + 10), max_size=20), st.integers(1, 64))
+def test_a_row_behind_the_end_is_named_whatever_stands_beside_it(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, offsets: list[int], length: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "behind"
+    if not path.exists():
+        path.write_bytes(data)
+    array = np.zeros((len(offsets), length), np.uint8)
+    first = next((offset for offset in offsets if offset + length > SIZE), None)
+    one = Scatter()
+    with open_regular(path) as file:
+        if first is None:
+            one.read(file, rows_into(array, offsets))
+        else:
+            with pytest.raises(Corrupt, match="ends too early") as caught:
+                one.read(file, rows_into(array, offsets))
+            assert caught.value.where == f"{path}, byte {max(first, min(SIZE, first + length))}"
+    one.close()
+
+
+@pytest.mark.usefixtures("way")
+def test_a_file_that_was_closed_and_memory_that_is_not_there_are_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "rows").write_bytes(data)
+    array = np.zeros((3, 8), np.uint8)
+    one = Scatter()
+    with open_regular(tmp_path / "rows") as file:
+        nowhere = Rows(np.zeros(1, np.int64), np.array([4096], np.int64), 8)
+        with pytest.raises(StorageError, match="EFAULT"):
+            one.read(file, nowhere)
+    with pytest.raises(StorageError, match="EBADF"):
+        one.read(file, rows_into(array, [0, 8, 16]))
+    one.close()
+
+
+def test_a_context_is_used_again_but_never_by_two_threads_at_a_time(file: OpenFile, data: bytes) -> None:
+    one, two = Scatter(), Scatter()
+    array = np.zeros((4, 8), np.uint8)
+    for reader in (one, two):
+        reader.read(file, rows_into(array, [0, 8, 16, 24]))
+    assert one._queue is not two._queue or one._queue is None
+    kept = one._queue
+    one.close()
+    third = Scatter()
+    third.read(file, rows_into(array, [0, 8, 16, 24]))
+    assert third._queue is kept
+    two.close()
+    third.close()
+    assert array.tobytes() == data[:32]
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_many_threads_read_rows_of_one_file(file: OpenFile, data: bytes) -> None:
+    meeting = threading.Barrier(8)
+
+    def read(seed: int) -> bool:
+        offsets = [int(one) for one in np.random.default_rng(seed).integers(0, SIZE - 64, 2000)]
+        array = np.zeros((2000, 64), np.uint8)
+        meeting.wait(PATIENCE)
+        one = Scatter()
+        one.read(file, rows_into(array, offsets))
+        one.close()
+        return all(bytes(row) == data[offset : offset + 64] for row, offset in zip(array, offsets, strict=True))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(8)))
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_child_process_makes_contexts_of_its_own(file: OpenFile, data: bytes) -> None:
+    array = np.zeros((4, 8), np.uint8)
+    one = Scatter()
+    one.read(file, rows_into(array, [0, 8, 16, 24]))
+    one.close()
+    array[:] = 0
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            spare = len(scatter._SPARE)
+            one = Scatter()
+            one.read(file, rows_into(array, [0, 8, 16, 24]))
+            code = 0 if array.tobytes() == data[:32] and spare == 0 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not array.any(), "the child's memory is its own"
+
+
+def test_an_interrupted_read_leaves_no_results_for_the_next(file: OpenFile, data: bytes) -> None:
+    array = np.zeros((4, 8), np.uint8)
+    one = Scatter()
+    one.read(file, rows_into(array, [0, 8, 16, 24]))
+    kept = one._queue
+    with pytest.raises(Corrupt):
+        one.read(file, rows_into(array, [0, SIZE, 16, 24]))
+    assert one._queue is None
+    assert kept not in scatter._SPARE
+    one.read(file, rows_into(array, [32, 40, 48, 56]))
+    one.close()
+    assert array.tobytes() == data[32:64]
