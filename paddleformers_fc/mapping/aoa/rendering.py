@@ -1,17 +1,20 @@
 """A mapping as AOA text: few statements with placeholders where that is exact, whole names elsewhere.
 
 What is written is read back with :func:`parse` and compared, box by box; text that means anything else is never
-returned. Linear in the correspondences, up to sorting.
+returned. Layers that are alike are written, and read back, once (:mod:`.layers`). Linear in the names, and in the
+correspondences of one layer of each kind, up to sorting.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping as MappingABC
 from dataclasses import replace
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.aoa.blocks import Block, Facing, Inexpressible, components, oriented
 from paddleformers_fc.mapping.aoa.compact import compacted
+from paddleformers_fc.mapping.aoa.layers import in_little
 from paddleformers_fc.mapping.aoa.names import NameIndex
 from paddleformers_fc.mapping.aoa.order import ordered
 from paddleformers_fc.mapping.aoa.parsing import parse
@@ -42,9 +45,24 @@ def render(mapping: Mapping, hints: Hints | None = None, *, reverse: bool = Fals
         MappingError: with everything that the language cannot say.
     """
     hints = hints or Hints()
+    little = in_little(mapping, hints)
+    if little is not None:
+        # What one layer cannot say, all of them shall be named for.
+        with contextlib.suppress(MappingError):
+            statements = _directed(little.mapping, hints, reverse)
+            if little.holds_for_all(statements):
+                return statements
+    return _directed(mapping, hints, reverse)
+
+
+def _directed(mapping: Mapping, hints: Hints, reverse: bool) -> list[str]:
     if reverse:
-        turned = replace(hints, left=hints.right, right=hints.left)
-        return render(mapping.reversed(), turned)
+        return _rendered(mapping.reversed(), replace(hints, left=hints.right, right=hints.left))
+    return _rendered(mapping, hints)
+
+
+def _rendered(mapping: Mapping, hints: Hints) -> list[str]:
+    """The statements of a mapping, from its sources to its targets, read back."""
     blocks, refused = _blocks(mapping)
     statements = [f"{name} -> _" for name in sorted(mapping.dropped)]
     statements += [f"_ -> {name}" for name in sorted(mapping.fresh)]
