@@ -2,7 +2,8 @@
 
 On a CPU a contiguous tensor's memory is seen through a numpy array over its address, so that bytes go from a file
 straight into the tensor. On an accelerator, or where a tensor is not contiguous, a host array stands in between and is
-assigned when it is full; it lives only while one shard is being filled.
+copied when it is full; it lives only while the shard is being filled. For a GPU it is page-locked, so that the device
+fetches it without another copy on the host.
 """
 
 from __future__ import annotations
@@ -35,13 +36,26 @@ def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:
     """
     if not tensor.place.is_cpu_place() or not tensor.is_contiguous():
         return None
+    return _memory(tensor)
+
+
+def _memory(tensor: Any) -> np.ndarray[Any, Any]:
+    """A flat, writable array over the memory of a contiguous tensor that the host can address."""
     dtype = to_numpy(to_safetensors(dtype_name(tensor)))
-    size = math.prod(int(n) for n in tensor.shape)
+    size = math.prod(tensor.shape)
     if size == 0:
         return np.empty(0, dtype)
     memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(tensor.data_ptr())
     array: np.ndarray[Any, Any] = np.ndarray((size,), dtype, buffer=memoryview(memory))
     return array
+
+
+def _host_tensor(tensor: Any) -> Any:
+    """A tensor of the same shape and dtype in host memory, page-locked where a GPU is to fetch it."""
+    import paddle
+
+    staged = paddle.empty(tensor.shape, dtype=tensor.dtype, device=paddle.CPUPlace())
+    return staged.pin_memory() if tensor.place.is_gpu_place() else staged
 
 
 def host_parts(tensor: Any, start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
@@ -84,7 +98,7 @@ class TensorSlot:
     """
 
     tensor: Any
-    _staged: np.ndarray[Any, Any] | None = field(default=None, repr=False)
+    _staged: Any = field(default=None, repr=False)
 
     @property
     def host_bytes(self) -> int:
@@ -97,22 +111,18 @@ class TensorSlot:
         """The tensor's own memory, or a host array that stands in for it."""
         view = host_view(self.tensor)
         if view is None:
-            size = math.prod(int(n) for n in self.tensor.shape)
-            self._staged = view = np.zeros(size, to_numpy(to_safetensors(dtype_name(self.tensor))))
+            self._staged = _host_tensor(self.tensor)
+            view = _memory(self._staged)
         return view
 
     def close(self) -> None:
-        """Hand a host array over to the tensor, keeping dtype and place."""
+        """Copy a host array into the tensor, which keeps its dtype, place and strides; done when this returns."""
         if self._staged is None:
             return
         import paddle
 
-        shape = [int(n) for n in self.tensor.shape]
-        name = dtype_name(self.tensor)
-        bits = self._staged.view(np.uint16) if name == "bfloat16" else self._staged
         with paddle.no_grad():
-            value = paddle.to_tensor(bits.reshape(shape), place=self.tensor.place)
-            paddle.assign(value.view(name) if name == "bfloat16" else value, self.tensor)
+            self.tensor.copy_(self._staged, True)
         self._staged = None
 
 

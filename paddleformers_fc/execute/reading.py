@@ -13,6 +13,7 @@ is larger. The stream is made as it is drawn.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -423,12 +424,12 @@ def _region(path: Path, stored: StoredPart) -> Region:
 
 def item_view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, Any]:
     """The item's part of the buffer of its shard, its axes in the order of the stored region."""
-    volume = int(np.prod(item.shape, dtype=np.int64))
+    volume = math.prod(item.shape)
     part = buffer[item.start : item.start + volume].reshape(item.shape)
     part = part[tuple(slice(low, high) for low, high in zip(item.part.lo, item.part.hi, strict=True))]
     added = tuple(axis for axis, source in enumerate(item.axes) if source == NEW_AXIS)
     kept = [source for source in item.axes if source != NEW_AXIS]
-    ordered = np.transpose(part.squeeze(added) if added else part, np.argsort(kept, kind="stable"))
+    ordered = (part.squeeze(added) if added else part).transpose(sorted(range(len(kept)), key=kept.__getitem__))
     missing = [axis for axis in range(len(item.stored.shape)) if axis not in kept]
     for axis in missing:
         ordered = np.expand_dims(ordered, axis)
