@@ -231,7 +231,7 @@ def _finish(
     )
     write_manifest(staging, manifest)
     committed = commit(staging, directory)
-    set_aside = [str(path) for path in (committed.kept, committed.left) if path is not None]
+    set_aside = [str(path) for path in (*committed.kept, *committed.left)]
     return msgspec.json.encode(_Finished(manifest, set_aside))
 
 

@@ -27,19 +27,21 @@ def staging_beside(target: Path, channel: Channel, before: Callable[[], None]) -
         FlexError: the same on every rank.
     """
 
+    made: list[Path] = []
+
     def prepare() -> bytes:
         if channel.rank != 0:
             return b""
         before()
         clean_unfinished(target.parent)
-        return str(create_staging(target)).encode()
+        made.append(create_staging(target))
+        return str(made[0]).encode()
 
-    staging = Path(agree(channel, f"preparing to write {target.name}", prepare)[0].decode())
     try:
-        yield staging
+        yield Path(agree(channel, f"preparing to write {target.name}", prepare)[0].decode())
     except BaseException:
-        if channel.rank == 0:
-            # What cannot be deleted now is recognisable and goes with the next save; the first error counts.
+        # What cannot be deleted now is recognisable and goes with the next save; the first error counts.
+        for staging in made:
             with contextlib.suppress(StorageError):
                 discard(staging)
         raise

@@ -16,10 +16,14 @@ be cleaned away.
 
 Where names cannot be exchanged it takes two renames, target to ``aside`` and staging to target. A crash between them
 leaves no target, but the old checkpoint aside: ``newest_checkpoint`` returns that one, and :func:`recover` gives it its
-name back. So ``aside`` always means complete, and at every instant a complete checkpoint of the step can be found.
+name back. So at every instant a complete checkpoint of the step can be found.
 
 Files of somebody else found under the target's name (another program's checkpoint, notes) are moved to a visible
 ``kept-...`` name and never deleted.
+
+Other jobs may work in the same directory, even on the same step. Nothing is decided by what was seen before: a name is
+taken with one operation, and only then is it looked at what had it; a name that meanwhile is somebody else's is taken
+from that one in its turn. The last to commit has the name, each time whole.
 
 One process per save, the coordinator, calls the functions of this module; the other ranks only write files into the
 directory that :func:`create_staging` returned. If a save fails, the coordinator calls :func:`discard`.
@@ -28,7 +32,9 @@ directory that :func:`create_staging` returned. If a save fails, the coordinator
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import errno
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paddleformers_fc.errors import CheckpointError, StorageError
@@ -42,15 +48,25 @@ from paddleformers_fc.storage.files import (
     list_directory,
     make_directories,
     make_directory,
+    remove_empty_directory,
     remove_file,
     remove_tree,
     rename,
 )
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.storage.names import ASIDE, REMOVED, UNFINISHED, beside, kept, parse_beside
-from paddleformers_fc.storage.owner import OWNER_NAME, PARTIAL_OWNER_NAME, Life, life_of, read_owner, write_owner
+from paddleformers_fc.storage.owner import (
+    OWNER_NAME,
+    PARTIAL_OWNER_NAME,
+    Life,
+    is_own,
+    life_of,
+    read_owner,
+    write_owner,
+)
 
 _ATTEMPTS = 8
+_IN_THE_WAY = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
 
 
 @dataclass(frozen=True)
@@ -59,13 +75,13 @@ class Committed:
 
     Attributes:
         path: the checkpoint under its final name.
-        kept: where somebody else's files, found under that name, are now; None if there were none.
-        left: a directory that is no longer needed and could not be deleted; None normally. The next save tries again.
+        kept: where somebody else's files, found under that name, are now.
+        left: what is no longer needed and could not be deleted; the next save tries again.
     """
 
     path: Path
-    kept: Path | None = None
-    left: Path | None = None
+    kept: tuple[Path, ...] = ()
+    left: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,12 +93,14 @@ class Leftover:
         target: the name it was meant for.
         why: what it is, one sentence for the reader.
         disposable: whether it is proved that nobody needs it.
+        nameless: whether it is empty and its maker, who may live, has not yet said whose it is.
     """
 
     path: Path
     target: Path
     why: str
     disposable: bool
+    nameless: bool = False
 
 
 def create_staging(target: Path) -> Path:
@@ -105,13 +123,15 @@ def create_staging(target: Path) -> Path:
         make_directory(staging)
         try:
             write_owner(staging)
+            fsync_directory(target.parent)
         except StorageError as error:
+            with contextlib.suppress(StorageError):
+                remove_tree(staging)
             # Another process that cleans up may take the directory away as long as it has no owner.
-            if isinstance(error.__cause__, FileNotFoundError) and attempt + 1 < _ATTEMPTS:
-                continue
-            raise
-        break
-    fsync_directory(target.parent)
+            if not _is_gone(error) or attempt + 1 == _ATTEMPTS:
+                raise
+        else:
+            break
     return staging
 
 
@@ -131,14 +151,11 @@ def commit(staging: Path, target: Path) -> Committed:
     verify_files(staging, read_manifest(staging), "size")
     for directory in directories_within(staging):
         fsync_directory(directory)
-    if _is_finished(target):
-        old = _swap(staging, target)
-        _settle(target)
-        return Committed(target, left=_try_remove(old))
-    foreign = _set_aside(target)
-    rename(staging, target)
+    displaced = _take_name(staging, target)
     _settle(target)
-    return Committed(target, kept=foreign)
+    old = [path for path in displaced if _is_finished(path)]
+    kept = [_made_visible(path, target) for path in displaced if path not in old]
+    return Committed(target, tuple(kept), tuple(path for path in map(_try_remove, old) if path is not None))
 
 
 def publish(staging: Path, target: Path) -> None:
@@ -171,6 +188,8 @@ def discard(staging: Path) -> None:
     """Delete the staging directory of a save that failed; harmless if it is gone.
 
     A rank that is still writing into it gets a :class:`StorageError`, and nothing that it writes comes back to life.
+    Where a commit failed after names were exchanged, another checkpoint has the staging directory's name; only what
+    this process has made is deleted.
 
     Raises:
         StorageError: it is not a staging directory, or the operating system refused.
@@ -178,7 +197,7 @@ def discard(staging: Path) -> None:
     parsed = parse_beside(staging)
     if parsed is None or parsed[1] != UNFINISHED:
         raise StorageError(f"{staging} is not a staging directory and is not deleted.", where=str(staging))
-    if is_directory(staging):
+    if is_directory(staging) and is_own(staging):
         remove_checkpoint(staging)
 
 
@@ -188,7 +207,10 @@ def remove_checkpoint(directory: Path) -> None:
     Raises:
         StorageError: the operating system refused.
     """
-    remove_tree(_doom(directory))
+    doomed = _doomed(directory)
+    rename(directory, doomed)
+    fsync_directory(doomed.parent)
+    remove_tree(doomed)
 
 
 def unfinished(output_dir: Path) -> list[Leftover]:
@@ -208,14 +230,23 @@ def clean_unfinished(output_dir: Path) -> tuple[list[Leftover], list[Leftover]]:
         output_dir: where the checkpoints are.
 
     Returns:
-        Those deleted, and those left because their process lives or may live.
+        Those deleted, and those left because their process lives or may live, or because they could not be deleted.
 
     Raises:
-        StorageError: the operating system refused.
+        StorageError: the operating system refused to look. That a leftover resists must not stop the next save.
     """
-    leftovers = unfinished(output_dir)
-    removed = [one for one in leftovers if one.disposable and _remove_unless_gone(one.path)]
-    return removed, [one for one in leftovers if not one.disposable]
+    removed: list[Leftover] = []
+    left: list[Leftover] = []
+    for one in unfinished(output_dir):
+        if not one.disposable:
+            left.append(one)
+            continue
+        try:
+            if _remove_nameless(one.path) if one.nameless else _remove_unless_gone(one.path):
+                removed.append(one)
+        except StorageError as error:
+            left.append(replace(one, why=f"{one.why} It cannot be deleted: {error.what}"))
+    return removed, left
 
 
 def recover(output_dir: Path) -> list[Path]:
@@ -232,11 +263,16 @@ def recover(output_dir: Path) -> list[Path]:
         if parsed is None or parsed[1] != ASIDE or _life(path) is Life.ALIVE:
             continue
         target = parsed[0]
-        if _is_finished(path) and not _is_finished(target):
-            _set_aside(target)
+        if not _is_finished(path) or _is_taken(target):
+            continue
+        try:
             rename(path, target)
-            _settle(target)
-            recovered.append(target)
+        except StorageError as error:
+            if _is_gone(error) or _is_in_the_way(error):
+                continue  # Another process has given a name back, or has brought in a newer one.
+            raise
+        _settle(target)
+        recovered.append(target)
     return recovered
 
 
@@ -257,20 +293,47 @@ def _is_finished(directory: Path) -> bool:
     return True
 
 
-def _swap(staging: Path, target: Path) -> Path:
-    """Put one complete directory in the place of another; where the old one is now."""
-    # A mark left in the old checkpoint would make it look like somebody's unfinished directory.
-    remove_file(target / OWNER_NAME)
-    if exchange(staging, target):
-        return staging
+def _take_name(staging: Path, target: Path) -> list[Path]:
+    """Give a complete directory its name; where that is now which had the name before."""
+    displaced: list[Path] = []
+    for attempt in range(_ATTEMPTS):
+        if _is_taken(target):
+            if _is_finished(target):
+                # A mark left in an old checkpoint would make it look like somebody's unfinished directory.
+                remove_file(target / OWNER_NAME)
+            if exchange(staging, target):
+                return [*displaced, staging]
+            displaced.extend(_moved_aside(target))
+        try:
+            rename(staging, target)
+        except StorageError as error:
+            # Another job has taken the name since.
+            if _is_in_the_way(error) and attempt + 1 < _ATTEMPTS:
+                continue
+            _give_back(displaced, target)
+            raise
+        break
+    return displaced
+
+
+def _moved_aside(target: Path) -> Iterator[Path]:
+    """Move what has a name out of the way; where it is now, nothing if another job did it first."""
     old = beside(target, ASIDE)
-    rename(target, old)
     try:
-        rename(staging, target)
-    except StorageError:
-        rename(old, target)
-        raise
-    return old
+        rename(target, old)
+    except StorageError as error:
+        if not _is_gone(error):
+            raise
+    else:
+        yield old
+
+
+def _give_back(displaced: Sequence[Path], target: Path) -> None:
+    # What keeps its hidden name is found there, and the next start gives it its name back; the first error counts.
+    for old in reversed(displaced):
+        with contextlib.suppress(StorageError):
+            rename(old, target)
+            return
 
 
 def _is_taken(target: Path) -> bool:
@@ -280,12 +343,13 @@ def _is_taken(target: Path) -> bool:
     return bool(list_directory(target)) if is_directory(target) else target.exists()
 
 
-def _set_aside(target: Path) -> Path | None:
-    """Move what has the target's name out of the way; where it is now, None if there was nothing."""
-    if not _is_taken(target):
-        return None
+def _made_visible(foreign: Path, target: Path) -> Path:
+    """Give somebody else's files, which had the target's name, a name that people see."""
     place = kept(target)
-    rename(target, place)
+    try:
+        rename(foreign, place)
+    except StorageError:
+        return foreign  # The checkpoint is committed, and these are not deleted under any name.
     return place
 
 
@@ -299,11 +363,16 @@ def _settle(target: Path) -> None:
 
 def _try_remove(directory: Path) -> Path | None:
     # The new checkpoint is safe; that the old one resists (a reader on NFS holds a file) must not fail the save.
+    doomed = _doomed(directory)
     try:
-        directory = _doom(directory)
-        remove_tree(directory)
+        rename(directory, doomed)
+    except StorageError as error:
+        return None if _is_gone(error) else directory
+    try:
+        fsync_directory(doomed.parent)
+        remove_tree(doomed)
     except StorageError:
-        return directory
+        return doomed
     return None
 
 
@@ -312,19 +381,35 @@ def _remove_unless_gone(directory: Path) -> bool:
     try:
         remove_checkpoint(directory)
     except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if _is_gone(error):
             return False
         raise
     return True
 
 
-def _doom(directory: Path) -> Path:
-    """Take a directory's name away, durably; what is to be deleted now."""
+def _remove_nameless(directory: Path) -> bool:
+    """Delete a directory only if nobody has put his name into it since; whether it was deleted.
+
+    Not by renaming it first, for its maker may be just about to write his name. Without the partial record, or the
+    directory, he fails and starts again; once the record has its name, the directory is not empty and stays.
+    """
+    remove_file(directory / PARTIAL_OWNER_NAME)
+    return remove_empty_directory(directory)
+
+
+def _doomed(directory: Path) -> Path:
+    """A fresh name for a directory that is to be deleted."""
     parsed = parse_beside(directory)
-    doomed = beside(parsed[0] if parsed else directory, REMOVED)
-    rename(directory, doomed)
-    fsync_directory(doomed.parent)
-    return doomed
+    return beside(parsed[0] if parsed else directory, REMOVED)
+
+
+def _is_gone(error: StorageError) -> bool:
+    return isinstance(error.__cause__, FileNotFoundError)
+
+
+def _is_in_the_way(error: StorageError) -> bool:
+    """Whether a rename failed because its new name is somebody's."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _IN_THE_WAY
 
 
 def _life(directory: Path) -> Life | None:
@@ -342,12 +427,12 @@ def _judge(path: Path, target: Path, state: str) -> Leftover:
         who = f"process {owner.pid} on {owner.host}" if owner else "a process"
         runs = "runs" if life is Life.ALIVE else "may run: it was started elsewhere"
         return Leftover(path, target, f"It belongs to {who}, which {runs}.", False)
-    if state == ASIDE and not _is_finished(target):
+    if life is None and _is_finished(path):
+        if _is_finished(target):
+            return Leftover(path, target, "It was replaced by a newer save of the same step.", True)
         return Leftover(path, target, f"It is complete; recover() gives it the name {target.name} back.", False)
-    if state == ASIDE or (life is None and _is_finished(path) and _is_finished(target)):
-        return Leftover(path, target, "It was replaced by a newer save of the same step.", True)
     if life is Life.DEAD:
         return Leftover(path, target, "Its process died before it was finished.", True)
-    if all(entry.name == PARTIAL_OWNER_NAME for entry in list_directory(path)):
-        return Leftover(path, target, "It is empty.", True)
+    if state == UNFINISHED and all(entry.name == PARTIAL_OWNER_NAME for entry in list_directory(path)):
+        return Leftover(path, target, "It is empty.", True, nameless=True)
     return Leftover(path, target, "It does not say whose it is.", False)

@@ -396,6 +396,21 @@ def remove_file(path: Path) -> None:
         os.unlink(path)
 
 
+def remove_empty_directory(path: Path) -> bool:
+    """Delete a directory if nothing is in it; whether it was deleted by this call.
+
+    Raises:
+        StorageError: the operating system refused for another reason than that it is not empty, or gone.
+    """
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            return False
+        raise refused("delete", path, error) from error
+    return True
+
+
 def remove_tree(path: Path) -> None:
     """Delete a directory with all it holds; links are deleted, never followed. One that is gone is no fault.
 

@@ -3,7 +3,7 @@
 ====================================  =================================================================================
 ``checkpoint-500``                    what everybody reads; 500 is the step
 ``.checkpoint-500.unfinished-TOKEN``  being written, or left by a process that died
-``.checkpoint-500.aside-TOKEN``       complete, and out of its name while a newer one comes in
+``.checkpoint-500.aside-TOKEN``       out of its name while a newer one comes in
 ``.checkpoint-500.removed-TOKEN``     being deleted
 ``kept-TOKEN.checkpoint-500``         somebody else's files that were found under the name; never deleted here
 ====================================  =================================================================================

@@ -26,6 +26,10 @@ PARTIAL_OWNER_NAME = OWNER_NAME + ".part"
 """Its name while it is written."""
 
 
+_ENDED = ("Z", "X")
+"""States of a process that has ended and whose parent has not asked how; some parents never do."""
+
+
 class Life(enum.Enum):
     """What is known of a process."""
 
@@ -78,12 +82,17 @@ def read_owner(directory: Path) -> Owner | None:
         return None
 
 
+def is_own(directory: Path) -> bool:
+    """Whether this process is recorded as the owner of ``directory``."""
+    return read_owner(directory) == this_process()
+
+
 def life_of(owner: Owner) -> Life:
     """Whether ``owner`` still runs, as far as this process can prove it."""
     here = this_process()
     if not owner.boot or owner.boot != here.boot or owner.namespace != here.namespace:
         return Life.UNKNOWN
-    if not _exists(owner.pid):
+    if not _exists(owner.pid) or next(iter(_status(owner.pid)), "") in _ENDED:
         return Life.DEAD
     started = _started(owner.pid)
     if not started or not owner.started:
@@ -115,9 +124,14 @@ def _exists(pid: int) -> bool:
 
 
 def _started(pid: int) -> str:
-    # The second field is the program's name in parentheses, which may hold spaces and parentheses itself.
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = _status(pid)
     return fields[19] if len(fields) > 19 else ""
+
+
+def _status(pid: int) -> list[str]:
+    """What the system says of a process, from its state on; empty where it says nothing."""
+    # The second field is the program's name in parentheses, which may hold spaces and parentheses itself.
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def _read(path: str) -> str:

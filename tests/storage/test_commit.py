@@ -73,7 +73,7 @@ def test_an_exchange_that_is_refused_changes_nothing(tmp_path: Path) -> None:
 
 def test_an_empty_directory_of_the_name_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-5").mkdir()
-    assert save(tmp_path / "checkpoint-5", 1).kept is None
+    assert save(tmp_path / "checkpoint-5", 1).kept == ()
     assert value_of(tmp_path / "checkpoint-5") == 1
 
 
@@ -92,12 +92,12 @@ def test_what_somebody_else_put_there_is_kept_and_reported(tmp_path: Path, kind:
         (target / MANIFEST_NAME).unlink()
     done = save(target, 1)
     assert value_of(target) == 1
-    assert done.kept is not None
-    assert os.path.lexists(done.kept)
-    assert names_in(tmp_path) == ["checkpoint-5", done.kept.name]
-    assert not done.kept.name.startswith((".", "checkpoint"))
+    (kept,) = done.kept
+    assert os.path.lexists(kept)
+    assert names_in(tmp_path) == ["checkpoint-5", kept.name]
+    assert not kept.name.startswith((".", "checkpoint"))
     if kind == "directory":
-        assert (done.kept / "0.metadata").read_text() == "theirs"
+        assert (kept / "0.metadata").read_text() == "theirs"
 
 
 def test_a_link_to_a_finished_checkpoint_is_replaced_and_what_it_points_to_is_not_touched(tmp_path: Path) -> None:
@@ -146,9 +146,9 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
         patch.setattr(commit_module, "remove_tree", refuse)
         done = save(tmp_path / "checkpoint-5", 2)
     assert value_of(tmp_path / "checkpoint-5") == 2
-    assert done.left is not None
-    assert names_in(tmp_path) == sorted(["checkpoint-5", done.left.name])
-    assert [one.path for one in clean_unfinished(tmp_path)[0]] == [done.left]
+    (left,) = done.left
+    assert names_in(tmp_path) == sorted(["checkpoint-5", left.name])
+    assert [one.path for one in clean_unfinished(tmp_path)[0]] == [left]
     assert names_in(tmp_path) == ["checkpoint-5"]
 
 
@@ -370,3 +370,73 @@ def test_names_that_only_look_alike_are_nobodys_leftovers(tmp_path: Path) -> Non
         assert parse_beside(tmp_path / name) is None
     assert unfinished(tmp_path) == []
     assert unfinished(tmp_path / "gone") == []
+
+
+def test_a_creator_who_has_just_said_whose_it_is_keeps_his_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = beside(tmp_path / "checkpoint-5", "unfinished")
+    staging.mkdir()
+    seen = unfinished(tmp_path)
+    assert [one.disposable for one in seen] == [True]
+    owner.write_owner(staging)
+    monkeypatch.setattr(commit_module, "unfinished", lambda output_dir: seen)
+    assert clean_unfinished(tmp_path) == ([], [])
+    assert names_in(staging) == [OWNER_NAME]
+
+
+def test_a_leftover_that_cannot_be_deleted_is_told_and_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leftover = leftover_of(a_dead_process(), tmp_path / "checkpoint-1")
+
+    def refuse(path: Path) -> None:
+        raise StorageError("a reader holds a file", where=str(path))
+
+    monkeypatch.setattr(commit_module, "remove_tree", refuse)
+    removed, (left,) = clean_unfinished(tmp_path)
+    assert (removed, left.path) == ([], leftover)
+    assert "It cannot be deleted: a reader holds a file" in left.why
+
+
+def test_discard_leaves_what_another_process_has_made(tmp_path: Path) -> None:
+    theirs = leftover_of(a_dead_process(), tmp_path / "checkpoint-5")
+    discard(theirs)
+    assert names_in(tmp_path) == [theirs.name]
+
+
+def test_a_commit_whose_name_could_not_be_synced_loses_neither_checkpoint(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint-5"
+    save(target, 1)
+    staging = stage(target, 2)
+
+    class UnsyncedMachine(Machine):
+        def fsync(self, descriptor: int) -> None:
+            if ("exchange", str(target)) in self.log:
+                raise OSError(5, "Input/output error")
+            super().fsync(descriptor)
+
+    with running_on(UnsyncedMachine()), pytest.raises(StorageError, match="EIO"):
+        commit(staging, target)
+    discard(staging)
+    assert sorted([value_of(target), value_of(staging)]) == [1, 2]
+
+
+def test_a_checkpoint_that_came_under_the_name_meanwhile_is_replaced_and_not_taken_for_somebodys_files(
+    tmp_path: Path,
+) -> None:
+    target = tmp_path / "checkpoint-5"
+    target.mkdir()
+    (target / "notes").write_text("theirs")
+    staging, faster = stage(target, 2), stage(target, 1)
+
+    class SlowMachine(Machine):
+        def rename(self, source: Path, new: Path) -> None:
+            if source == target and faster.exists():
+                shutil.rmtree(target)
+                os.rename(faster, target)
+            super().rename(source, new)
+
+    with running_on(SlowMachine(can_exchange=False)):
+        done = commit(staging, target)
+    assert (done.kept, value_of(target), names_in(tmp_path)) == ((), 2, ["checkpoint-5"])

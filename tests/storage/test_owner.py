@@ -77,3 +77,15 @@ def test_an_unreadable_record_is_none(tmp_path: Path, raw: bytes) -> None:
     assert read_owner(tmp_path) is None
     (tmp_path / OWNER_NAME).write_bytes(raw)
     assert read_owner(tmp_path) is None
+
+
+def test_a_process_that_has_ended_is_dead_though_its_parent_has_not_asked() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        stat = Path(f"/proc/{process.pid}/stat")
+        started = stat.read_text().rpartition(")")[2].split()[19]
+        here = owner.this_process()
+        it = owner.Owner(here.host, process.pid, here.boot, here.namespace, started)
+        assert owner.life_of(it) is owner.Life.ALIVE
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert owner.life_of(it) is owner.Life.DEAD
