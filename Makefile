@@ -24,7 +24,7 @@ help:
 	@echo "make matrix   the verification matrices again: tables and pictures in docs/verification"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
-	@echo "make soak     10,000 random mutations of a checkpoint"
+	@echo "make soak     10,000 random mutations, and every instant at which a save can meet an accident: docs/soak.md"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
 	@echo "make derive-table  how far mappings are derived where no family declares them"
 	@echo "make format   let ruff format the sources"
@@ -53,10 +53,11 @@ test: lint
 	@$(BIN)/pytest
 
 guarantees: $(STAMP)
-	@$(BIN)/python -m pytest -q -p tests.corruption.writing tests/corruption
+	@$(BIN)/python -m pytest -q -p tests.corruption.writing tests/corruption tests/crash
 
 soak: $(STAMP)
 	@FLEX_MUTATIONS=10000 $(BIN)/python -m pytest -q -s tests/corruption/test_mutations.py
+	@FLEX_ALL_INSTANTS=1 $(BIN)/python -m pytest -q -s tests/crash/test_sweeps.py
 
 bench-mapping: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mapping.py --write docs/mapping-performance.md

@@ -109,14 +109,17 @@ def order(key: str) -> tuple[str, int]:
 HEAD = """\
 # Guarantees
 
-Made by `make guarantees` from what the tests in `tests/corruption/` saw; every run of the tests compares each line with
-what it sees. *Stock* is paddlepaddle 3.3.1 and paddleformers 1.2.0, reproduced by the same test that shows what this
-package does. "Nothing changed" means that every target was compared, bit by bit, with what it held before.
+Made by `make guarantees` from what the tests in `tests/corruption/` and `tests/crash/` saw; every run of the tests
+compares each line with what it sees. *Stock* is paddlepaddle 3.3.1 and paddleformers 1.2.0, reproduced by the same test
+that shows what this package does. "Nothing changed" means that every target was compared, bit by bit, with what it held
+before.
 
 Unless a row says otherwise, a checkpoint is read as by default, with `flex_verify: size`. What `size` cannot see, a
 byte that has changed in a file of the right length, `full` sees: it reads and hashes everything.
 """
 TITLES = {"S": "Paddle's flex checkpoint", "T": "PaddleFormers' Trainer and files"}
+COUNTED = {"Mutations": "mutations", "Crashes": "crash-"}
+"""Titles of what is counted, and how its keys begin."""
 COLUMNS = "| | trigger | stock | ours | test |\n|---|---|---|---|---|"
 
 
@@ -128,8 +131,10 @@ def document() -> str:
         if keys:
             rows = "\n".join(row(FAULTS[key], RESULTS[key]) for key in keys)
             parts.append(f"## {title}\n\n{COLUMNS}\n{rows}\n")
-    if COUNTS:
-        parts.append("## Mutations\n\n" + "\n".join(COUNTS[key] for key in sorted(COUNTS)) + "\n")
+    for title, beginning in COUNTED.items():
+        lines = [COUNTS[key] for key in sorted(COUNTS) if key.startswith(beginning)]
+        if lines:
+            parts.append(f"## {title}\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
 
 

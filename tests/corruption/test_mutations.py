@@ -8,13 +8,12 @@ from pathlib import Path
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from tests.corruption import mutations
 from tests.corruption.guarantees import count
+from tests.crash import soaked
 
 SEED = 1
 USUAL = 2000
 COUNT = int(os.environ.get("FLEX_MUTATIONS", USUAL))
 """How many; ``make soak`` asks for more."""
-SOAKED = Path(__file__).resolve().parents[2] / "docs" / "soak-mutations.md"
-"""What the last soak has counted."""
 
 
 def test_every_random_mutation_is_refused_and_the_damaged_file_is_named(tmp_path: Path) -> None:
@@ -26,7 +25,7 @@ def test_every_random_mutation_is_refused_and_the_damaged_file_is_named(tmp_path
     if COUNT == USUAL:
         count("mutations", tally.sentence(SEED))
     else:
-        SOAKED.write_text(f"Written by `make soak`.\n\n{tally.sentence(SEED)}\n", encoding="utf-8")
+        soaked.write("mutations", tally.sentence(SEED))
 
 
 def test_a_look_at_sizes_alone_sees_every_change_of_size_and_misses_flipped_bits(tmp_path: Path) -> None:

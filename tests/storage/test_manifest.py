@@ -41,7 +41,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
     change(document)
     unsealed = {name: value for name, value in document.items() if name != "seal"}
     try:
-        document["seal"] = manifest_module._seal(msgspec.convert(unsealed, Manifest))
+        document["seal"] = manifest_module.manifest_seal(msgspec.convert(unsealed, Manifest))
     except msgspec.ValidationError:
         pass
     (directory / MANIFEST_NAME).write_text(json.dumps(document))

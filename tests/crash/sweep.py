@@ -1,0 +1,171 @@
+"""Count through the instants of one kind of accident: ``python -m tests.crash.sweep KIND --each N``.
+
+It runs in a process of its own, which has one thread and no Paddle, because it forks at every instant. Half of the
+scenarios are done by a second process of the kind. Prints one line of JSON: how many instants there were, how many were
+tried, and what was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.crash import kills, power, races, refusals, worlds
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = ("kills", "races", "relays", "refusals", "power")
+_WORKERS = 2
+_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Tally:
+    """What a sweep has counted.
+
+    Attributes:
+        scenarios: jobs.
+        instants: there were.
+        tried: of them.
+        lost: what was wrong, one text for each.
+    """
+
+    scenarios: int = 0
+    instants: int = 0
+    tried: int = 0
+    lost: list[str] = field(default_factory=list)
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.scenarios + other.scenarios,
+            self.instants + other.instants,
+            self.tried + other.tried,
+            self.lost + other.lost,
+        )
+
+
+def run(kind: str, each: int) -> Tally:
+    """Sweep in processes of their own.
+
+    Args:
+        kind: one of ``KINDS``.
+        each: how many instants of each scenario, at random; 0 for all.
+    """
+    command = [sys.executable, "-m", "tests.crash.sweep", kind, f"--each={each}"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen([*command, f"--worker={number}"], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
+        for number in range(_WORKERS)
+    ]
+    said = [worker.communicate()[0] for worker in workers]
+    failed = [worker.returncode for worker in workers if worker.returncode]
+    if failed:
+        raise RuntimeError(f"a sweep of {kind} ended with {failed}")
+    return sum((Tally(**json.loads(text)) for text in said), Tally())
+
+
+def sweep(kind: str, each: int, worker: int, directory: Path) -> Tally:
+    """One worker's part."""
+    worlds.warm()
+    if kind == "power":
+        return _power(each, worker, directory)
+    if kind == "refusals":
+        return _refusals(each, worker, directory)
+    if kind == "kills":
+        return _instants(kills.scenarios(), kills.operations, kills.carry_out, each, worker, directory)
+    if kind == "races":
+        return _instants(races.races(), races.meetings, races.carry_out, each, worker, directory)
+    return _instants(races.short_races(), races.relays, races.carry_out_relay, each, worker, directory)
+
+
+def _instants(
+    scenarios: Iterator[Any],
+    instants: Callable[[Any, Path], Sequence[Any]],
+    carry_out: Callable[[Any, Path], None],
+    each: int,
+    worker: int,
+    directory: Path,
+) -> Tally:
+    tally = Tally()
+    for scenario in list(scenarios)[worker::_WORKERS]:
+        tally.scenarios += 1
+        found = instants(scenario, directory)
+        picked = _picked(found, each)
+        tally.instants += len(found)
+        for one in picked:
+            tally.tried += 1
+            try:
+                carry_out(one, directory)
+            except worlds.Lost as error:
+                tally.lost.append(f"{one}: {error}")
+    return tally
+
+
+def _picked(found: Sequence[Any], each: int) -> Sequence[Any]:
+    """Some of them, at random but always the same ones; half of them at no write, for most operations are writes."""
+    if not each or len(found) <= each:
+        return found
+    chance = random.Random(zlib.crc32(str(found[0]).encode()))
+    rare = [one for one in found if "(write)" not in str(one)]
+    picked = chance.sample(rare, min(len(rare), each - each // 2))
+    rest = [one for one in found if one not in picked]
+    return [*picked, *chance.sample(rest, each - len(picked))]
+
+
+def _refusals(each: int, worker: int, directory: Path) -> Tally:
+    refusals.with_own_mounts()
+    chosen = [one for one in kills.scenarios() if one.name.startswith(("a new step,", "a step again,"))]
+    tally = _instants(iter(chosen), refusals.refusals, refusals.carry_out, each, worker, directory)
+    for number, grid in enumerate(kills.SOME_GRIDS[worker::_WORKERS]):
+        place = directory / f"room-{number}"
+        place.mkdir()
+        for wrong in [*refusals.no_room(grid, place), refusals.read_only(grid, place)]:
+            tally += Tally(0, 1, 1, [wrong] if wrong else [])
+    return tally
+
+
+def _power(each: int, worker: int, directory: Path) -> Tally:
+    tally = Tally()
+    for grid, can_exchange in [(one, both) for one in kills.SOME_GRIDS for both in (True, False)][worker::_WORKERS]:
+        instants = power.record(grid, directory, can_exchange)
+        count = sum(1 for _ in power.remains(instants))
+        picked = set(random.Random(1).sample(range(count), min(count, each or count)))
+        tally += Tally(1, count, len(picked))
+        for number, left in enumerate(power.remains(instants)):
+            if number in picked:
+                try:
+                    power.look(left, directory)
+                except worlds.Lost as error:
+                    tally.lost.append(f"{grid}: {left}: {error}")
+    return tally
+
+
+def main() -> None:
+    """Read the command line, sweep, and print the tally."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--each", type=int, default=0)
+    parser.add_argument("--worker", type=int, default=0)
+    given = parser.parse_args()
+    # In memory: what is not synced survives a killed process there as anywhere, and nothing waits for a device.
+    place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+    directory = Path(tempfile.mkdtemp(prefix="crash-", dir=place))
+    try:
+        print(json.dumps(asdict(sweep(given.kind, given.each, given.worker, directory))))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

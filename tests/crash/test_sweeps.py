@@ -1,0 +1,51 @@
+"""At sampled instants of every kind of accident; all of them with ``make soak``, which writes ``docs/soak.md``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+
+from tests.corruption.guarantees import count
+from tests.crash import soaked, sweep
+
+ALL = "FLEX_ALL_INSTANTS" in os.environ
+
+
+@dataclass(frozen=True)
+class Usual:
+    """One kind of accident in the ordinary tests.
+
+    Args:
+        kind: of the sweep.
+        each: how many instants of each scenario.
+        instants: how many there are at least, so that a net with a hole is noticed.
+    """
+
+    kind: str
+    each: int
+    instants: int
+
+
+USUAL = [
+    Usual("kills", 14, 5000),
+    Usual("races", 5, 3000),
+    Usual("relays", 15, 3000),
+    Usual("refusals", 6, 5000),
+    Usual("power", 40, 5000),
+]
+
+
+@pytest.mark.timeout(7200 if ALL else 900)
+@pytest.mark.parametrize("usual", USUAL, ids=lambda usual: usual.kind)
+def test_a_whole_checkpoint_is_found_whatever_happens(usual: Usual) -> None:
+    tally = sweep.run(usual.kind, 0 if ALL else usual.each)
+    print(soaked.sentence(usual.kind, tally))
+    assert not tally.lost, "\n\n".join(tally.lost[:5])
+    assert tally.instants >= usual.instants
+    assert tally.tried >= (tally.instants if ALL else usual.each * tally.scenarios // 2)
+    if ALL:
+        soaked.write(usual.kind, soaked.sentence(usual.kind, tally))
+    else:
+        count(f"crash-{usual.kind}", soaked.usual(usual.kind, tally))

@@ -1,0 +1,235 @@
+"""What is saved under an accident, and what must be found after it.
+
+A model of two layers is laid over 1, 2 or 4 ranks. Every number in a checkpoint is its *generation*: all weights, all
+states, the files of every rank, and the manifest's count of samples. So a mixture of two saves cannot look whole, also
+where each of its files does.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.errors import FlexError
+from paddleformers_fc.execute.channel import ALONE, Channel
+from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.rehearse import Roles, filled, together
+from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.families import family_for
+from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from paddleformers_fc.storage.commit import unfinished
+from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, verify_files
+from paddleformers_fc.storage.names import parse_beside, parse_step
+from paddleformers_fc.storage.safetensors import read_header
+from paddleformers_fc.trainer.resume import newest
+from paddleformers_fc.trainer.rotation import rotate
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 2,
+    "vocab_size": 16,
+    "tie_word_embeddings": False,
+}
+ONE = "dp=1"
+GRIDS = (
+    ONE,
+    "dp=2",
+    "tp=2",
+    "pp=2",
+    "sharding=2",
+    "sharding=2,split=true",
+    "tp=2,pp=2",
+    "tp=2,sharding=2",
+    "sharding=4,split=true",
+)
+"""The layouts, on 1, 2 and 4 ranks."""
+Job = Callable[[Path, Channel], None]
+
+
+class Lost(AssertionError):
+    """What must have been found was not."""
+
+
+def ranks_of(grid: str) -> int:
+    """How many ranks a layout has."""
+    return _model(grid).grid.world_size
+
+
+def save(output_dir: Path, grid: str, step: int, generation: int, channel: Channel) -> None:
+    """What one rank does to save ``checkpoint-step``."""
+    files = {f"trainer/rng-{channel.rank:05d}.json": json.dumps({"generation": generation}).encode()}
+    if channel.rank == 0:
+        files["config.json"] = config_bytes(CONFIG)
+    roles = _weights(grid, channel.rank, generation)
+    record = JobRecord(step, generation, {})
+    save_checkpoint(output_dir / f"checkpoint-{step}", roles, CONFIG, files, record, channel)
+
+
+def save_together(output_dir: Path, grid: str, step: int, generation: int) -> None:
+    """Save a checkpoint here and now, with a thread for each rank."""
+    together(ranks_of(grid), lambda channel: save(output_dir, grid, step, generation, channel))
+
+
+def resume_and_save(output_dir: Path, grid: str, step: int, generation: int, channel: Channel) -> None:
+    """Load the newest checkpoint under a layout, look at every number, and save a step."""
+    found = newest(output_dir, channel, _quiet)
+    if found is None:
+        raise Lost(f"{output_dir} has nothing to resume from.")
+    roles = filled(_model(grid).roles(channel.rank), functools.partial(_constant, 0))
+    load_checkpoint(open_checkpoint(found, channel), roles, CONFIG, channel)
+    seen = {float(one.local_tensor.array.flat[0]) for held in roles.values() for one in held.values()}
+    if len(seen) != 1:
+        raise Lost(f"{found} was loaded as {sorted(seen)}.")
+    save(output_dir, grid, step, generation, channel)
+
+
+def rotate_alone(output_dir: Path, limit: int | None, channel: Channel) -> None:
+    """What the ranks of a Trainer do after a save."""
+    if channel.rank == 0:
+        rotate(output_dir, limit, None, _quiet)
+
+
+def whole(checkpoint: Path) -> int:
+    """The generation of a checkpoint in which every byte and every number is right.
+
+    Raises:
+        Lost: it is damaged, or of more than one generation.
+    """
+    try:
+        manifest = read_manifest(checkpoint)
+        verify_files(checkpoint, manifest, "full", threads=1)
+    except FlexError as error:
+        raise Lost(error.render()) from error
+    generation = manifest.consumed_samples
+    for receipt in manifest.files:
+        path = checkpoint / receipt.path
+        data = path.read_bytes()
+        if path.suffix == ".safetensors":
+            for name, entry in read_header(path).tensors.items():
+                numbers = np.frombuffer(
+                    data,
+                    to_numpy(entry.dtype),
+                    (entry.end - entry.begin) // to_numpy(entry.dtype).itemsize,
+                    entry.begin,
+                )
+                if not (numbers == generation).all():
+                    raise Lost(f"{path} holds in {name} {numbers[numbers != generation][0]}, not {generation}.")
+        elif path.parent.name == "trainer" and json.loads(data)["generation"] != generation:
+            raise Lost(f"{path} is not of the generation {generation}.")
+    return generation
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run that resumes would take.
+
+    Args:
+        step: of the checkpoint.
+        generation: of its numbers.
+    """
+
+    step: int
+    generation: int
+
+
+def chosen(output_dir: Path, kept: bool = False) -> Found:
+    """What ``resume_from_checkpoint: true`` takes, checked to the last byte; nothing else may look like a checkpoint.
+
+    Args:
+        output_dir: where.
+        kept: whether files of somebody else may have been kept beside the checkpoints.
+
+    Raises:
+        Lost: there is nothing to take, or it is not whole, or something unfinished has the name of a checkpoint.
+    """
+    before, _ = newest_checkpoint(output_dir)
+    if before is None:
+        raise Lost(f"Nothing is found in {names_in(output_dir)}.")
+    generation = whole(before)
+    hidden = {one.path.name for one in unfinished(output_dir)}
+    for name in names_in(output_dir):
+        theirs = kept and name.startswith("kept-")
+        if parse_step(output_dir / name) is None and name not in hidden and not theirs:
+            raise Lost(f"{name} is neither a checkpoint nor recognised as unfinished.")
+    after = newest(output_dir, ALONE, _quiet)
+    if after is None or (after != before and whole(after) != generation):
+        raise Lost(f"{before} was the newest, and {after} is taken.")
+    step = parse_step(after)
+    if step is None:
+        raise Lost(f"{after} is taken, which has no step.")
+    return Found(step, generation)
+
+
+def cleaned_by_the_next_save(output_dir: Path, step: int, generation: int, kept: bool = False) -> None:
+    """Save a further step; afterwards there are finished checkpoints and nothing else.
+
+    Args:
+        output_dir: where.
+        step: to save.
+        generation: of its numbers.
+        kept: as in :func:`chosen`.
+
+    Raises:
+        Lost: something is left, or the new checkpoint is not taken.
+    """
+    save(output_dir, ONE, step, generation, ALONE)
+    if chosen(output_dir, kept) != Found(step, generation):
+        raise Lost(f"The next save is not what is taken: {names_in(output_dir)}.")
+    left = [name for name in names_in(output_dir) if parse_beside(output_dir / name) is not None]
+    if left:
+        raise Lost(f"The next save has left {left}.")
+
+
+def names_in(directory: Path) -> list[str]:
+    """Every entry, hidden ones included."""
+    return sorted(os.listdir(directory))
+
+
+def copy(source: Path, target: Path) -> Path:
+    """A fresh copy of a prepared directory under another name, in place of what was there."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target, symlinks=True)
+    return target
+
+
+def warm() -> None:
+    """Make everything once that is made once: of a process that is about to fork."""
+    for grid in GRIDS:
+        for rank in range(ranks_of(grid)):
+            for generation in (1, 2, 3, 11, 12):
+                _weights(grid, rank, generation)
+
+
+@functools.cache
+def _model(grid: str) -> SimulatedModel:
+    return declared_model(family_for(CONFIG), CONFIG, parse_grid(grid), "bfloat16")
+
+
+@functools.cache
+def _weights(grid: str, rank: int, generation: int) -> Roles:
+    return filled(_model(grid).roles(rank), functools.partial(_constant, generation))
+
+
+def _constant(generation: int, role: str, shard: Shard) -> np.ndarray[Any, Any]:
+    return np.full(shard.global_shape, generation, to_numpy(to_safetensors(shard.dtype)))
+
+
+def _quiet(_: str) -> None:
+    """Say nothing."""
