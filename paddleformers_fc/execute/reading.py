@@ -115,6 +115,38 @@ class Job(Protocol):
 Task = list[Job]
 
 
+class _Gate:
+    """Lets threads in until it is shut; who closes it waits until the last has left.
+
+    Attributes:
+        shut: whether no more may come in, and who is in is to leave.
+    """
+
+    def __init__(self) -> None:
+        self.shut = False
+        self._inside = 0
+        self._change = threading.Condition()
+
+    @contextmanager
+    def entered(self) -> Iterator[bool]:
+        """Inside, with the right to work, or not if the gate was shut before."""
+        with self._change:
+            may = not self.shut
+            self._inside += may
+        try:
+            yield may
+        finally:
+            with self._change:
+                self._inside -= may
+                self._change.notify_all()
+
+    def close(self) -> None:
+        """Shut the gate, and wait until nobody is inside."""
+        with self._change:
+            self.shut = True
+            self._change.wait_for(lambda: self._inside == 0)
+
+
 class Crew:
     """Threads with their open files and scratch memory; a context manager that joins them and closes everything.
 
@@ -137,18 +169,19 @@ class Crew:
         """
         if self.options.threads == 1:
             return self.run_here(tasks)
-        lock, stop = threading.Lock(), threading.Event()
+        lock, gate = threading.Lock(), _Gate()
 
         def draw() -> Task | None:
             with lock:
-                return None if stop.is_set() else next(tasks, None)
+                return None if gate.shut else next(tasks, None)
 
         def work() -> int:
-            try:
-                return self._work(draw)
-            except BaseException:
-                stop.set()
-                raise
+            with gate.entered() as may:
+                try:
+                    return self._work(draw) if may else 0
+                except BaseException:
+                    gate.shut = True
+                    raise
 
         futures: list[Future[int]] = []
         try:
@@ -156,9 +189,9 @@ class Crew:
                 futures.append(self._pool.submit(work))
             wait(futures)
         finally:
-            # An interrupt ends the work after the tasks that are under way, and nothing is written after this returns.
-            stop.set()
-            wait(futures)
+            # An interrupt, even one between the start of a thread and our knowing of it, ends the work after the tasks
+            # that are under way: nothing is written after this returns.
+            gate.close()
         return sum(future.result() for future in futures)
 
     def run_here(self, tasks: Iterator[Task]) -> int:

@@ -94,6 +94,19 @@ def test_short_reads_go_on_until_the_buffer_is_full(data_files: list[Path], monk
     assert bytes(buffer) == data_files[2].read_bytes()[50:1050]
 
 
+@pytest.mark.parametrize("per_call", [3, 10, 1000])
+def test_several_buffers_are_filled_one_after_the_other(
+    data_files: list[Path], monkeypatch: pytest.MonkeyPatch, per_call: int
+) -> None:
+    monkeypatch.setattr(files, "os", WatchedOs(per_call))
+    memory = memoryview(bytearray(1000))
+    with RangeReader() as reader:
+        reader.read_several(data_files[2], 50, [memory[:10], memory[10:10], memory[10:500], memory[500:]])
+        assert bytes(memory) == data_files[2].read_bytes()[50:1050]
+        with pytest.raises(Corrupt, match="byte 4096"):
+            reader.read_several(data_files[2], 4000, [memory[:10], memory[10:500]])
+
+
 @pytest.mark.parametrize(("offset", "got"), [(4000, 96), (4096, 0), (9999, 0)])
 def test_a_file_that_ends_early_is_corrupt_and_says_where(
     reader: RangeReader, data_files: list[Path], offset: int, got: int
