@@ -28,6 +28,7 @@ setup(
     # What it takes to read, check and convert checkpoints. Paddle is an extra: a machine that only looks at checkpoints
     # does not have to install it.
     install_requires=[
+        "fsspec",
         "ml_dtypes",
         "msgspec",
         "numpy",
@@ -39,7 +40,16 @@ setup(
     extras_require={
         "cpu": [f"paddlepaddle=={PADDLE}", PADDLEFORMERS],
         "gpu": [f"paddlepaddle-gpu=={PADDLE}", PADDLEFORMERS],
-        "test": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff", "safetensors"],
+        "test": [
+            "fsspec[http]",
+            "hypothesis",
+            "import-linter",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "safetensors",
+        ],
         "docs": ["matplotlib"],
     },
     entry_points={"console_scripts": ["paddleformers-fc = paddleformers_fc.cli.main:main"]},

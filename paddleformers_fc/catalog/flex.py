@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.catalog.stored import Catalog, gather_shards
@@ -21,9 +20,10 @@ from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.codec import decode_rules
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
-from paddleformers_fc.storage.files import read_file
-from paddleformers_fc.storage.identity import FileIdentity, identities_of
+from paddleformers_fc.storage.files import each, read_file
+from paddleformers_fc.storage.identity import Identities, identities_of
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
+from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.safetensors import read_header
 
 MAPPING_NAME = "mapping.json"
@@ -62,14 +62,14 @@ class Sight:
     """
 
     manifest: Manifest
-    identities: Mapping[Path, FileIdentity]
+    identities: Identities
 
-    def missing(self, directory: Path) -> list[str]:
+    def missing(self, directory: Place) -> list[str]:
         """The listed files that are not there, by path relative to the directory."""
         return [one.path for one in self.manifest.files if directory / one.path not in self.identities]
 
 
-def see(directory: Path) -> Sight:
+def see(directory: Place) -> Sight:
     """Look at a checkpoint: its manifest, and which of the files are there.
 
     Raises:
@@ -80,7 +80,7 @@ def see(directory: Path) -> Sight:
     return Sight(manifest, identities_of(directory / receipt.path for receipt in manifest.files))
 
 
-def open_flex(directory: Path, verify: str = "size") -> FlexCheckpoint:
+def open_flex(directory: Place, verify: str = "size") -> FlexCheckpoint:
     """Open a finished checkpoint.
 
     Args:
@@ -94,7 +94,7 @@ def open_flex(directory: Path, verify: str = "size") -> FlexCheckpoint:
     return open_seen(directory, see(directory), verify)
 
 
-def open_seen(directory: Path, sight: Sight, verify: str) -> FlexCheckpoint:
+def open_seen(directory: Place, sight: Sight, verify: str) -> FlexCheckpoint:
     """As :func:`open_flex`, for a checkpoint that :func:`see` has looked at."""
     verify_files(directory, sight.manifest, verify)
     documents = {name: read_file(directory / name) for name in DOCUMENTS}
@@ -103,7 +103,7 @@ def open_seen(directory: Path, sight: Sight, verify: str) -> FlexCheckpoint:
 
 
 def gathered(
-    directory: Path, manifest: Manifest, shards: Callable[[str], Iterable[StoredShard]]
+    directory: Place, manifest: Manifest, shards: Callable[[str], Iterable[StoredShard]]
 ) -> tuple[Catalog, list[str]]:
     """The catalog of a checkpoint, and the contradictions between its files.
 
@@ -116,7 +116,9 @@ def gathered(
     faults: list[str] = []
     for role in ROLES:
         paths = [receipt.path for receipt in manifest.files if is_shard_file(receipt.path, role)]
-        tensors, contradictions = gather_shards(shard for path in paths for shard in shards(path))
+        tensors, contradictions = gather_shards(
+            shard for held in each(lambda path: list(shards(path)), paths, directory) for shard in held
+        )
         faults.extend(contradictions)
         if tensors:
             roles[role] = tensors
@@ -169,7 +171,7 @@ def is_shard_file(path: str, role: str) -> bool:
     return path.startswith(f"{role}/") and path.endswith(".safetensors")
 
 
-def shards_of(directory: Path, path: str) -> Iterator[StoredShard]:
+def shards_of(directory: Place, path: str) -> Iterator[StoredShard]:
     """What a file of a checkpoint holds, from its header.
 
     Args:
@@ -198,7 +200,7 @@ def shards_of(directory: Path, path: str) -> Iterator[StoredShard]:
         yield shard, path, entry.begin, width
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Place) -> dict[str, Any]:
     """A model's configuration from its file.
 
     Raises:
@@ -208,7 +210,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return parse_config(read_file(path), path)
 
 
-def parse_config(raw: bytes, path: Path) -> dict[str, Any]:
+def parse_config(raw: bytes, path: Place) -> dict[str, Any]:
     """A model's configuration from the bytes of its file.
 
     Raises:

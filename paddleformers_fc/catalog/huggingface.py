@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from paddleformers_fc.catalog.stored import Catalog, gather_shards
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
@@ -18,15 +18,16 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
-from paddleformers_fc.storage.files import read_file
+from paddleformers_fc.storage.files import each, exists, is_file, read_file
 from paddleformers_fc.storage.identity import identities_of
+from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.safetensors import Header, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
-def open_huggingface(directory: Path) -> Catalog:
+def open_huggingface(directory: Place) -> Catalog:
     """The catalog of a directory of open weights.
 
     Raises:
@@ -37,7 +38,7 @@ def open_huggingface(directory: Path) -> Catalog:
     files = _files(directory)
     # Before the headers: what is read later must be what they speak of.
     identities = identities_of(directory / name for name in files)
-    headers = {name: read_header(directory / name) for name in files}
+    headers = dict(zip(files, each(read_header, (directory / name for name in files), directory), strict=True))
     faults = [
         f"{tensor}: the index says {name}, which does not hold it"
         for name, tensors in files.items()
@@ -57,12 +58,12 @@ def open_huggingface(directory: Path) -> Catalog:
     return Catalog(directory, {MODEL_STATE: tensors}, identities)
 
 
-def _files(directory: Path) -> dict[str, list[str]]:
+def _files(directory: Place) -> dict[str, list[str]]:
     """File name -> tensors that count in it; an empty list stands for all of them."""
     index = directory / INDEX_NAME
-    if index.exists():
+    if exists(index):
         return _indexed(index)
-    if (directory / SINGLE_NAME).exists():
+    if exists(directory / SINGLE_NAME):
         return {SINGLE_NAME: []}
     raise NotACheckpoint(
         "The directory holds no open weights.",
@@ -72,7 +73,7 @@ def _files(directory: Path) -> dict[str, list[str]]:
     )
 
 
-def _indexed(index: Path) -> dict[str, list[str]]:
+def _indexed(index: Place) -> dict[str, list[str]]:
     try:
         weight_map = json.loads(read_file(index))["weight_map"]
         pairs = [(str(tensor), str(name)) for tensor, name in weight_map.items()]
@@ -83,7 +84,8 @@ def _indexed(index: Path) -> dict[str, list[str]]:
         if PurePosixPath(name).name != name or name in (".", ".."):
             raise FormatError("The index names a file outside its directory.", where=str(index), evidence=[name])
         files.setdefault(name, []).append(tensor)
-    missing = sorted(name for name in files if not (index.parent / name).is_file())
+    there = each(is_file, (index.parent / name for name in files), index)
+    missing = sorted(name for name, found in zip(files, there, strict=True) if not found)
     if missing:
         raise Corrupt(
             f"{len(missing)} files of the index are missing.",

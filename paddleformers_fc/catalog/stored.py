@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, CoverFault, Shape, cover_faults, whole
+from paddleformers_fc.storage import places
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.ranges import NO_IDENTITIES
 
@@ -127,13 +127,13 @@ class Catalog:
     """Everything that is stored under one directory.
 
     Args:
-        root: the directory.
+        root: the directory, of this machine or of a store.
         roles: role -> full name -> tensor.
         identities: which files these were when they were checked.
         seen_by: for every file that not all ranks of the job see, the ranks that do, rising.
     """
 
-    root: Path
+    root: places.Place
     roles: dict[str, dict[str, StoredTensor]]
     identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
     seen_by: Mapping[str, Sequence[int]] = field(default_factory=lambda: EVERYONE)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,6 +20,8 @@ from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.report import states_joined
+from paddleformers_fc.storage.files import is_directory
+from paddleformers_fc.storage.places import Place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,7 +101,7 @@ class Difference(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def diff(a: Path, b: Path, role: str | None = None) -> Difference:
+def diff(a: Place, b: Place, role: str | None = None) -> Difference:
     """Compare two directories.
 
     Args:
@@ -123,19 +124,20 @@ def diff(a: Path, b: Path, role: str | None = None) -> Difference:
             next_step="Leave out --role; inspect shows which roles a checkpoint has.",
         )
     found = {name: _compare(name, first, second) for name in present}
-    left_out = _left_out(sides) if role is None else []
+    left_out = _left_out((a, b), sides) if role is None else []
     equal = all(one.same for one in found.values())
     return Difference(equal, *sides, found, left_out, round(time.monotonic() - started, 3))
 
 
-def _left_out(sides: Sequence[Side]) -> list[str]:
+def _left_out(places: Sequence[Place], sides: Sequence[Side]) -> list[str]:
     """Roles that the checkpoint holds and the open weights beside it cannot hold."""
     if all(side.kind != HUGGINGFACE for side in sides):
         return []
+    checkpoints = [found for found, side in zip(places, sides, strict=True) if side.kind == FLEX]
     return [
         role
         for role in ROLES
-        if role != MODEL_STATE and any(side.kind == FLEX and (Path(side.path) / role).is_dir() for side in sides)
+        if role != MODEL_STATE and any(is_directory(checkpoint / role) for checkpoint in checkpoints)
     ]
 
 

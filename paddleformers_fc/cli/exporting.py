@@ -20,6 +20,7 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.ranges import RangeReader
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Exported(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def export(source: Path, target: Path, max_shard_bytes: int, verify: str, replace: bool) -> Exported:
+def export(source: Place, target: Path, max_shard_bytes: int, verify: str, replace: bool) -> Exported:
     """Export a checkpoint.
 
     Args:

@@ -7,7 +7,6 @@ and :func:`show` turns into text.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +18,8 @@ from paddleformers_fc.cli.output import count_text, size_text
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.files import each, size_of
+from paddleformers_fc.storage.places import Place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,7 +101,7 @@ class Inspection(msgspec.Struct, frozen=True):
     tensors: list[TensorFacts] | None = None
 
 
-def inspect(directory: Path, pattern: str | None = None) -> Inspection:
+def inspect(directory: Place, pattern: str | None = None) -> Inspection:
     """The facts about a directory.
 
     Args:
@@ -141,7 +142,10 @@ def _file_sizes(opened: Opened) -> dict[str, int]:
         for tensor in stored.values()
         for fragment in tensor.fragments
     }
-    return {name: (opened.catalog.root / name).stat().st_size for name in sorted(names)}
+    ordered = sorted(names)
+    return dict(
+        zip(ordered, each(size_of, (opened.catalog.root / name for name in ordered), opened.catalog.root), strict=True)
+    )
 
 
 def _job(opened: Opened) -> JobFacts | None:

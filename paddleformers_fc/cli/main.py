@@ -33,6 +33,8 @@ from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, Mi
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from paddleformers_fc.storage.places import Place
+
 PROGRAM = "paddleformers-fc"
 _HELP = f"Run {PROGRAM} --help, or a verb with --help."
 RIGHT, WRONG, MISUSE, INTERRUPTED = 0, 1, 2, 130
@@ -71,10 +73,7 @@ class Level(str, Enum):
 
 
 Directory = Annotated[
-    Path,
-    typer.Argument(
-        metavar="DIR", exists=True, file_okay=False, help="A flex checkpoint or a directory of open weights."
-    ),
+    str, typer.Argument(metavar="DIR", help="A flex checkpoint or open weights: a path, or a URL such as s3://...")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -92,7 +91,7 @@ def inspect(
     """Show what a checkpoint holds: who saved it, its roles, dtypes and files, and its tensors."""
     from paddleformers_fc.cli import inspection
 
-    found = inspection.inspect(directory, pattern or ("*" if tensors else None))
+    found = inspection.inspect(_named(directory), pattern or ("*" if tensors else None))
     _present(found, inspection.show, as_json)
     return RIGHT
 
@@ -110,8 +109,9 @@ def verify(
 
     from paddleformers_fc.cli import verification
 
-    with output.working(f"checking {directory}"):
-        outcome, problem = verification.verify(directory, level.value)
+    source = _named(directory)
+    with output.working(f"checking {source}"):
+        outcome, problem = verification.verify(source, level.value)
     if as_json:
         wire = msgspec.json.decode(problem.to_wire()) if problem else {}
         output.print_json({**wire, **msgspec.to_builtins(outcome)})
@@ -124,8 +124,8 @@ def verify(
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", exists=True, file_okay=False, help="A checkpoint or open weights.")],
-    b: Annotated[Path, typer.Argument(metavar="B", exists=True, file_okay=False, help="The other.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint or open weights: a path or a URL.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other.")],
     role: Annotated[
         str | None, typer.Option(help="Compare this role alone: model_state, master_weight, optimizer_state, ...")
     ] = None,
@@ -137,9 +137,10 @@ def diff(
     """
     from paddleformers_fc.cli import difference
 
-    with output.working(f"comparing {a} and {b}"):
+    one, other = _named(a), _named(b)
+    with output.working(f"comparing {one} and {other}"):
         try:
-            found = difference.diff(a, b, role)
+            found = difference.diff(one, other, role)
         except NotACheckpoint as error:  # Nothing was compared: 1 would say that they are different.
             output.print_error(error, as_json)
             return MISUSE
@@ -164,9 +165,7 @@ def aoa(
 
 @app.command()
 def plan(
-    directory: Annotated[
-        Path, typer.Argument(metavar="CKPT", exists=True, file_okay=False, help="A checkpoint or open weights.")
-    ],
+    directory: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint or open weights: a path or a URL.")],
     to: Annotated[
         str,
         typer.Option(
@@ -182,18 +181,17 @@ def plan(
     """
     from paddleformers_fc.cli import planning
 
-    with output.working(f"planning {directory}"):
-        found = planning.plan(directory, to, dtype)
+    source = _named(directory)
+    with output.working(f"planning {source}"):
+        found = planning.plan(source, to, dtype)
     _present(found, planning.show, as_json)
     return RIGHT
 
 
 @app.command()
 def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CKPT", exists=True, file_okay=False, help="A finished flex checkpoint.")
-    ],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", file_okay=False, help="Where the Hugging Face files go.")],
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A finished flex checkpoint: a path or a URL.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Where the Hugging Face files go.")],
     max_shard_size: Annotated[
         str,
         typer.Option(
@@ -209,10 +207,14 @@ def export(
 ) -> int:
     """Write a checkpoint's weights as Hugging Face files; prints them and one md5, the same for every layout."""
     from paddleformers_fc.cli import exporting
+    from paddleformers_fc.storage.places import local
     from paddleformers_fc.trainer.options import parse_size
 
-    with output.working(f"exporting {checkpoint}"):
-        found = exporting.export(checkpoint, directory, parse_size(max_shard_size), verify.value, replace)
+    source, target = _named(checkpoint), local(directory, "An export")
+    if target.exists() and not target.is_dir():
+        raise typer.BadParameter(f"Directory {directory!r} is a file.")
+    with output.working(f"exporting {source}"):
+        found = exporting.export(source, target, parse_size(max_shard_size), verify.value, replace)
     _present(found, exporting.show, as_json)
     return RIGHT
 
@@ -381,6 +383,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if as_json:
             output.print_error(FlexError(f"{type(error).__name__}: {error}", next_step="Report this fault."), as_json)
         return MISUSE
+
+
+def _named(text: str) -> Place:
+    """The directory of an argument. One of a store is looked at when it is opened: not every store knows directories.
+
+    Raises:
+        OptionError: the URL cannot be that of a directory.
+        typer.BadParameter: there is no such directory on this machine.
+    """
+    from paddleformers_fc.storage.places import place
+
+    found = place(text)
+    if isinstance(found, Path) and not found.is_dir():
+        fault = "is a file" if found.exists() else "does not exist"
+        raise typer.BadParameter(f"Directory {str(found)!r} {fault}.")
+    return found
 
 
 def _present(found: _T, show: Callable[[_T, Console], None], as_json: bool) -> None:

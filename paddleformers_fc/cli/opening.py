@@ -8,16 +8,16 @@ looks like, the error names them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_flex, open_huggingface
 from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME, read_config
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import NotACheckpoint
-from paddleformers_fc.storage.files import list_directory
+from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.names import parse_step
+from paddleformers_fc.storage.places import Place
 
 Kind = Literal["flex_checkpoint", "huggingface"]
 FLEX: Kind = "flex_checkpoint"
@@ -41,17 +41,17 @@ class Opened:
     checkpoint: FlexCheckpoint | None = None
 
 
-def kind_of(directory: Path) -> Kind:
+def kind_of(directory: Place) -> Kind:
     """What a directory is, by the names of its files alone.
 
     Raises:
         NotACheckpoint: it is neither a finished flex checkpoint nor a directory of open weights.
     """
-    if (directory / MANIFEST_NAME).exists():
+    if exists(directory / MANIFEST_NAME):
         return FLEX
-    if (directory / INDEX_NAME).exists() or (directory / SINGLE_NAME).exists():
+    if exists(directory / INDEX_NAME) or exists(directory / SINGLE_NAME):
         return HUGGINGFACE
-    unfinished = (directory / MAPPING_NAME).exists()
+    unfinished = exists(directory / MAPPING_NAME)
     raise NotACheckpoint(
         f"{directory} is an unfinished checkpoint."
         if unfinished
@@ -62,7 +62,7 @@ def kind_of(directory: Path) -> Kind:
     )
 
 
-def open_directory(directory: Path, verify: str) -> Opened:
+def open_directory(directory: Place, verify: str) -> Opened:
     """Open a flex checkpoint or a directory of open weights.
 
     Args:
@@ -77,21 +77,21 @@ def open_directory(directory: Path, verify: str) -> Opened:
     return Opened(HUGGINGFACE, open_huggingface(directory), config_beside(directory))
 
 
-def config_beside(directory: Path) -> dict[str, Any]:
+def config_beside(directory: Place) -> dict[str, Any]:
     """The model's configuration in a directory; empty where there is none.
 
     Raises:
         FormatError: it is not a JSON object.
     """
     path = directory / CONFIG_NAME
-    return read_config(path) if path.exists() else {}
+    return read_config(path) if exists(path) else {}
 
 
-def _advice(directory: Path) -> str:
+def _advice(directory: Place) -> str:
     inside = sorted(
         (step, path.name)
         for path in list_directory(directory)
-        if (step := parse_step(path)) is not None and (path / MANIFEST_NAME).exists()
+        if (step := parse_step(path)) is not None and exists(path / MANIFEST_NAME)
     )
     if inside:
         return f"Name a checkpoint inside it: {', '.join(name for _, name in inside)}."

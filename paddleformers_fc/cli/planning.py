@@ -7,7 +7,6 @@ A grid that the model cannot have is refused by the configuration alone, before 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +21,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan import huggingface_source, resume_source
 from paddleformers_fc.plan.forecast import CastFacts, Forecast, RankForecast, forecast
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
+from paddleformers_fc.storage.places import Place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +64,7 @@ class Plan(msgspec.Struct, frozen=True):
     ranks: list[RankForecast]
 
 
-def plan(directory: Path, to: str, dtype: str | None = None) -> Plan:
+def plan(directory: Place, to: str, dtype: str | None = None) -> Plan:
     """Plan a load for every rank of a grid.
 
     Args:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
+from paddleformers_fc.storage.places import place
 from paddleformers_fc.trainer.options import FIELD_NAMES
 from paddleformers_fc.trainer.resume import refuse_no_checkpoint
 
@@ -124,4 +125,5 @@ def refuse_resume(settings: Mapping[str, Any]) -> None:
     """
     named = settings.get("resume_from_checkpoint")
     if settings.get("flex_checkpoint") and isinstance(named, str) and named:
-        refuse_no_checkpoint(Path(named).expanduser())
+        found = place(named)
+        refuse_no_checkpoint(found.expanduser() if isinstance(found, Path) else found)

@@ -40,6 +40,7 @@ from paddleformers_fc.cli.screen import COLOUR, DEBUG, Screen
 from paddleformers_fc.errors import FlexError, OptionError, PeerError, from_wire
 from paddleformers_fc.runtime.launch import launch
 from paddleformers_fc.runtime.ranks import rank_environments, tail
+from paddleformers_fc.storage.places import local
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FlexFields, check_options
 
@@ -268,7 +269,7 @@ def _output_dir(settings: Mapping[str, Any], config: Path) -> Path:
             where=str(config),
             next_step="Add output_dir: the directory for checkpoints and logs.",
         )
-    return Path(named).expanduser()
+    return local(named, "A checkpoint").expanduser()
 
 
 def _log_dir(output_dir: Path) -> Path:

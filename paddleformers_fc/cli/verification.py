@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -30,7 +29,9 @@ from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.reading import verify_equal
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.plan import LoadPlan, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.storage.files import each, size_of
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
+from paddleformers_fc.storage.places import Place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +104,7 @@ class _Protocol:
         return found
 
 
-def verify(directory: Path, level: str) -> tuple[Verification, FlexError | None]:
+def verify(directory: Place, level: str) -> tuple[Verification, FlexError | None]:
     """Check a directory.
 
     Args:
@@ -135,7 +136,7 @@ def verify(directory: Path, level: str) -> tuple[Verification, FlexError | None]
     return outcome, problem
 
 
-def _check_flex(directory: Path, level: str, protocol: _Protocol) -> None:
+def _check_flex(directory: Place, level: str, protocol: _Protocol) -> None:
     manifest = protocol.check("manifest", lambda: read_manifest(directory), _manifest_text)
     protocol.files = len(manifest.files)
     protocol.bytes = sum(receipt.size for receipt in manifest.files)
@@ -164,7 +165,7 @@ def _check_flex(directory: Path, level: str, protocol: _Protocol) -> None:
         )
 
 
-def _check_huggingface(directory: Path, level: str, protocol: _Protocol) -> None:
+def _check_huggingface(directory: Place, level: str, protocol: _Protocol) -> None:
     opened = protocol.check(
         "tensors",
         lambda: open_directory(directory, level),
@@ -177,7 +178,7 @@ def _check_huggingface(directory: Path, level: str, protocol: _Protocol) -> None
     files = {fragment.file for tensor in tensors.values() for fragment in tensor.fragments}
     protocol.tensors = len(tensors)
     protocol.files = len(files)
-    protocol.bytes = sum((directory / name).stat().st_size for name in files)
+    protocol.bytes = sum(each(size_of, (directory / name for name in files), directory))
 
 
 def _manifest_text(manifest: Manifest) -> str:

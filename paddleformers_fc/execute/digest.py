@@ -9,20 +9,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from paddleformers_fc.catalog import open_flex, open_huggingface
 from paddleformers_fc.errors import NotACheckpoint
-from paddleformers_fc.execute.reading import Crew, read_whole_tensor, verify_equal
+from paddleformers_fc.execute.reading import Crew, read_tensors, verify_equal
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping import Mapping, TensorSpec
 from paddleformers_fc.mapping.correspondences import Made
 from paddleformers_fc.mapping.stencils import identity
 from paddleformers_fc.plan import ReadItem, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
+from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.storage.places import Place
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class TensorDigest:
     md5: str
 
 
-def canonical_digests(directory: Path, verify: str = "size", roles: Collection[str] = ROLES) -> Iterator[TensorDigest]:
+def canonical_digests(directory: Place, verify: str = "size", roles: Collection[str] = ROLES) -> Iterator[TensorDigest]:
     """Digests of everything in a flex checkpoint or a Hugging Face directory, in natural order.
 
     Args:
@@ -64,16 +65,14 @@ def canonical_digests(directory: Path, verify: str = "size", roles: Collection[s
         items.setdefault((item.role, item.name), []).append(item)
     with Crew(identities=source.catalog.identities) as crew:
         for role, shards in layout.items():
-            for name in sorted(shards, key=natural):
-                shard = shards[name]
-                found = tuple(items.get((role, name), ()))
-                array = read_whole_tensor(found, crew, directory, shard.dtype, shard.size)
+            wanted = ((shards[name], items.get((role, name), ())) for name in sorted(shards, key=natural))
+            for shard, array in read_tensors(crew, directory, wanted):
                 md5 = hashlib.md5(array.view(np.uint8).data).hexdigest()
-                yield TensorDigest(role, name, shard.dtype, shard.global_shape, md5)
+                yield TensorDigest(role, shard.name, shard.dtype, shard.global_shape, md5)
 
 
-def _source(directory: Path, verify: str) -> Source:
-    if (directory / MANIFEST_NAME).exists():
+def _source(directory: Place, verify: str) -> Source:
+    if exists(directory / MANIFEST_NAME):
         return canonical_source(open_flex(directory, verify))
     try:
         catalog = open_huggingface(directory)

@@ -20,7 +20,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -55,6 +54,7 @@ from paddleformers_fc.plan.routes import (
     scheduled,
     transfers,
 )
+from paddleformers_fc.storage import places
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.ranges import NO_IDENTITIES
@@ -76,7 +76,7 @@ class Storage:
         seen_by: for every file that not all ranks see, the ranks that do.
     """
 
-    root: Path
+    root: places.Place
     identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
     seen_by: SeenBy = field(default_factory=lambda: EVERYONE)
 
@@ -187,6 +187,8 @@ def go_through(
     read = received = 0
     with Crew(options, storage.identities) as crew:
         source = _Source(crew, storage.root, channel.rank)
+        mine = (piece for pieces in schedule.rounds for piece in pieces if piece.move.owner == channel.rank)
+        crew.expect(storage.root, (piece.stored for piece in mine))
         begun = [source.begin(pieces) for pieces in schedule.rounds[:1]]
         for number, pieces in enumerate(schedule.rounds):
             begun.extend(source.begin(later) for later in schedule.rounds[number + 1 : number + 2])
@@ -242,6 +244,8 @@ def _agreed_digests(wanted: Sequence[StoredPart], storage: Storage, channel: Cha
 def _digests(parts: Iterable[StoredPart], storage: Storage) -> list[bytes]:
     found: list[bytes] = []
     with Crew(DEFAULT_OPTIONS, storage.identities) as crew:
+        parts = list(parts)
+        crew.expect(storage.root, parts)
         for part in parts:
             state = xxhash.xxh3_128()
             for box in boxes_within(part.part, _DIGEST_ELEMENTS):
@@ -257,7 +261,7 @@ class _Source:
     """Reads this rank's pieces in threads."""
 
     crew: Crew
-    root: Path
+    root: places.Place
     rank: int
 
     def begin(self, pieces: Sequence[Piece]) -> dict[int, _Begun]:
@@ -359,7 +363,7 @@ def _round(channel: Channel, pieces: Sequence[Piece], held: Mapping[int, Array])
     return found
 
 
-def _begin(crew: Crew, root: Path, part: StoredPart) -> _Begun:
+def _begin(crew: Crew, root: places.Place, part: StoredPart) -> _Begun:
     """Start to read a range into an array of its own."""
     region = region_of(root, part)
     array: Array = np.empty(region.size, region.dtype)

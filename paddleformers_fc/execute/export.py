@@ -22,7 +22,7 @@ from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint, open_fle
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree
-from paddleformers_fc.execute.reading import Crew, read_whole_tensor
+from paddleformers_fc.execute.reading import Crew, read_tensors
 from paddleformers_fc.execute.rollcall import call_roll, software
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging import staging_beside
@@ -44,6 +44,7 @@ from paddleformers_fc.storage.files import (
 )
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, FileReceipt
 from paddleformers_fc.storage.owner import OWNER_NAME
+from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.safetensors import SafetensorsWriter
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
@@ -77,7 +78,7 @@ class _FilePlan:
 
 
 def export_checkpoint(
-    source: Path,
+    source: Place,
     target: Path,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     channel: Channel = ALONE,
@@ -193,10 +194,8 @@ def _write_files(staging: Path, source: Source, files: list[_FilePlan]) -> bytes
                 items.setdefault(item.name, []).append(item)
             entries = [(s.name, to_safetensors(s.dtype), s.global_shape) for s in file.tensors]
             with SafetensorsWriter(staging / file.name, entries, {"format": "pt"}, root=staging) as writer:
-                for shard in file.tensors:
-                    array = read_whole_tensor(
-                        tuple(items.get(shard.name, ())), crew, source.catalog.root, shard.dtype, shard.size
-                    )
+                sources = ((shard, items.get(shard.name, ())) for shard in file.tensors)
+                for shard, array in read_tensors(crew, source.catalog.root, sources):
                     writer.write(shard.name, array)
                 receipts.append(writer.close())
     return msgspec.json.encode(receipts)

@@ -12,7 +12,6 @@ import base64
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,6 +32,7 @@ from paddleformers_fc.mapping.aoa import AoaTensor
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, stated_source
 from paddleformers_fc.plan.cache import PlanCache, Planned, plan_key
 from paddleformers_fc.storage.manifest import manifest_seal
+from paddleformers_fc.storage.places import Place
 
 PLANS = PlanCache()
 """Plans that this process keeps where nobody names another cache."""
@@ -51,7 +51,7 @@ class LoadReport:
         bytes_received: bytes this rank got from other ranks instead of reading them.
     """
 
-    directory: Path
+    directory: Place
     bytes_read: int
     seconds: float
     fresh: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ def load_checkpoint(
     return _load(checkpoint.catalog, roles, channel, options, preflight, started)
 
 
-def _call_roll(channel: Channel, directory: Path, config: Mapping[str, Any], facts: Mapping[str, object]) -> None:
+def _call_roll(channel: Channel, directory: Place, config: Mapping[str, Any], facts: Mapping[str, object]) -> None:
     """What the ranks of one load must agree on."""
     call_roll(channel, f"loading {directory.name}", {"versions": software(), "config": comparable(config), **facts})
 
@@ -162,7 +162,7 @@ def _whole_model(roles: Roles, channel: Channel) -> dict[str, AoaTensor]:
 
 
 def load_weights(
-    directory: Path, roles: Roles, config: Mapping[str, Any], channel: Channel, options: ReadOptions = DEFAULT_OPTIONS
+    directory: Place, roles: Roles, config: Mapping[str, Any], channel: Channel, options: ReadOptions = DEFAULT_OPTIONS
 ) -> LoadReport:
     """Fill live weights from a directory of open weights; stored floating dtypes are cast to the model's.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -40,6 +39,7 @@ from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.files import read_file
 from paddleformers_fc.storage.manifest import Manifest, manifest_seal, verify_files
+from paddleformers_fc.storage.places import Place
 
 SeenBy = Mapping[str, Sequence[int]]
 
@@ -76,7 +76,7 @@ class _Told(msgspec.Struct):
     documents: dict[str, bytes]
 
 
-def open_checkpoint(directory: Path, channel: Channel, verify: str = "size") -> FlexCheckpoint:
+def open_checkpoint(directory: Place, channel: Channel, verify: str = "size") -> FlexCheckpoint:
     """Open a finished checkpoint on every rank, or raise the same error on every rank.
 
     Args:
@@ -104,14 +104,14 @@ def open_checkpoint(directory: Path, channel: Channel, verify: str = "size") -> 
     return _open_divided(directory, Sight(manifest, seen[0].identities if seen[0] else {}), sights, channel, verify)
 
 
-def _sight(directory: Path) -> Sight | None:
+def _sight(directory: Place) -> Sight | None:
     try:
         return see(directory)
     except NotACheckpoint:
         return None
 
 
-def _told_of(directory: Path, sight: Sight | None) -> _Sight:
+def _told_of(directory: Place, sight: Sight | None) -> _Sight:
     if sight is None:
         return _Sight()
     manifest, missing = sight.manifest, set(sight.missing(directory))
@@ -120,7 +120,7 @@ def _told_of(directory: Path, sight: Sight | None) -> _Sight:
     return _Sight(manifest_seal(manifest), len(msgspec.msgpack.encode(manifest)), saved, bits)
 
 
-def _common_manifest(directory: Path, sights: Sequence[_Sight], own: Sight | None, channel: Channel) -> Manifest:
+def _common_manifest(directory: Place, sights: Sequence[_Sight], own: Sight | None, channel: Channel) -> Manifest:
     """The manifest of all ranks that see one, on every rank."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, sight in enumerate(sights):
@@ -141,7 +141,7 @@ def _common_manifest(directory: Path, sights: Sequence[_Sight], own: Sight | Non
 
 
 def _open_divided(
-    directory: Path, sight: Sight, sights: Sequence[_Sight], channel: Channel, verify: str
+    directory: Place, sight: Sight, sights: Sequence[_Sight], channel: Channel, verify: str
 ) -> FlexCheckpoint:
     manifest = sight.manifest
     seen_by = _seen_by(manifest, sights)
@@ -193,7 +193,7 @@ def _seen_by(manifest: Manifest, sights: Sequence[_Sight]) -> dict[str, tuple[in
     return {manifest.files[index].path: tuple(np.flatnonzero(visible[:, index]).tolist()) for index in partly}
 
 
-def _refuse_lost(directory: Path, seen_by: SeenBy, sights: Sequence[_Sight]) -> None:
+def _refuse_lost(directory: Place, seen_by: SeenBy, sights: Sequence[_Sight]) -> None:
     """Files that no rank sees: a disk is not there."""
     lost = [path for path, ranks in seen_by.items() if not ranks]
     if not lost:

@@ -15,24 +15,26 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError, OptionError
+from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import Box, Shape
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
+from paddleformers_fc.storage.ahead import Wanted
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import MOST_BUFFERS
 from paddleformers_fc.storage.identity import Identities
+from paddleformers_fc.storage.places import Place, RemotePath
 from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
 from paddleformers_fc.storage.regions import (
     BLOCK_BYTES,
@@ -44,12 +46,14 @@ from paddleformers_fc.storage.regions import (
     Workspace,
     blocks_of,
     pieces_of,
+    ranges_of,
     read_region,
 )
 
 Key = tuple[str, str]
 _SMALLEST_SCRATCH = 8
 _JOBS_PER_TASK = 64
+_PORTION_BYTES = 32 << 20
 
 
 class Slot(Protocol):
@@ -157,7 +161,7 @@ class Crew:
 
     def __init__(self, options: ReadOptions = DEFAULT_OPTIONS, identities: Identities = NO_IDENTITIES) -> None:
         self.options = options
-        self._reader = RangeReader(identities=identities)
+        self._reader = RangeReader(identities=identities, threads=options.threads)
         self._pool = ThreadPoolExecutor(options.threads, "flex-read")
         self._idle: list[Workspace] = []
 
@@ -197,6 +201,21 @@ class Crew:
     def run_here(self, tasks: Iterator[Task]) -> int:
         """As :meth:`run`, in the calling thread."""
         return self._work(lambda: next(tasks, None))
+
+    def expect(self, root: Place, parts: Iterable[StoredPart]) -> None:
+        """Announce what will be read, so that the small reads of a remote directory come in few requests.
+
+        Args:
+            root: the directory that files are relative to.
+            parts: all that will be read, about in this order.
+        """
+        if not isinstance(root, RemotePath):
+            return
+        wanted: dict[str, list[Wanted]] = {}
+        for part in parts:
+            wanted.setdefault(part.file, []).extend(ranges_of(region_of(root, part)))
+        for file, found in wanted.items():
+            self._reader.expect(root / file, found)
 
     def begin(self, region: Region, out: np.ndarray[Any, Any]) -> Future[int]:
         """Start to read a region into an array of its shape, in one thread; bytes read from storage."""
@@ -240,11 +259,13 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if kind is None:
+            self._reader.refuse_replaced()
 
 
 def carry_out(
     plan: LoadPlan,
-    root: Path,
+    root: Place,
     slots: Mapping[Key, Slot],
     options: ReadOptions = DEFAULT_OPTIONS,
     identities: Identities = NO_IDENTITIES,
@@ -266,7 +287,8 @@ def carry_out(
         return sum(_fill(crew, root, slots, group) for group in _groups(plan.items, slots, options))
 
 
-def _fill(crew: Crew, root: Path, slots: Mapping[Key, Slot], items: list[ReadItem]) -> int:
+def _fill(crew: Crew, root: Place, slots: Mapping[Key, Slot], items: list[ReadItem]) -> int:
+    crew.expect(root, (item.stored for item in items))
     targets = _Targets(slots)
     count = crew.run(_tasks(_jobs(items, root, targets, crew.options)))
     targets.close()
@@ -323,7 +345,7 @@ class _Targets:
 class Run:
     """Successive bytes of a file that go, unchanged, into one or more pieces of memory."""
 
-    path: Path
+    path: Place
     begin: int
     end: int
     views: list[memoryview] = field(default_factory=list)
@@ -350,9 +372,9 @@ class Part:
         return self.blocks.read(self.first, self.last, reader, workspace)
 
 
-def _jobs(items: list[ReadItem], root: Path, targets: _Targets, options: ReadOptions) -> Iterator[tuple[int, Job]]:
+def _jobs(items: list[ReadItem], root: Place, targets: _Targets, options: ReadOptions) -> Iterator[tuple[int, Job]]:
     """Jobs and their bytes, in the order of files: what a disk reads fastest, and what lets neighbours be joined."""
-    paths: dict[str, Path] = {}
+    paths: dict[str, Place] = {}
     run: Run | None = None
     for item in items:
         stored = item.stored
@@ -377,7 +399,7 @@ def _jobs(items: list[ReadItem], root: Path, targets: _Targets, options: ReadOpt
         yield run.end - run.begin, run
 
 
-def _goes_on(run: Run, path: Path, begin: int, length: int) -> bool:
+def _goes_on(run: Run, path: Place, begin: int, length: int) -> bool:
     return (
         run.end == begin
         and run.path is path
@@ -421,7 +443,9 @@ def _dtype(name: str) -> np.dtype[Any]:
     return to_numpy(to_safetensors(name))
 
 
-def _parts(path: Path, item: ReadItem, array: np.ndarray[Any, Any], options: ReadOptions) -> Iterator[tuple[int, Part]]:
+def _parts(
+    path: Place, item: ReadItem, array: np.ndarray[Any, Any], options: ReadOptions
+) -> Iterator[tuple[int, Part]]:
     region = _region(path, item.stored)
     blocks = blocks_of(region, item_view(array, item), options.scratch_bytes, options.max_over_read)
     if blocks is None:
@@ -446,12 +470,12 @@ def _tasks(jobs: Iterator[tuple[int, Job]]) -> Iterator[Task]:
         yield task
 
 
-def region_of(root: Path, stored: StoredPart) -> Region:
+def region_of(root: Place, stored: StoredPart) -> Region:
     """A stored part as a region of its file."""
     return _region(root / stored.file, stored)
 
 
-def _region(path: Path, stored: StoredPart) -> Region:
+def _region(path: Place, stored: StoredPart) -> Region:
     return Region(path, stored.begin, stored.shape, stored.part.lo, stored.part.shape, _dtype(stored.dtype))
 
 
@@ -471,7 +495,7 @@ def item_view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, A
 
 def verify_equal(
     checks: tuple[EqualCheck, ...],
-    root: Path,
+    root: Place,
     options: ReadOptions = DEFAULT_OPTIONS,
     identities: Identities = NO_IDENTITIES,
 ) -> None:
@@ -489,11 +513,12 @@ def verify_equal(
         return
     differing: set[int] = set()
     with Crew(options, identities) as crew:
+        crew.expect(root, (side for check in checks for side in (check.left, check.right)))
         crew.run(_tasks(_comparisons(checks, root, crew.options.scratch_bytes, differing)))
     refuse_unequal([checks[number] for number in sorted(differing)], root)
 
 
-def refuse_unequal(unequal: Sequence[EqualCheck], root: Path) -> None:
+def refuse_unequal(unequal: Sequence[EqualCheck], root: Place) -> None:
     """Say which checks failed.
 
     Raises:
@@ -529,7 +554,7 @@ class Comparison:
 
 
 def _comparisons(
-    checks: tuple[EqualCheck, ...], root: Path, piece_bytes: int, differing: set[int]
+    checks: tuple[EqualCheck, ...], root: Place, piece_bytes: int, differing: set[int]
 ) -> Iterator[tuple[int, Job]]:
     for number, check in enumerate(checks):
         left, right = region_of(root, check.left), region_of(root, check.right)
@@ -557,23 +582,44 @@ class ArraySlot:
         """Nothing to hand over."""
 
 
-def read_whole_tensor(
-    plan_items: tuple[ReadItem, ...], crew: Crew, root: Path, dtype: str, size: int
-) -> np.ndarray[Any, Any]:
-    """One wanted tensor as a flat array of its own, for export and digests.
+def read_tensors(
+    crew: Crew, root: Place, wanted: Iterable[tuple[Shard, Sequence[ReadItem]]]
+) -> Iterator[tuple[Shard, np.ndarray[Any, Any]]]:
+    """Wanted tensors, one at a time, each as a flat array of its own; for export and digests.
 
     Args:
-        plan_items: the items of this tensor.
-        crew: who reads; all its threads do if the tensor is large.
+        crew: who reads; all its threads do if a tensor is large.
         root: the catalog's directory.
-        dtype: element type by its numpy name.
-        size: number of elements.
+        wanted: every tensor with its items, in order.
     """
-    array = np.empty(size, _dtype(dtype))
-    if plan_items:
-        items = list(plan_items)
+    for portion in _portions(wanted):
+        crew.expect(root, (item.stored for _, items in portion for item in items))
+        for shard, items in portion:
+            yield shard, _read_tensor(crew, root, shard, items)
+
+
+def _portions(
+    wanted: Iterable[tuple[Shard, Sequence[ReadItem]]],
+) -> Iterator[list[tuple[Shard, Sequence[ReadItem]]]]:
+    """Successive tensors that together are small enough to be fetched at once, should they be remote."""
+    portion: list[tuple[Shard, Sequence[ReadItem]]] = []
+    size = 0
+    for shard, items in wanted:
+        length = shard.size * _dtype(shard.dtype).itemsize
+        if portion and size + length > _PORTION_BYTES:
+            yield portion
+            portion, size = [], 0
+        portion.append((shard, items))
+        size += length
+    if portion:
+        yield portion
+
+
+def _read_tensor(crew: Crew, root: Place, shard: Shard, items: Sequence[ReadItem]) -> np.ndarray[Any, Any]:
+    array = np.empty(shard.size, _dtype(shard.dtype))
+    if items:
         targets = _Targets({(items[0].role, items[0].name): ArraySlot(array)})
-        tasks = _tasks(_jobs(items, root, targets, crew.options))
+        tasks = _tasks(_jobs(list(items), root, targets, crew.options))
         # Threads are not worth waking for less than a task.
         crew.run_here(tasks) if array.nbytes <= BLOCK_BYTES else crew.run(tasks)
     return array

@@ -2,8 +2,10 @@
 
 Every call that changes the file system goes through a function of this module. They do three things the bare calls do
 not: a refusal of the operating system becomes a :class:`StorageError` that names the path; a write goes on until every
-byte is accepted; and nothing counts as written before it is synced. A remote file system would be added here and in
-``ranges``, nowhere else.
+byte is accepted; and nothing counts as written before it is synced.
+
+What reads takes a :data:`~paddleformers_fc.storage.places.Place` and asks ``remote`` where that is one of a store. What
+writes takes a path of this machine.
 """
 
 from __future__ import annotations
@@ -14,23 +16,28 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, overload
 
 import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
+from paddleformers_fc.storage import remote
 from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.places import Place, RemotePath
 from paddleformers_fc.storage.receipts import DEFAULT_BLOCK_BYTES, FileReceipt
+from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
 
 # One write call: small enough that the bytes are still in the processor's cache when they are written after hashing.
 _WRITE_BYTES = 1024 * 1024
 # Linux takes 1024, and every system at least 16.
 MOST_BUFFERS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
 """How many buffers :func:`read_several` fills at most."""
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -97,6 +104,18 @@ def byte_view(buffer: Any) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
+def writable_view(buffer: Any, path: Place) -> memoryview:
+    """As :func:`byte_view`, of a buffer that bytes of ``path`` will go into.
+
+    Raises:
+        FormatError: the buffer is read-only or not in one piece.
+    """
+    view = byte_view(buffer)
+    if view.readonly:
+        raise FormatError(f"A read-only buffer cannot take bytes of {path}.", where=str(path))
+    return view
+
+
 @dataclass(frozen=True)
 class OpenFile:
     """A regular file open for reading; a context manager that closes it.
@@ -125,7 +144,7 @@ class OpenFile:
         self.close()
 
 
-def open_regular(path: Path) -> OpenFile:
+def open_regular(path: Place) -> OpenFile | RemoteFile:
     """Open a file to read it.
 
     Raises:
@@ -133,6 +152,11 @@ def open_regular(path: Path) -> OpenFile:
         FormatError: it is a directory, a pipe or a device.
         StorageError: it cannot be opened.
     """
+    return remote.open_remote(path) if isinstance(path, RemotePath) else open_local(path)
+
+
+def open_local(path: Path) -> OpenFile:
+    """As :func:`open_regular`, for a file of this machine."""
     try:
         # O_NONBLOCK: a pipe in place of a file is refused below instead of waiting for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -153,7 +177,7 @@ def open_regular(path: Path) -> OpenFile:
     return OpenFile(path, descriptor, status.st_size)
 
 
-def read_into(file: OpenFile, offset: int, buffer: Any) -> None:
+def read_into(file: OpenFile | RemoteFile, offset: int, buffer: Any) -> None:
     """Fill a writable contiguous ``buffer`` with the bytes from ``offset`` on; safe from several threads at once.
 
     Raises:
@@ -161,9 +185,10 @@ def read_into(file: OpenFile, offset: int, buffer: Any) -> None:
         FormatError: the buffer is read-only or not in one piece.
         StorageError: the operating system refused.
     """
-    view = byte_view(buffer)
-    if view.readonly:
-        raise FormatError(f"A read-only buffer cannot take bytes of {file.path}.", where=str(file.path))
+    view = writable_view(buffer, file.path)
+    if isinstance(file, RemoteFile):
+        file.read_into(offset, view)
+        return
     done = 0
     while done < view.nbytes:
         # One call moves at most about 2 GiB and may move less; an interrupted call is repeated by Python itself.
@@ -202,7 +227,7 @@ def read_several(file: OpenFile, offset: int, views: Sequence[memoryview]) -> No
         offset += view.nbytes
 
 
-def read_range(file: OpenFile, offset: int, length: int) -> bytes:
+def read_range(file: OpenFile | RemoteFile, offset: int, length: int) -> bytes:
     """``length`` bytes from ``offset`` on; see :func:`read_into` for the errors."""
     buffer = bytearray(length)
     read_into(file, offset, buffer)
@@ -301,7 +326,7 @@ def write_file(
         writer.abandon()
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Place) -> bytes:
     """All bytes of a small file.
 
     Raises:
@@ -320,7 +345,7 @@ def fsync_file(path: Path) -> None:
         Corrupt: it is missing.
         StorageError: the operating system refused.
     """
-    with open_regular(path) as file, _naming("sync", path):
+    with open_local(path) as file, _naming("sync", path):
         os.fsync(file.descriptor)
 
 
@@ -429,25 +454,90 @@ def remove_tree(path: Path) -> None:
         os.rmdir(path)
 
 
-def list_directory(path: Path) -> list[Path]:
+@overload
+def list_directory(path: Path) -> list[Path]: ...
+@overload
+def list_directory(path: Place) -> Sequence[Place]: ...
+def list_directory(path: Place) -> Sequence[Place]:
     """The entries of a directory, by name; none if it does not exist.
 
     Raises:
         StorageError: it cannot be listed, or is not a directory.
     """
+    if isinstance(path, RemotePath):
+        return remote.list_remote(path)
     with _naming("list", path), contextlib.suppress(FileNotFoundError):
         return [path / name for name in sorted(os.listdir(path))]
     return []
 
 
-def is_directory(path: Path) -> bool:
+def is_directory(path: Place) -> bool:
     """Whether ``path`` is a directory or a link to one; False if there is no such name.
 
     Raises:
         StorageError: the operating system refused to look.
     """
+    if isinstance(path, RemotePath):
+        return remote.is_remote_directory(path)
     with _naming("look at", path):
         return path.is_dir()
+
+
+def exists(path: Place) -> bool:
+    """Whether there is a file or directory of this name.
+
+    Raises:
+        StorageError: the operating system or the store refused to look.
+    """
+    return look(path) is not None
+
+
+def is_file(path: Place) -> bool:
+    """Whether ``path`` is a regular file or a link to one; False if there is no such name.
+
+    Raises:
+        StorageError: the operating system or the store refused to look.
+    """
+    status = look(path)
+    if isinstance(status, RemoteStatus):
+        return status.kind == "file"
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def look(path: Place) -> os.stat_result | RemoteStatus | None:
+    """What the operating system or the store says of a name; None if there is none.
+
+    Raises:
+        StorageError: it refused to look.
+    """
+    if isinstance(path, RemotePath):
+        return remote.look(path)
+    with _naming("look at", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.stat(path)
+    return None
+
+
+def size_of(path: Place) -> int:
+    """Length of a file in bytes.
+
+    Raises:
+        Corrupt: there is no such file.
+        FormatError: it is not a regular file.
+        StorageError: it cannot be opened.
+    """
+    with open_regular(path) as file:
+        return file.size
+
+
+def each(work: Callable[[_T], _R], items: Iterable[_T], at: Place) -> Iterable[_R]:
+    """``work`` of every item, in their order; several at a time where they are of a store, to which the way is long.
+
+    Args:
+        work: what looks at or reads a file.
+        items: what it is given.
+        at: the directory that they are of, or one of them.
+    """
+    return remote.at_once(work, items) if isinstance(at, RemotePath) else map(work, items)
 
 
 def files_within(path: Path) -> list[Path]:

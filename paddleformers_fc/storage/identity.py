@@ -2,7 +2,9 @@
 
 A checkpoint is checked by its paths, and read by its paths later. Between the two a file can be replaced: a step saved
 again, a directory moved over another. The operating system's name of a file (device, inode, size, time of the last
-change of its content) is taken before the check and compared on the very descriptor that is read.
+change of its content) is taken before the check and compared on the very descriptor that is read. A remote file has no
+descriptor that would hold on to it: what its store says of it (size and entity tag, or time of change) is compared when
+it is opened, and again after the last read.
 """
 
 from __future__ import annotations
@@ -10,15 +12,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.storage.files import OpenFile, refused
+from paddleformers_fc.storage.files import OpenFile, each, look
+from paddleformers_fc.storage.places import Place, RemotePath
+from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """One file as it was.
+    """One file of this machine as it was.
 
     Args:
         device: that it is on.
@@ -33,40 +36,55 @@ class FileIdentity:
     modified: int
 
 
-Identities = Mapping[Path, FileIdentity]
+Identity = FileIdentity | RemoteStatus
+Identities = Mapping[Place, Identity]
 
 
-def identities_of(paths: Iterable[Path]) -> dict[Path, FileIdentity]:
+def identities_of(paths: Iterable[Place]) -> dict[Place, Identity]:
     """The identities of files; one that is missing has none, which a check will say.
 
     Raises:
         StorageError: the operating system refused to look.
     """
-    found: dict[Path, FileIdentity] = {}
-    for path in paths:
-        try:
-            found[path] = _identity(os.stat(path))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise refused("look at", path, error) from error
-    return found
+    paths = list(paths)
+    found = zip(paths, each(look, paths, paths[0]), strict=True) if paths else ()
+    return {path: _identity(status) for path, status in found if status is not None}
 
 
-def refuse_replaced(file: OpenFile, identities: Identities) -> None:
+def refuse_replaced(file: OpenFile | RemoteFile, identities: Identities) -> None:
     """Refuse an open file that is not the one that was checked; a file that was not checked passes.
 
     Raises:
         Corrupt: it was replaced or changed.
     """
     expected = identities.get(file.path)
-    if expected is not None and _identity(os.fstat(file.descriptor)) != expected:
-        raise Corrupt(
-            f"{file.path} was replaced or changed after it was checked.",
-            where=str(file.path),
-            next_step="Another job writes into this directory. Let it finish, then load again.",
-        )
+    found = file.status if isinstance(file, RemoteFile) else os.fstat(file.descriptor)
+    if expected is not None and _identity(found) != expected:
+        raise _replaced(file.path)
 
 
-def _identity(status: os.stat_result) -> FileIdentity:
+def refuse_replaced_meanwhile(paths: Iterable[Place], identities: Identities) -> None:
+    """Refuse remote files that are no longer those that were checked, once they have been read.
+
+    Raises:
+        Corrupt: one was replaced, changed or deleted.
+        StorageError: the store refused to look.
+    """
+    read = [path for path in paths if isinstance(path, RemotePath) and path in identities]
+    for path, status in zip(read, each(look, read, read[0]) if read else (), strict=True):
+        if status != identities[path]:
+            raise _replaced(path)
+
+
+def _replaced(path: Place) -> Corrupt:
+    return Corrupt(
+        f"{path} was replaced or changed after it was checked.",
+        where=str(path),
+        next_step="Another job writes into this directory. Let it finish, then load again.",
+    )
+
+
+def _identity(status: os.stat_result | RemoteStatus) -> Identity:
+    if isinstance(status, RemoteStatus):
+        return status
     return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

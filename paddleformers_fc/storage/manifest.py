@@ -6,7 +6,7 @@ number of it reaches a model. The manifest also carries a checksum of itself.
 
 Reading is strict: an unknown version, an unknown field, a path that leaves the directory are refused. Checking has
 three levels: ``off``; ``size`` (one ``stat`` per file); ``full`` (every byte is read and hashed by a few threads, with
-1 MiB of memory per thread). All faults of a checkpoint come in one error.
+1 MiB of memory per thread, 4 MiB for a remote checkpoint). All faults of a checkpoint come in one error.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ import xxhash
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, FlexError, FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.storage.files import (
+    each,
     fsync_directory,
     is_directory,
     list_directory,
+    look,
     read_file,
-    refused,
     remove_file,
     rename,
     write_file,
 )
 from paddleformers_fc.storage.names import ASIDE, parse_beside, parse_step
 from paddleformers_fc.storage.owner import OWNER_NAME
+from paddleformers_fc.storage.places import Place, RemotePath
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.receipts import FileReceipt
+from paddleformers_fc.storage.remote import RemoteStatus
 
 __all__ = [
     "FORMAT",
@@ -74,6 +77,8 @@ _END = b"\n"
 """The last byte of a manifest: behind the JSON, so that every truncation is seen."""
 _ANOTHER = "The manifest was damaged or edited. Restore it or use another checkpoint."
 _READ_BYTES = 1024 * 1024
+# A block: every read is a request.
+_REMOTE_READ_BYTES = 4 * 1024 * 1024
 _SPAN_BYTES = 64 * 1024 * 1024
 
 
@@ -121,7 +126,7 @@ class _Head(msgspec.Struct, frozen=True):
     version: int
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Place) -> Manifest:
     """Read and validate the manifest of a checkpoint.
 
     Args:
@@ -187,7 +192,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     fsync_directory(directory)
 
 
-def verify_files(directory: Path, manifest: Manifest, level: str, *, threads: int = 4) -> None:
+def verify_files(directory: Place, manifest: Manifest, level: str, *, threads: int = 4) -> None:
     """Check the files of a checkpoint against its manifest.
 
     Args:
@@ -264,7 +269,7 @@ def manifest_seal(manifest: Manifest) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest, order="sorted"))
 
 
-def _check_head(path: Path, raw: bytes) -> None:
+def _check_head(path: Place, raw: bytes) -> None:
     try:
         head = msgspec.json.decode(raw, type=_Head)
     except _UNREADABLE as error:
@@ -278,7 +283,7 @@ def _check_head(path: Path, raw: bytes) -> None:
         )
 
 
-def _decode(path: Path, raw: bytes) -> _Sealed:
+def _decode(path: Place, raw: bytes) -> _Sealed:
     try:
         return msgspec.json.decode(raw, type=_Sealed)
     except _UNREADABLE as error:
@@ -322,8 +327,10 @@ def _is_hex(text: str, length: int) -> bool:
     return len(text) == length and set(text) <= set("0123456789abcdef")
 
 
-def _escapes(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """The fault of every file that a link leads out of the directory, by path."""
+def _escapes(directory: Place, manifest: Manifest) -> dict[str, str]:
+    """The fault of every file that a link leads out of the directory, by path. A store has no links."""
+    if isinstance(directory, RemotePath):
+        return {}
     root = os.path.realpath(directory)
     parents = {PurePosixPath(receipt.path).parent for receipt in manifest.files}
     outside = {parent for parent in parents if not _is_within(root, os.path.realpath(directory / parent))}
@@ -342,38 +349,43 @@ def _is_within(root: str, path: str) -> bool:
     return path == root or path.startswith(root.rstrip("/") + "/")
 
 
-def _file_faults(directory: Path, manifest: Manifest) -> dict[str, str]:
+def _file_faults(directory: Place, manifest: Manifest) -> dict[str, str]:
     """The fault of every file that can be seen without reading it, by path."""
     faults = _escapes(directory, manifest)
-    for receipt in manifest.files:
-        fault = _file_fault(directory / receipt.path, receipt.size)
+    seen = each(look, (directory / receipt.path for receipt in manifest.files), directory)
+    for receipt, status in zip(manifest.files, seen, strict=True):
+        fault = _file_fault(status, receipt.size)
         if fault and receipt.path not in faults:
             faults[receipt.path] = f"{receipt.path} {fault}"
     return faults
 
 
-def _file_fault(path: Path, size: int) -> str:
-    try:
-        status = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
+def _file_fault(status: os.stat_result | RemoteStatus | None, size: int) -> str:
+    if status is None:
         return "is missing"
-    except OSError as error:
-        raise refused("look at", path, error) from error
-    if not stat.S_ISREG(status.st_mode):
+    if isinstance(status, RemoteStatus):
+        regular, found = status.kind == "file", status.size
+    else:
+        regular, found = stat.S_ISREG(status.st_mode), status.st_size
+    if not regular:
         return "is not a regular file"
-    if status.st_size < size:
-        return f"is truncated: {status.st_size} of {size} bytes"
-    if status.st_size > size:
-        return f"is too long: {status.st_size} bytes instead of {size}"
+    if found < size:
+        return f"is truncated: {found} of {size} bytes"
+    if found > size:
+        return f"is too long: {found} bytes instead of {size}"
     return ""
 
 
-def _extra_files(directory: Path, manifest: Manifest) -> list[str]:
+def _extra_files(directory: Place, manifest: Manifest) -> list[str]:
     """Files of a save that nobody lists: left by another one, they would be taken for part of this one."""
     listed = {receipt.path for receipt in manifest.files}
-    own = [(directory / name, suffix) for name, suffix in _OWN_FILES.items() if is_directory(directory / name)]
-    found = [path for place, suffix in own for path in list_directory(place) if path.suffix == suffix]
-    names = [path.relative_to(directory).as_posix() for path in found]
+    own = [(name, suffix) for name, suffix in _OWN_FILES.items() if is_directory(directory / name)]
+    names = [
+        f"{inside}/{path.name}"
+        for inside, suffix in own
+        for path in list_directory(directory / inside)
+        if path.suffix == suffix
+    ]
     return [
         f"{name} does not belong to this checkpoint: the manifest does not list it"
         for name in names
@@ -397,7 +409,7 @@ def _spans(receipts: Sequence[FileReceipt]) -> Iterator[_Span]:
             yield _Span(receipt, first, min(count, len(receipt.blocks) - first))
 
 
-def _content_faults(directory: Path, receipts: Sequence[FileReceipt], threads: int) -> list[str]:
+def _content_faults(directory: Place, receipts: Sequence[FileReceipt], threads: int) -> list[str]:
     """One line per file whose bytes are not those that were written, or that cannot be read to the end."""
     bad: dict[str, list[int]] = {receipt.path: [] for receipt in receipts}
     unreadable: dict[str, str] = {}
@@ -407,7 +419,7 @@ def _content_faults(directory: Path, receipts: Sequence[FileReceipt], threads: i
         spans, lock, stop = _spans(receipts), threading.Lock(), threading.Event()
 
         def work() -> None:
-            buffer = memoryview(bytearray(_READ_BYTES))
+            buffer = memoryview(bytearray(_REMOTE_READ_BYTES if isinstance(directory, RemotePath) else _READ_BYTES))
             while not stop.is_set():
                 with lock:
                     span = next(spans, None)
@@ -438,7 +450,7 @@ def _content_faults(directory: Path, receipts: Sequence[FileReceipt], threads: i
 class _SpanCheck:
     """Recomputes block checksums of files below ``directory``."""
 
-    directory: Path
+    directory: Place
     reader: RangeReader
 
     def differing(self, span: _Span, buffer: memoryview) -> list[int]:

@@ -17,6 +17,11 @@ from __future__ import annotations
 import re
 import secrets
 from pathlib import Path
+from typing import TypeVar
+
+from paddleformers_fc.storage.places import Place, RemotePath
+
+_P = TypeVar("_P", Path, RemotePath, Place)
 
 UNFINISHED = "unfinished"
 ASIDE = "aside"
@@ -36,13 +41,13 @@ def kept(target: Path) -> Path:
     return target.with_name(f"kept-{secrets.token_hex(6)}.{target.name}")
 
 
-def parse_beside(path: Path) -> tuple[Path, str] | None:
+def parse_beside(path: _P) -> tuple[_P, str] | None:
     """``(target, state)`` of a directory in one of the hidden states; None for any other name."""
     match = _BESIDE.fullmatch(path.name)
     return (path.with_name(match[1]), match[2]) if match else None
 
 
-def parse_step(path: Path) -> int | None:
+def parse_step(path: Place) -> int | None:
     """The step of a directory called ``checkpoint-N``; None for any other name."""
     match = _CHECKPOINT.fullmatch(path.name)
     return int(match[1]) if match else None

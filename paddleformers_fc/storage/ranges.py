@@ -6,23 +6,28 @@ thousand ranks has thousands of files, and a process may open only so many.
 
 Memory: none for data. At most ``max_open_files`` descriptors; the least recently used idle one is closed for the next,
 and a thread that finds all of them in use waits for one. Each thread holds one at a time, so waiting always ends.
+Remote files have no descriptor; what is fetched of them is dealt out of memory (``ahead``), which is bounded.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.storage.files import OpenFile, open_regular, read_into, read_several
-from paddleformers_fc.storage.identity import Identities, refuse_replaced
+from paddleformers_fc.storage.ahead import Ahead, Wanted
+from paddleformers_fc.storage.files import OpenFile, open_regular, read_into, read_several, writable_view
+from paddleformers_fc.storage.identity import Identities, refuse_replaced, refuse_replaced_meanwhile
+from paddleformers_fc.storage.places import Place, RemotePath
+from paddleformers_fc.storage.remote import RemoteFile
 from paddleformers_fc.storage.scatter import Rows, Scatter
 
+_MOST_BUNDLES = 64
 NO_IDENTITIES: Identities = MappingProxyType({})
 """For files that nobody has checked."""
 
@@ -31,7 +36,7 @@ NO_IDENTITIES: Identities = MappingProxyType({})
 class _Shared:
     """One open file and the number of threads reading it now."""
 
-    file: OpenFile
+    file: OpenFile | RemoteFile
     users: int
 
 
@@ -40,23 +45,34 @@ class RangeReader:
 
     Args:
         max_open_files: bound on descriptors held at once.
+        threads: how many will read; of remote files two bundles are kept for each, up to half a GiB.
         identities: which files the paths stood for when they were checked; another one is refused.
 
     Raises:
         OptionError: the bound is not positive.
     """
 
-    def __init__(self, max_open_files: int = 128, identities: Identities = NO_IDENTITIES) -> None:
+    def __init__(self, max_open_files: int = 128, identities: Identities = NO_IDENTITIES, threads: int = 4) -> None:
         if max_open_files < 1:
             raise OptionError(f"max_open_files is {max_open_files}; at least one file must be open to be read.")
         self._limit = max_open_files
         self._identities = identities
-        self._files: OrderedDict[Path, _Shared] = OrderedDict()
+        self._files: OrderedDict[Place, _Shared] = OrderedDict()
+        self._ahead = Ahead(min(2 * threads, _MOST_BUNDLES))
+        self._seen: set[Place] = set()
         self._held = 0
         self._closed = False
         self._change = threading.Condition()
 
-    def read_into(self, path: Path, offset: int, buffer: Any) -> None:
+    def expect(self, path: Place, wanted: Iterable[Wanted]) -> None:
+        """Announce what will be read of a file, about in this order, in place of what was announced before.
+
+        It saves requests where the file is remote, and does nothing where it is not.
+        """
+        if isinstance(path, RemotePath):
+            self._ahead.expect(path, wanted)
+
+    def read_into(self, path: Place, offset: int, buffer: Any) -> None:
         """Fill ``buffer`` with the bytes of ``path`` from ``offset`` on.
 
         Args:
@@ -71,19 +87,25 @@ class RangeReader:
         """
         file = self._acquire(path)
         try:
-            read_into(file, offset, buffer)
+            if isinstance(file, RemoteFile):
+                self._ahead.read_into(file, offset, writable_view(buffer, path))
+            else:
+                read_into(file, offset, buffer)
         finally:
             self._release(path)
 
-    def read_several(self, path: Path, offset: int, views: Sequence[memoryview]) -> None:
+    def read_several(self, path: Place, offset: int, views: Sequence[memoryview]) -> None:
         """Fill several flat buffers with successive bytes; see :func:`~paddleformers_fc.storage.files.read_several`."""
         file = self._acquire(path)
         try:
-            read_several(file, offset, views)
+            if isinstance(file, RemoteFile):
+                self._ahead.read_each(file, list(zip(_offsets(offset, views), views, strict=True)))
+            else:
+                read_several(file, offset, views)
         finally:
             self._release(path)
 
-    def read_rows(self, path: Path, rows: Rows, scatter: Scatter) -> None:
+    def read_rows(self, path: Place, rows: Rows, scatter: Scatter) -> None:
         """Fill memory with many short ranges of one file.
 
         Args:
@@ -96,7 +118,10 @@ class RangeReader:
         """
         file = self._acquire(path)
         try:
-            scatter.read(file, rows)
+            if isinstance(file, RemoteFile):
+                self._ahead.read_each(file, list(_views(rows)))
+            else:
+                scatter.read(file, rows)
         finally:
             self._release(path)
 
@@ -108,6 +133,15 @@ class RangeReader:
                 self._drop(path)
             self._change.notify_all()
 
+    def refuse_replaced(self) -> None:
+        """To be called after the last read, for remote files, which can be replaced while they are read.
+
+        Raises:
+            Corrupt: one of them is no longer the file that was checked.
+            StorageError: the store refused to look.
+        """
+        refuse_replaced_meanwhile(self._seen, self._identities)
+
     def __enter__(self) -> RangeReader:
         return self
 
@@ -115,8 +149,10 @@ class RangeReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if kind is None:
+            self.refuse_replaced()
 
-    def _acquire(self, path: Path) -> OpenFile:
+    def _acquire(self, path: Place) -> OpenFile | RemoteFile:
         with self._change:
             while not self._make_room(path):
                 self._change.wait()
@@ -136,7 +172,7 @@ class RangeReader:
             raise
         return self._admit(path, file)
 
-    def _opened(self, path: Path) -> OpenFile:
+    def _opened(self, path: Place) -> OpenFile | RemoteFile:
         file = open_regular(path)
         try:
             refuse_replaced(file, self._identities)
@@ -145,8 +181,9 @@ class RangeReader:
             raise
         return file
 
-    def _admit(self, path: Path, file: OpenFile) -> OpenFile:
+    def _admit(self, path: Place, file: OpenFile | RemoteFile) -> OpenFile | RemoteFile:
         with self._change:
+            self._seen.add(path)
             shared = self._files.get(path)
             if shared is None:
                 self._files[path] = _Shared(file, users=1)
@@ -160,7 +197,7 @@ class RangeReader:
         file.close()
         return shared.file
 
-    def _release(self, path: Path) -> None:
+    def _release(self, path: Place) -> None:
         with self._change:
             shared = self._files[path]
             shared.users -= 1
@@ -168,7 +205,7 @@ class RangeReader:
                 self._drop(path)
             self._change.notify_all()
 
-    def _make_room(self, path: Path) -> bool:
+    def _make_room(self, path: Place) -> bool:
         """Whether ``path`` is open already or may be opened now; an idle file is closed if that takes it."""
         if self._closed:
             raise StorageError(f"{path} was asked of a reader that is closed.", where=str(path))
@@ -180,6 +217,19 @@ class RangeReader:
         self._drop(idle)
         return True
 
-    def _drop(self, path: Path) -> None:
+    def _drop(self, path: Place) -> None:
         self._held -= 1
         self._files.pop(path).file.close()
+
+
+def _offsets(first: int, views: Sequence[memoryview]) -> Iterable[int]:
+    """Where successive views begin in the file."""
+    for view in views:
+        yield first
+        first += view.nbytes
+
+
+def _views(rows: Rows) -> Iterable[tuple[int, memoryview]]:
+    """The offset of every row, and its memory."""
+    for offset, address in zip(rows.offsets.tolist(), rows.addresses.tolist(), strict=True):
+        yield offset, memoryview((ctypes.c_char * rows.length).from_address(address)).cast("B")

@@ -25,15 +25,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import add
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
 from paddleformers_fc.errors import FormatError
+from paddleformers_fc.storage.ahead import Wanted, joins
 from paddleformers_fc.storage.casts import copy_cast
 from paddleformers_fc.storage.files import MOST_BUFFERS
+from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.scatter import Rows, Scatter
 
@@ -68,7 +69,7 @@ class Region:
         dtype: element type of the stored numbers.
     """
 
-    path: Path
+    path: Place
     begin: int
     shape: tuple[int, ...]
     lo: tuple[int, ...]
@@ -210,6 +211,26 @@ def is_direct(walk: Walk, width: int) -> bool:
     return walk.targets[-1] == width and (walk.run[0] == 1 or walk.sizes[-1] * width >= DEALT_RUN)
 
 
+def ranges_of(region: Region) -> Iterator[Wanted]:
+    """What a region takes from its file, for :meth:`RangeReader.expect`: its runs, joined as requests would be.
+
+    Runs that are not joined lie so far apart that there are few of them, or are so short that there are few bytes.
+    """
+    if 0 in region.size:
+        return
+    width = region.dtype.itemsize
+    strides = row_major(region.shape, width)
+    begin = region.begin + sum(low * stride for low, stride in zip(region.lo, strides, strict=True))
+    axes, length, size = len(strides), width, width
+    for count, stride in zip(reversed(region.size), reversed(strides), strict=True):
+        longer = (count - 1) * stride + length
+        if count > 1 and not joins(stride - length, longer, size * count):
+            break
+        axes, length, size = axes - 1, longer, size * count
+    for place in _places(begin, region.size[:axes], strides[:axes]).tolist():
+        yield Wanted(place, place + length, size)
+
+
 class Blocks(Protocol):
     """A region cut into blocks that can be read in any order, by any thread."""
 
@@ -321,7 +342,7 @@ class _Cut:
         dtype: element type in the file.
     """
 
-    path: Path
+    path: Place
     begin: int
     walk: Walk
     block: Sizes

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.dtypes import CODES, item_size
 from paddleformers_fc.storage.files import FileWriter, byte_view, open_regular, read_range
+from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.receipts import DEFAULT_BLOCK_BYTES, FileReceipt
 
 MAX_HEADER_BYTES = 100_000_000
@@ -38,6 +39,8 @@ METADATA_KEY = "__metadata__"
 """The one header key that is not a tensor."""
 
 _LENGTH_BYTES = 8
+# Read at once: most headers are shorter, and every read of a remote file costs a request.
+_FIRST_BYTES = 32 * 1024
 _ALIGNMENT = 64
 _MAX_COUNT = 2**64 - 1
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
@@ -75,7 +78,7 @@ class Header:
     file_size: int
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Place) -> Header:
     """Read and validate the header of a safetensors file.
 
     Args:
@@ -93,7 +96,8 @@ def read_header(path: Path) -> Header:
                 where=str(path),
                 next_step=_RESTORE,
             )
-        (length,) = struct.unpack("<Q", read_range(file, 0, _LENGTH_BYTES))
+        first = read_range(file, 0, min(file.size, _FIRST_BYTES))
+        (length,) = struct.unpack_from("<Q", first)
         if length > MAX_HEADER_BYTES:
             _reject(path, f"its header claims {length} bytes, and at most {MAX_HEADER_BYTES} are allowed")
         data_begin = _LENGTH_BYTES + length
@@ -104,7 +108,9 @@ def read_header(path: Path) -> Header:
                 evidence=[f"header ends at byte {data_begin}, file ends at byte {file.size}"],
                 next_step=_RESTORE,
             )
-        return _parse(path, read_range(file, _LENGTH_BYTES, length), data_begin, file.size)
+        if data_begin > len(first):
+            first += read_range(file, len(first), data_begin - len(first))
+        return _parse(path, first[_LENGTH_BYTES:data_begin], data_begin, file.size)
 
 
 @dataclass(frozen=True)
@@ -264,7 +270,7 @@ class SafetensorsWriter(LaidOutWriter):
 _RESTORE = "Restore the file from its source, or use another checkpoint."
 
 
-def _reject(path: Path, fault: str) -> NoReturn:
+def _reject(path: Place, fault: str) -> NoReturn:
     raise FormatError(
         f"{path} is not a valid safetensors file: {fault}.",
         where=str(path),
@@ -272,11 +278,11 @@ def _reject(path: Path, fault: str) -> NoReturn:
     )
 
 
-def _reject_write(path: Path, fault: str) -> NoReturn:
+def _reject_write(path: Place, fault: str) -> NoReturn:
     raise FormatError(f"{path} cannot be written: {fault}.", where=str(path))
 
 
-def _parse(path: Path, raw: bytes, data_begin: int, file_size: int) -> Header:
+def _parse(path: Place, raw: bytes, data_begin: int, file_size: int) -> Header:
     document = _decode(path, raw)
     metadata = _metadata(path, document.pop(METADATA_KEY, {}))
     entries = {name: _entry(path, name, claim, data_begin) for name, claim in document.items()}
@@ -293,7 +299,7 @@ def _parse(path: Path, raw: bytes, data_begin: int, file_size: int) -> Header:
     return Header(ordered, metadata, file_size)
 
 
-def _decode(path: Path, raw: bytes) -> dict[str, Any]:
+def _decode(path: Place, raw: bytes) -> dict[str, Any]:
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -324,7 +330,7 @@ def _decode(path: Path, raw: bytes) -> dict[str, Any]:
     return document
 
 
-def _metadata(path: Path, claim: Any) -> dict[str, str]:
+def _metadata(path: Place, claim: Any) -> dict[str, str]:
     if not isinstance(claim, dict):
         _reject(path, f"{METADATA_KEY} is not an object")
     for key, value in claim.items():
@@ -335,7 +341,7 @@ def _metadata(path: Path, claim: Any) -> dict[str, str]:
     return claim
 
 
-def _entry(path: Path, name: str, claim: Any, data_begin: int) -> TensorEntry:
+def _entry(path: Place, name: str, claim: Any, data_begin: int) -> TensorEntry:
     _check_text(path, name)
     if not isinstance(claim, dict) or claim.keys() != _FIELDS:
         _reject(path, f"tensor {name!r} does not have exactly the fields {', '.join(sorted(_FIELDS))}")
@@ -361,7 +367,7 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
-def _byte_count(path: Path, name: str, dtype: str, shape: Sequence[int]) -> int:
+def _byte_count(path: Place, name: str, dtype: str, shape: Sequence[int]) -> int:
     size = item_size(dtype)
     for extent in shape:
         size *= extent
@@ -372,7 +378,7 @@ def _byte_count(path: Path, name: str, dtype: str, shape: Sequence[int]) -> int:
     return size
 
 
-def _check_cover(path: Path, ordered: dict[str, TensorEntry], data_begin: int) -> int:
+def _check_cover(path: Place, ordered: dict[str, TensorEntry], data_begin: int) -> int:
     position, previous = data_begin, ""
     for name, entry in ordered.items():
         if entry.begin != position:
@@ -388,7 +394,7 @@ def _cut_tensors(ordered: dict[str, TensorEntry], file_size: int) -> list[str]:
     return [f"{len(cut)} tensors are cut off, {cut[0]!r} first"] if cut else []
 
 
-def _check_text(path: Path, text: str) -> None:
+def _check_text(path: Place, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -401,7 +407,7 @@ def _short(shape: Sequence[int]) -> str:
 
 
 def _render(
-    path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]
+    path: Place, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]
 ) -> tuple[bytes, list[int]]:
     """The header's bytes, length field and padding included, and every tensor's size in bytes."""
     document: dict[str, Any] = {METADATA_KEY: _metadata(path, metadata)} if metadata else {}

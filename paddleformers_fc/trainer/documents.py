@@ -31,6 +31,7 @@ from paddleformers_fc.catalog.flex import CONFIG_NAME
 from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.storage.files import files_within, read_file
+from paddleformers_fc.storage.places import Place, masked
 from paddleformers_fc.trainer import codecs
 
 STATE = "trainer/state.json"
@@ -122,7 +123,8 @@ def arguments_document(args: Any) -> bytes:
     """The training arguments as JSON for a reader, without secrets."""
     values = codecs.describe(args.to_dict())
     hidden = {name for name, value in values.items() if value is not None and name.endswith(_SECRET_ENDINGS)}
-    return codecs.encode({**values, **dict.fromkeys(hidden, "<not saved>")}, "training arguments")
+    shown = {name: masked(value) if isinstance(value, str) else value for name, value in values.items()}
+    return codecs.encode({**shown, **dict.fromkeys(hidden, "<not saved>")}, "training arguments")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Progress:
     data: dict[str, Any]
 
 
-def read_progress(directory: Path, names: Iterable[str], channel: Channel) -> Progress:
+def read_progress(directory: Place, names: Iterable[str], channel: Channel) -> Progress:
     """The Trainer's own state, read by the first rank and handed to all.
 
     Args:
@@ -180,7 +182,7 @@ def read_progress(directory: Path, names: Iterable[str], channel: Channel) -> Pr
     )
 
 
-def _trainer_state(values: dict[str, Any], path: Path) -> TrainerState:
+def _trainer_state(values: dict[str, Any], path: Place) -> TrainerState:
     known = {one.name for one in dataclasses.fields(TrainerState)}
     if not isinstance(values.get("global_step"), int) or not values.keys() <= known:
         raise FormatError(

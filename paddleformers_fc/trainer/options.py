@@ -18,6 +18,7 @@ from typing import Any
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.storage.manifest import LEVELS
+from paddleformers_fc.storage.places import local
 
 READ_WAYS = ("each", "once")
 """Who reads what several processes need."""
@@ -113,7 +114,7 @@ def check_options(options: Any) -> None:
         options: an object with the attributes of :class:`FlexFields` and, where it has them, PaddleFormers' own.
 
     Raises:
-        OptionError: with every fault found.
+        OptionError: with every fault found; or ``output_dir`` is a URL, which nothing can be saved to.
     """
     faults = list(_range_faults(options))
     if faults:
@@ -125,6 +126,7 @@ def check_options(options: Any) -> None:
         )
     if not options.flex_checkpoint:
         return
+    local(getattr(options, "output_dir", None) or ".", "A checkpoint")
     conflicts = [conflict.describe(options) for conflict in CONFLICTS if conflict.holds(options)]
     if conflicts:
         raise OptionError(

@@ -8,7 +8,7 @@ model's.
 
 from __future__ import annotations
 
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 from paddleformers.utils.log import logger
@@ -16,11 +16,12 @@ from paddleformers.utils.log import logger
 from paddleformers_fc.execute.load import LoadReport, load_weights
 from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.places import RemotePath, place
 from paddleformers_fc.trainer import documents, state
 from paddleformers_fc.trainer.watch import patient_channel
 
 
-def load_open_weights(model: Any, directory: str | Path, threads: int = 4) -> LoadReport:
+def load_open_weights(model: Any, directory: str | PathLike[str] | RemotePath, threads: int = 4) -> LoadReport:
     """Fill a model with the weights of a Hugging Face directory. Every rank must call.
 
     What the family declares optional may be absent from the files and then keeps its initial values, or be there and
@@ -28,7 +29,7 @@ def load_open_weights(model: Any, directory: str | Path, threads: int = 4) -> Lo
 
     Args:
         model: the model as it was built, before or after its parallel wrapper.
-        directory: safetensors files in canonical names, with their index.
+        directory: safetensors files in canonical names, with their index: a path, or a URL such as ``s3://bucket/model``.
         threads: how many tensors are filled at a time.
 
     Raises:
@@ -38,10 +39,11 @@ def load_open_weights(model: Any, directory: str | Path, threads: int = 4) -> Lo
     channel = patient_channel()
     roles = state.model_roles(model)
     config = documents.model_config(model)
-    report = load_weights(Path(directory), roles, config, channel, ReadOptions(threads=threads))
+    source = place(directory)
+    report = load_weights(source, roles, config, channel, ReadOptions(threads=threads))
     if channel.rank == 0:
         for name in fold(report.fresh):
-            logger.warning(f"{name} is not in {directory} and keeps its initial values.")
+            logger.warning(f"{name} is not in {source} and keeps its initial values.")
         for name in fold(report.dropped):
-            logger.warning(f"{name} is in {directory} and the model has no place for it.")
+            logger.warning(f"{name} is in {source} and the model has no place for it.")
     return report

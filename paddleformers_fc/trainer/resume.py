@@ -15,9 +15,10 @@ from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.storage.commit import recover
-from paddleformers_fc.storage.files import is_directory, list_directory
+from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint
 from paddleformers_fc.storage.names import UNFINISHED, parse_beside, parse_step
+from paddleformers_fc.storage.places import Place
 
 
 def newest(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path | None:
@@ -59,7 +60,7 @@ def newest_or_refuse(output_dir: Path, channel: Channel, warn: Callable[[str], N
     return found
 
 
-def named(directory: Path, channel: Channel) -> Path:
+def named(directory: Place, channel: Channel) -> Place:
     """The checkpoint that a user named, if the first rank sees that it is one. Every rank must call.
 
     Raises:
@@ -74,22 +75,22 @@ def named(directory: Path, channel: Channel) -> Path:
     return directory
 
 
-def refuse_no_checkpoint(directory: Path) -> None:
+def refuse_no_checkpoint(directory: Place) -> None:
     """Tell what is wrong with a directory that was named in ``resume_from_checkpoint``, by the names in it alone.
 
     Raises:
         NotACheckpoint: it does not exist, holds open weights, is an unfinished checkpoint, or has no manifest.
     """
-    if (directory / MANIFEST_NAME).exists():
+    if exists(directory / MANIFEST_NAME):
         return
     inside = _checkpoints_in(directory)
     choose = f"Name one of its checkpoints: {', '.join(inside)}." if inside else ""
-    if not directory.exists():
+    if not (exists(directory) or is_directory(directory)):
         beside = _checkpoints_in(directory.parent)
         evidence = [f"{directory.parent} has {', '.join(beside)}"] if beside else []
         advice = "Name a checkpoint-N directory, or set resume_from_checkpoint: true for the newest in output_dir."
         raise NotACheckpoint(f"{directory} does not exist.", where=str(directory), evidence=evidence, next_step=advice)
-    weights = [name for name in (INDEX_NAME, SINGLE_NAME) if (directory / name).exists()]
+    weights = [name for name in (INDEX_NAME, SINGLE_NAME) if exists(directory / name)]
     if weights:
         raise NotACheckpoint(
             f"{directory} holds open weights and is no flex checkpoint.",
@@ -106,16 +107,16 @@ def refuse_no_checkpoint(directory: Path) -> None:
     )
 
 
-def is_unfinished(directory: Path) -> bool:
+def is_unfinished(directory: Place) -> bool:
     """Whether a directory without a manifest is what a save left that did not come to its end."""
     beside = parse_beside(directory)
-    return (beside is not None and beside[1] == UNFINISHED) or (directory / MAPPING_NAME).exists()
+    return (beside is not None and beside[1] == UNFINISHED) or exists(directory / MAPPING_NAME)
 
 
-def _checkpoints_in(directory: Path) -> list[str]:
+def _checkpoints_in(directory: Place) -> list[str]:
     if not is_directory(directory):
         return []
-    steps = {parse_step(path): path for path in list_directory(directory) if (path / MANIFEST_NAME).exists()}
+    steps = {parse_step(path): path for path in list_directory(directory) if exists(path / MANIFEST_NAME)}
     return [steps[step].name for step in sorted(step for step in steps if step is not None)]
 
 

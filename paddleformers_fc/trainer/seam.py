@@ -39,8 +39,9 @@ from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.plan.cache import PlanCache
-from paddleformers_fc.storage.files import read_file
+from paddleformers_fc.storage.files import exists, read_file
 from paddleformers_fc.storage.manifest import Manifest, newest_checkpoint
+from paddleformers_fc.storage.places import Place, local, place
 from paddleformers_fc.trainer import batches, documents, position, resume, rng, rotation, state
 from paddleformers_fc.trainer.callback import ATTENDED, CheckpointReport, FlexCheckpointCallback
 from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size, without_effect
@@ -60,12 +61,15 @@ class Run:
 
     Args:
         tracker: follows the position in the data.
+        chosen: the checkpoint to resume from; None in a run from the beginning. The native methods hand it on as text,
+            which for a URL lacks its password.
         resumed_from: the checkpoint that was loaded; None in a run from the beginning.
         progress: the Trainer's state in that checkpoint; None unless it is to be continued.
     """
 
     tracker: batches.PositionTracker = field(default_factory=batches.PositionTracker)
-    resumed_from: Path | None = None
+    chosen: Place | None = None
+    resumed_from: Place | None = None
     progress: documents.Progress | None = None
 
 
@@ -143,13 +147,13 @@ def train(
     """
     run = _run_of(trainer)
     run.resumed_from = run.progress = None
-    chosen = _chosen(trainer.args, resume_from_checkpoint)
+    chosen = run.chosen = _chosen(trainer.args, resume_from_checkpoint)
     if chosen is None:
         _warn_of_another_run(trainer.args)
     return native(None if chosen is None else str(chosen), ignore_keys_for_eval)
 
 
-def _chosen(args: Any, requested: str | bool | None) -> Path | None:
+def _chosen(args: Any, requested: str | bool | None) -> Place | None:
     if not requested:
         return None
     if requested is True:
@@ -157,7 +161,7 @@ def _chosen(args: Any, requested: str | bool | None) -> Path | None:
     if args.resume_from_checkpoint is None and getattr(args, "looks_for_last_checkpoint", False):
         # The command line resumes by itself from the newest directory, whatever is in it.
         return resume.newest(Path(args.output_dir), _channel(args), logger.warning)
-    return resume.named(Path(requested), _channel(args))
+    return resume.named(place(requested), _channel(args))
 
 
 def _warn_of_another_run(args: Any) -> None:
@@ -185,7 +189,8 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     """
     started = time.monotonic()
     args, channel = trainer.args, _channel(trainer.args)
-    directory = Path(resume_from_checkpoint)
+    run = _run_of(trainer)
+    directory = _meant(run, resume_from_checkpoint)
     _compare_options(args, channel, f"resuming from {directory.name}")
     checkpoint = open_checkpoint(directory, channel, args.flex_verify)
     continued = not args.ignore_load_lr_and_optim
@@ -195,7 +200,6 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     config = documents.model_config(trainer.model)
     options = _read_options(args)
     report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config, _plans(args))
-    run = _run_of(trainer)
     run.resumed_from, run.progress = directory, progress
     if progress is not None:
         _take_over(trainer, progress)
@@ -212,6 +216,11 @@ def _read_options(args: Any) -> ReadOptions:
 
 def _plans(args: Any) -> PlanCache:
     return PlanCache(Path(args.flex_plan_cache)) if args.flex_plan_cache != "none" else PLANS
+
+
+def _meant(run: Run, named: str) -> Place:
+    """The checkpoint that a native method names."""
+    return run.chosen if run.chosen is not None and named == str(run.chosen) else place(named)
 
 
 def _roles_to_fill(trainer: Any, checkpoint: FlexCheckpoint, continued: bool) -> state.LiveRoles:
@@ -313,8 +322,8 @@ def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None
     if checkpoint is None:
         return
     args = trainer.args
-    path = Path(checkpoint) / documents.rng_name(dist.get_rank())
-    restored = path.exists() and rng.restore(
+    path = _meant(_run_of(trainer), checkpoint) / documents.rng_name(dist.get_rank())
+    restored = exists(path) and rng.restore(
         read_file(path), str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
     )
     if not restored and args.should_log:
@@ -438,7 +447,9 @@ def save_model(
     Raises:
         FlexError: the same on every rank; an older export in the directory is untouched.
     """
-    _export(trainer, Path(output_dir or trainer.args.output_dir), parse_size(trainer.args.flex_max_shard_size))
+    _export(
+        trainer, local(output_dir or trainer.args.output_dir, "An export"), parse_size(trainer.args.flex_max_shard_size)
+    )
 
 
 def save_pretrained(
@@ -468,7 +479,7 @@ def save_pretrained(
         native(save_dir, is_main_process, state_dict, *args, **kwargs)
         return
     asked = trainer.args.flex_max_shard_size if max_shard_size is None else max_shard_size
-    _export(trainer, Path(save_dir), parse_size(asked) if isinstance(asked, str) else int(asked))
+    _export(trainer, local(save_dir, "An export"), parse_size(asked) if isinstance(asked, str) else int(asked))
 
 
 def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:

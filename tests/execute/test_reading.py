@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import Corrupt, MismatchError, OptionError, StorageError
-from paddleformers_fc.execute.reading import ArraySlot, Crew, ReadOptions, carry_out, read_whole_tensor, verify_equal
+from paddleformers_fc.execute.reading import ArraySlot, Crew, ReadOptions, carry_out, read_tensors, verify_equal
+from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
@@ -389,8 +390,10 @@ def test_a_whole_tensor_is_put_together_for_an_export(tmp_path: Path, rows: int)
     values = matrix(tmp_path, rows, 1024)
     item = item_of(values.shape, whole(values.shape), (1, 0))
     with Crew() as crew:
-        array = read_whole_tensor((item,), crew, tmp_path, "float32", values.size)
-        assert read_whole_tensor((), crew, tmp_path, "bfloat16", 0).dtype == dtype_of("bfloat16")
+        full = Shard("full", "float32", values.shape, whole(values.shape))
+        empty = Shard("empty", "bfloat16", (0,), whole((0,)))
+        (_, array), (_, nothing) = read_tensors(crew, tmp_path, [(full, (item,)), (empty, ())])
+        assert nothing.dtype == dtype_of("bfloat16")
     assert array.tobytes() == values.T.tobytes()
 
 

@@ -1,0 +1,342 @@
+"""Files of a store that answers range requests, through fsspec: S3, GCS, OSS, HTTP, whatever it has a backend for.
+
+Never more of a file is asked for than the range that is wanted. Large ranges are asked for in parts, several at a time,
+because one stream of a store is slower than its network. What a store says of a file (size, entity tag or time of
+change) is its identity; there is no descriptor that would hold on to a file which is replaced.
+
+Every fault of a backend becomes an error of ours that names URL and offset. The texts of backends may hold credentials
+or signed URLs, so they are masked and no exception of a backend is chained. How to reach a store and with which
+credentials is fsspec's own affair: its configuration files and environment, and those of the backend.
+
+fsspec and its backends are imported when the first URL is asked for. Their synchronous calls may come from any thread.
+
+Memory of a read: ``PART_BYTES * PARTS`` in a thread, beside the caller's buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, OptionError, StorageError
+from paddleformers_fc.storage.places import RemotePath, masked
+
+PART_BYTES = 8 * 1024 * 1024
+"""The longest range of one request."""
+PARTS = 4
+"""How many parts of a range are asked for at a time."""
+AT_ONCE = 16
+"""How many files are looked at, or opened, at a time."""
+
+# What backends call the thing that changes when a file does, the most telling first.
+_TAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_md5", "Content-MD5", "generation", "version_id", "mtime")
+_TIMES = ("LastModified", "last_modified", "Last-Modified", "updated", "modified", "created")
+_SECRET = re.compile(r"key|secret|token|password|passphrase|sas|account|credential", re.IGNORECASE)
+_QUERY = re.compile(r"(?<=\S)\?[^\s'\",)]+")
+_TOLD = 300
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStatus:
+    """What a store says of a name.
+
+    Args:
+        kind: ``file``, ``directory``, or what else the backend calls it.
+        size: of a file, in bytes; 0 for anything else.
+        tag: changes when the file does; empty where the backend tells nothing but the size.
+    """
+
+    kind: str
+    size: int
+    tag: str
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a store that was found; nothing is held open.
+
+    Args:
+        path: its URL.
+        status: what the store said when it was opened.
+    """
+
+    path: RemotePath
+    status: RemoteStatus
+
+    @property
+    def size(self) -> int:
+        """Its length in bytes when it was opened."""
+        return self.status.size
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def __enter__(self) -> RemoteFile:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill a flat, writable view with the bytes from ``offset`` on; safe from several threads at once.
+
+        Raises:
+            Corrupt: the file ends before the view is full, is gone, or was replaced.
+            StorageError: the store refused, or answered with something else.
+        """
+        parts = [(low, min(low + PART_BYTES, view.nbytes)) for low in range(0, view.nbytes, PART_BYTES)]
+        for first in range(0, len(parts), PARTS):
+            some = parts[first : first + PARTS]
+            answers = self.fetch([(offset + low, offset + high) for low, high in some])
+            for (low, high), answer in zip(some, answers, strict=True):
+                view[low:high] = answer
+
+    def fetch(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Several ranges, asked for at the same time where the backend can.
+
+        Args:
+            ranges: offset of the first byte, and behind the last.
+
+        Raises:
+            Corrupt, StorageError: as for :meth:`read_into`.
+        """
+        for begin, end in ranges:
+            if end > self.size:
+                raise self._too_short(begin, end - begin, max(0, self.size - begin))
+        system, inner = _reached(self.path)
+        begins, ends = [begin for begin, _ in ranges], [end for _, end in ranges]
+        try:
+            answers = system.cat_ranges([inner] * len(ranges), begins, ends, on_error="raise")
+        except Exception as error:
+            self._refuse_changed()
+            raise refused("read", self.path, error, offset=begins[0], secrets=_secrets(system)) from None
+        for (begin, end), answer in zip(ranges, answers, strict=True):
+            if len(answer) != end - begin:
+                self._refuse_changed()
+                raise self._odd_answer(begin, end - begin, len(answer))
+        return list(answers)
+
+    def _refuse_changed(self) -> None:
+        """Where a read went wrong: a file that is another one by now explains it best."""
+        now = look(self.path)
+        if now is None:
+            raise missing(self.path)
+        if now.size < self.size:
+            raise self._too_short(now.size, self.size - now.size, 0)
+        if now != self.status:
+            raise Corrupt(
+                f"{self.path} was replaced or changed while it was read.",
+                where=str(self.path),
+                next_step="Another job writes into this directory. Let it finish, then load again.",
+            )
+
+    def _too_short(self, begin: int, wanted: int, got: int) -> Corrupt:
+        return Corrupt(
+            f"{self.path} ends too early.",
+            where=f"{self.path}, byte {begin + got}",
+            evidence=[f"wanted {wanted} bytes from byte {begin}, got {got}"],
+            next_step="The file was truncated. Restore it or use another checkpoint.",
+        )
+
+    def _odd_answer(self, begin: int, wanted: int, got: int) -> StorageError:
+        fault = "fewer" if got < wanted else "more"
+        advice = "The connection was cut; try again." if got < wanted else "This server does not answer range requests."
+        return StorageError(
+            f"The store answered with {fault} bytes of {self.path} than were asked for.",
+            where=f"{self.path}, byte {begin}",
+            evidence=[f"wanted {wanted} bytes from byte {begin}, got {got}"],
+            next_step=advice if got < wanted else f"{advice} Download the directory, and name the copy.",
+        )
+
+
+def open_remote(path: RemotePath) -> RemoteFile:
+    """Find a file to read it.
+
+    Raises:
+        Corrupt: there is no such file.
+        FormatError: it is no file.
+        StorageError: the store refused, or does not say how long the file is.
+    """
+    status = look(path)
+    if status is None:
+        raise missing(path)
+    if status.kind != "file":
+        raise FormatError(f"{path} is not a regular file.", where=str(path))
+    return RemoteFile(path, status)
+
+
+def look(path: RemotePath) -> RemoteStatus | None:
+    """What the store says of a name now; None if there is no such name.
+
+    Raises:
+        StorageError: the store refused to say.
+    """
+    with _asking("look at", path) as (system, inner):
+        try:
+            # A listing that some earlier call left behind may be older than the file.
+            system.invalidate_cache(inner)
+            facts = system.info(inner)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if _hides_refusal(error):
+                raise error.__cause__ or error from None
+            return None
+    kind = str(facts.get("type", "file"))
+    size = facts.get("size")
+    if kind == "file" and size is None:
+        raise StorageError(
+            f"The store does not say how long {path} is.",
+            where=str(path),
+            next_step="Download the directory, and name the copy.",
+        )
+    return RemoteStatus(kind, int(size) if kind == "file" and size is not None else 0, _tag(facts))
+
+
+def list_remote(path: RemotePath) -> list[RemotePath]:
+    """The entries of a directory, by name; none if it does not exist.
+
+    Raises:
+        StorageError: the store refused to list it.
+    """
+    with _asking("list", path) as (system, inner):
+        try:
+            system.invalidate_cache(inner)
+            found = system.ls(inner, detail=False)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if _hides_refusal(error):
+                raise error.__cause__ or error from None
+            return []
+        except Exception as error:
+            if _cannot_list(path, error):
+                return []
+            raise
+    names = {str(entry).rstrip("/").rpartition("/")[2] for entry in found}
+    return [path / name for name in sorted(names - {"", ".", "..", path.name})]
+
+
+def is_remote_directory(path: RemotePath) -> bool:
+    """Whether there is anything below this name.
+
+    Raises:
+        StorageError: the store refused to say.
+    """
+    with _asking("look at", path) as (system, inner):
+        try:
+            system.invalidate_cache(inner)
+            return bool(system.isdir(inner))
+        except Exception as error:
+            if _cannot_list(path, error):
+                return False
+            raise
+
+
+def at_once(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+    """``work`` of every item, in their order; several at a time, because every question costs the way to the store."""
+    with ThreadPoolExecutor(AT_ONCE, "flex-ask") as pool:
+        return list(pool.map(work, items))
+
+
+def missing(path: RemotePath) -> Corrupt:
+    """The error for a file that is not there."""
+    return Corrupt(f"{path} is missing.", where=str(path), next_step="Restore the file or use another checkpoint.")
+
+
+def refused(
+    action: str, path: RemotePath, error: BaseException, *, offset: int | None = None, secrets: Iterable[str] = ()
+) -> StorageError:
+    """The :class:`StorageError` for whatever a backend raised; its text without credentials.
+
+    Args:
+        action: a verb, such as "read".
+        path: what was asked for.
+        error: what the backend raised.
+        offset: of the first byte that was wanted, for a read.
+        secrets: texts that must not be repeated.
+    """
+    text = _QUERY.sub("?***", masked(" ".join(str(error).split())))
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    advice = "Check the URL, the network and the store, then try again."
+    if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
+        advice = "Give these credentials the right to read it; fsspec takes them from its configuration or environment."
+    elif isinstance(error, TimeoutError):
+        advice = "The store did not answer in time; try again."
+    return StorageError(
+        f"The store refused to {action} {path}.",
+        where=str(path) if offset is None else f"{path}, byte {offset}",
+        evidence=[f"{type(error).__name__}: {text[:_TOLD]}".rstrip(": ")],
+        next_step=advice,
+    )
+
+
+@contextlib.contextmanager
+def _asking(action: str, path: RemotePath) -> Iterator[tuple[Any, str]]:
+    system, inner = _reached(path)
+    try:
+        yield system, inner
+    except FlexError:
+        raise
+    except Exception as error:
+        raise refused(action, path, error, secrets=_secrets(system)) from None
+
+
+def _reached(path: RemotePath) -> tuple[Any, str]:
+    """The file system of a URL, which fsspec keeps, and the path inside it."""
+    from fsspec.core import url_to_fs
+
+    try:
+        system, inner = url_to_fs(path.url)
+    except ImportError as error:
+        raise OptionError(
+            f"{path} cannot be read: the backend of fsspec for {path.protocol}:// is not installed.",
+            where=str(path),
+            evidence=[masked(str(error))],
+            next_step="Install it in the version that belongs to the installed fsspec.",
+        ) from None
+    except Exception as error:
+        raise OptionError(
+            f"fsspec cannot make anything of {path}.",
+            where=str(path),
+            evidence=[f"{type(error).__name__}: {masked(str(error))[:_TOLD]}"],
+            next_step="Check the protocol, and fsspec's configuration for it.",
+        ) from None
+    return system, str(inner)
+
+
+def _hides_refusal(error: OSError) -> bool:
+    """Whether a "not found" is what a backend made of something else, as that for HTTP does of every failure."""
+    cause = error.__cause__
+    status = getattr(cause, "status", None)
+    if isinstance(status, int):
+        return status not in (404, 410)
+    return isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+
+
+def _cannot_list(path: RemotePath, error: Exception) -> bool:
+    """Whether this is a web server that gives files and no listings, as most do."""
+    return path.protocol in ("http", "https") and getattr(error, "status", None) in (401, 403, 405)
+
+
+def _tag(facts: dict[str, Any]) -> str:
+    known = next((name for name in (*_TAGS, *_TIMES) if facts.get(name) is not None), None)
+    return "" if known is None else f"{known}={facts[known]}"
+
+
+def _secrets(system: Any) -> list[str]:
+    """Values of a file system's options that must not be repeated."""
+    found: list[str] = []
+
+    def gather(options: Any) -> None:
+        for name, value in options.items() if isinstance(options, dict) else ():
+            if isinstance(value, str) and len(value) > 3 and _SECRET.search(str(name)):
+                found.append(value)
+            gather(value)
+
+    gather(getattr(system, "storage_options", {}))
+    return found

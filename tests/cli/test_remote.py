@@ -1,0 +1,116 @@
+"""The verbs that read take URLs; those that write say what to do instead."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from tests.cli.support import flip, run
+from tests.cli.test_plan import stored  # noqa: F401
+from tests.storage.serving import Served, serving
+
+
+@pytest.fixture
+def served(four: Path, weights: Path, tmp_path: Path) -> Iterator[Served]:
+    shutil.copytree(four, tmp_path / "store/checkpoint-3")
+    shutil.copytree(weights, tmp_path / "store/open")
+    with serving(tmp_path / "store") as one:
+        yield one
+
+
+@pytest.fixture
+def memory(four: Path) -> Iterator[str]:
+    """The checkpoint in fsspec's memory; its URL."""
+    url = f"memory://{uuid.uuid4().hex}/checkpoint-3"
+    store = fsspec.filesystem("memory")
+    store.put(str(four), url, recursive=True)
+    yield url
+    store.rm(url, recursive=True)
+
+
+def test_what_is_said_of_a_url_is_what_is_said_of_the_directory(four: Path, served: Served, memory: str) -> None:
+    for verb in (["inspect", "--tensors"], ["verify"], ["verify", "--level", "size"]):
+        expected = run(verb[0], four, *verb[1:], "--json").document
+        for url in (f"{served.url}/checkpoint-3", memory, f"file://{four}"):
+            found = run(verb[0], url, *verb[1:], "--json").document
+            assert found.pop("path") == url.removeprefix("file://")
+            drop = {"path", "seconds"}
+            assert {key: value for key, value in found.items() if key not in drop} == {
+                key: value for key, value in expected.items() if key not in drop
+            }
+
+
+def test_open_weights_behind_a_url_are_inspected_and_verified(weights: Path, served: Served) -> None:
+    expected = run("inspect", weights, "--json").document
+    found = run("inspect", f"{served.url}/open", "--json").document
+    assert {**found, "path": ""} == {**expected, "path": ""}
+    assert run("verify", f"{served.url}/open").code == 0
+
+
+def test_a_checkpoint_and_its_export_are_compared_across_stores(one: Path, served: Served, memory: str) -> None:
+    assert run("diff", memory, f"{served.url}/checkpoint-3").code == 0
+    assert run("diff", f"{served.url}/checkpoint-3", one).code == 0
+    found = run("diff", memory, f"{served.url}/open", "--json")
+    assert (found.code, found.document["not_compared"]) == (0, ["optimizer_state"])
+
+
+def test_an_export_from_a_store_is_that_from_the_directory(four: Path, served: Served, tmp_path: Path) -> None:
+    expected = run("export", four, tmp_path / "a", "--json").document
+    found = run("export", f"{served.url}/checkpoint-3", tmp_path / "b", "--json").document
+    assert found["md5"] == expected["md5"]
+
+
+def test_a_load_from_a_store_is_planned_without_its_tensors(
+    stored: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    expected = run("plan", stored, "--to", "tp=4", "--json").document
+    with serving(stored.parent) as served:
+        found = run("plan", f"{served.url}/{stored.name}", "--to", "tp=4", "--json").document
+    assert {**found, "path": ""} == {**expected, "path": ""}
+
+
+def test_damage_behind_a_url_is_found(served: Served) -> None:
+    path = next((served.root / "checkpoint-3/model_state").iterdir())
+    flip(path, path.stat().st_size - 1)
+    outcome = run("verify", f"{served.url}/checkpoint-3")
+    assert outcome.code == 1
+    assert "does not match its checksum" in outcome.err
+    path.unlink()
+    assert "is missing" in run("inspect", f"{served.url}/checkpoint-3").err
+
+
+def test_what_is_no_checkpoint_behind_a_url_is_told(served: Served) -> None:
+    top = run("inspect", served.url)
+    assert (top.code, "Name a checkpoint inside it: checkpoint-3" in top.err) == (1, True)
+    nowhere = run("verify", f"{served.url}/nowhere")
+    assert (nowhere.code, "neither a finished flex checkpoint nor" in nowhere.err) == (1, True)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/open", "memory://open", "http://localhost/open"])
+def test_an_export_to_a_store_is_refused_and_says_what_to_do(four: Path, url: str) -> None:
+    outcome = run("export", four, url)
+    assert outcome.code == 2
+    assert f"An export cannot be written to {url}" in outcome.err
+    assert "upload its files" in outcome.err
+
+
+def test_a_store_that_refuses_is_trouble_and_no_verdict(served: Served) -> None:
+    served.refuse["flex_checkpoint.json"] = 403
+    outcome = run("verify", f"{served.url}/checkpoint-3")
+    assert outcome.code == 2
+    assert "right to read it" in outcome.err
+    outcome = run("inspect", "nosuch://bucket/run")
+    assert (outcome.code, "Protocol not known" in outcome.err) == (2, True)
+
+
+def test_a_password_in_a_url_is_not_printed() -> None:
+    outcome = run("verify", "nosuch://ann:secret@host/run")
+    assert outcome.code == 2
+    assert "nosuch://***@host/run" in outcome.err
+    assert "secret" not in outcome.out + outcome.err

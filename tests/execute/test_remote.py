@@ -1,0 +1,149 @@
+"""Load, digest and export from a store: the same bits as from a directory, in few requests and few bytes too many."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddleformers_fc.errors import Corrupt, FlexError, StorageError
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.load import load_checkpoint, load_weights
+from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.reading import ArraySlot, ReadOptions, carry_out
+from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.plan import LoadPlan, ReadItem, Report
+from paddleformers_fc.plan.items import StoredPart
+from paddleformers_fc.storage.places import Place, place
+from tests.execute.simulated import CONFIG, Roles, canonical, job, live, same_values, succeed
+from tests.execute.test_save_and_load import save
+from tests.storage.serving import Served, serving
+
+ARRAYS = canonical()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    save(tmp_path / "checkpoint-3", ARRAYS, 2, 2)
+    with serving(tmp_path) as one:
+        yield one
+
+
+def load(directory: Place, tp: int, sharded: int, options: ReadOptions) -> list[Any]:
+    """What every rank holds after a load into zeros, or what it raised."""
+
+    def work(channel: Any) -> Roles:
+        roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
+        load_checkpoint(open_checkpoint(directory, channel), roles, CONFIG, channel, options)
+        return roles
+
+    return job(tp * sharded, work)
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 3), (4, 1)])
+def test_a_resume_from_a_store_restores_every_bit(served: Served, layout: tuple[int, int], once: bool) -> None:
+    found = load(place(f"{served.url}/checkpoint-3"), *layout, ReadOptions(once=once))
+    for rank, got in enumerate(found):
+        assert not isinstance(got, Exception), got
+        assert same_values(live(ARRAYS, layout[0], rank, sharded=layout[1]), got)
+
+
+def test_open_weights_are_loaded_from_a_store(served: Served, tmp_path: Path) -> None:
+    export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "open", 8000)
+
+    def work(channel: Any) -> Roles:
+        roles = {"model_state": live(ARRAYS, 2, channel.rank, empty=True)["model_state"]}
+        load_weights(place(f"{served.url}/open"), roles, CONFIG, channel)
+        return roles
+
+    for rank, got in enumerate(succeed(2, work)):
+        assert same_values({"model_state": live(ARRAYS, 2, rank)["model_state"]}, got)
+
+
+def test_an_export_and_its_digests_from_a_store_are_those_of_the_directory(served: Served, tmp_path: Path) -> None:
+    remote = place(f"{served.url}/checkpoint-3")
+    assert list(canonical_digests(remote)) == list(canonical_digests(tmp_path / "checkpoint-3"))
+    report = export_checkpoint(remote, tmp_path / "a")
+    expected = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "b")
+    assert {name: one.digest for name, one in report.files.items()} == {
+        name: one.digest for name, one in expected.files.items()
+    }
+
+
+def test_a_file_that_is_replaced_between_check_and_read_stops_every_rank(served: Served, tmp_path: Path) -> None:
+    path = next((tmp_path / "checkpoint-3/model_state").iterdir())
+
+    def work(channel: Any) -> None:
+        checkpoint = open_checkpoint(place(f"{served.url}/checkpoint-3"), channel)
+        channel.exchange(b"")
+        if channel.rank == 0:
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(bytes(data))
+        channel.exchange(b"")
+        load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), CONFIG, channel)
+
+    outcomes = job(2, work)
+    assert all(isinstance(outcome, Corrupt) for outcome in outcomes), outcomes
+    assert {outcome.render() for outcome in outcomes} == {outcomes[0].render()}
+    assert "was replaced or changed" in outcomes[0].what
+
+
+def test_a_store_that_fails_is_one_error_on_every_rank(served: Served) -> None:
+    served.refuse["mapping.json"] = 503
+    outcomes = load(place(f"{served.url}/checkpoint-3"), 2, 1, ReadOptions())
+    assert all(isinstance(outcome, StorageError) for outcome in outcomes), outcomes
+    assert {outcome.render() for outcome in outcomes} == {outcomes[0].render()}
+
+
+def test_a_manifest_that_leads_out_of_the_store_directory_is_refused(served: Served, tmp_path: Path) -> None:
+    shutil.copy(tmp_path / "checkpoint-3/mapping.json", tmp_path / "outside")
+    manifest = tmp_path / "checkpoint-3/flex_checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"mapping.json"', '"../outside"'))
+    for outcome in load(place(f"{served.url}/checkpoint-3"), 1, 1, ReadOptions()):
+        assert isinstance(outcome, FlexError)
+    assert not [path for path, _, _ in served.ranges if path == "outside"]
+
+
+HEIGHT, WIDTH = 64, 256 * 1024
+
+
+def test_a_tensor_parallel_slice_takes_its_bytes_and_a_bounded_number_of_requests(tmp_path: Path) -> None:
+    """Rows of half a MiB each, cut in two: what one of two ranks reads, and how often it asks."""
+    arrays = {"long": np.arange(HEIGHT * WIDTH, dtype=np.float32).reshape(HEIGHT, WIDTH)}
+
+    (tmp_path / "data").write_bytes(arrays["long"].tobytes())
+    half = WIDTH // 2
+    box, own = Box((0, half), (HEIGHT, WIDTH)), Box((0, 0), (HEIGHT, half))
+    item = ReadItem("r", "n", StoredPart("data", 0, (HEIGHT, WIDTH), box, "float32"), 0, (HEIGHT, half), own, (0, 1))
+    out = np.zeros(HEIGHT * half, np.float32)
+    with serving(tmp_path) as served:
+        plan = LoadPlan((item,), (), {}, Report())
+        carry_out(plan, place(served.url), {("r", "n"): ArraySlot(out)})
+        assert np.array_equal(out.reshape(HEIGHT, half), arrays["long"][:, half:])
+        assert served.bytes <= 1.05 * out.nbytes
+        assert len(served.ranges) <= HEIGHT
+
+
+def test_thousands_of_small_tensors_are_few_requests(tmp_path: Path) -> None:
+
+    numbers = np.arange(3_000 * 100, dtype=np.float32).reshape(3_000, 100)
+    (tmp_path / "data").write_bytes(numbers.tobytes())
+    shape = (60,)
+    items = tuple(
+        ReadItem("r", f"{n}", StoredPart("data", n * 400, shape, whole(shape), "float32"), 0, shape, whole(shape), (0,))
+        for n in range(3_000)
+    )
+    outs = {("r", f"{n}"): np.zeros(60, np.float32) for n in range(3_000)}
+    with serving(tmp_path) as served:
+        slots = {key: ArraySlot(out) for key, out in outs.items()}
+        carry_out(LoadPlan(items, (), {}, Report()), place(served.url), slots)
+        assert all(np.array_equal(out, numbers[int(name), :60]) for (_, name), out in outs.items())
+        assert len(served.ranges) <= 2
+        assert served.bytes <= numbers.nbytes

@@ -1,0 +1,91 @@
+"""What a user's text stands for, and that a URL never shows its password."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from paddleformers_fc.errors import FormatError, OptionError
+from paddleformers_fc.storage.names import parse_step
+from paddleformers_fc.storage.places import RemotePath, local, masked, place
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("out/checkpoint-3", "out/checkpoint-3"),
+        ("/data/a:b", "/data/a:b"),
+        ("file:///data/run%201/checkpoint-3", "/data/run 1/checkpoint-3"),
+        ("file://localhost/data/", "/data"),
+        ("FILE:///data", "/data"),
+    ],
+)
+def test_a_path_or_a_file_url_is_a_path_of_this_machine(text: str, path: str) -> None:
+    assert place(text) == Path(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("s3://bucket/run/checkpoint-3/", "s3://bucket/run/checkpoint-3"),
+        ("S3://Bucket/Run", "s3://Bucket/Run"),
+        ("memory://a", "memory://a"),
+        ("https://host:8000/weights", "https://host:8000/weights"),
+    ],
+)
+def test_a_url_is_remote_and_loses_its_last_slash(text: str, url: str) -> None:
+    assert place(text) == RemotePath(url)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["s3://", "memory:///", "file://other/data", "simplecache::s3://b/c", "zip://a::s3://b", "https://h/d?token=x"],
+)
+def test_a_url_that_cannot_be_a_directory_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="cannot be used as a directory"):
+        place(text)
+
+
+def test_a_remote_path_is_taken_apart_and_put_together_as_a_local_one() -> None:
+    path = place("s3://bucket/run") / "checkpoint-3" / PurePosixPath("model_state/rank-00000.safetensors")
+    assert isinstance(path, RemotePath)
+    assert path.url == "s3://bucket/run/checkpoint-3/model_state/rank-00000.safetensors"
+    assert (path.name, path.suffix) == ("rank-00000.safetensors", ".safetensors")
+    assert path.parent.parent == RemotePath("s3://bucket/run/checkpoint-3")
+    assert parse_step(path.parent.parent) == 3
+    assert path.parent.parent.with_name("checkpoint-4").url == "s3://bucket/run/checkpoint-4"
+    assert place(path) is path
+
+
+def test_the_top_of_a_store_is_its_own_parent() -> None:
+    assert RemotePath("s3://bucket").parent == RemotePath("s3://bucket")
+
+
+@pytest.mark.parametrize("part", ["..", "a/../../b", "/etc/passwd"])
+def test_nothing_leads_out_of_a_remote_directory(part: str) -> None:
+    with pytest.raises(FormatError, match="leads out of"):
+        place("memory://run") / part
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("sftp://ann:se/cr@et@host/run", "sftp://***@host/run"),
+        ("sftp://ann:secret@host:22/run", "sftp://***@host:22/run"),
+        ("ftp://token@host/run", "ftp://***@host/run"),
+        ("s3://bucket/a@b/c", "s3://bucket/a@b/c"),
+        ("http://host:80/a@b", "http://host:80/a@b"),
+    ],
+)
+def test_users_and_passwords_are_not_shown(url: str, shown: str) -> None:
+    assert str(RemotePath(url)) == shown
+    assert repr(RemotePath(url)) == f"RemotePath('{shown}')"
+    assert masked(f"no access to {url} today") == f"no access to {shown} today"
+
+
+def test_what_is_written_must_be_on_this_machine() -> None:
+    assert local("out", "A checkpoint") == Path("out")
+    with pytest.raises(OptionError, match=r"(?s)cannot be written to sftp://\*\*\*@host/run.*upload") as caught:
+        local("sftp://ann:secret@host/run", "A checkpoint")
+    assert "secret" not in caught.value.render()

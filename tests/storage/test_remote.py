@@ -1,0 +1,355 @@
+"""Files of a store: exact ranges, and every fault as an error of ours that names URL and offset."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, OptionError, StorageError
+from paddleformers_fc.storage import files, remote
+from paddleformers_fc.storage.files import exists, is_directory, is_file, list_directory, read_file, size_of
+from paddleformers_fc.storage.identity import identities_of
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint, read_manifest, verify_files
+from paddleformers_fc.storage.places import RemotePath, place
+from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.regions import Region, Workspace, ranges_of, read_region
+from paddleformers_fc.storage.safetensors import read_header
+from tests.storage.serving import Served, serving
+from tests.storage.support import STATE, WEIGHTS, save
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path) as one:
+        yield one
+
+
+@pytest.fixture
+def memory() -> Iterator[RemotePath]:
+    """An empty directory in fsspec's memory."""
+    path = RemotePath(f"memory://{uuid.uuid4().hex}")
+    yield path
+    store = fsspec.filesystem("memory")
+    if store.exists(path.url):
+        store.rm(path.url, recursive=True)
+
+
+def put(directory: RemotePath, name: str, data: bytes) -> RemotePath:
+    with fsspec.open((directory / name).url, "wb") as file:
+        file.write(data)
+    return directory / name
+
+
+def upload(source: Path, target: RemotePath) -> RemotePath:
+    for path in files.files_within(source):
+        put(target, path.relative_to(source).as_posix(), path.read_bytes())
+    return target
+
+
+def at(served: Served, name: str = "") -> RemotePath:
+    found = place(f"{served.url}/{name}")
+    assert isinstance(found, RemotePath)
+    return found
+
+
+def test_names_are_looked_at_and_listed_as_in_a_directory(memory: RemotePath) -> None:
+    put(memory, "a/b.json", b"12345")
+    put(memory, "a/c.json", b"")
+    assert [path.name for path in list_directory(memory / "a")] == ["b.json", "c.json"]
+    assert list_directory(memory / "nothing") == []
+    assert exists(memory / "a/b.json")
+    assert not exists(memory / "a/d.json")
+    assert (is_file(memory / "a/b.json"), is_file(memory / "a")) == (True, False)
+    assert (is_directory(memory / "a"), is_directory(memory / "x")) == (True, False)
+    assert size_of(memory / "a/b.json") == 5
+    assert (read_file(memory / "a/b.json"), read_file(memory / "a/c.json")) == (b"12345", b"")
+
+
+def test_a_range_arrives_and_nothing_else_is_asked_for(served: Served, tmp_path: Path) -> None:
+    data = np.random.default_rng(0).bytes(100_000)
+    (tmp_path / "data").write_bytes(data)
+    array = np.zeros(250, np.float32)
+    with RangeReader() as reader:
+        reader.read_into(at(served, "data"), 777, array)
+    assert array.tobytes() == data[777:1777]
+    assert served.ranges == [("data", 777, 1000)]
+
+
+def test_a_long_range_comes_in_parts_at_a_time(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PART_BYTES", 1000)
+    data = np.random.default_rng(0).bytes(10_000)
+    (tmp_path / "data").write_bytes(data)
+    buffer = bytearray(9_500)
+    with RangeReader() as reader:
+        reader.read_into(at(served, "data"), 100, buffer)
+    assert bytes(buffer) == data[100:9600]
+    assert sorted(length for _, _, length in served.ranges) == [500, *[1000] * 9]
+
+
+def test_many_threads_read_one_file_through_one_file_system(memory: RemotePath, served: Served, tmp_path: Path) -> None:
+    data = np.random.default_rng(0).bytes(1 << 20)
+    (tmp_path / "data").write_bytes(data)
+    for path in (put(memory, "data", data), at(served, "data")):
+        with RangeReader() as reader, ThreadPoolExecutor(16) as pool:
+
+            def read(offset: int, reader: RangeReader = reader, path: RemotePath = path) -> bool:
+                buffer = bytearray(5000)
+                reader.read_into(path, offset, buffer)
+                return bytes(buffer) == data[offset : offset + 5000]
+
+            assert all(pool.map(read, range(0, (1 << 20) - 5000, 4001)))
+
+
+@pytest.mark.parametrize(("offset", "got"), [(4000, 96), (4096, 0), (9999, 0)])
+def test_a_file_that_ends_early_is_corrupt_and_says_where(memory: RemotePath, offset: int, got: int) -> None:
+    path = put(memory, "3.bin", bytes(4096))
+    with RangeReader() as reader, pytest.raises(Corrupt) as caught:
+        reader.read_into(path, offset, bytearray(200))
+    assert "3.bin ends too early" in caught.value.what
+    assert caught.value.where == f"{path}, byte {offset + got}"
+    assert caught.value.evidence == (f"wanted 200 bytes from byte {offset}, got {got}",)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_corrupt(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(4096))
+    with RangeReader() as reader:
+        reader.read_into(at(served, "data"), 0, bytearray(10))
+        (tmp_path / "data").write_bytes(bytes(1000))
+        with pytest.raises(Corrupt, match="ends too early") as caught:
+            reader.read_into(at(served, "data"), 2000, bytearray(10))
+    assert caught.value.where.endswith("/data, byte 1000")
+
+
+def test_a_file_that_disappears_while_it_is_read_is_missing(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(4096))
+    with RangeReader() as reader:
+        reader.read_into(at(served, "data"), 0, bytearray(10))
+        (tmp_path / "data").unlink()
+        with pytest.raises(Corrupt, match=r"/data is missing"):
+            reader.read_into(at(served, "data"), 0, bytearray(10))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(lambda data: data[:-1], "fewer bytes"), (lambda data: data + b"x", "more bytes"), (lambda data: b"", "fewer")],
+)
+def test_an_answer_of_another_length_is_refused(served: Served, tmp_path: Path, answer: object, said: str) -> None:
+    (tmp_path / "data").write_bytes(bytes(4096))
+    served.answer = answer  # type: ignore[assignment]
+    with RangeReader() as reader, pytest.raises(StorageError, match=said) as caught:
+        reader.read_into(at(served, "data"), 100, bytearray(50))
+    assert caught.value.where.endswith("/data, byte 100")
+
+
+def test_a_missing_file_a_refused_one_and_a_failing_store_are_told_apart(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"1234")
+    with pytest.raises(Corrupt, match="gone is missing"):
+        read_file(at(served, "gone"))
+    for status in (401, 403, 500, 503):
+        served.refuse["data"] = status
+        with pytest.raises(StorageError, match=f"(?s)refused to look at .*data.*{status}") as caught:
+            read_file(at(served, "data"))
+        assert ("right to read" in caught.value.next_step) == (status in (401, 403))
+        with pytest.raises(StorageError):
+            exists(at(served, "data"))
+
+
+def test_a_refusal_in_the_midst_of_a_read_names_url_and_offset(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(4096))
+    with RangeReader() as reader:
+        reader.read_into(at(served, "data"), 0, bytearray(10))
+        served.answer = _broken
+        with pytest.raises(StorageError, match=r"refused to read .*/data") as caught:
+            reader.read_into(at(served, "data"), 300, bytearray(10))
+    assert caught.value.where.endswith("/data, byte 300")
+
+
+def _broken(data: bytes) -> bytes:
+    raise ConnectionError("the test cuts the line")
+
+
+def test_a_store_that_is_not_there_is_an_error_of_storage() -> None:
+    with pytest.raises(StorageError, match="refused to look at http://127"):
+        read_file(RemotePath("http://127.0.0.1:9/run/flex_checkpoint.json"))
+
+
+def test_a_protocol_that_nobody_knows_and_a_backend_that_is_not_installed_are_options() -> None:
+    with pytest.raises(OptionError, match=r"(?s)fsspec cannot make anything of nosuch://.*Protocol not known"):
+        exists(RemotePath("nosuch://bucket/run"))
+    fsspec.register_implementation("notinstalled", "nowhere.at.all.FileSystem", clobber=True)
+    with pytest.raises(OptionError, match="backend of fsspec for notinstalled:// is not installed"):
+        exists(RemotePath("notinstalled://bucket/run"))
+
+
+class Telling(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """A backend whose errors repeat everything they know."""
+
+    protocol = "telling"
+
+    def info(self, path: str, **_: object) -> dict[str, object]:
+        """Fail."""
+        key = self.storage_options["secret"]
+        raise ValueError(f"cannot sign {path} for ann:{key} at https://ann:pass@host/{path}?X-Signature=abc&Key=def")
+
+
+def test_credentials_are_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("telling", Telling, clobber=True)
+    monkeypatch.setitem(fsspec.config.conf, "telling", {"secret": "wJalrXUtnFEMI/K7MDENG"})
+    with pytest.raises(StorageError, match="cannot sign") as caught:
+        exists(RemotePath("telling://bucket/run"))
+    told = caught.value.render()
+    assert "***" in told
+    assert not [word for word in ("wJalr", "pass", "abc", "def") if word in told]
+    # A traceback shows the whole chain.
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+def test_a_checkpoint_of_a_store_is_verified_at_every_level(served: Served, memory: RemotePath, tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", 7)
+    for directory in (at(served, "checkpoint-3"), upload(tmp_path / "checkpoint-3", memory / "checkpoint-3")):
+        manifest = read_manifest(directory)
+        for level in ("off", "size", "full"):
+            verify_files(directory, manifest, level)
+        assert read_header(directory / WEIGHTS).tensors.keys() == {"a", "b"}
+    damaged = bytearray((tmp_path / "checkpoint-3" / WEIGHTS).read_bytes())
+    damaged[-1] ^= 1
+    put(memory, f"checkpoint-3/{WEIGHTS}", bytes(damaged))
+    put(memory, f"checkpoint-3/{STATE}", b"{}")
+    verify_files(memory / "checkpoint-3", manifest, "off")
+    with pytest.raises(Corrupt, match="truncated: 2 of"):
+        verify_files(memory / "checkpoint-3", manifest, "size")
+    with pytest.raises(Corrupt, match=r"(?s)truncated: 2 of.*does not match its checksum in 1 of"):
+        verify_files(memory / "checkpoint-3", manifest, "full")
+
+
+def test_missing_and_foreign_files_of_a_store_are_found(memory: RemotePath, tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", 7)
+    directory = upload(tmp_path / "checkpoint-3", memory / "checkpoint-3")
+    fsspec.filesystem("memory").rm((directory / STATE).url)
+    put(directory, "model_state/rank-00009.safetensors", b"another save's")
+    with pytest.raises(Corrupt, match=r"(?s)state.json is missing.*rank-00009.safetensors does not belong"):
+        verify_files(directory, read_manifest(directory), "size")
+
+
+def test_the_newest_checkpoint_of_a_store_is_found_by_its_manifest(memory: RemotePath, tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", 7)
+    upload(tmp_path / "checkpoint-3", memory / "checkpoint-3")
+    put(memory, "checkpoint-4/mapping.json", b"half uploaded")
+    with pytest.raises(FlexError, match=f"no {MANIFEST_NAME}"):
+        read_manifest(memory / "checkpoint-4")
+    assert newest_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-3"
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b", "model_state//x"])
+def test_a_manifest_that_leads_out_of_a_store_directory_is_refused(
+    memory: RemotePath, tmp_path: Path, path: str
+) -> None:
+    save(tmp_path / "checkpoint-3", 7)
+    text = (tmp_path / "checkpoint-3" / MANIFEST_NAME).read_text().replace(STATE, path)
+    put(memory, f"checkpoint-3/{MANIFEST_NAME}", text.encode())
+    with pytest.raises((FormatError, Corrupt)):
+        read_manifest(memory / "checkpoint-3")
+
+
+def test_a_file_that_is_replaced_between_check_and_read_is_refused(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(100))
+    identities = identities_of([at(served, "data")])
+    (tmp_path / "data").write_bytes(bytes(99) + b"x")
+    with RangeReader(identities=identities) as reader, pytest.raises(Corrupt, match="replaced or changed after"):
+        reader.read_into(at(served, "data"), 0, bytearray(10))
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_refused_at_the_end(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(100))
+    identities = identities_of([at(served, "data")])
+    ends = contextlib.ExitStack()
+    reader = ends.enter_context(RangeReader(identities=identities))
+    reader.read_into(at(served, "data"), 0, bytearray(10))
+    (tmp_path / "data").write_bytes(bytes(99) + b"x")
+    reader.read_into(at(served, "data"), 10, bytearray(10))
+    with pytest.raises(Corrupt, match="replaced or changed after"):
+        ends.close()
+
+
+def test_the_error_of_a_read_is_not_hidden_by_the_look_at_the_end(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(100))
+    identities = identities_of([at(served, "data")])
+    with pytest.raises(Corrupt, match="ends too early"), RangeReader(identities=identities) as reader:
+        reader.read_into(at(served, "data"), 50, bytearray(100))
+
+
+def test_what_a_store_does_not_tag_is_known_by_its_size(served: Served, tmp_path: Path) -> None:
+    served.tags = False
+    (tmp_path / "data").write_bytes(bytes(100))
+    identities = identities_of([at(served, "data")])
+    (tmp_path / "data").write_bytes(bytes(101))
+    with RangeReader(identities=identities) as reader, pytest.raises(Corrupt, match="replaced or changed"):
+        reader.read_into(at(served, "data"), 0, bytearray(10))
+
+
+def test_files_are_looked_at_several_at_a_time(memory: RemotePath) -> None:
+    meeting = threading.Barrier(remote.AT_ONCE, timeout=30)
+    paths = [memory / str(number) for number in range(remote.AT_ONCE)]
+    found = files.each(lambda path: meeting.wait() >= 0 and path.name, paths, memory)
+    assert list(found) == [path.name for path in paths]
+
+
+ROWS, COLUMNS = 8, 1 << 20
+
+
+def read(region: Region, out: np.ndarray[Any, Any]) -> None:
+    with RangeReader() as reader, Workspace() as workspace:
+        reader.expect(region.path, ranges_of(region))
+        read_region(reader, region, out, workspace)
+
+
+def test_a_slice_of_long_rows_reads_what_it_needs_and_no_more(served: Served, tmp_path: Path) -> None:
+    whole = np.random.default_rng(0).integers(0, 255, (ROWS, COLUMNS), np.uint8)
+    (tmp_path / "data").write_bytes(whole.tobytes())
+    region = Region(at(served, "data"), 0, whole.shape, (0, 0), (ROWS, COLUMNS // 2), np.dtype(np.uint8))
+    out = np.zeros(region.size, np.uint8)
+    read(region, out)
+    assert np.array_equal(out, whole[:, : COLUMNS // 2])
+    assert served.bytes <= 1.05 * out.nbytes
+    assert len(served.ranges) <= ROWS
+
+
+def test_a_slice_of_short_rows_is_few_requests(served: Served, tmp_path: Path) -> None:
+    whole = np.random.default_rng(0).integers(0, 255, (4096, 2048), np.uint8)
+    (tmp_path / "data").write_bytes(whole.tobytes())
+    region = Region(at(served, "data"), 0, whole.shape, (0, 512), (4096, 512), np.dtype(np.uint8))
+    for out in (np.zeros(region.size, np.uint8), np.zeros(region.size[::-1], np.uint8).T):
+        served.forget()
+        read(region, out)
+        assert np.array_equal(out, whole[:, 512:1024])
+        assert len(served.ranges) <= 2
+        assert served.bytes <= whole.nbytes
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_ranges_of_a_region_hold_all_of_its_bytes(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4)))
+    lo = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
+    size = tuple(data.draw(st.integers(0, length - low)) for length, low in zip(shape, lo, strict=True))
+    # As if the tensor were large: a gap costs much.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paddleformers_fc.storage.ahead.GAP_BYTES", data.draw(st.integers(0, 200)))
+        patch.setattr("paddleformers_fc.storage.ahead.FREE_BYTES", 0)
+        found = list(ranges_of(Region(Path("x"), 5, shape, lo, size, np.dtype(np.float32))))
+    bytes_of = np.arange(int(np.prod(shape)) * 4).reshape(*shape, 4) + 5
+    box = bytes_of[tuple(slice(low, low + length) for low, length in zip(lo, size, strict=True))]
+    covered = {byte for one in found for byte in range(one.begin, one.end)}
+    assert set(box.ravel().tolist()) <= covered
+    assert sum(one.size for one in found) == box.size

@@ -1,0 +1,65 @@
+"""A run that resumes from a URL, and a model that starts from one: the same as from a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.storage.places import place
+from paddleformers_fc.trainer.options import FlexFields, check_options
+from tests.harness.tiny import SD2V2, TP2
+from tests.storage.serving import serving
+from tests.trainer.test_pretrained import start, weights_of
+from tests.trainer.test_trainer import JOBS, SIX_STEPS, Saved, settings, train_six
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Six steps under tensor parallelism, saved at 3 and 6."""
+    return train_six(ranks, tmp_path_factory.mktemp("tp2"), TP2)
+
+
+@pytest.mark.parametrize("read", ["each", "once"])
+def test_a_run_resumed_from_a_url_goes_on_as_if_uninterrupted(
+    ranks: ForkServer, saved: Saved, tmp_path: Path, read: str
+) -> None:
+    with serving(saved.output_dir) as served:
+        given = settings(SD2V2, tmp_path, flex_read=read, **SIX_STEPS)
+        result = ranks.run(f"{JOBS}:run", 2, {**given, "resume": f"{served.url}/checkpoint-3"})
+        assert served.ranges
+    assert result.values[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-6)
+
+
+def test_what_is_no_checkpoint_behind_a_url_is_refused_on_every_rank(ranks: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "store/checkpoint-1").mkdir(parents=True)
+    (tmp_path / "store/checkpoint-1/mapping.json").write_text("{}")
+    with serving(tmp_path / "store") as served:
+        for name, said in (("checkpoint-1", "is an unfinished checkpoint"), ("checkpoint-2", "does not exist")):
+            given = {**settings(TP2, tmp_path / "out", max_steps=1), "resume": f"{served.url}/{name}"}
+            for refusal in ranks.run(f"{JOBS}:refused", 2, given).values:
+                assert said in str(refusal)
+
+
+def test_a_model_starts_from_open_weights_behind_a_url(ranks: ForkServer, tmp_path: Path) -> None:
+    source = weights_of(ranks, tmp_path, "llama", {})
+    with serving(tmp_path) as served:
+        url = f"{served.url}/weights"
+        said = start(ranks, tmp_path, TP2, url, model_type="llama", model={})  # type: ignore[arg-type]
+    assert said == {"fresh": [], "dropped": []}
+    assert (tmp_path / "again-tp2/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/out", "memory://out", "https://ann:secret@host/out"])
+def test_an_output_directory_that_is_a_url_is_refused_before_training(url: str) -> None:
+    options = FlexFields()
+    options.output_dir = url  # type: ignore[attr-defined]
+    check_options(options)
+    options.flex_checkpoint = True
+    with pytest.raises(OptionError, match="A checkpoint cannot be written to") as caught:
+        check_options(options)
+    assert str(place(url)) in caught.value.what
+    assert "secret" not in caught.value.render()
+    assert "upload its files" in caught.value.next_step
