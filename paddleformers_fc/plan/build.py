@@ -14,6 +14,7 @@ items.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping as MappingABC
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -21,7 +22,7 @@ from operator import attrgetter
 import msgspec
 
 from paddleformers_fc.catalog.stored import Catalog, StoredForm, StoredTensor
-from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.layout.roles import MODEL_STATE, StateName, split_state_name
 from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping import Mapping, Shape
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
@@ -137,25 +138,25 @@ class Planner:
         for alias, owner in source.stored_aliases.items():
             self._aliases.setdefault(owner, []).append(alias)
         self._patterns: dict[tuple[object, ...], Pattern] = {}
-        self._made, self._specs = source.mapping.made, source.mapping.sources
+        self._made, self._sources, self._targets = source.mapping.made, source.mapping.sources, source.mapping.targets
         self._numbers: dict[Shape, Stencil] = {}
         self._forget()
 
     def _forget(self) -> None:
         self.report = Report()
         self.checks: dict[tuple[str, str], EqualCheck] = {}
-        self.touched: dict[str, set[str]] = {}
+        self.touched: defaultdict[str, set[str]] = defaultdict(set)
 
     def plan(self, wanted: Wanted) -> LoadPlan:
         """The plan of one rank, as :func:`plan_reads` returns it."""
         self._forget()
-        by_file: dict[str, list[ReadItem]] = {}
+        by_file: defaultdict[str, list[ReadItem]] = defaultdict(list)
         for role, shards in wanted.items():
             for shard in shards.values():
                 filling = self.filling(role, shard)
                 if filling is not None:
                     for item in filling.items(role, shard.name):
-                        by_file.setdefault(item.stored.file, []).append(item)
+                        by_file[item.stored.file].append(item)
         for items in by_file.values():
             items.sort(key=_in_file)
         return LoadPlan(
@@ -174,7 +175,7 @@ class Planner:
             if parameter not in self._source.mapping.fresh:
                 self.report.add("missing", shard.name)
             return None
-        tensors = self._tensors(role, shard, made.names, state.suffix)
+        tensors = self._tensors(role, shard, made.names, state)
         if tensors is None:
             return None
         stencil = made.stencil
@@ -182,22 +183,18 @@ class Planner:
             if not self._agree(shard, tensors):
                 return None
             stencil, tensors = self._number(shard.global_shape), tensors[:1]
-        elif not self._have_the_shapes(shard, parameter, made.names, tensors):
-            return None
-        key = (
-            role == MODEL_STATE,
-            stencil,
-            shard.dtype,
-            shard.global_shape,
-            shard.box,
-            shard.flat,
-            *[tensor.form for tensor in tensors],
-        )
+        else:
+            target = self._targets.get(parameter)
+            if target is not None and target.shape != shard.global_shape:
+                self._misfit(shard, f"mapped {list(target.shape)}", shard.global_shape)
+                return None
+        forms = [tensor.form for tensor in tensors]
+        key = (stencil, shard.box, shard.flat, shard.dtype, shard.global_shape, role == MODEL_STATE, *forms)
         pattern = self._patterns.get(key)
         if pattern is None:
             if not self._have_the_dtype(role, shard, stencil, tensors):
                 return None
-            pattern = Pattern(tuple(_pieces(shard, stencil, [tensor.form for tensor in tensors])))
+            pattern = Pattern(tuple(_pieces(shard, stencil, forms)))
             if self._covers(shard, pattern):
                 # What does not fit is to be reported under every name, and so it is not remembered.
                 self._patterns[key] = pattern
@@ -209,27 +206,33 @@ class Planner:
             self._numbers[shape] = identity(shape)
         return self._numbers[shape]
 
-    def _tensors(self, role: str, shard: Shard, names: tuple[str, ...], suffix: str) -> list[StoredTensor] | None:
-        """The stored states of some parameters; None where one is not stored."""
-        stored = self._source.catalog.roles.get(role, {})
-        present: list[StoredTensor] = []
+    def _tensors(self, role: str, shard: Shard, names: tuple[str, ...], state: StateName) -> list[StoredTensor] | None:
+        """The stored states of some parameters; None where one is not stored, or has not the shape that is mapped."""
+        stored, touched = self._source.catalog.roles.get(role, {}), self.touched[role]
+        found: list[StoredTensor] = []
         for name in names:
-            full = name + suffix
-            tensor = self._under_an_alias(role, name, suffix) if name in self._aliases else stored.get(full)
+            full = name + state.suffix
+            tensor = self._under_an_alias(role, name, state.suffix) if name in self._aliases else stored.get(full)
             if tensor is None:
                 self.report.add("missing", f"{shard.name}: needs {full}")
+                continue
+            touched.add(tensor.name)
+            shape = tensor.form.shape
+            if shape == self._sources[name].shape or state.scalar:
+                found.append(tensor)
             else:
-                present.append(tensor)
-        touched = self.touched.setdefault(role, set())
-        touched.update([tensor.name for tensor in present])
-        return present if len(present) == len(names) else None
+                self._misfit(shard, f"stored {list(shape)}", self._sources[name].shape)
+        return found if len(found) == len(names) else None
+
+    def _misfit(self, shard: Shard, what: str, wanted: Shape) -> None:
+        self.report.add("shape", f"{shard.name}: {what}, wanted {list(wanted)}")
 
     def _under_an_alias(self, role: str, parameter: str, suffix: str) -> StoredTensor | None:
         """The stored state of a tied parameter: under its own name, or under an alias of it that must then be equal."""
         stored = self._source.catalog.roles.get(role, {})
         names = (parameter, *self._aliases[parameter])
         found = [stored[name + suffix] for name in names if name + suffix in stored]
-        self.touched.setdefault(role, set()).update(tensor.name for tensor in found)
+        self.touched[role].update(tensor.name for tensor in found)
         for other in found[1:]:
             self._must_equal(found[0], other)
         return found[0] if found else None
@@ -241,9 +244,7 @@ class Planner:
                 self.report.add("dtype", f"{shard.name}: stored {tensor.dtype}, wanted {shard.dtype}")
                 return False
             if tensor.shape != shard.global_shape:
-                self.report.add(
-                    "shape", f"{shard.name}: stored {list(tensor.shape)}, wanted {list(shard.global_shape)}"
-                )
+                self._misfit(shard, f"stored {list(tensor.shape)}", shard.global_shape)
                 return False
         for other in tensors[1:]:
             self._must_equal(tensors[0], other)
@@ -258,22 +259,6 @@ class Planner:
         for index, (left, right) in enumerate(_common(owner, whole(owner.shape), other)):
             key = (owner.name, other.name if index == 0 else f"{other.name}#{index}")
             self.checks[key] = EqualCheck(f"{other.name} = {owner.name}", left, right)
-
-    def _have_the_shapes(
-        self, shard: Shard, parameter: str, names: tuple[str, ...], tensors: list[StoredTensor]
-    ) -> bool:
-        """Whether stored and wanted shapes are those of the mapping."""
-        fit = True
-        for name, tensor in zip(names, tensors, strict=True):
-            expected = self._specs[name].shape
-            if tensor.form.shape != expected:
-                self.report.add("shape", f"{shard.name}: stored {list(tensor.shape)}, wanted {list(expected)}")
-                fit = False
-        target = self._source.mapping.targets.get(parameter)
-        if target is not None and target.shape != shard.global_shape:
-            self.report.add("shape", f"{shard.name}: mapped {list(target.shape)}, wanted {list(shard.global_shape)}")
-            fit = False
-        return fit
 
     def _have_the_dtype(self, role: str, shard: Shard, stencil: Stencil, tensors: list[StoredTensor]) -> bool:
         """Whether every link gives the shard's dtype: as it is stored, or by a cast, which states never take."""
