@@ -44,12 +44,14 @@ class FlexCheckpoint:
         manifest: the commit record.
         rules: how that model's names are dealt out of canonical names.
         config: the model's configuration, as in ``config.json``.
+        unread: whether the checksums of what is going to be read are still to be compared, by whoever reads it.
     """
 
     catalog: Catalog
     manifest: Manifest
     rules: RuleSet
     config: dict[str, Any]
+    unread: bool = False
 
 
 @dataclass(frozen=True)

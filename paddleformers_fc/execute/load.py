@@ -20,6 +20,7 @@ from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_huggingface
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
+from paddleformers_fc.execute.integrity import check_numbers
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.reading import DEFAULT_OPTIONS, Key, ReadOptions, Slot
 from paddleformers_fc.execute.rollcall import call_roll, comparable, software
@@ -49,6 +50,7 @@ class LoadReport:
         fresh: live tensors of this rank that the source did not hold, by declaration, and that kept their values.
         dropped: stored tensors that no rank wanted, by declaration.
         bytes_received: bytes this rank got from other ranks instead of reading them.
+        bytes_hashed: bytes of tensors whose checksums this rank compared before anything was read.
     """
 
     directory: Place
@@ -57,6 +59,7 @@ class LoadReport:
     fresh: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     bytes_received: int = 0
+    bytes_hashed: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def load_checkpoint(
             leaves the model undefined, and the job must not go on.
     """
     started = time.monotonic()
-    facts = {"manifest": manifest_seal(checkpoint.manifest), "aoa_config": aoa_config or {}}
+    facts = {"manifest": manifest_seal(checkpoint.manifest), "checks": checkpoint.unread}
+    facts["aoa_config"] = aoa_config or {}
     _call_roll(channel, checkpoint.catalog.root, config, facts)
     model = _whole_model(roles, channel) if aoa_config else {}
 
@@ -138,7 +142,10 @@ def load_checkpoint(
             planned.plan, report, lambda role, name: split_state_name(role, name).parameter in may_be_left
         )
 
-    return _load(checkpoint.catalog, roles, channel, options, preflight, started)
+    def check(plan: LoadPlan) -> int:
+        return check_numbers(checkpoint, plan, channel, options.threads) if checkpoint.unread else 0
+
+    return _load(checkpoint.catalog, roles, channel, options, preflight, check, started)
 
 
 def _call_roll(channel: Channel, directory: Place, config: Mapping[str, Any], facts: Mapping[str, object]) -> None:
@@ -192,7 +199,12 @@ def load_weights(
         plan = plan_reads(source, shards)
         return _Preflight(plan, plan.report.merge([report]), lambda role, name: name in optional)
 
-    return _load(opened[0], roles, channel, options, preflight, started)
+    return _load(opened[0], roles, channel, options, preflight, _nothing_recorded, started)
+
+
+def _nothing_recorded(plan: LoadPlan) -> int:
+    """Open weights come without checksums."""
+    return 0
 
 
 def _load(
@@ -201,6 +213,7 @@ def _load(
     channel: Channel,
     options: ReadOptions,
     preflight: Callable[[], _Preflight],
+    check: Callable[[LoadPlan], int],
     started: float,
 ) -> LoadReport:
     done: list[_Preflight] = []
@@ -223,13 +236,14 @@ def _load(
             merged.add("unexpected", name)
     merged.refuse(str(catalog.root))
     dropped = tuple(name for _, name in untouched)
+    checked = check(plan)
     storage = Storage(catalog.root, catalog.identities, catalog.seen_by)
     compare_together(plan.checks, storage, channel, options)
     traffic = read_together(plan, storage, slots, channel, options)
     filled = {(item.role, item.name) for item in plan.items}
     fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)
     seconds = time.monotonic() - started
-    return LoadReport(catalog.root, traffic.read, seconds, fresh, dropped, traffic.received)
+    return LoadReport(catalog.root, traffic.read, seconds, fresh, dropped, traffic.received, checked)
 
 
 def _refuse_different_ways(verdicts: list[_Verdict]) -> None:

@@ -31,6 +31,7 @@ from paddleformers_fc.catalog.flex import (
 )
 from paddleformers_fc.errors import Corrupt, NotACheckpoint
 from paddleformers_fc.execute.channel import Channel, agree, spread
+from paddleformers_fc.execute.integrity import check_beside_numbers
 from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.layout.codec import ShardRecord, record_of
 from paddleformers_fc.layout.roles import ROLES
@@ -76,13 +77,18 @@ class _Told(msgspec.Struct):
     documents: dict[str, bytes]
 
 
-def open_checkpoint(directory: Place, channel: Channel, verify: str = "size") -> FlexCheckpoint:
+def open_checkpoint(directory: Place, channel: Channel, verify: str = "size", threads: int = 4) -> FlexCheckpoint:
     """Open a finished checkpoint on every rank, or raise the same error on every rank.
+
+    Under ``full`` the ranks share the checksums of everything that is not a tensor's number: headers and documents. The
+    numbers are left to the load, which knows which of them a rank will read. Where ranks see different files, each
+    compares the whole of those it sees.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks of the job; every rank must call.
         verify: ``off``, ``size`` or ``full``; each rank checks the files that it sees.
+        threads: how many threads of this rank compare checksums.
     """
     seen: list[Sight | None] = []
     opened: list[FlexCheckpoint] = []
@@ -91,12 +97,22 @@ def open_checkpoint(directory: Place, channel: Channel, verify: str = "size") ->
         seen.append(_sight(directory))
         return msgspec.msgpack.encode(_told_of(directory, seen[0]))
 
+    def check_sizes() -> bytes:
+        if seen[0] is not None:
+            verify_files(directory, seen[0].manifest, "size")
+        return b""
+
     def open_alone() -> bytes:
-        opened.append(open_flex(directory, verify) if seen[0] is None else open_seen(directory, seen[0], verify))
+        level = "off" if verify == "full" else verify
+        found = open_flex(directory, level) if seen[0] is None else open_seen(directory, seen[0], level)
+        opened.append(replace(found, unread=verify == "full"))
         return b""
 
     payloads = agree(channel, f"looking at {directory.name}", look)
     if len(set(payloads)) == 1:
+        if verify == "full":
+            agree(channel, f"checking {directory.name}", check_sizes)
+            check_beside_numbers(directory, seen[0], channel, threads)
         agree(channel, f"opening {directory.name}", open_alone)
         return opened[0]
     sights = [msgspec.msgpack.decode(payload, type=_Sight) for payload in payloads]

@@ -4,7 +4,8 @@
    ranks learn all descriptions, divide the bytes alike, and the coordinator proves the mapping of the whole model and
    that every tensor is held whole (:mod:`.saveplan`, :mod:`.shares`).
 2. The coordinator creates the staging directory beside the target.
-3. Every rank writes its files, with checksums taken while writing, and returns receipts.
+3. Every rank hashes what others hold as well (:mod:`.replicas`), writes its files, with checksums taken while writing,
+   and returns receipts and digests.
 4. The coordinator writes ``mapping.json`` and the manifest and commits by renaming.
 
 Any failure on any rank ends in the same error on every rank and in a removed staging directory; a crash leaves it
@@ -15,7 +16,7 @@ the descriptions: linear in the shards of all ranks. What is not on the host is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.execute.memory import host_parts
+from paddleformers_fc.execute.replicas import Digests, Hashed, differing, hash_replicas, refuse_different
 from paddleformers_fc.execute.rollcall import call_roll, comparable, software
 from paddleformers_fc.execute.saveplan import ModelRecord, PlanKeeper, PlannedFile, SavePlan, digest, work_out
+from paddleformers_fc.execute.shares import Replica
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.families import family_for
 from paddleformers_fc.families.bind import tied_names
@@ -72,10 +75,12 @@ class SaveReport:
         manifest: of the finished checkpoint.
         set_aside: directories with somebody's files that were found under the checkpoint's name and moved out of the
             way, and older checkpoints that could not be deleted; normally none.
+        differences: where ranks hold different numbers of the same part of a tensor, one line each; normally none.
     """
 
     manifest: Manifest
     set_aside: tuple[Path, ...]
+    differences: tuple[str, ...] = ()
 
 
 class _Finished(msgspec.Struct):
@@ -83,6 +88,13 @@ class _Finished(msgspec.Struct):
 
     manifest: Manifest
     set_aside: list[str]
+
+
+class _Written(msgspec.Struct):
+    """What one rank has written, and the digests of its replicas."""
+
+    receipts: list[FileReceipt]
+    replicas: Digests
 
 
 class _Introduction(msgspec.Struct, array_like=True):
@@ -100,6 +112,7 @@ def save_checkpoint(
     job: JobRecord,
     channel: Channel,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    replicas: str = "warn",
 ) -> SaveReport:
     """Write a finished checkpoint.
 
@@ -111,12 +124,14 @@ def save_checkpoint(
         job: what the manifest says about the job.
         channel: all ranks of the job; every rank must call.
         max_file_bytes: bound on the tensors of one file, in bytes; a larger tensor is cut between rows.
+        replicas: what is done where ranks hold different numbers of the same part of a tensor: ``off`` does not look,
+            ``warn`` says so in the report and in the manifest, ``refuse`` saves nothing.
     Returns:
-        the manifest, and directories that the save had to leave beside it.
+        the manifest, what differs, and directories that the save had to leave beside it.
     Raises:
         FlexError: the same on every rank; the target is untouched.
     """
-    facts = {"step": job.step, "samples": job.consumed_samples, "max_file_bytes": max_file_bytes}
+    facts = {"step": job.step, "samples": job.consumed_samples, "max_file_bytes": max_file_bytes, "replicas": replicas}
     shared = {"versions": software(), "config": comparable(config), **facts}
     call_roll(channel, f"saving {directory.name}", shared)
     own: LiveRoles = {}
@@ -134,11 +149,39 @@ def save_checkpoint(
     known = all(key in one.known for one in everyone)
     plan = kept[key] if known else _new_plan(own, config, max_file_bytes, channel)
     _PLANS.keep(channel.rank, key, plan)
+    checked = plan.replicas if replicas != "off" else ()
     with staging_beside(directory, channel, lambda: _refuse_undescribed(files)) as staging:
-        written = agree(channel, "writing", lambda: _write_share(staging, own, plan, files))
-        finished = agree(channel, "committing", lambda: _finish(staging, directory, plan.model, written, job, channel))
+        written, differences = _write_together(staging, own, plan, files, channel, checked, job.step)
+        if replicas == "refuse":
+            refuse_different(differences)
+        finished = agree(
+            channel,
+            "committing",
+            lambda: _finish(staging, directory, plan.model, written, differences, job, channel),
+        )
     outcome = msgspec.json.decode(finished[0], type=_Finished)
-    return SaveReport(outcome.manifest, tuple(map(Path, outcome.set_aside)))
+    return SaveReport(outcome.manifest, tuple(map(Path, outcome.set_aside)), differences)
+
+
+def _write_together(
+    staging: Path,
+    own: LiveRoles,
+    plan: SavePlan,
+    files: Mapping[str, bytes],
+    channel: Channel,
+    checked: tuple[Replica, ...],
+    step: int,
+) -> tuple[list[FileReceipt], tuple[str, ...]]:
+    """The receipts of all ranks, and what differs between replicas."""
+    hashed: list[Hashed] = []
+
+    def write() -> bytes:
+        hashed.append(hash_replicas(own, checked, step))
+        return msgspec.msgpack.encode(_Written(_write_share(staging, own, plan, files), hashed[0].groups))
+
+    everyone = [msgspec.msgpack.decode(payload, type=_Written) for payload in agree(channel, "writing", write)]
+    differences = differing(channel, [one.replicas for one in everyone], hashed[0])
+    return [receipt for one in everyone for receipt in one.receipts], differences
 
 
 def _without_aliases(roles: Roles, config: Mapping[str, Any]) -> LiveRoles:
@@ -198,10 +241,10 @@ def _refuse_undescribed(files: Mapping[str, bytes]) -> None:
         raise OptionError(f"A checkpoint describes itself, and {CONFIG_NAME} is missing from its files.")
 
 
-def _write_share(staging: Path, roles: LiveRoles, plan: SavePlan, files: Mapping[str, bytes]) -> bytes:
+def _write_share(staging: Path, roles: LiveRoles, plan: SavePlan, files: Mapping[str, bytes]) -> list[FileReceipt]:
     receipts = [_write_tensors(staging, file, roles[file.role]) for file in plan.files]
     receipts.extend(write_file(staging / path, data, root=staging) for path, data in sorted(files.items()))
-    return msgspec.json.encode(receipts)
+    return receipts
 
 
 def _write_tensors(staging: Path, file: PlannedFile, weights: Mapping[str, Any]) -> FileReceipt:
@@ -212,13 +255,18 @@ def _write_tensors(staging: Path, file: PlannedFile, weights: Mapping[str, Any])
 
 
 def _finish(
-    staging: Path, directory: Path, model: ModelRecord | None, written: list[bytes], job: JobRecord, channel: Channel
+    staging: Path,
+    directory: Path,
+    model: ModelRecord | None,
+    written: list[FileReceipt],
+    differences: Sequence[str],
+    job: JobRecord,
+    channel: Channel,
 ) -> bytes:
     """On the coordinator: mapping, manifest, commit."""
     if model is None:
         return b""
-    receipts = [receipt for payload in written for receipt in msgspec.json.decode(payload, type=list[FileReceipt])]
-    receipts.append(write_file(staging / MAPPING_NAME, model.mapping, root=staging))
+    receipts = [*written, write_file(staging / MAPPING_NAME, model.mapping, root=staging)]
     manifest = Manifest(
         written_by=f"paddleformers_fc {__version__}",
         step=job.step,
@@ -228,6 +276,7 @@ def _finish(
         family=model.family,
         aoa=dict(model.aoa),
         files=sorted(receipts, key=lambda receipt: receipt.path),
+        differing_replicas=list(differences) or msgspec.UNSET,
     )
     write_manifest(staging, manifest)
     committed = commit(staging, directory)

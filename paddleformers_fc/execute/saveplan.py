@@ -6,7 +6,7 @@ at every save. So a plan is kept under a digest of the descriptions of *all* ran
 alone. A rank whose description differs in anything has another digest, and then every rank works everything out anew:
 a plan is never used for shards that it was not made for.
 
-Memory: the headers of this rank's files, for the last few plans.
+Memory: the headers of this rank's files and the names of its replicas, for the last few plans.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from paddleformers_fc.catalog.stored import gather_shards
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.shares import Held, Piece, divide, files_of
+from paddleformers_fc.execute.shares import Held, Piece, Replica, divide, files_of, replicas_of
 from paddleformers_fc.families import ModelTensor, bind, family_for
 from paddleformers_fc.families.text import aoa_texts
 from paddleformers_fc.layout import Shard
@@ -92,10 +92,12 @@ class SavePlan:
     Args:
         files: this rank's files.
         model: what the coordinator writes beside them; None on other ranks.
+        replicas: this rank's shards that other ranks hold as well.
     """
 
     files: tuple[PlannedFile, ...]
     model: ModelRecord | None
+    replicas: tuple[Replica, ...] = ()
 
 
 class PlanKeeper:
@@ -148,7 +150,7 @@ def work_out(everyone: list[Held], config: Mapping[str, Any], rank: int, max_fil
         for role in roles
         for planned in _role_files(role, [piece for piece in share if piece.role == role], rank, max_file_bytes)
     ]
-    return SavePlan(tuple(files), model)
+    return SavePlan(tuple(files), model, tuple(replicas_of(everyone, rank)))
 
 
 def model_rules(config: Mapping[str, Any], shards: Mapping[str, Shard]) -> RuleSet:

@@ -10,6 +10,7 @@ Linear in the shards of all ranks, up to sorting; ranks that hold the same are l
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,65 @@ class Piece:
     def nbytes(self) -> int:
         """Its size in bytes."""
         return self.shard.size * _width(self.shard)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A shard of one rank that others hold as well.
+
+    Args:
+        role: of the shard.
+        name: of the shard.
+        rows: number of stretches of equal length that it can be cut into.
+        row: elements of one.
+        nbytes: its size in bytes.
+        holders: how many ranks hold it.
+        group: a name of the group of ranks that hold it, the same on all of them.
+        described: the shard in words, the same on all holders and of no other shard.
+    """
+
+    role: str
+    name: str
+    rows: int
+    row: int
+    nbytes: int
+    holders: int
+    group: str
+    described: str
+
+
+def replicas_of(everyone: Sequence[Held], rank: int) -> list[Replica]:
+    """The shards of one rank that other ranks hold as well.
+
+    Args:
+        everyone: as for :func:`divide`.
+        rank: whose.
+    """
+    groups: dict[tuple[int, ...], str] = {}
+    found: list[Replica] = []
+    for (role, shard), ranks in _holders(everyone):
+        if len(ranks) > 1 and rank in ranks:
+            key = tuple(sorted(ranks))
+            group = groups.setdefault(key, hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest())
+            (rows, row_bytes), width = _rows(shard), _width(shard)
+            replica = Replica(
+                role=role,
+                name=shard.name,
+                rows=rows,
+                row=row_bytes // width,
+                nbytes=shard.size * width,
+                holders=len(ranks),
+                group=group,
+                described=_described(role, shard),
+            )
+            found.append(replica)
+    return found
+
+
+def _described(role: str, shard: Shard) -> str:
+    box = ",".join(f"{low}:{high}" for low, high in zip(shard.box.lo, shard.box.hi, strict=True))
+    flat = "" if shard.flat is None else f" flat {shard.flat[0]}:{shard.flat[1]}"
+    return f"{role} {shard.name} [{box}]{flat}"
 
 
 def divide(everyone: Sequence[Held]) -> list[list[Piece]]:

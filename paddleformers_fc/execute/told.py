@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 MOST_VALUES = 8
 """How many different values one line tells; a line of a thousand would hide the one that matters."""
@@ -24,14 +24,14 @@ def spelled(ranks: Iterable[int]) -> str:
     return f"rank {told}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {told}"
 
 
-def told_apart(values: Sequence[str]) -> str:
+def told_apart(values: Sequence[str] | Mapping[int, str]) -> str:
     """Which ranks say what: ``8 on ranks 0-2; 9 on rank 3``. The value of the fewest ranks comes last.
 
     Args:
         values: what each rank says, by rank.
     """
     holders: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items() if isinstance(values, Mapping) else enumerate(values):
         holders.setdefault(value, []).append(rank)
     lines = [f"{value} on {spelled(ranks)}" for value, ranks in sorted(holders.items(), key=_most_first)]
     if len(lines) > MOST_VALUES:

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import msgspec
 import xxhash
 
-from paddleformers_fc.errors import CheckpointError, Corrupt, FlexError, FormatError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import CheckpointError, Corrupt, FormatError, NotACheckpoint, OptionError
+from paddleformers_fc.storage.blocks import compare
 from paddleformers_fc.storage.files import (
     each,
     fsync_directory,
@@ -37,7 +35,6 @@ from paddleformers_fc.storage.files import (
 from paddleformers_fc.storage.names import ASIDE, parse_beside, parse_step
 from paddleformers_fc.storage.owner import OWNER_NAME
 from paddleformers_fc.storage.places import Place, RemotePath
-from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.receipts import FileReceipt
 from paddleformers_fc.storage.remote import RemoteStatus
 
@@ -76,11 +73,6 @@ _OWN_FILES = {
 _END = b"\n"
 """The last byte of a manifest: behind the JSON, so that every truncation is seen."""
 _ANOTHER = "The manifest was damaged or edited. Restore it or use another checkpoint."
-_READ_BYTES = 1024 * 1024
-# A block: every read is a request.
-_REMOTE_READ_BYTES = 4 * 1024 * 1024
-_SPAN_BYTES = 64 * 1024 * 1024
-
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -99,6 +91,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         family: model family whose mapping was used.
         aoa: the mapping as AOA text, by direction.
         files: every file but the manifest itself.
+        differing_replicas: where ranks held different numbers of the same part of a tensor, one line each; not there
+            where they did not.
     """
 
     format: str = FORMAT
@@ -111,6 +105,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     family: str
     aoa: dict[str, list[str]]
     files: list[FileReceipt]
+    differing_replicas: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Sealed(Manifest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -214,7 +209,8 @@ def verify_files(directory: Place, manifest: Manifest, level: str, *, threads: i
     faulty = _file_faults(directory, manifest)
     faults = [*faulty.values(), *_extra_files(directory, manifest)]
     if level == "full":
-        faults += _content_faults(directory, [one for one in manifest.files if one.path not in faulty], threads)
+        whole = [(one, range(len(one.blocks))) for one in manifest.files if one.path not in faulty]
+        faults += compare(directory, whole, threads).faults
     if faults:
         raise Corrupt(
             f"{directory} is damaged: {len(faults)} {'fault' if len(faults) == 1 else 'faults'} found.",
@@ -391,89 +387,3 @@ def _extra_files(directory: Place, manifest: Manifest) -> list[str]:
         for name in names
         if name not in listed
     ]
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Some successive blocks of one file: what one thread hashes at a time."""
-
-    receipt: FileReceipt
-    first: int
-    count: int
-
-
-def _spans(receipts: Sequence[FileReceipt]) -> Iterator[_Span]:
-    for receipt in receipts:
-        count = max(1, _SPAN_BYTES // receipt.block_bytes)
-        for first in range(0, len(receipt.blocks), count):
-            yield _Span(receipt, first, min(count, len(receipt.blocks) - first))
-
-
-def _content_faults(directory: Place, receipts: Sequence[FileReceipt], threads: int) -> list[str]:
-    """One line per file whose bytes are not those that were written, or that cannot be read to the end."""
-    bad: dict[str, list[int]] = {receipt.path: [] for receipt in receipts}
-    unreadable: dict[str, str] = {}
-    with RangeReader() as reader:
-        check = _SpanCheck(directory, reader)
-        # A file system can hold more spans than there is memory for futures, so threads draw from one iterator.
-        spans, lock, stop = _spans(receipts), threading.Lock(), threading.Event()
-
-        def work() -> None:
-            buffer = memoryview(bytearray(_REMOTE_READ_BYTES if isinstance(directory, RemotePath) else _READ_BYTES))
-            while not stop.is_set():
-                with lock:
-                    span = next(spans, None)
-                if span is None:
-                    return
-                try:
-                    blocks = check.differing(span, buffer)
-                except FlexError as error:
-                    with lock:
-                        unreadable[span.receipt.path] = error.what
-                else:
-                    with lock:
-                        bad[span.receipt.path].extend(blocks)
-
-        with ThreadPoolExecutor(max(1, threads)) as pool:
-            try:
-                for done in [pool.submit(work) for _ in range(max(1, threads))]:
-                    done.result()
-            finally:
-                # An interrupt ends the check after the spans in work, not after the last one.
-                stop.set()
-    by_path = {receipt.path: receipt for receipt in receipts}
-    differing = [_block_line(by_path[path], sorted(blocks)) for path, blocks in bad.items() if blocks]
-    return differing + [f"{path} cannot be read to the end: {what}" for path, what in sorted(unreadable.items())]
-
-
-@dataclass(frozen=True)
-class _SpanCheck:
-    """Recomputes block checksums of files below ``directory``."""
-
-    directory: Place
-    reader: RangeReader
-
-    def differing(self, span: _Span, buffer: memoryview) -> list[int]:
-        """Numbers of the blocks of ``span`` whose checksum is not the recorded one; ``buffer`` is scratch memory."""
-        numbers = range(span.first, span.first + span.count)
-        return [one for one in numbers if self._block(span.receipt, one, buffer) != span.receipt.blocks[one]]
-
-    def _block(self, receipt: FileReceipt, number: int, buffer: memoryview) -> str:
-        position = number * receipt.block_bytes
-        end = min(position + receipt.block_bytes, receipt.size)
-        state = xxhash.xxh3_64()
-        while position < end:
-            chunk = buffer[: min(len(buffer), end - position)]
-            self.reader.read_into(self.directory / receipt.path, position, chunk)
-            state.update(chunk)
-            position += len(chunk)
-        return state.hexdigest()
-
-
-def _block_line(receipt: FileReceipt, blocks: list[int]) -> str:
-    shown = [f"block {number} (from byte {number * receipt.block_bytes})" for number in blocks[:4]]
-    more = [f"{len(blocks) - 4} more"] if len(blocks) > 4 else []
-    return (
-        f"{receipt.path} does not match its checksum in {len(blocks)} of {len(receipt.blocks)} blocks: "
-        f"{', '.join(shown + more)}"
-    )

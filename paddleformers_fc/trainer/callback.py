@@ -26,12 +26,14 @@ class CheckpointReport:
         directory: the checkpoint.
         seconds: wall time on this rank.
         bytes: bytes of the whole checkpoint after a save; bytes that this rank read after a load.
+        differences: after a save, where ranks held different numbers of the same part of a tensor; normally none.
     """
 
     step: int
     directory: Path
     seconds: float
     bytes: int
+    differences: tuple[str, ...] = ()
 
 
 class FlexCheckpointCallback(TrainerCallback):

@@ -20,6 +20,9 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.storage.manifest import LEVELS
 from paddleformers_fc.storage.places import local
 
+REPLICA_WAYS = ("off", "warn", "refuse")
+"""What is done about replicas that differ."""
+
 READ_WAYS = ("each", "once")
 """Who reads what several processes need."""
 
@@ -45,7 +48,7 @@ class FlexFields:
         default="size",
         metadata={
             "help": "What is checked before a checkpoint is read: off, size (every file is there and of its size) or "
-            "full (checksums of every byte). Default: size."
+            "full (also the checksums of all that this process reads). Default: size."
         },
     )
     flex_threads: int = field(
@@ -65,6 +68,13 @@ class FlexFields:
             "help": "Bound on the memory of a process, beside its tensors, that tensors pass through while they are "
             "read: those that are transposed, cast or interleaved, and on an accelerator all; a larger tensor passes "
             "alone. At least 1MB. Default: 64MiB."
+        },
+    )
+    flex_check_replicas: str = field(
+        default="warn",
+        metadata={
+            "help": "What a save does about processes that hold different numbers of the same part of a tensor: off "
+            "(does not look), warn (says so in the log and in the checkpoint) or refuse. Default: warn."
         },
     )
     flex_timeout: int = field(
@@ -166,6 +176,8 @@ def _range_faults(options: Any) -> list[str]:
         faults.append(f"flex_checkpoint: {options.flex_checkpoint!r} is neither true nor false")
     if options.flex_verify not in LEVELS:
         faults.append(f"flex_verify: {options.flex_verify!r} is none of {', '.join(LEVELS)}")
+    if options.flex_check_replicas not in REPLICA_WAYS:
+        faults.append(f"flex_check_replicas: {options.flex_check_replicas!r} is none of {', '.join(REPLICA_WAYS)}")
     if options.flex_read not in READ_WAYS:
         faults.append(f"flex_read: {options.flex_read!r} is none of {', '.join(READ_WAYS)}")
     for name, largest in (("flex_threads", _MOST_THREADS), ("flex_timeout", _LONGEST_TIMEOUT)):

@@ -65,12 +65,14 @@ class Run:
             which for a URL lacks its password.
         resumed_from: the checkpoint that was loaded; None in a run from the beginning.
         progress: the Trainer's state in that checkpoint; None unless it is to be continued.
+        told_of_differences: whether the log says that replicas differ.
     """
 
     tracker: batches.PositionTracker = field(default_factory=batches.PositionTracker)
     chosen: Place | None = None
     resumed_from: Place | None = None
     progress: documents.Progress | None = None
+    told_of_differences: bool = False
 
 
 def is_active(args: Any) -> bool:
@@ -192,7 +194,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     run = _run_of(trainer)
     directory = _meant(run, resume_from_checkpoint)
     _compare_options(args, channel, f"resuming from {directory.name}")
-    checkpoint = open_checkpoint(directory, channel, args.flex_verify)
+    checkpoint = open_checkpoint(directory, channel, args.flex_verify, args.flex_threads)
     continued = not args.ignore_load_lr_and_optim
     names = [receipt.path for receipt in checkpoint.manifest.files]
     progress = documents.read_progress(directory, names, channel) if continued else None
@@ -308,7 +310,7 @@ def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> po
 def _load_best(trainer: Any, directory: Path) -> None:
     """The weights of the best checkpoint, once training has ended."""
     channel = _channel(trainer.args)
-    checkpoint = open_checkpoint(directory, channel, trainer.args.flex_verify)
+    checkpoint = open_checkpoint(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
     roles = _agreed(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
     options = _read_options(trainer.args)
     load_checkpoint(checkpoint, roles, documents.model_config(trainer.model), channel, options)
@@ -350,14 +352,32 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
     roles, files = prepared
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args))
     bound = parse_size(args.flex_max_file_size)
-    report = save_checkpoint(directory, roles, documents.model_config(trainer.model), files, job, channel, bound)
+    config, checked = documents.model_config(trainer.model), args.flex_check_replicas
+    report = save_checkpoint(directory, roles, config, files, job, channel, bound, checked)
     for path in report.set_aside:
         logger.warning(f"{path} was in the way of {directory} and is kept; delete it when nobody needs it.")
+    _tell_of_differences(trainer, directory, report.differences)
     trainer.runtime_timer.stop()
-    saved = CheckpointReport(job.step, directory, time.monotonic() - started, _total_bytes(report.manifest))
+    seconds = time.monotonic() - started
+    saved = CheckpointReport(job.step, directory, seconds, _total_bytes(report.manifest), report.differences)
     for reporter in _reporters(trainer):
         reporter.on_checkpoint_saved(args, saved)
     trainer._rotate_checkpoints(output_dir=args.output_dir)
+
+
+def _tell_of_differences(trainer: Any, directory: Path, differences: tuple[str, ...]) -> None:
+    """Say once in a run that its ranks have gone apart; every checkpoint says it of itself."""
+    run = _run_of(trainer)
+    if not differences or run.told_of_differences:
+        return
+    run.told_of_differences = True
+    if trainer.args.should_log:
+        lines = "".join(f"\n  - {line}" for line in differences)
+        logger.warning(
+            "Ranks that hold the same part of a tensor hold different numbers: training has gone apart on them. "
+            f"{directory} has one of the versions, and its flex_checkpoint.json lists what differs. This is said once "
+            f"in a run; flex_check_replicas: refuse saves nothing then.{lines}"
+        )
 
 
 def _roles_to_save(trainer: Any) -> state.LiveRoles:

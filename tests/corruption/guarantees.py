@@ -115,7 +115,8 @@ that shows what this package does. "Nothing changed" means that every target was
 before.
 
 Unless a row says otherwise, a checkpoint is read as by default, with `flex_verify: size`. What `size` cannot see, a
-byte that has changed in a file of the right length, `full` sees: it reads and hashes everything.
+byte that has changed in a file of the right length, `full` sees: a load hashes all that it will read, the `verify` verb
+everything.
 """
 TITLES = {"S": "Paddle's flex checkpoint", "T": "PaddleFormers' Trainer and files"}
 COUNTED = {"Mutations": "mutations", "Crashes": "crash-"}

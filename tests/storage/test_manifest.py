@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError, StorageError
-from paddleformers_fc.storage import manifest as manifest_module
+from paddleformers_fc.storage import blocks as blocks_module, manifest as manifest_module
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
@@ -111,7 +111,7 @@ def test_a_field_that_is_not_as_it_must_be_is_refused(
         read_manifest(checkpoint)
 
 
-@pytest.mark.parametrize("field", [*Manifest.__struct_fields__, "seal"])
+@pytest.mark.parametrize("field", [*(one for one in Manifest.__struct_fields__ if one != "differing_replicas"), "seal"])
 def test_a_field_that_is_missing_is_refused(checkpoint: Path, field: str) -> None:
     rewrite(checkpoint, lambda document: document.pop(field))
     document = json.loads((checkpoint / MANIFEST_NAME).read_bytes())
@@ -334,8 +334,8 @@ def test_every_single_flipped_bit_is_found(checkpoint: Path) -> None:
 def test_blocks_and_spans_larger_than_a_read_are_checked_whole(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest_module, "_READ_BYTES", 7)
-    monkeypatch.setattr(manifest_module, "_SPAN_BYTES", 3 * BLOCK)
+    monkeypatch.setattr(blocks_module, "_READ_BYTES", 7)
+    monkeypatch.setattr(blocks_module, "_SPAN_BYTES", 3 * BLOCK)
     manifest = read_manifest(checkpoint)
     size = (checkpoint / WEIGHTS).stat().st_size
     for threads in (1, 5):

@@ -1,0 +1,114 @@
+"""``flex_verify: full`` for a load: every rank compares the checksums of what it is about to read, and no more.
+
+A checkpoint is verified before any weight changes, in two steps. On opening, the ranks divide among themselves what is
+not a tensor's number, that is the headers of the safetensors files and all documents; each compares its share. Once the
+plan is made, each rank compares the blocks that its plan will read. All faults of all ranks come in one report.
+
+Cost: what is read is read twice, the second time from the system's page cache, in whole blocks of 4 MiB. A block that
+no rank reads is not looked at: a load cannot be wrong by it. The ``verify`` verb compares every byte.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import msgspec
+
+from paddleformers_fc.catalog.flex import DOCUMENTS, FlexCheckpoint, Sight
+from paddleformers_fc.errors import Corrupt
+from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.told import spelled
+from paddleformers_fc.layout.roles import ROLES
+from paddleformers_fc.plan import LoadPlan
+from paddleformers_fc.plan.blocks import blocks_read
+from paddleformers_fc.storage.blocks import Found, compare
+from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.receipts import FileReceipt
+
+_LENGTH = struct.Struct("<Q")
+
+
+def check_beside_numbers(directory: Place, sight: Sight | None, channel: Channel, threads: int) -> None:
+    """Compare what is not a tensor's number; the ranks share the work. Every rank must call.
+
+    Args:
+        directory: ``checkpoint-N``.
+        sight: what this rank sees of it; None where it is no checkpoint, which opening will say.
+        channel: all ranks.
+        threads: how many threads of this rank hash.
+    Raises:
+        Corrupt: the same on every rank, naming all files and blocks that are not what was written.
+    """
+
+    def share() -> Found:
+        if sight is None:
+            return Found()
+        files = sight.manifest.files
+        mine = [one for index, one in enumerate(files) if index % channel.world_size == channel.rank]
+        shared = [one for one in files if one.path in DOCUMENTS and one not in mine]
+        with RangeReader(identities=sight.identities) as reader:
+            wanted = [(one, _beside_numbers(directory, one, reader)) for one in (*mine, *shared)]
+        return compare(directory, wanted, threads, sight.identities)
+
+    _compare_together(directory, channel, share)
+
+
+def check_numbers(checkpoint: FlexCheckpoint, plan: LoadPlan, channel: Channel, threads: int) -> int:
+    """Compare the blocks that this rank will read. Every rank must call.
+
+    Args:
+        checkpoint: where they are.
+        plan: what this rank reads.
+        channel: all ranks.
+        threads: how many threads of this rank hash.
+    Returns:
+        bytes that this rank has hashed.
+    Raises:
+        Corrupt: the same on every rank, naming all files and blocks that are not what was written.
+    """
+    root, receipts = checkpoint.catalog.root, checkpoint.manifest.files
+
+    def share() -> Found:
+        wanted = blocks_read(plan, {receipt.path: receipt.block_bytes for receipt in receipts})
+        chosen = [(receipt, sorted(wanted[receipt.path])) for receipt in receipts if receipt.path in wanted]
+        return compare(root, chosen, threads, checkpoint.catalog.identities)
+
+    return _compare_together(root, channel, share)
+
+
+def _compare_together(directory: Place, channel: Channel, share: Callable[[], Found]) -> int:
+    """Bytes that this rank has hashed, if no rank has found a fault."""
+    found: list[Found] = []
+
+    def work() -> bytes:
+        found.append(share())
+        return msgspec.msgpack.encode(found[0].faults)
+
+    finders: dict[str, list[int]] = {}
+    for rank, payload in enumerate(agree(channel, f"comparing checksums of {directory.name}", work)):
+        for fault in msgspec.msgpack.decode(payload, type=list[str]):
+            finders.setdefault(fault, []).append(rank)
+    if finders:
+        raise Corrupt(
+            f"{directory} is damaged: {len(finders)} {'fault' if len(finders) == 1 else 'faults'} found.",
+            where=str(directory),
+            evidence=[_told(fault, ranks, channel) for fault, ranks in sorted(finders.items())],
+            next_step="Restore these files or use another checkpoint.",
+        )
+    return found[0].bytes
+
+
+def _told(fault: str, ranks: list[int], channel: Channel) -> str:
+    return fault if channel.world_size == 1 else f"{fault} (found by {spelled(ranks)})"
+
+
+def _beside_numbers(directory: Place, receipt: FileReceipt, reader: RangeReader) -> range:
+    """The blocks of a file that hold anything but a tensor's numbers."""
+    if receipt.path.split("/")[0] not in ROLES or receipt.size < _LENGTH.size:
+        return range(len(receipt.blocks))
+    raw = bytearray(_LENGTH.size)
+    reader.read_into(directory / receipt.path, 0, raw)
+    end = min(_LENGTH.size + _LENGTH.unpack(raw)[0], receipt.size)
+    return range(-(-end // receipt.block_bytes))

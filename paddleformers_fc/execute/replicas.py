@@ -1,0 +1,133 @@
+"""Whether ranks that hold the same part of a tensor hold the same numbers.
+
+A save writes one of several replicas, or rows of each. Replicas should be equal bit for bit: gradients were reduced, or
+parameters were broadcast. Where they are not, training has a fault that a checkpoint would hide, for after a resume all
+ranks have one of the versions. So before it writes, every rank hashes of its replicas: small ones as a whole, and of a
+large one that n ranks hold one part in n, another part at another step. Ranks that have gone apart in training differ
+nearly everywhere and are found at once; a single bit is found when its part's turn comes.
+
+Shards with the same holders come into one digest, which travels with the receipts; only where digests differ are those
+of single shards exchanged.
+
+Time: one xxh3 pass over about as many bytes as the rank writes, and on an accelerator their way to the host. Memory: 16
+bytes per group of holders, per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.memory import host_parts
+from paddleformers_fc.execute.shares import Replica
+from paddleformers_fc.execute.told import told_apart
+from paddleformers_fc.mapping.folding import fold
+
+WHOLE_BYTES = 1024 * 1024
+"""Replicas up to this size are always hashed as a whole."""
+
+Digests = dict[str, bytes]
+"""Digests by the holders of what was hashed, or by the shard."""
+
+
+@dataclass(frozen=True)
+class Hashed:
+    """What one rank has hashed.
+
+    Args:
+        groups: one digest per group of holders, by the name that all of them give it.
+        shards: the digest of every replica, by group and by the name that all holders give it.
+    """
+
+    groups: Digests
+    shards: Mapping[str, Digests]
+
+
+def hash_replicas(roles: Mapping[str, Mapping[str, Any]], replicas: Iterable[Replica], step: int) -> Hashed:
+    """The digests of this rank's replicas.
+
+    Args:
+        roles: role -> name -> live ``ShardedWeight``.
+        replicas: which of them other ranks hold as well.
+        step: decides which part of a large one is hashed.
+    """
+    shards: dict[str, Digests] = {}
+    for one in replicas:
+        state = xxhash.xxh3_128()
+        for part in host_parts(roles[one.role][one.name].local_tensor, *stretch(one, step)):
+            state.update(part.view("uint8"))
+        shards.setdefault(one.group, {})[one.described] = state.digest()
+    groups = {
+        holders: xxhash.xxh3_128_digest(b"".join(found[key] for key in sorted(found)))
+        for holders, found in shards.items()
+    }
+    return Hashed(groups, shards)
+
+
+def stretch(replica: Replica, step: int) -> tuple[int, int]:
+    """The elements of a replica that are hashed at a step, the same for all who hold it: first, and behind the last."""
+    if replica.nbytes <= WHOLE_BYTES:
+        return 0, replica.rows * replica.row
+    # Saves come at regular steps, so the remainder of the step itself might never change.
+    turn = int.from_bytes(xxhash.xxh3_64_digest(str(step).encode()), "big") % replica.holders
+    low = replica.rows * turn // replica.holders
+    high = max(low + 1, replica.rows * (turn + 1) // replica.holders)
+    return low * replica.row, high * replica.row
+
+
+def differing(channel: Channel, everyone: Sequence[Digests], own: Hashed) -> tuple[str, ...]:
+    """What differs between replicas, one line per tensor, the same on every rank. Every rank must call.
+
+    Args:
+        channel: all ranks.
+        everyone: the digests of the groups of every rank, by rank.
+        own: what this rank has hashed.
+    """
+    suspect = _unequal(everyone)
+    if not suspect:
+        return ()
+    told = {key: digest for group in suspect for key, digest in own.shards.get(group, {}).items()}
+    payloads = agree(channel, "comparing replicas", lambda: msgspec.msgpack.encode(told))
+    shards = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
+    return tuple(fold(_lines(shards)))
+
+
+def refuse_different(lines: Sequence[str]) -> None:
+    """Refuse a save of replicas that differ.
+
+    Raises:
+        MismatchError: naming the tensors and the ranks.
+    """
+    if lines:
+        raise MismatchError(
+            f"Ranks that hold the same part of a tensor hold different numbers. {len(lines)} kinds of tensors differ, "
+            "and nothing was saved.",
+            where="the live weights and optimizer states",
+            evidence=lines,
+            next_step="Training has gone apart on these ranks; resume from an older checkpoint and look for the cause, "
+            "or set flex_check_replicas: warn to save one of the versions.",
+        )
+
+
+def _unequal(everyone: Sequence[Digests]) -> list[str]:
+    """The keys under which not all that have one have the same digest."""
+    found: dict[str, set[bytes]] = {}
+    for digests in everyone:
+        for key, digest in digests.items():
+            found.setdefault(key, set()).add(digest)
+    return sorted(key for key, values in found.items() if len(values) > 1)
+
+
+def _lines(shards: Sequence[Digests]) -> Iterator[str]:
+    for key in _unequal(shards):
+        holders = [rank for rank, digests in enumerate(shards) if key in digests]
+        versions: dict[bytes, str] = {}
+        for rank in holders:
+            versions.setdefault(shards[rank][key], f"version {len(versions) + 1}")
+        yield f"{key}: {told_apart({rank: versions[shards[rank][key]] for rank in holders})}"

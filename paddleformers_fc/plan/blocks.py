@@ -1,0 +1,72 @@
+"""Which blocks of which files a plan will read: what has to be verified before it does.
+
+A region of a stored box is runs of bytes at equal distances, axis by axis. Where the gap between two runs is shorter
+than a block, no block lies between them, and the runs count as one; so the number of steps is that of the blocks
+touched, not that of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from paddleformers_fc.plan.items import LoadPlan, StoredPart
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+
+
+def blocks_read(plan: LoadPlan, block_bytes: Mapping[str, int]) -> dict[str, set[int]]:
+    """The numbers of all blocks that hold a byte which the plan reads or compares.
+
+    Args:
+        plan: of one rank.
+        block_bytes: length of a block by the file's path.
+    Returns:
+        numbers by path.
+    """
+    found: dict[str, set[int]] = {}
+    for part in _parts(plan):
+        length = block_bytes[part.file]
+        numbers = found.setdefault(part.file, set())
+        for first, last in byte_runs(part, length):
+            numbers.update(range(first // length, last // length + 1))
+    return found
+
+
+def _parts(plan: LoadPlan) -> Iterator[StoredPart]:
+    for item in plan.items:
+        yield item.stored
+    for check in plan.checks:
+        yield check.left
+        yield check.right
+
+
+def byte_runs(part: StoredPart, gap: int) -> Iterator[tuple[int, int]]:
+    """First and last byte of every run of a region; runs less than ``gap`` bytes apart are one.
+
+    Args:
+        part: the region.
+        gap: in bytes.
+    """
+    size = part.part.shape
+    if 0 in size:
+        return
+    width = item_size(to_safetensors(part.dtype))
+    strides: list[int] = []
+    step = width
+    for length in reversed(part.shape):
+        strides.insert(0, step)
+        step *= length
+    begin = part.begin + sum(low * stride for low, stride in zip(part.part.lo, strides, strict=True))
+    yield from _runs(begin, list(zip(size, strides, strict=True)), width, gap)
+
+
+def _runs(begin: int, axes: list[tuple[int, int]], width: int, gap: int) -> Iterator[tuple[int, int]]:
+    while axes and axes[0][0] == 1:
+        axes = axes[1:]
+    span = sum((length - 1) * stride for length, stride in axes) + width
+    # The holes of an outer axis are never shorter than those of an inner one.
+    if not axes or axes[0][1] - (span - (axes[0][0] - 1) * axes[0][1]) < gap:
+        yield begin, begin + span - 1
+        return
+    length, stride = axes[0]
+    for number in range(length):
+        yield from _runs(begin + number * stride, axes[1:], width, gap)

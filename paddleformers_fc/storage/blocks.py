@@ -1,0 +1,156 @@
+"""Comparing the recorded checksums of blocks: of whole files, or of just those blocks that somebody is about to read.
+
+A receipt holds one checksum per block of 4 MiB, so a range of a file is verified by reading the blocks that it touches,
+in any order and by as many threads as there are.
+
+Time: one read and one xxh3 pass over the blocks asked for. Memory: 1 MiB per thread, 4 MiB where a read is a
+request, and the numbers of the blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import xxhash
+
+from paddleformers_fc.errors import FlexError
+from paddleformers_fc.storage.identity import Identities
+from paddleformers_fc.storage.places import Place, RemotePath
+from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
+from paddleformers_fc.storage.receipts import FileReceipt
+
+Numbers = Sequence[int]
+"""Numbers of blocks of one file, rising."""
+
+_READ_BYTES = 1024 * 1024
+# A block: every read is a request.
+_REMOTE_READ_BYTES = 4 * 1024 * 1024
+_SPAN_BYTES = 64 * 1024 * 1024
+_SHOWN = 4
+
+
+@dataclass
+class Found:
+    """What a comparison has found.
+
+    Args:
+        bytes: how many were read and hashed.
+        faults: one line per file whose blocks are not those that were written, or that cannot be read to the end.
+    """
+
+    bytes: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+def compare(
+    directory: Place,
+    wanted: Iterable[tuple[FileReceipt, Numbers]],
+    threads: int,
+    identities: Identities = NO_IDENTITIES,
+) -> Found:
+    """Compare blocks with their checksums, and say what differs.
+
+    Args:
+        directory: what the receipts' paths are relative to.
+        wanted: receipts, and the numbers of the blocks of each.
+        threads: how many threads read and hash.
+        identities: which files were looked at before; another one under a path is a fault.
+    """
+    files = [(receipt, numbers) for receipt, numbers in wanted if numbers]
+    bad: dict[str, list[int]] = {receipt.path: [] for receipt, _ in files}
+    unreadable: dict[str, str] = {}
+    found = Found()
+    with RangeReader(identities=identities) as reader:
+        check = _SpanCheck(directory, reader)
+        # A file system can hold more spans than there is memory for futures, so threads draw from one iterator.
+        spans, lock, stop = _spans(files), threading.Lock(), threading.Event()
+
+        def work() -> None:
+            buffer = memoryview(bytearray(_REMOTE_READ_BYTES if isinstance(directory, RemotePath) else _READ_BYTES))
+            while not stop.is_set():
+                with lock:
+                    span = next(spans, None)
+                if span is None:
+                    return
+                try:
+                    blocks, count = check.differing(span, buffer)
+                except FlexError as error:
+                    with lock:
+                        unreadable[span.receipt.path] = error.what
+                else:
+                    with lock:
+                        bad[span.receipt.path].extend(blocks)
+                        found.bytes += count
+
+        with ThreadPoolExecutor(max(1, threads), "flex-verify") as pool:
+            try:
+                for done in [pool.submit(work) for _ in range(max(1, threads))]:
+                    done.result()
+            finally:
+                # An interrupt ends the check after the spans in work, not after the last one.
+                stop.set()
+    found.faults += [_block_line(receipt, sorted(bad[receipt.path])) for receipt, _ in files if bad[receipt.path]]
+    found.faults += [f"{path} cannot be read to the end: {what}" for path, what in sorted(unreadable.items())]
+    return found
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Some blocks of one file: what one thread hashes at a time."""
+
+    receipt: FileReceipt
+    numbers: Numbers
+
+
+def _spans(wanted: Iterable[tuple[FileReceipt, Numbers]]) -> Iterator[_Span]:
+    for receipt, numbers in wanted:
+        count = max(1, _SPAN_BYTES // receipt.block_bytes)
+        for first in range(0, len(numbers), count):
+            yield _Span(receipt, numbers[first : first + count])
+
+
+@dataclass(frozen=True)
+class _SpanCheck:
+    """Recomputes block checksums of files below ``directory``."""
+
+    directory: Place
+    reader: RangeReader
+
+    def differing(self, span: _Span, buffer: memoryview) -> tuple[list[int], int]:
+        """The blocks of ``span`` whose checksum is not the recorded one, and the bytes that were hashed.
+
+        Args:
+            span: which blocks.
+            buffer: scratch memory.
+        """
+        differing: list[int] = []
+        total = 0
+        for number in span.numbers:
+            digest, count = self._block(span.receipt, number, buffer)
+            total += count
+            if digest != span.receipt.blocks[number]:
+                differing.append(number)
+        return differing, total
+
+    def _block(self, receipt: FileReceipt, number: int, buffer: memoryview) -> tuple[str, int]:
+        begin = position = number * receipt.block_bytes
+        end = min(position + receipt.block_bytes, receipt.size)
+        state = xxhash.xxh3_64()
+        while position < end:
+            chunk = buffer[: min(len(buffer), end - position)]
+            self.reader.read_into(self.directory / receipt.path, position, chunk)
+            state.update(chunk)
+            position += len(chunk)
+        return state.hexdigest(), end - begin
+
+
+def _block_line(receipt: FileReceipt, blocks: Numbers) -> str:
+    shown = [f"block {number} (from byte {number * receipt.block_bytes})" for number in blocks[:_SHOWN]]
+    more = [f"{len(blocks) - _SHOWN} more"] if len(blocks) > _SHOWN else []
+    return (
+        f"{receipt.path} does not match its checksum in {len(blocks)} of {len(receipt.blocks)} blocks: "
+        f"{', '.join(shown + more)}"
+    )

@@ -1,0 +1,171 @@
+"""Under ``flex_verify: full`` a load compares what it will read, and finds every changed byte before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from paddleformers_fc.catalog.flex import open_flex
+from paddleformers_fc.errors import Corrupt, FlexError
+from paddleformers_fc.execute.load import LoadReport, load_checkpoint
+from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.manifest import read_manifest, write_manifest
+from paddleformers_fc.storage.safetensors import read_header
+from tests.corruption import ours
+from tests.execute.simulated import CONFIG, canonical, job, live, same_values, succeed
+
+ARRAYS = canonical()
+BLOCK = 512
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of two ranks, its checksums recorded in many small blocks."""
+    directory = tmp_path / "checkpoint-3"
+    ours.save(directory, tp=2)
+    manifest = read_manifest(directory)
+    files = []
+    for receipt in manifest.files:
+        hasher = BlockHasher(BLOCK)
+        hasher.update((directory / receipt.path).read_bytes())
+        files.append(hasher.receipt(receipt.path))
+    write_manifest(directory, msgspec.structs.replace(manifest, files=files))
+    return directory
+
+
+def load(directory: Path, ranks: int, *, weights_alone: bool = False) -> list[Any]:
+    """How a fully verified load ended on every rank; what it was to fill is untouched where it was refused."""
+
+    def work(channel: Any) -> LoadReport:
+        roles = live(ARRAYS, ranks, channel.rank, empty=True)
+        if weights_alone:
+            del roles["optimizer_state"]
+        before = live(ARRAYS, ranks, channel.rank, empty=True)
+        try:
+            return load_checkpoint(open_checkpoint(directory, channel, "full"), roles, CONFIG, channel)
+        except FlexError:
+            assert same_values(roles, {role: before[role] for role in roles})
+            raise
+
+    return job(ranks, work)
+
+
+def the_one_report(outcomes: list[Any]) -> Corrupt:
+    """The error that every rank raised alike."""
+    assert isinstance(outcomes[0], Corrupt), outcomes[0]
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    return outcomes[0]
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip a bit of a file in its place; the time of its last change is another one then."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 4
+    path.write_bytes(raw)
+
+
+def place_of(directory: Path, role: str, name: str) -> tuple[Path, int]:
+    """The file that holds a tensor on rank 0's part, and the offset of its last byte."""
+    path = directory / role / "rank-00000.safetensors"
+    return path, read_header(path).tensors[name].end - 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_byte_that_is_read_is_refused_by_file_and_block_on_every_rank(checkpoint: Path, ranks: int) -> None:
+    path, at = place_of(checkpoint, "model_state", "model.layers.1.mlp.down_proj.weight")
+    flip(path, at)
+    error = the_one_report(load(checkpoint, ranks))
+    (line,) = error.evidence
+    assert "model_state/rank-00000.safetensors does not match its checksum in 1 of" in line
+    assert f"block {at // BLOCK} (from byte {at // BLOCK * BLOCK})" in line
+    assert ("found by rank 0" in line) == (ranks > 1)
+
+
+def test_faults_that_different_ranks_find_come_in_one_report(checkpoint: Path) -> None:
+    for rank in (0, 1):
+        path = checkpoint / f"optimizer_state/rank-0000{rank}.safetensors"
+        flip(path, read_header(path).file_size - 1)
+    error = the_one_report(load(checkpoint, 2))
+    assert [line.split(" ")[0] for line in error.evidence] == [
+        "optimizer_state/rank-00000.safetensors",
+        "optimizer_state/rank-00001.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("name", ["mapping.json", "config.json"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_byte_of_a_document_is_refused_whoever_checks_it(checkpoint: Path, name: str, ranks: int) -> None:
+    flip(checkpoint / name, 10)
+    assert f"{name} does not match its checksum in 1 of" in the_one_report(load_layout(checkpoint, ranks)).evidence[0]
+
+
+def load_layout(directory: Path, ranks: int) -> list[Any]:
+    """As :func:`load`, with sharded optimizer states, which any number of ranks can have."""
+
+    def work(channel: Any) -> LoadReport:
+        roles = live(ARRAYS, 1, channel.rank, empty=True, sharded=ranks)
+        return load_checkpoint(open_checkpoint(directory, channel, "full"), roles, CONFIG, channel)
+
+    return job(ranks, work)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("at", [3, 9, 200])
+def test_a_byte_of_a_header_is_refused_also_of_a_file_that_no_rank_reads(checkpoint: Path, ranks: int, at: int) -> None:
+    flip(checkpoint / "optimizer_state/rank-00001.safetensors", at)
+    error = the_one_report(load(checkpoint, ranks, weights_alone=True))
+    assert "optimizer_state/rank-00001.safetensors" in error.evidence[0]
+
+
+def test_a_byte_that_no_rank_reads_does_not_matter_to_a_load_and_is_found_by_a_check_of_all(checkpoint: Path) -> None:
+    path, at = place_of(checkpoint, "optimizer_state", "model.layers.1.mlp.down_proj.weight.moment1_0")
+    flip(path, at)
+    assert all(isinstance(outcome, LoadReport) for outcome in load(checkpoint, 2, weights_alone=True))
+    with pytest.raises(Corrupt, match="optimizer_state/rank-00000"):
+        open_flex(checkpoint, "full")
+
+
+def test_every_rank_hashes_its_share_and_not_the_whole(checkpoint: Path) -> None:
+    (alone,), two = load(checkpoint, 1), load(checkpoint, 2)
+    for ranks, reports in ((1, [alone]), (2, two)):
+        for rank, report in enumerate(reports):
+            held = live(ARRAYS, ranks, rank).values()
+            wanted = sum(weight.local_tensor.numpy().nbytes for names in held for weight in names.values())
+            assert wanted < report.bytes_hashed < 1.3 * wanted
+    for report in two:
+        assert report.bytes_hashed < 0.65 * alone.bytes_hashed
+
+
+def test_without_a_full_check_nothing_is_hashed(checkpoint: Path) -> None:
+    def work(channel: Any) -> int:
+        roles = live(ARRAYS, 2, channel.rank, empty=True)
+        return load_checkpoint(open_checkpoint(checkpoint, channel, "size"), roles, CONFIG, channel).bytes_hashed
+
+    assert succeed(2, work) == [0, 0]
+
+
+def test_a_file_that_is_replaced_after_its_blocks_were_compared_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paddleformers_fc.execute import load as loading
+
+    compared = loading.check_numbers
+
+    def then_replaced(*args: Any) -> int:
+        count = compared(*args)
+        flip(checkpoint / "model_state/rank-00000.safetensors", 3000)
+        return count
+
+    monkeypatch.setattr(loading, "check_numbers", then_replaced)
+    (error,) = job(
+        1,
+        lambda channel: load_checkpoint(
+            open_checkpoint(checkpoint, channel, "full"), live(ARRAYS, 1, 0, empty=True), CONFIG, channel
+        ),
+    )
+    assert isinstance(error, Corrupt)
+    assert "was replaced or changed after it was checked" in str(error)

@@ -1,0 +1,51 @@
+"""The blocks that a plan reads, against every byte of every region counted one by one."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given, strategies as st
+
+from paddleformers_fc.mapping.boxes import Box
+from paddleformers_fc.plan import EqualCheck, LoadPlan, ReadItem, Report, StoredPart
+from paddleformers_fc.plan.blocks import blocks_read, byte_runs
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> StoredPart:
+    """A region of a small stored box."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
+    low = tuple(draw(st.integers(0, length)) for length in shape)
+    high = tuple(draw(st.integers(lo, length)) for lo, length in zip(low, shape, strict=True))
+    dtype = draw(st.sampled_from(["uint8", "float16", "float32"]))
+    return StoredPart("a", draw(st.integers(0, 40)), shape, Box(low, high), dtype)
+
+
+def bytes_of(part: StoredPart) -> set[int]:
+    """Every byte of a region, the slow way."""
+    width = np.dtype(part.dtype).itemsize
+    ranges = [range(lo, hi) for lo, hi in zip(part.part.lo, part.part.hi, strict=True)]
+    found: set[int] = set()
+    for place in itertools.product(*ranges):
+        index = int(np.ravel_multi_index(place, part.shape)) if place else 0
+        found.update(range(part.begin + index * width, part.begin + (index + 1) * width))
+    return found
+
+
+@given(parts(), st.integers(1, 50))
+def test_the_blocks_of_a_region_are_those_that_hold_a_byte_of_it_and_no_others(part: StoredPart, length: int) -> None:
+    item = ReadItem("model_state", "x", part, 0, (), Box((), ()), ())
+    plan = LoadPlan((item,), (), {}, Report())
+    assert blocks_read(plan, {"a": length}) == {"a": {at // length for at in bytes_of(part)}}
+
+
+def test_what_is_only_compared_is_read_too() -> None:
+    left, right = (StoredPart(name, 100, (8,), Box((0,), (8,)), "uint8") for name in "ab")
+    plan = LoadPlan((), (EqualCheck("x", left, right),), {}, Report())
+    assert blocks_read(plan, {"a": 10, "b": 1000}) == {"a": {10}, "b": {0}}
+
+
+def test_a_region_of_many_rows_costs_steps_by_blocks_and_not_by_rows() -> None:
+    part = StoredPart("a", 0, (1 << 20, 64), Box((0, 5), (1 << 20, 6)), "float32")
+    assert list(byte_runs(part, 4 << 20)) == [(20, 64 * 4 * ((1 << 20) - 1) + 23)]
