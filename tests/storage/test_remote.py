@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.errors import Corrupt, FlexError, FormatError, OptionError, StorageError
-from paddleformers_fc.storage import files, remote
+from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError, StorageError
+from paddleformers_fc.storage import files, manifest, remote
 from paddleformers_fc.storage.files import exists, is_directory, is_file, list_directory, read_file, size_of
 from paddleformers_fc.storage.identity import identities_of
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint, read_manifest, verify_files
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files, write_manifest
 from paddleformers_fc.storage.places import RemotePath, place
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace, ranges_of, read_region
@@ -218,19 +219,19 @@ def test_credentials_are_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_checkpoint_of_a_store_is_verified_at_every_level(served: Served, memory: RemotePath, tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", 7)
     for directory in (at(served, "checkpoint-3"), upload(tmp_path / "checkpoint-3", memory / "checkpoint-3")):
-        manifest = read_manifest(directory)
+        listed = read_manifest(directory)
         for level in ("off", "size", "full"):
-            verify_files(directory, manifest, level)
+            verify_files(directory, listed, level)
         assert read_header(directory / WEIGHTS).tensors.keys() == {"a", "b"}
     damaged = bytearray((tmp_path / "checkpoint-3" / WEIGHTS).read_bytes())
     damaged[-1] ^= 1
     put(memory, f"checkpoint-3/{WEIGHTS}", bytes(damaged))
     put(memory, f"checkpoint-3/{STATE}", b"{}")
-    verify_files(memory / "checkpoint-3", manifest, "off")
+    verify_files(memory / "checkpoint-3", listed, "off")
     with pytest.raises(Corrupt, match="truncated: 2 of"):
-        verify_files(memory / "checkpoint-3", manifest, "size")
+        verify_files(memory / "checkpoint-3", listed, "size")
     with pytest.raises(Corrupt, match=r"(?s)truncated: 2 of.*does not match its checksum in 1 of"):
-        verify_files(memory / "checkpoint-3", manifest, "full")
+        verify_files(memory / "checkpoint-3", listed, "full")
 
 
 def test_missing_and_foreign_files_of_a_store_are_found(memory: RemotePath, tmp_path: Path) -> None:
@@ -242,23 +243,29 @@ def test_missing_and_foreign_files_of_a_store_are_found(memory: RemotePath, tmp_
         verify_files(directory, read_manifest(directory), "size")
 
 
-def test_the_newest_checkpoint_of_a_store_is_found_by_its_manifest(memory: RemotePath, tmp_path: Path) -> None:
+def test_an_upload_whose_manifest_is_not_there_yet_is_no_checkpoint(memory: RemotePath, tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", 7)
-    upload(tmp_path / "checkpoint-3", memory / "checkpoint-3")
-    put(memory, "checkpoint-4/mapping.json", b"half uploaded")
-    with pytest.raises(FlexError, match=f"no {MANIFEST_NAME}"):
-        read_manifest(memory / "checkpoint-4")
-    assert newest_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-3"
+    directory = upload(tmp_path / "checkpoint-3", memory / "checkpoint-3")
+    fsspec.filesystem("memory").rm((directory / MANIFEST_NAME).url)
+    with pytest.raises(NotACheckpoint, match=f"no {MANIFEST_NAME}"):
+        read_manifest(directory)
+    put(directory, MANIFEST_NAME, (tmp_path / "checkpoint-3" / MANIFEST_NAME).read_bytes())
+    assert read_manifest(directory).step == 500
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b", "model_state//x"])
 def test_a_manifest_that_leads_out_of_a_store_directory_is_refused(
-    memory: RemotePath, tmp_path: Path, path: str
+    memory: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     save(tmp_path / "checkpoint-3", 7)
-    text = (tmp_path / "checkpoint-3" / MANIFEST_NAME).read_text().replace(STATE, path)
-    put(memory, f"checkpoint-3/{MANIFEST_NAME}", text.encode())
-    with pytest.raises((FormatError, Corrupt)):
+    good = read_manifest(tmp_path / "checkpoint-3")
+    listed = [msgspec.structs.replace(one, path=path) if one.path == STATE else one for one in good.files]
+    # Sealed as it is, so that nothing but the path is wrong.
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "_faults", lambda manifest: [])
+        write_manifest(tmp_path / "checkpoint-3", msgspec.structs.replace(good, files=listed))
+    put(memory, f"checkpoint-3/{MANIFEST_NAME}", (tmp_path / "checkpoint-3" / MANIFEST_NAME).read_bytes())
+    with pytest.raises(FormatError, match=r"(?s)describes files that cannot be.*is not a plain relative path"):
         read_manifest(memory / "checkpoint-3")
 
 

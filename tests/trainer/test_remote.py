@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.places import place
+from paddleformers_fc.trainer import documents, seam
 from paddleformers_fc.trainer.options import FlexFields, check_options
 from tests.harness.tiny import SD2V2, TP2
 from tests.storage.serving import serving
@@ -63,3 +66,21 @@ def test_an_output_directory_that_is_a_url_is_refused_before_training(url: str) 
     assert str(place(url)) in caught.value.what
     assert "secret" not in caught.value.render()
     assert "upload its files" in caught.value.next_step
+
+
+def test_a_password_is_not_written_into_a_checkpoint() -> None:
+    class Arguments:
+        def to_dict(self) -> dict[str, str]:
+            return {"resume_from_checkpoint": "sftp://ann:secret@host/run/checkpoint-3", "output_dir": "out"}
+
+    written = documents.arguments_document(Arguments())
+    assert b"secret" not in written
+    assert json.loads(written)["resume_from_checkpoint"] == "sftp://***@host/run/checkpoint-3"
+
+
+def test_a_model_is_not_exported_to_a_url() -> None:
+    trainer = SimpleNamespace(args=SimpleNamespace(flex_checkpoint=True, flex_max_shard_size="5GB", output_dir="out"))
+    with pytest.raises(OptionError, match="An export cannot be written to s3://bucket/model"):
+        seam.save_pretrained(trainer, pytest.fail, "s3://bucket/model")
+    with pytest.raises(OptionError, match="An export cannot be written to memory://model"):
+        seam.save_model(trainer, pytest.fail, "memory://model")
