@@ -1,0 +1,70 @@
+"""Real ranks over gloo, of which some are killed in the midst of a save: the job ends, and the step before goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, verify_files
+from paddleformers_fc.storage.names import parse_beside
+from tests.harness.tiny import DP2, SD2V2, SINGLE, Layout
+from tests.trainer.test_trainer import JOBS, SIX_STEPS, Saved, settings, train_six
+
+TIMEOUT = 6
+
+
+@pytest.fixture(scope="module")
+def patient_ranks() -> Iterator[ForkServer]:
+    """Forked ranks that may live on until they have noticed that one of them is dead."""
+    with ForkServer(grace=TIMEOUT + 20.0) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def saved(patient_ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A run that nothing has happened to."""
+    return train_six(patient_ranks, tmp_path_factory.mktemp("dp2"), DP2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "victims", "kind", "part"),
+    [
+        (DP2, [0], "mkdir", ".checkpoint-6.unfinished-"),
+        (SD2V2, [1], "write", "optimizer_state"),
+        (DP2, [0], "rename", "flex_checkpoint.json"),
+        (SD2V2, [0, 1], "sync", "model_state"),
+        (DP2, [0], "rename", "/checkpoint-6"),
+    ],
+    ids=["before anything", "one writes", "the manifest is next", "all of them", "the name is next"],
+)
+def test_ranks_killed_in_a_save_end_the_job_and_the_step_before_goes_on_with_as_many_ranks_and_with_fewer(
+    patient_ranks: ForkServer,
+    saved: Saved,
+    tmp_path: Path,
+    layout: Layout,
+    victims: list[int],
+    kind: str,
+    part: str,
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(saved.third, out / "checkpoint-3")
+    given = settings(layout, out, True, **SIX_STEPS, flex_timeout=TIMEOUT)
+    job = {"victims": victims, "kind": kind, "part": part, **given}
+    result = patient_ranks.attempt("tests.crash.jobs:run_and_die", layout.nproc, job, timeout=90)
+    assert [result.returncodes[rank] for rank in victims] == [-9] * len(victims)
+    assert 0 not in result.returncodes
+    assert not result.timed_out
+    verify_files(out / "checkpoint-3", read_manifest(out / "checkpoint-3"), "full")
+    assert newest_checkpoint(out) == (out / "checkpoint-3", [])
+    fewer = shutil.copytree(out, tmp_path / "fewer")
+    for again, there in ((layout, out), (SINGLE, fewer)):
+        result = patient_ranks.run(f"{JOBS}:run", again.nproc, settings(again, there, True, **SIX_STEPS))
+        assert result.values[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-5)
+        names = [name for name in os.listdir(there) if "checkpoint" in name]
+        assert sorted(names) == ["checkpoint-3", "checkpoint-6"]
+        assert not [name for name in names if parse_beside(there / name)]
