@@ -74,6 +74,7 @@ class Attendance:
         self._lock = threading.Lock()
         self._rank = rank
         self._size = world_size
+        self.patience = patience
         self._muster = min(LONGEST_MUSTER, patience / 4)
         self._patience = patience - self._muster
         self._interval = max(_SHORTEST_LOOK, world_size * _LOOK_PER_RANK)
@@ -212,6 +213,11 @@ class AttendedChannel:
     def world_size(self) -> int:
         """Number of ranks."""
         return self._channel.world_size
+
+    @property
+    def patience(self) -> float:
+        """Seconds that this rank waits for the others."""
+        return self._attendance.patience
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank.

@@ -392,12 +392,12 @@ def random_states() -> dict[str, Any]:
 
 def patience(output_dir: str) -> list[Any]:
     """The channel over which a Trainer of two ranks talks."""
+    from paddleformers_fc.execute.attendance import AttendedChannel
     from paddleformers_fc.trainer import seam
-    from paddleformers_fc.trainer.watch import WatchedChannel
 
     trainer = flex_trainer(tiny.DP2.to_json(), output_dir, {"flex_timeout": 123})
     channel = seam._channel(trainer.args)
-    return [isinstance(channel, WatchedChannel), channel.patience, channel.rank, channel.world_size]
+    return [isinstance(channel, AttendedChannel), channel.patience, channel.rank, channel.world_size]
 
 
 # ---- The stock command line.

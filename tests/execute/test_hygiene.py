@@ -1,0 +1,276 @@
+"""What a save or load leaves behind, wherever it fails: nothing; and the next one in the same process is right."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.errors import FlexError, StorageError
+from paddleformers_fc.execute import save as saving
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.storage.manifest import newest_checkpoint
+from tests.corruption import ours
+from tests.corruption.jobs import no_longer_than
+from tests.execute.simulated import CONFIG, canonical, job, live, same_values, succeed
+
+ARRAYS = canonical()
+RANKS = 2
+WEIGHTS = "model_state/rank-00000.safetensors"
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What a process has, and what lies where it works."""
+
+    threads: frozenset[str]
+    descriptors: frozenset[str]
+    files: frozenset[str]
+
+
+def traces(*directories: Path) -> Traces:
+    """Threads, open files and what is under some directories, now."""
+    names = {name: _target(name) for name in os.listdir("/proc/self/fd")}
+    return Traces(
+        threads=frozenset(thread.name for thread in threading.enumerate()),
+        descriptors=frozenset(f"{name} {target}" for name, target in names.items() if target),
+        files=frozenset(str(path) for directory in directories for path in directory.rglob("*")),
+    )
+
+
+def _target(descriptor: str) -> str:
+    try:
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:  # The one through which the directory was listed.
+        return ""
+    return "" if target.startswith("/proc/") else target
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a checkpoint, and a directory for temporary files of its own."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    ours.save(tmp_path / "checkpoint-3", tp=RANKS)
+    return tmp_path
+
+
+def load(directory: Path, verify: str = "size", arrays: Any = ARRAYS, after: Callable[[], None] = lambda: None) -> None:
+    """Load on several ranks; right, or raising what they raised."""
+    opened = threading.Barrier(RANKS)
+
+    def work(channel: Any) -> None:
+        roles = live(arrays, RANKS, channel.rank, empty=True)
+        checkpoint = open_checkpoint(directory, channel, verify)
+        if opened.wait(30) == 0:
+            after()
+        opened.wait(30)
+        load_checkpoint(checkpoint, roles, CONFIG, channel)
+        assert same_values(roles, live(arrays, RANKS, channel.rank))
+
+    for outcome in job(RANKS, work):
+        if isinstance(outcome, FlexError):
+            raise outcome
+        assert outcome is None, outcome
+
+
+def save(directory: Path, step: int = 4) -> None:
+    """Save on several ranks, or raise what they raised."""
+
+    def work(channel: Any) -> None:
+        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        save_checkpoint(directory, live(ARRAYS, RANKS, channel.rank), CONFIG, files, JobRecord(step, 24, {}), channel)
+
+    for outcome in job(RANKS, work):
+        if isinstance(outcome, FlexError):
+            raise outcome
+        assert outcome is None, outcome
+
+
+# ---- Ways to fail, by stage.
+
+
+def opening(place: Path) -> None:
+    """A file is shorter than it was."""
+    os.truncate(place / "damaged/checkpoint-3" / WEIGHTS, 100)
+    load(place / "damaged/checkpoint-3")
+
+
+def comparing(place: Path) -> None:
+    """A byte is another one."""
+    path = place / "damaged/checkpoint-3" / WEIGHTS
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    load(place / "damaged/checkpoint-3", "full")
+
+
+def planning(place: Path) -> None:
+    """The model has a layer more."""
+    load(place / "checkpoint-3", arrays=canonical(layers=3))
+
+
+def reading(place: Path) -> None:
+    """A file is another one than it was when the checkpoint was opened."""
+    path = place / "damaged/checkpoint-3" / WEIGHTS
+    load(place / "damaged/checkpoint-3", after=lambda: os.utime(path, (1, 1)))
+
+
+def describing(place: Path) -> None:
+    """Two ranks hold the same half of every tensor, and nobody the other."""
+
+    def work(channel: Any) -> None:
+        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        save_checkpoint(place / "checkpoint-4", live(ARRAYS, RANKS, 0), CONFIG, files, JobRecord(4, 24, {}), channel)
+
+    for outcome in job(RANKS, work):
+        raise outcome
+
+
+def writing(place: Path) -> None:
+    """The disk is full."""
+    with no_longer_than(4000):
+        save(place / "checkpoint-4")
+
+
+def committing(place: Path) -> None:
+    """The file system refuses the last rename."""
+
+    def refuse(*_: Any) -> Any:
+        raise StorageError("The operating system refused to rename.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "commit", refuse)
+        save(place / "checkpoint-4")
+
+
+STAGES = [opening, comparing, planning, reading, describing, writing, committing]
+
+
+@pytest.mark.parametrize("fail", STAGES, ids=lambda fail: fail.__name__)
+def test_a_failure_leaves_nothing_behind_and_the_next_operation_is_right(
+    place: Path, fail: Callable[[Path], None]
+) -> None:
+    shutil.copytree(place / "checkpoint-3", place / "damaged/checkpoint-3")
+    load(place / "checkpoint-3")  # Whatever is made once and kept is made now.
+    before = traces(place)
+    for _ in range(2):
+        with pytest.raises(FlexError):
+            fail(place)
+        assert traces(place) == before
+        shutil.rmtree(place / "damaged")
+        shutil.copytree(place / "checkpoint-3", place / "damaged/checkpoint-3")
+        load(place / "damaged/checkpoint-3", "full")
+    save(place / "checkpoint-4")
+    load(place / "checkpoint-4", "full")
+
+
+def test_saving_and_loading_again_and_again_keeps_no_thread_and_no_file_open(place: Path) -> None:
+    load(place / "checkpoint-3", "full")
+    save(place / "checkpoint-4")
+    before = traces(place)
+    for _ in range(3):
+        load(place / "checkpoint-3", "full")
+        save(place / "checkpoint-4")
+    assert traces(place) == before
+
+
+# ---- Threads and forks.
+
+
+def test_two_directories_are_loaded_in_two_threads_at_the_same_time(place: Path) -> None:
+    other = canonical(seed=1)
+    ours.save(place / "checkpoint-5", other)
+    both, failures = threading.Barrier(2), []
+
+    def work(directory: Path, arrays: Any) -> None:
+        try:
+            for _ in range(5):
+                both.wait(30)
+                succeed(1, lambda channel: load_alone(directory, arrays, channel))
+        except BaseException as error:
+            failures.append(error)
+
+    given = [(place / "checkpoint-3", ARRAYS), (place / "checkpoint-5", other)]
+    threads = [threading.Thread(target=work, args=one) for one in given]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def load_alone(directory: Path, arrays: Any, channel: Any) -> None:
+    """Load on one rank, and compare every bit."""
+    roles = live(arrays, 1, 0, empty=True)
+    load_checkpoint(open_checkpoint(directory, channel, "full"), roles, CONFIG, channel)
+    assert same_values(roles, live(arrays, 1, 0))
+
+
+def load_and_fork(directory: str) -> list[int]:
+    """Load, fork, and load again in the child and in the parent: the child's code, and the threads left here."""
+    from paddleformers_fc.execute.channel import ALONE
+
+    load_alone(Path(directory), ARRAYS, ALONE)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            load_alone(Path(directory), ARRAYS, ALONE)
+            code = 0
+        finally:
+            os._exit(code)
+    load_alone(Path(directory), ARRAYS, ALONE)
+    status = os.waitpid(child, 0)[1]
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("flex")]
+    return [os.waitstatus_to_exitcode(status), len(left)]
+
+
+def test_a_process_that_has_loaded_can_fork_and_its_child_can_load(ranks: ForkServer, place: Path) -> None:
+    job_name = f"{__name__}:load_and_fork"
+    assert ranks.run(job_name, 1, {"directory": str(place / "checkpoint-3")}).values == ([0, 0],)
+
+
+# ---- What is read from.
+
+
+def facts(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Names, inodes, sizes and times of change of everything in a directory, and of itself."""
+    found = {}
+    for path in [directory, *directory.rglob("*")]:
+        status = path.lstat()
+        found[str(path)] = (status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return found
+
+
+def test_what_is_read_from_is_never_written_to(place: Path) -> None:
+    source = place / "checkpoint-3"
+    before = facts(source)
+    for verify in ("off", "size", "full"):
+        load(source, verify)
+    with pytest.raises(FlexError):
+        planning(place)
+    assert newest_checkpoint(place)[0] == source
+    export_checkpoint(source, place / "exported", 4000)
+    assert list(canonical_digests(source))
+    assert facts(source) == before
+
+
+def test_open_weights_are_never_written_to(place: Path) -> None:
+    export_checkpoint(place / "checkpoint-3", place / "open", 4000)
+    before = facts(place / "open")
+    assert ours.load_open_weights(place / "open", ours.empty()).error is None
+    assert ours.load_open_weights(place / "open", live(canonical(layers=3), 1, 0, empty=True)).error is not None
+    assert facts(place / "open") == before
