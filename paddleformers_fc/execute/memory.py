@@ -12,6 +12,7 @@ import ctypes
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,12 @@ _PIECE_BYTES = 16 * 1024 * 1024
 
 def dtype_name(tensor: Any) -> str:
     """The tensor's element type by its numpy name."""
-    return str(tensor.dtype).rsplit(".", maxsplit=1)[-1]
+    return _name_of(tensor.dtype)
+
+
+@lru_cache(maxsize=64)
+def _name_of(dtype: Any) -> str:
+    return str(dtype).rsplit(".", maxsplit=1)[-1]
 
 
 def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:

@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,11 @@ def load(directory: Path, model: SimulatedModel) -> list[Roles]:
     return held
 
 
+@lru_cache(maxsize=64)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return str(dtype)
+
+
 class _HostPlace:
     """Where the arrays of simulated ranks are."""
 
@@ -252,7 +258,7 @@ class HostTensor:
     @property
     def dtype(self) -> str:
         """Element type by its numpy name."""
-        return str(self.array.dtype)
+        return _name_of(self.array.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
