@@ -1,8 +1,9 @@
 """Export: a flex checkpoint, or a live model, as Hugging Face files of bounded size.
 
 Canonical tensors are put into files in natural order; every rank writes some of the files, reading just the ranges that
-its tensors are made of, one tensor at a time. Memory is the largest tensor plus scratch memory, whatever the
-size of the model. The same checkpoint content gives the same bytes whatever layout it was saved under.
+its tensors are made of, and reads the next tensors while it writes the last ones. Memory is twice the largest tensor
+(32 MiB where all are small) plus scratch memory, whatever the size of the model. The same checkpoint content gives the
+same bytes whatever layout it was saved under.
 
 A live model is first written as a checkpoint that holds its weights alone, into a staging directory beside the target,
 and exported from there: one more pass over the storage instead of gathering tensors over the network.
@@ -11,18 +12,23 @@ and exported from there: one more pass over the storage instead of gathering ten
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint, open_flex
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree
-from paddleformers_fc.execute.reading import Crew, read_tensors
+from paddleformers_fc.execute.reading import Crew, fill_arrays
 from paddleformers_fc.execute.rollcall import call_roll, software
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging import staging_beside
@@ -31,7 +37,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.plan import ReadItem, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.commit import discard, publish
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import (
     files_within,
     fsync_directory,
@@ -50,6 +56,9 @@ from paddleformers_fc.storage.safetensors import SafetensorsWriter
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 TRAINER_DIRECTORY = "trainer"
 """Where the trainer keeps its own state inside a checkpoint."""
+
+_LEAST_ROOM = 16 * 1024 * 1024
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -182,23 +191,100 @@ def _nbytes(shard: Shard) -> int:
     return shard.size * item_size(to_safetensors(shard.dtype))
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Successive tensors of one file that are read together.
+
+    Args:
+        file: which file.
+        tensors: its tensors.
+        items: how to read them.
+    """
+
+    file: _FilePlan
+    tensors: tuple[Shard, ...]
+    items: tuple[ReadItem, ...]
+
+
+_Arrays = list[tuple[Shard, np.ndarray[Any, Any]]]
+
+
 def _write_files(staging: Path, source: Source, files: list[_FilePlan]) -> bytes:
     receipts: list[FileReceipt] = []
-    with Crew(identities=source.catalog.identities) as crew:
-        for file in files:
-            wanted = {MODEL_STATE: {shard.name: shard for shard in file.tensors}}
-            plan = plan_reads(source, wanted)
-            plan.report.refuse(str(source.catalog.root))
-            items: dict[str, list[ReadItem]] = {}
-            for item in plan.items:
-                items.setdefault(item.name, []).append(item)
-            entries = [(s.name, to_safetensors(s.dtype), s.global_shape) for s in file.tensors]
+    room = max([_LEAST_ROOM, *[_nbytes(shard) for file in files for shard in file.tensors]])
+    with (
+        Crew(identities=source.catalog.identities) as crew,
+        closing(_read_ahead(_batches(source, files, room), crew, source.catalog.root, room)) as reading,
+    ):
+        for file, batches in groupby(reading, key=itemgetter(0)):
+            entries = [(shard.name, to_safetensors(shard.dtype), shard.global_shape) for shard in file.tensors]
             with SafetensorsWriter(staging / file.name, entries, {"format": "pt"}, root=staging) as writer:
-                sources = ((shard, items.get(shard.name, ())) for shard in file.tensors)
-                for shard, array in read_tensors(crew, source.catalog.root, sources):
-                    writer.write(shard.name, array)
+                for _, arrays in batches:
+                    for shard, array in arrays:
+                        writer.write(shard.name, array)
                 receipts.append(writer.close())
     return msgspec.json.encode(receipts)
+
+
+def _batches(source: Source, files: list[_FilePlan], room: int) -> Iterator[_Batch]:
+    """The tensors of all files in order, as many at a time as there is room for; planned file by file."""
+    for file in files:
+        plan = plan_reads(source, {MODEL_STATE: {shard.name: shard for shard in file.tensors}})
+        plan.report.refuse(str(source.catalog.root))
+        items: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            items.setdefault(item.name, []).append(item)
+        batch: list[Shard] = []
+        used = 0
+        for shard in file.tensors:
+            if batch and used + _aligned(_nbytes(shard)) > room:
+                yield _batch(file, batch, items)
+                batch, used = [], 0
+            batch.append(shard)
+            used += _aligned(_nbytes(shard))
+        yield _batch(file, batch, items)
+
+
+def _batch(file: _FilePlan, tensors: list[Shard], items: Mapping[str, list[ReadItem]]) -> _Batch:
+    return _Batch(file, tuple(tensors), tuple(item for shard in tensors for item in items.get(shard.name, ())))
+
+
+def _read_ahead(batches: Iterator[_Batch], crew: Crew, root: Place, room: int) -> Iterator[tuple[_FilePlan, _Arrays]]:
+    """The tensors of every batch; while the caller has one, a thread reads the next.
+
+    The arrays of a batch lie in one of two buffers and are overwritten when the next but one is read.
+    """
+    buffers = [np.empty(_aligned(room), np.uint8) for _ in range(2)]
+
+    def read(buffer: np.ndarray[Any, Any]) -> tuple[_FilePlan, _Arrays] | None:
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        arrays = _carved(buffer, batch.tensors)
+        fill_arrays(crew, root, batch.items, {(MODEL_STATE, shard.name): array for shard, array in arrays})
+        return batch.file, arrays
+
+    with ThreadPoolExecutor(1, "flex-export") as pool:
+        coming = pool.submit(read, buffers[0])
+        while (found := coming.result()) is not None:
+            buffers.reverse()
+            coming = pool.submit(read, buffers[0])
+            yield found
+
+
+def _carved(buffer: np.ndarray[Any, Any], tensors: tuple[Shard, ...]) -> _Arrays:
+    """A flat array for every tensor, one behind the other."""
+    arrays: _Arrays = []
+    at = 0
+    for shard in tensors:
+        part = buffer[at : at + _nbytes(shard)]
+        arrays.append((shard, part.view(to_numpy(to_safetensors(shard.dtype)))))
+        at += _aligned(part.nbytes)
+    return arrays
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _finish(staging: Path, target: Path, checkpoint: FlexCheckpoint, files: list[_FilePlan], channel: Channel) -> bytes:

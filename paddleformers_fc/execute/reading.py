@@ -618,8 +618,26 @@ def _portions(
 def _read_tensor(crew: Crew, root: Place, shard: Shard, items: Sequence[ReadItem]) -> np.ndarray[Any, Any]:
     array = np.empty(shard.size, _dtype(shard.dtype))
     if items:
-        targets = _Targets({(items[0].role, items[0].name): ArraySlot(array)})
-        tasks = _tasks(_jobs(list(items), root, targets, crew.options))
-        # Threads are not worth waking for less than a task.
-        crew.run_here(tasks) if array.nbytes <= BLOCK_BYTES else crew.run(tasks)
+        _fill_arrays(crew, root, items, {(items[0].role, items[0].name): array})
     return array
+
+
+def fill_arrays(crew: Crew, root: Place, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]) -> int:
+    """Read whole tensors into memory of the caller's; bytes read from storage.
+
+    Args:
+        crew: who reads; all its threads do if there is much.
+        root: the catalog's directory.
+        items: the items of these tensors.
+        arrays: a flat array of its dtype and size for every tensor, by role and name.
+    """
+    crew.expect(root, (item.stored for item in items))
+    return _fill_arrays(crew, root, items, arrays)
+
+
+def _fill_arrays(crew: Crew, root: Place, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]) -> int:
+    targets = _Targets({key: ArraySlot(array) for key, array in arrays.items()})
+    tasks = _tasks(_jobs(list(items), root, targets, crew.options))
+    # Threads are not worth waking for less than a task.
+    few = sum(array.nbytes for array in arrays.values()) <= BLOCK_BYTES
+    return crew.run_here(tasks) if few else crew.run(tasks)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from paddleformers_fc.errors import Corrupt, FlexError, MappingError, MismatchError, NotACheckpoint
+from paddleformers_fc.errors import Corrupt, FlexError, MappingError, MismatchError, NotACheckpoint, StorageError
+from paddleformers_fc.execute import export
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
@@ -73,7 +77,9 @@ def test_replicas_are_divided_by_bytes_and_not_by_count() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_export_of_every_layout_is_the_same_file(tmp_path: Path, layout: tuple[int, int]) -> None:
+def test_the_export_of_every_layout_is_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[int, int]
+) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, *layout)
     report = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "export")
     (name,) = report.files
@@ -81,6 +87,8 @@ def test_the_export_of_every_layout_is_the_same_file(tmp_path: Path, layout: tup
     assert loaded.keys() == ARRAYS.keys()
     assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
     save(tmp_path / "checkpoint-4", ARRAYS, 1, 1)
+    # In more and smaller pieces.
+    monkeypatch.setattr(export, "_LEAST_ROOM", 512)
     again = export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "again")
     assert report.files[name].digest == again.files[name].digest
     assert json.loads((tmp_path / "export/config.json").read_text()) == CONFIG
@@ -128,6 +136,36 @@ def test_an_export_over_an_older_one_leaves_nothing_of_it(tmp_path: Path) -> Non
     assert load_file(target / "model.safetensors").keys() == ARRAYS.keys()
     assert (target / "checkpoint-1").is_dir()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("call", ["write", "preadv"])
+def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(export, "_LEAST_ROOM", 512)
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+    threads = threading.active_count()
+    original, calls = getattr(os, call), []
+
+    def refuse(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 7:
+            raise OSError(errno.EIO, "refused")
+        return original(*args)
+
+    def work(channel: Any) -> None:
+        opened = channel.exchange
+        # The checkpoint is open and its headers are read when the ranks agree on it.
+        channel.exchange = lambda payload: (monkeypatch.setattr(os, call, refuse), opened(payload))[1]
+        export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000, channel)
+
+    (error,) = job(1, work)
+    monkeypatch.setattr(os, call, original)
+    assert isinstance(error, StorageError)
+    assert "errno 5 (EIO)" in str(error)
+    assert len(calls) > 6
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    assert threading.active_count() == threads
 
 
 @pytest.mark.parametrize("tp", [1, 2])
