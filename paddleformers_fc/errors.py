@@ -17,12 +17,20 @@
 Every error says what went wrong, where, on which evidence, and what to do next. All problems of one
 checkpoint are collected in one error: ``evidence`` is a list of lines, already folded for a reader.
 Errors travel between ranks as plain JSON (:meth:`FlexError.to_wire`), so that every rank raises the same text.
+
+An error quotes what it found on a disk: names, values, lines. They may be of any length and hold anything, so the
+message that a person reads shows control characters as escapes and no line in more than :data:`LONGEST_LINE`
+characters.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
+
+LONGEST_LINE = 4_000
+"""How much of one line of an error is shown, in characters."""
 
 
 class FlexError(Exception):
@@ -53,7 +61,7 @@ class FlexError(Exception):
         lines.extend(f"  - {line}" for line in self.evidence)
         if self.next_step:
             lines.append(f"  next: {self.next_step}")
-        return "\n".join(lines)
+        return "\n".join(map(_shown, lines))
 
     def to_wire(self) -> str:
         """This error as one line of JSON, for another rank or for ``--json``."""
@@ -66,6 +74,17 @@ class FlexError(Exception):
                 "next_step": self.next_step,
             }
         )
+
+
+def _shown(line: str) -> str:
+    """A line as it may stand in a terminal or a log; evidence of a statement has line breaks of its own."""
+    if len(line) > LONGEST_LINE:
+        line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
+    return line if line.isprintable() else "".join(map(_character, line))
+
+
+def _character(one: str) -> str:
+    return one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode("ascii")
 
 
 class OptionError(FlexError):
@@ -127,7 +146,25 @@ _BY_NAME = {
 
 
 def from_wire(text: str) -> FlexError:
-    """The error that :meth:`FlexError.to_wire` wrote."""
-    fields = json.loads(text)
+    """The error that :meth:`FlexError.to_wire` wrote; a :class:`PeerError` for a text that it did not write."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if not _is_wire(fields):
+        return PeerError(
+            "Another rank has sent an error that cannot be read.",
+            evidence=[text[:LONGEST_LINE]],
+            next_step="Run the same version of paddleformers_fc on every rank.",
+        )
     kind = _BY_NAME.get(fields["error"], FlexError)
     return kind(fields["what"], where=fields["where"], evidence=fields["evidence"], next_step=fields["next_step"])
+
+
+def _is_wire(fields: Any) -> bool:
+    return (
+        isinstance(fields, dict)
+        and all(isinstance(fields.get(key), str) for key in ("error", "what", "where", "next_step"))
+        and isinstance(fields.get("evidence"), list)
+        and all(isinstance(line, str) for line in fields["evidence"])
+    )

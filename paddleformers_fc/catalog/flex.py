@@ -6,21 +6,21 @@ small read per file. A directory without a manifest is not a checkpoint and is r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paddleformers_fc.catalog.stored import Catalog, gather_shards
+from paddleformers_fc.catalog.stored import Catalog, StoredTensor, gather_shards
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.mapping import RuleSet, TensorSpec
 from paddleformers_fc.mapping.codec import decode_rules
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.documents import parse_json, read_document
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
-from paddleformers_fc.storage.files import each, read_file
+from paddleformers_fc.storage.files import each
 from paddleformers_fc.storage.identity import Identities, identities_of
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
 from paddleformers_fc.storage.places import Place
@@ -33,6 +33,9 @@ DOCUMENTS = (MAPPING_NAME, CONFIG_NAME)
 
 StoredShard = tuple[Shard, str, int, int]
 """A shard, its file, the byte offset of its first element, bytes per element."""
+
+MAX_MAPPING_BYTES = 512 * 1024 * 1024
+"""The longest mapping that is read: one tensor takes about a kilobyte of it."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,10 @@ def see(directory: Place) -> Sight:
 
     Raises:
         NotACheckpoint: without a manifest.
-        Corrupt, FormatError: a manifest that does not follow its format.
+        Corrupt, FormatError: a manifest that does not follow its format, or lists none of :data:`DOCUMENTS`.
     """
     manifest = read_manifest(directory)
+    _refuse_unlisted(directory, manifest)
     return Sight(manifest, identities_of(directory / receipt.path for receipt in manifest.files))
 
 
@@ -99,9 +103,19 @@ def open_flex(directory: Place, verify: str = "size") -> FlexCheckpoint:
 def open_seen(directory: Place, sight: Sight, verify: str) -> FlexCheckpoint:
     """As :func:`open_flex`, for a checkpoint that :func:`see` has looked at."""
     verify_files(directory, sight.manifest, verify)
-    documents = {name: read_file(directory / name) for name in DOCUMENTS}
+    documents = {name: read_beside(directory / name) for name in DOCUMENTS}
     catalog, faults = gathered(directory, sight.manifest, lambda path: shards_of(directory, path))
     return described(replace(catalog, identities=sight.identities), faults, sight.manifest, documents)
+
+
+def read_beside(path: Place) -> bytes:
+    """The bytes of one of :data:`DOCUMENTS`.
+
+    Raises:
+        Corrupt: there is no such file.
+        FormatError: it is longer than any that was written.
+    """
+    return read_document(path, MAX_MAPPING_BYTES) if path.name == MAPPING_NAME else read_document(path)
 
 
 def gathered(
@@ -155,17 +169,41 @@ def described(
     return FlexCheckpoint(catalog, manifest, rules, config)
 
 
+def _refuse_unlisted(directory: Place, manifest: Manifest) -> None:
+    """What the manifest does not list was not checked: it may be of another save, or a link to anywhere."""
+    listed = {receipt.path for receipt in manifest.files}
+    missing = [name for name in DOCUMENTS if name not in listed]
+    if missing:
+        raise Corrupt(
+            f"{directory} is a checkpoint without {' and '.join(missing)}.",
+            where=str(directory),
+            evidence=[f"the manifest does not list {name}" for name in missing],
+            next_step="Resume from another checkpoint; nothing says what the tensors of this one mean.",
+        )
+
+
 def _name_faults(catalog: Catalog, rules: RuleSet) -> Iterator[str]:
     """Weights that the rules know and no file holds, and the other way round. An alias may share its owner's file."""
     stored = catalog.roles.get(MODEL_STATE, {})
     aliases = {tie.alias for tie in rules.ties}
     for name in rules.targets:
-        if name not in stored and name not in aliases:
+        if name in stored:
+            yield from _spec_faults(stored[name], rules.targets[name])
+        elif name not in aliases:
             yield f"{name}: the rules know this tensor, and it is not stored"
     for role, tensors in catalog.roles.items():
         for name in tensors:
             if split_state_name(role, name).parameter not in rules.targets:
                 yield f"{name}: stored as {role}, and the rules know no such tensor"
+
+
+def _spec_faults(stored: StoredTensor, spec: TensorSpec) -> Iterator[str]:
+    """The rules say what a tensor is, and so does its file; numbers of one that are not true would be acted upon."""
+    if (stored.shape, stored.dtype) != (spec.shape, spec.dtype):
+        yield (
+            f"{stored.name}: stored as {stored.dtype} {list(stored.shape)}, "
+            f"the rules know it as {spec.dtype} {list(spec.shape)}"
+        )
 
 
 def is_shard_file(path: str, role: str) -> bool:
@@ -209,7 +247,7 @@ def read_config(path: Place) -> dict[str, Any]:
         Corrupt: there is no such file.
         FormatError: it is not a JSON object.
     """
-    return parse_config(read_file(path), path)
+    return parse_config(read_document(path), path)
 
 
 def parse_config(raw: bytes, path: Place) -> dict[str, Any]:
@@ -219,7 +257,7 @@ def parse_config(raw: bytes, path: Place) -> dict[str, Any]:
         FormatError: it is not a JSON object.
     """
     try:
-        config = json.loads(raw)
+        config = parse_json(raw)
     except ValueError as error:
         raise FormatError("The model's configuration is not JSON.", where=str(path), evidence=[str(error)]) from error
     if not isinstance(config, dict):

@@ -7,7 +7,6 @@ exactly ``model.safetensors``. Nothing is ever written into the directory.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
@@ -17,8 +16,9 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.documents import parse_json, read_document
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
-from paddleformers_fc.storage.files import each, exists, is_file, read_file
+from paddleformers_fc.storage.files import each, exists, is_file
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.safetensors import Header, read_header
@@ -75,14 +75,14 @@ def _files(directory: Place) -> dict[str, list[str]]:
 
 def _indexed(index: Place) -> dict[str, list[str]]:
     try:
-        weight_map = json.loads(read_file(index))["weight_map"]
-        pairs = [(str(tensor), str(name)) for tensor, name in weight_map.items()]
+        weight_map = parse_json(read_document(index))["weight_map"]
+        pairs = [(tensor, _text(name)) for tensor, name in weight_map.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError("The index is malformed.", where=str(index), evidence=[repr(error)]) from error
     files: dict[str, list[str]] = {}
     for tensor, name in pairs:
-        if PurePosixPath(name).name != name or name in (".", ".."):
-            raise FormatError("The index names a file outside its directory.", where=str(index), evidence=[name])
+        if not _is_plain(name):
+            raise FormatError("The index names a file outside its directory.", where=str(index), evidence=[repr(name)])
         files.setdefault(name, []).append(tensor)
     there = each(is_file, (index.parent / name for name in files), index)
     missing = sorted(name for name, found in zip(files, there, strict=True) if not found)
@@ -94,6 +94,20 @@ def _indexed(index: Place) -> dict[str, list[str]]:
             next_step="Fetch the missing files; nothing was loaded.",
         )
     return files
+
+
+def _is_plain(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return PurePosixPath(name).name == name and name not in ("", ".", "..") and not {"\\", "\0"} & set(name)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a file is called {str(value)[:100]}")
+    return value
 
 
 def _shards(files: dict[str, list[str]], headers: dict[str, Header]) -> Iterator[tuple[Shard, str, int, int]]:

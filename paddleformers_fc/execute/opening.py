@@ -26,6 +26,7 @@ from paddleformers_fc.catalog.flex import (
     is_shard_file,
     open_flex,
     open_seen,
+    read_beside,
     see,
     shards_of,
 )
@@ -38,7 +39,6 @@ from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.files import read_file
 from paddleformers_fc.storage.manifest import Manifest, manifest_seal, verify_files
 from paddleformers_fc.storage.places import Place
 
@@ -170,7 +170,7 @@ def _open_divided(
             verify_files(directory, msgspec.structs.replace(manifest, files=here), verify)
         mine = [path for path, reader in readers.items() if reader == channel.rank]
         shards = {path: [_encoded(shard) for shard in shards_of(directory, path)] for path in mine if _holds(path)}
-        documents = {path: read_file(directory / path) for path in mine if path in DOCUMENTS}
+        documents = {path: read_beside(directory / path) for path in mine if path in DOCUMENTS}
         return msgspec.msgpack.encode(_Told(shards, documents))
 
     told: dict[str, list[_Described]] = {}
@@ -188,7 +188,7 @@ def _open_divided(
     def put_together() -> bytes:
         catalog, faults = gathered(directory, manifest, shards)
         catalog = replace(catalog, identities=sight.identities, seen_by=seen_by)
-        own = {name: read_file(directory / name) for name in DOCUMENTS if name not in documents}
+        own = {name: read_beside(directory / name) for name in DOCUMENTS if name not in documents}
         opened.append(described(catalog, faults, manifest, {**documents, **own}))
         return b""
 

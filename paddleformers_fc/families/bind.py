@@ -31,8 +31,11 @@ from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.rules import Slab
 
-NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|$)")
+NUMBER = re.compile(r"(?<=\.)([0-9]{1,18})(?=\.|\Z)")
 """A number in a tensor's name."""
+
+MAX_EXPERTS = 1 << 16
+"""How many experts may lie in one tensor; each is a rule."""
 
 _HOLE = "{}"
 _NO_SHIFTS: dict[str, int] = {}
@@ -305,7 +308,7 @@ def _stack_rules(kind: _Kind, stack: Stack, tensor: ModelTensor, numbers: list[s
     """A rule per expert, or a single one where the experts lie along the axis of their parts."""
     count, length = sizes.length("experts"), tensor.shape[stack.axis] if stack.axis < len(tensor.shape) else 0
     share = 1 if stack.new else length // max(count, 1)
-    if not share or share * count != length:
+    if not share or share * count != length or count > MAX_EXPERTS:
         return f"shape {list(tensor.shape)} does not hold {count} experts on axis {stack.axis}"
     one = _layout(kind.statement, _of_one(tensor.shape, stack, share), _of_one(tensor.cuts, stack, 1), sizes)
     if isinstance(one, str):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from paddleformers_fc.errors import MappingError
@@ -80,6 +81,10 @@ def enumerate_tensors(family: Family, config: Mapping[str, Any], dtype: str = "f
         yield from _of_statement(statement, sizes, spans, dtype)
 
 
+MAX_TENSORS = 1 << 20
+"""How many tensors of one kind a configuration may ask for, such as the gates of all experts of all layers."""
+
+
 class _Spans:
     """The numbers that every placeholder of a family stands for, evaluated when they are first needed."""
 
@@ -100,7 +105,8 @@ class _Spans:
         if name not in self._known:
             one = self._numbers[name]
             start = self._sizes.length(one.start)
-            span = range(start, start + self._sizes.length(one.count))
+            # A range of more than 2^63 numbers has no length; whatever is beyond the bound is refused all the same.
+            span = range(start, start + min(self._sizes.length(one.count), MAX_TENSORS + 1))
             self._known[name] = span, self._sizes.length(one.shift)
         return self._known[name]
 
@@ -125,6 +131,14 @@ def _of_statement(statement: Statement, sizes: Sizes, spans: _Spans, dtype: str)
 
 
 def _numberings(holes: list[str], spans: _Spans) -> Iterator[dict[str, int]]:
+    count = prod(len(spans.of(hole)[0]) for hole in holes)
+    if count > MAX_TENSORS:
+        raise MappingError(
+            f"A model of {count} tensors of one kind cannot be.",
+            where="config.json",
+            evidence=[f"{hole}: {len(spans.of(hole)[0])}" for hole in holes],
+            next_step="Correct the numbers of layers and experts in the configuration.",
+        )
     for numbers in itertools.product(*(spans.of(hole)[0] for hole in holes)):
         yield dict(zip(holes, numbers, strict=True))
 

@@ -90,7 +90,7 @@ class Sizes:
     def _value(self, expression: str, numbers: Mapping[str, int]) -> Any:
         try:
             return self._walk(parsed(expression), numbers)
-        except (TypeError, ZeroDivisionError) as error:
+        except (TypeError, ArithmeticError) as error:
             absent = sorted(name for name in names_of(expression) - set(numbers) if self._named(name, numbers) is None)
             reason = f"needs {', '.join(absent)}, which the configuration does not hold" if absent else str(error)
             raise self._refused(expression, reason) from error
@@ -101,12 +101,13 @@ class Sizes:
         if isinstance(node, ast.Name):
             return self._named(node.id, numbers)
         if isinstance(node, ast.BinOp):
-            return _ARITHMETIC[type(node.op)](self._walk(node.left, numbers), self._walk(node.right, numbers))
+            left, right = self._walk(node.left, numbers), self._walk(node.right, numbers)
+            return _ARITHMETIC[type(node.op)](_number(left), _number(right))
         if isinstance(node, ast.BoolOp):
             return self._chosen(node, numbers)
         if isinstance(node, ast.UnaryOp):
             value = self._walk(node.operand, numbers)
-            return not value if isinstance(node.op, ast.Not) else -value
+            return not value if isinstance(node.op, ast.Not) else -_number(value)
         if isinstance(node, ast.IfExp):
             return self._walk(node.body if self._walk(node.test, numbers) else node.orelse, numbers)
         if isinstance(node, ast.Compare):
@@ -153,6 +154,13 @@ class Sizes:
             where="config.json",
             next_step="Complete the configuration, or the family's sizes and defaults.",
         )
+
+
+def _number(value: Any) -> Any:
+    """A value that may be calculated with: text times a number, or formatted by one, would be text of any length."""
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{value if value is None else type(value).__name__} is no number")
+    return value
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,8 @@ import msgspec
 
 from paddleformers_fc.errors import FormatError
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import Box, Shape, shifted
+from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, shifted
+from paddleformers_fc.mapping.folding import fold
 
 HEADER_KEY = "flex_shards"
 
@@ -99,23 +100,28 @@ def decode_shards(text: str, dtypes: Mapping[str, str], where: str) -> dict[str,
     """
     try:
         records = msgspec.json.decode(text, type=dict[str, ShardRecord])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise FormatError(
             "The shard description in this header cannot be read.", where=where, evidence=[str(error)]
         ) from error
     if records.keys() != dtypes.keys():
         odd = sorted(records.keys() ^ dtypes.keys())
-        raise FormatError("Header and shard description name different tensors.", where=where, evidence=odd)
+        raise FormatError("Header and shard description name different tensors.", where=where, evidence=fold(odd))
     shards: dict[str, Shard] = {}
     faults: list[str] = []
     for key, record in records.items():
-        ranks = {len(record.global_shape), len(record.offset), len(record.shape)}
-        if len(ranks) != 1 or min((*record.global_shape, *record.offset, *record.shape), default=0) < 0:
+        if not _is_possible(record):
             faults.append(f"{record.name}: shape {record.shape} at {record.offset} of {record.global_shape}")
             continue
         shard = Shard(record.name, dtypes[key], record.global_shape, shifted(record.shape, record.offset), record.flat)
         faults.extend(shard.faults())
         shards[key] = shard
     if faults:
-        raise FormatError("The header describes impossible shards.", where=where, evidence=faults)
+        raise FormatError("The header describes impossible shards.", where=where, evidence=fold(faults))
     return shards
+
+
+def _is_possible(record: ShardRecord) -> bool:
+    lengths = (*record.global_shape, *record.offset, *record.shape)
+    ranks = {len(record.global_shape), len(record.offset), len(record.shape)}
+    return len(ranks) == 1 and len(record.shape) <= MAX_AXES and all(0 <= one <= MAX_LENGTH for one in lengths)

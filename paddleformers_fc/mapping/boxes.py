@@ -3,6 +3,8 @@
 A :class:`Box` is half open on every axis, ``lo <= x < hi``. A zero-dimensional box holds exactly one element.
 :func:`cover_faults` decides whether a set of boxes tiles a tensor: along the first axis on which the boxes differ
 it sorts and recurses into the slabs, so that n boxes of one interleaving cost O(n log n) and no element is visited.
+Boxes that overlap in every direction at once would cost a power of n: they are refused when the work exceeds a bound
+that no layout comes near.
 """
 
 from __future__ import annotations
@@ -15,7 +17,19 @@ from operator import attrgetter, sub
 
 import msgspec
 
+from paddleformers_fc.errors import MappingError
+
 Shape = tuple[int, ...]
+
+MAX_AXES = 32
+"""The most axes that a tensor can have: numpy's bound, above Paddle's."""
+
+MAX_LENGTH = 2**63 - 1
+"""The largest length of an axis."""
+
+_WORK_PER_BOX = 256
+_WORK_AT_LEAST = 4096
+_MOST_FAULTS = 64
 
 
 class Box(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -150,11 +164,30 @@ def cover_faults(outer: Box, boxes: Sequence[Box]) -> list[CoverFault]:
         outer: the box to be tiled.
         boxes: boxes inside ``outer``, in any order. Boxes of no volume are ignored.
     Returns:
-        gaps and overlaps, the first of each kind per slab; not every element of a large fault is listed.
+        gaps and overlaps, the first of each kind per slab; not every element of a large fault is listed, and of many
+        faults only the first ones are.
+    Raises:
+        MappingError: the boxes overlap in so many ways that it cannot be decided in bounded time.
     """
     if outer.volume == 0 or _is_row(outer, boxes):
         return []
-    return _faults(outer, [(box, i) for i, box in enumerate(boxes) if box.volume], 0)
+    return _faults(outer, [(box, i) for i, box in enumerate(boxes) if box.volume], 0, _Work(len(boxes)))
+
+
+class _Work:
+    """How much may still be done for one tensor."""
+
+    def __init__(self, boxes: int) -> None:
+        self._left = _WORK_AT_LEAST + _WORK_PER_BOX * boxes
+        self._boxes = boxes
+
+    def spend(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise MappingError(
+                f"The {self._boxes} boxes of a tensor overlap in more ways than any layout has.",
+                next_step="The description of the tensor is damaged; restore it or use another checkpoint.",
+            )
 
 
 def _is_row(outer: Box, boxes: Sequence[Box]) -> bool:
@@ -176,7 +209,7 @@ def _is_row(outer: Box, boxes: Sequence[Box]) -> bool:
     return True
 
 
-def _faults(outer: Box, boxes: list[tuple[Box, int]], axis: int) -> list[CoverFault]:
+def _faults(outer: Box, boxes: list[tuple[Box, int]], axis: int, work: _Work) -> list[CoverFault]:
     if not boxes:
         return [CoverFault(outer, ())]
     while axis < len(outer.lo) and all(
@@ -199,6 +232,9 @@ def _faults(outer: Box, boxes: list[tuple[Box, int]], axis: int) -> list[CoverFa
             if starts[upcoming][0].hi[axis] > low:
                 active.append(starts[upcoming])
             upcoming += 1
+        work.spend(1 + len(active))
         slab = Box(outer.lo[:axis] + (low,) + outer.lo[axis + 1 :], outer.hi[:axis] + (high,) + outer.hi[axis + 1 :])
-        faults.extend(_faults(slab, list(active), axis + 1))
+        faults.extend(_faults(slab, list(active), axis + 1, work))
+        if len(faults) >= _MOST_FAULTS:
+            return faults[:_MOST_FAULTS]
     return faults

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+# A longer number is no index, and more digits than Python turns into a number at all may be in a name.
+_INDEX = re.compile(r"(?<=\.)[0-9]{1,18}(?=\.)")
 _HOLE = "\0"
 
 
@@ -22,6 +23,7 @@ def fold(lines: Iterable[str], limit: int = 200) -> list[str]:
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for line in lines:
+        line = line.replace(_HOLE, "\\0")
         indices = tuple(int(found) for found in _INDEX.findall(line))
         groups.setdefault(_INDEX.sub(_HOLE, line), []).append(indices)
     folded: list[str] = []

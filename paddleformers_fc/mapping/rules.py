@@ -21,13 +21,15 @@ another.
 
 A rule is data: :class:`RuleSet` is what a checkpoint stores in ``mapping.json``, with every size explicit, so that a
 file written today means the same when families change tomorrow. :meth:`RuleSet.mapping` gives the denotation.
-Cost is linear in the rules, times the number of blocks of each.
+Cost is linear in the rules, times the number of blocks of each. Rules are read from disks, so every number of them is
+checked before anything is made of it: a set of rules is at most :data:`MAX_STRETCHES` correspondences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping as MappingABC
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import msgspec
 
@@ -35,6 +37,9 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Made, Mapping, TensorSpec
 from paddleformers_fc.mapping.stencils import Link, Stencil, narrowed, stacked
+
+MAX_STRETCHES = 1 << 23
+"""How many stretches all parts of a set of rules may be dealt in; they take about 0.5 kB each."""
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
@@ -103,6 +108,10 @@ class Rule(msgspec.Struct, frozen=True, gc=False):
 
     def faults(self, target_shapes: list[Shape]) -> Iterator[str]:
         """Why this rule cannot denote anything for targets of these shapes; nothing where it can."""
+        ill_formed = self._ill_formed()
+        if ill_formed:
+            yield ill_formed
+            return
         for side, names, blocks in (
             ("source", self.sources, self.source_blocks),
             ("target", self.targets, self.target_blocks),
@@ -112,7 +121,7 @@ class Rule(msgspec.Struct, frozen=True, gc=False):
             if len(names) > 1 and blocks != 1:
                 yield f"{len(names)} {side}s cannot be dealt in {blocks} rounds"
             if blocks < 1 or any(part % blocks for part in self.parts):
-                yield f"parts {list(self.parts)} cannot be dealt in {blocks} equal rounds"
+                yield f"parts {_short(self.parts)} cannot be dealt in {blocks} equal rounds"
         for name, shape, length in zip(
             self.targets, target_shapes, _side_lengths(self.targets, self.parts), strict=False
         ):
@@ -122,6 +131,24 @@ class Rule(msgspec.Struct, frozen=True, gc=False):
                 yield f"{name} has length {shape[self.axis]} on axis {self.axis}, the parts sum to {length}"
             elif self.slab is not None and not self._slab_fits(self.slab, shape):
                 yield f"{name} with shape {list(shape)} has no {self.slab}"
+
+    def _ill_formed(self) -> str:
+        """What no tensor could make good: names, parts or axes that are missing or stand for nothing."""
+        used = [axis for axis in self.axes if axis != NEW_AXIS]
+        if not self.sources or not self.targets or not self.parts or min(self.parts) < 0:
+            return (
+                f"{len(self.sources)} sources, {len(self.targets)} targets and parts {_short(self.parts)} are no rule"
+            )
+        if sorted(used) != list(range(len(used))) or not 0 <= self.axis < len(self.axes):
+            return f"axes {_short(self.axes)} with parts along axis {self.axis} are no order of axes"
+        if self.stretches > MAX_STRETCHES:
+            return f"{self.source_blocks} and {self.target_blocks} rounds are more than {MAX_STRETCHES} stretches"
+        return ""
+
+    @property
+    def stretches(self) -> int:
+        """The most stretches that the parts are dealt in."""
+        return len(self.parts) * (self.source_blocks + self.target_blocks)
 
     def _slab_fits(self, slab: Slab, shape: Shape) -> bool:
         return (
@@ -147,7 +174,7 @@ class Rule(msgspec.Struct, frozen=True, gc=False):
                 target_box = _narrowed(target_box, self.slab)
             source_axis = self.axes[self.axis]
             source_box = (
-                _along(source_shapes[source], 0, 0, source_shapes[source][0])
+                whole(source_shapes[source])
                 if source_axis == NEW_AXIS
                 else _along(source_shapes[source], source_axis, source_at, run.length)
             )
@@ -233,6 +260,10 @@ def _side_lengths(names: tuple[str, ...], parts: tuple[int, ...]) -> tuple[int, 
     return parts if len(names) == len(parts) else (sum(parts),)
 
 
+def _short(numbers: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''}]"
+
+
 def _along(shape: Shape, axis: int, start: int, length: int) -> Box:
     lo, hi = [0] * len(shape), list(shape)
     if shape:
@@ -252,6 +283,11 @@ class _Form:
     faults: bool
     source_shapes: list[Shape]
     stencils: list[tuple[Stencil, tuple[int, ...]]]
+
+    @cached_property
+    def links(self) -> int:
+        """How many boxes the targets are made of."""
+        return sum(len(stencil.links) for stencil, _ in self.stencils)
 
 
 def _form_of(rule: Rule, shapes: list[Shape]) -> _Form:
@@ -332,13 +368,15 @@ class RuleSet:
         Args:
             stored: dtypes of canonical tensors, where they are not the dtypes of their targets.
         Raises:
-            MappingError: where a rule does not fit the shapes, or names a target that does not exist; all of them.
+            MappingError: where a rule does not fit the shapes, or names a target that does not exist; all of them. Also
+                where the rules are more than :data:`MAX_STRETCHES` stretches together.
         """
         faults: list[str] = []
         sources: dict[str, TensorSpec] = {}
         maker = _Maker()
         # A model has many layers and experts of few forms: what depends on the form alone is worked out once.
         forms: dict[object, _Form] = {}
+        stretches = 0
         for rule in self.rules:
             known = [self.targets[name] for name in rule.targets if name in self.targets]
             if len(known) < len(rule.targets):
@@ -366,6 +404,10 @@ class RuleSet:
             dtype = known[0].dtype
             for name, shape in zip(rule.sources, form.source_shapes, strict=True):
                 sources[name] = TensorSpec(shape, dtype if stored is None else stored.get(name, dtype))
+            stretches += form.links
+            if stretches > MAX_STRETCHES:
+                faults.append(f"{', '.join(rule.targets)}: there are more than {MAX_STRETCHES} stretches up to here")
+                break
             maker.add(rule, form)
         if faults:
             raise MappingError(

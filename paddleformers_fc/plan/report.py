@@ -113,4 +113,9 @@ def states_joined(lines: Iterable[str]) -> list[str]:
 
 def natural(name: str) -> list[tuple[int, int, str]]:
     """A sort key under which ``layers.2`` comes before ``layers.10``."""
-    return [(0, int(piece), "") if piece.isdigit() else (1, 0, piece) for piece in name.split(".")]
+    return [(0, int(piece), "") if _is_number(piece) else (1, 0, piece) for piece in name.split(".")]
+
+
+def _is_number(piece: str) -> bool:
+    # Some characters are digits and no number, and a number may be too long for one.
+    return piece.isascii() and piece.isdigit() and len(piece) <= 18

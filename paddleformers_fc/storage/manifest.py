@@ -21,13 +21,14 @@ import xxhash
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.storage.blocks import compare
+from paddleformers_fc.storage.documents import read_document
 from paddleformers_fc.storage.files import (
     each,
     fsync_directory,
     is_directory,
     list_directory,
     look,
-    read_file,
+    refused,
     remove_file,
     rename,
     write_file,
@@ -59,6 +60,9 @@ FORMAT = "flex_checkpoint"
 VERSION = 1
 LEVELS = ("off", "size", "full")
 """How much :func:`verify_files` checks."""
+
+MAX_MANIFEST_BYTES = 256 * 1024 * 1024
+"""The longest manifest that is read: that of a checkpoint of 50 TB."""
 
 _PARTIAL_NAME = f".{MANIFEST_NAME}.part"
 _RESERVED = frozenset({MANIFEST_NAME, _PARTIAL_NAME, OWNER_NAME})
@@ -135,7 +139,7 @@ def read_manifest(directory: Place) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        raw = read_file(path)
+        raw = read_document(path, MAX_MANIFEST_BYTES)
     except Corrupt as error:
         raise NotACheckpoint(
             f"{directory} is not a finished checkpoint: it has no {MANIFEST_NAME}.",
@@ -338,7 +342,10 @@ def _escapes(directory: Place, manifest: Manifest) -> dict[str, str]:
 
 
 def _link_leaves(root: str, path: Path) -> bool:
-    return path.is_symlink() and not _is_within(root, os.path.realpath(path))
+    try:
+        return path.is_symlink() and not _is_within(root, os.path.realpath(path))
+    except OSError as error:
+        raise refused("look at", path, error) from error
 
 
 def _is_within(root: str, path: str) -> bool:

@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc.errors import CheckpointError
-from paddleformers_fc.storage.files import fsync_directory, read_file, rename, write_file
+from paddleformers_fc.storage.documents import read_document
+from paddleformers_fc.storage.files import fsync_directory, rename, write_file
 
 OWNER_NAME = ".owner.json"
 """The record's name inside an unfinished directory."""
@@ -28,6 +29,8 @@ PARTIAL_OWNER_NAME = OWNER_NAME + ".part"
 
 _ENDED = ("Z", "X")
 """States of a process that has ended and whose parent has not asked how; some parents never do."""
+
+_MAX_BYTES = 64 * 1024
 
 
 class Life(enum.Enum):
@@ -77,7 +80,7 @@ def write_owner(directory: Path) -> None:
 def read_owner(directory: Path) -> Owner | None:
     """The owner recorded in ``directory``; None if there is no readable record."""
     try:
-        return msgspec.json.decode(read_file(directory / OWNER_NAME), type=Owner)
+        return msgspec.json.decode(read_document(directory / OWNER_NAME, _MAX_BYTES), type=Owner)
     except (CheckpointError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -116,7 +119,8 @@ def _exists(pid: int) -> bool:
     # The list of processes under /proc may hide those of other users; signal 0 does not.
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
+        # A number beyond every process number is that of no process.
         return False
     except PermissionError:
         pass

@@ -11,16 +11,19 @@ Nothing here imports Paddle; :mod:`.rng` and :mod:`.progress` know where the val
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from paddleformers_fc.errors import FormatError
+from paddleformers_fc.storage.documents import parse_json
 
 _ARRAY = "__array__"
 _TUPLE = "__tuple__"
 _MARKS = frozenset({_ARRAY, _TUPLE})
+_DTYPES = frozenset(np.dtype(kind).str for kind in np.typecodes["AllInteger"] + "efd?")
 
 
 def encode(value: Any, what: str) -> bytes:
@@ -47,8 +50,8 @@ def decode(raw: bytes, where: str) -> Any:
         FormatError: it is not such a document.
     """
     try:
-        return _rich(json.loads(raw))
-    except (ValueError, TypeError, KeyError) as error:
+        return _rich(parse_json(raw))
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise FormatError(
             "The Trainer's state cannot be read.",
             where=where,
@@ -107,7 +110,19 @@ def _rich(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if _ARRAY in value:
-        return np.array(value["values"], dtype=np.dtype(value[_ARRAY])).reshape(value["shape"])
+        return _array(value)
     if _TUPLE in value:
+        if value.keys() != {_TUPLE} or not isinstance(value[_TUPLE], list):
+            raise ValueError("it holds a tuple that is no list of values")
         return tuple(_rich(one) for one in value[_TUPLE])
     return {key: _rich(one) for key, one in value.items()}
+
+
+def _array(value: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """An array; numpy takes more for a dtype than numbers, such as a string of a gigabyte."""
+    if value.keys() != {_ARRAY, "shape", "values"} or value[_ARRAY] not in _DTYPES:
+        raise ValueError("it holds an array of which it does not say what it is")
+    array = np.array(value["values"], dtype=np.dtype(value[_ARRAY]))
+    if min(value["shape"], default=0) < 0 or math.prod(value["shape"]) != array.size:
+        raise ValueError(f"it holds an array of {array.size} numbers that has another shape")
+    return array.reshape(value["shape"])

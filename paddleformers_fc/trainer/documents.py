@@ -20,16 +20,19 @@ import copy
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+import numpy as np
 from paddleformers.trainer import TrainerState
 from paddleformers.transformers.model_utils import clean_model_class_name, get_parameter_dtype, unwrap_model
 
 from paddleformers_fc.catalog.flex import CONFIG_NAME
 from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.storage.documents import read_document
 from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.places import Place, masked
 from paddleformers_fc.trainer import codecs
@@ -170,7 +173,10 @@ def read_progress(directory: Place, names: Iterable[str], channel: Channel) -> P
         if channel.rank != 0:
             return b""
         wanted = [name for name in (STATE, SCHEDULER, DATA, SCALER) if name in listed]
-        return json.dumps({name: read_file(directory / name).decode() for name in wanted}).encode()
+        raws = {name: read_document(directory / name) for name in wanted}
+        for name, raw in raws.items():
+            codecs.decode_object(raw, str(directory / name))
+        return json.dumps({name: raw.decode() for name, raw in raws.items()}).encode()
 
     texts: dict[str, str] = json.loads(agree(channel, "reading the Trainer's own state", work)[0])
     documents = {name: codecs.decode_object(text.encode(), str(directory / name)) for name, text in texts.items()}
@@ -182,13 +188,80 @@ def read_progress(directory: Place, names: Iterable[str], channel: Channel) -> P
     )
 
 
+_COUNT = Annotated[int, msgspec.Meta(ge=0)]
+_KINDS: dict[str, Any] = {
+    "epoch": float | None,
+    "global_step": _COUNT,
+    "consumed_samples": _COUNT,
+    "max_steps": int,
+    "num_train_epochs": int,
+    "total_flos": float,
+    "log_history": list[dict[str, Any]],
+    "best_metric": float | None,
+    "best_model_checkpoint": str | None,
+    "is_local_process_zero": bool,
+    "is_world_process_zero": bool,
+    "trial_name": str | None,
+    "trial_params": dict[str, Any] | None,
+}
+"""What the fields of a ``TrainerState`` hold; its own declarations say less than they mean."""
+
+
+def _kind_faults(values: dict[str, Any]) -> Iterator[str]:
+    if "global_step" not in values:
+        yield "global_step is missing"
+    for name, value in values.items():
+        try:
+            msgspec.convert(value, type=_KINDS.get(name, Any))
+        except msgspec.ValidationError as error:
+            yield f"{name}: {error}"
+
+
+def refuse_unlike(saved: dict[str, Any], current: dict[str, Any], where: Place) -> None:
+    """Refuse a saved state that the object which it is for could not have saved.
+
+    Args:
+        saved: the state of a scheduler or scaler, as read.
+        current: the state of the one that it is for.
+        where: the file.
+
+    Raises:
+        FormatError: a value is missing, or is of another kind.
+    """
+    faults = [
+        f"{name}: {type(saved.get(name)).__name__} in place of {type(value).__name__}"
+        for name, value in current.items()
+        if name not in saved or not _of_one_kind(saved[name], value)
+    ]
+    if faults:
+        raise FormatError(
+            "A saved state does not fit the object that it is for.",
+            where=str(where),
+            evidence=faults,
+            next_step="Resume with the same scheduler and precision, or from another checkpoint.",
+        )
+
+
+def _of_one_kind(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return True
+    if isinstance(one, bool) or isinstance(other, bool):
+        return isinstance(one, bool) and isinstance(other, bool)
+    numbers = (int, float, np.number)
+    if isinstance(other, numbers):
+        return isinstance(one, numbers)
+    return isinstance(one, np.ndarray | list) if isinstance(other, np.ndarray) else isinstance(one, type(other))
+
+
 def _trainer_state(values: dict[str, Any], path: Place) -> TrainerState:
     known = {one.name for one in dataclasses.fields(TrainerState)}
-    if not isinstance(values.get("global_step"), int) or not values.keys() <= known:
+    faults = [f"unknown: {name}" for name in sorted(values.keys() - known)]
+    faults.extend(f"unfit: {fault}" for fault in _kind_faults(values))
+    if faults:
         raise FormatError(
             "The saved trainer state is not one of this version of PaddleFormers.",
             where=str(path),
-            evidence=[f"unknown: {name}" for name in sorted(values.keys() - known)],
+            evidence=faults,
             next_step="Resume with the version of PaddleFormers that saved it.",
         )
     return TrainerState(**values)

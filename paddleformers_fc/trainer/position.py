@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from paddleformers_fc.errors import FormatError, OptionError
 
 _START_ANEW = "Resume under settings that deal the same samples, or set ignore_data_skip: true to begin the data anew."
@@ -106,6 +108,14 @@ def to_document(position: Position, pace: Pace, order: Order) -> dict[str, Any]:
     return {"position": asdict(position), "pace": asdict(pace), "order": asdict(order)}
 
 
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    """What :func:`to_document` makes."""
+
+    position: Position
+    pace: Pace
+    order: Order
+
+
 def from_document(document: dict[str, Any], where: str) -> tuple[Position, Pace, Order]:
     """What :func:`to_document` made.
 
@@ -113,9 +123,13 @@ def from_document(document: dict[str, Any], where: str) -> tuple[Position, Pace,
         FormatError: the document is damaged.
     """
     try:
-        return Position(**document["position"]), Pace(**document["pace"]), Order(**document["order"])
-    except (KeyError, TypeError) as error:
-        raise FormatError("The position in the data cannot be read.", where=where, evidence=[repr(error)]) from error
+        read = msgspec.convert(document, type=_Document)
+    except msgspec.ValidationError as error:
+        raise FormatError("The position in the data cannot be read.", where=where, evidence=[str(error)]) from error
+    numbers = [*asdict(read.position).values(), *asdict(read.pace).values(), read.order.length]
+    if min(numbers) < 0:
+        raise FormatError("The position in the data counts fewer than none.", where=where, evidence=[str(read)])
+    return read.position, read.pace, read.order
 
 
 @dataclass(frozen=True)

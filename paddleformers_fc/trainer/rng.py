@@ -10,8 +10,9 @@ About 30 kB per process.
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import paddle
 from paddle.base import core
@@ -22,6 +23,29 @@ from paddleformers_fc.errors import FormatError
 from paddleformers_fc.trainer.codecs import decode_object, encode
 
 _TENSOR_PARALLEL_GENERATOR = "model_parallel_rng"
+
+
+_Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class _Taken(msgspec.Struct, forbid_unknown_fields=True):
+    """One generator of Paddle: its engine's state are numbers in decimal, which Paddle parses without a check."""
+
+    device: _Word
+    seed: int
+    offset: int
+    engine: Annotated[str, msgspec.Meta(max_length=65536, pattern="^[0-9 ]*$")]
+
+
+class _Generators(msgspec.Struct, forbid_unknown_fields=True):
+    """The document of one process; what is Any is checked by those who made it."""
+
+    world_size: int
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    cpu: _Taken
+    device: list[_Taken]
+    hybrid_parallel: dict[str, list[_Taken]]
 
 
 def capture(world_size: int, hybrid: bool) -> bytes:
@@ -61,17 +85,20 @@ def restore(raw: bytes, where: str, world_size: int, hybrid: bool, tensor_parall
     Raises:
         FormatError: the document is damaged.
     """
-    state = decode_object(raw, where)
     try:
-        if state["world_size"] != world_size:
+        state = msgspec.convert(decode_object(raw, where), type=_Generators)
+        if state.world_size != world_size:
             return False
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
-        _set_device(state["device"])
-        core.default_cpu_generator().set_state(_made(state["cpu"]))
+        # Both on generators of no account first: one that cannot be set would otherwise leave the others set.
+        random.Random().setstate(state.python)
+        np.random.RandomState().set_state(state.numpy)
+        random.setstate(state.python)
+        np.random.set_state(state.numpy)
+        _set_device(state.device)
+        core.default_cpu_generator().set_state(_made(state.cpu))
         if hybrid:
-            _set_tracker(state["hybrid_parallel"], tensor_parallel)
-    except (KeyError, TypeError, ValueError) as error:
+            _set_tracker(state.hybrid_parallel, tensor_parallel)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise FormatError(
             "The state of the random generators cannot be read.",
             where=where,
@@ -81,7 +108,7 @@ def restore(raw: bytes, where: str, world_size: int, hybrid: bool, tensor_parall
     return True
 
 
-def _set_device(states: list[dict[str, Any]]) -> None:
+def _set_device(states: list[_Taken]) -> None:
     current = paddle.get_rng_state()
     if len(states) != len(current):
         logger.warning(
@@ -91,7 +118,7 @@ def _set_device(states: list[dict[str, Any]]) -> None:
     paddle.set_rng_state([_made(state) for state in states])
 
 
-def _set_tracker(states: dict[str, list[dict[str, Any]]], tensor_parallel: bool) -> None:
+def _set_tracker(states: dict[str, list[_Taken]], tensor_parallel: bool) -> None:
     tracker = get_rng_state_tracker()
     known = set(tracker.get_states_tracker())
     wanted = {
@@ -110,7 +137,7 @@ def _taken(state: Any) -> dict[str, Any]:
     return {"device": int(device), "seed": int(seed), "offset": int(offset), "engine": bytes(engine).decode("latin-1")}
 
 
-def _made(taken: dict[str, Any]) -> Any:
+def _made(taken: _Taken) -> Any:
     state = core.GeneratorState.__new__(core.GeneratorState)
-    state.__setstate__((taken["device"], taken["seed"], taken["offset"], list(taken["engine"].encode("latin-1"))))
+    state.__setstate__((taken.device, taken.seed, taken.offset, list(taken.engine.encode("latin-1"))))
     return state

@@ -39,7 +39,8 @@ from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.plan.cache import PlanCache
-from paddleformers_fc.storage.files import exists, read_file
+from paddleformers_fc.storage.documents import read_document
+from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import Manifest, newest_checkpoint
 from paddleformers_fc.storage.places import Place, local, place
 from paddleformers_fc.trainer import batches, documents, position, resume, rng, rotation, state
@@ -198,6 +199,8 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     continued = not args.ignore_load_lr_and_optim
     names = [receipt.path for receipt in checkpoint.manifest.files]
     progress = documents.read_progress(directory, names, channel) if continued else None
+    if progress is not None:
+        _refuse_unlike(trainer, progress, directory)
     roles = _agreed(channel, "preparing the optimizer", lambda: _roles_to_fill(trainer, checkpoint, continued))
     config = documents.model_config(trainer.model)
     options = _read_options(args)
@@ -239,6 +242,14 @@ def _roles_to_fill(trainer: Any, checkpoint: FlexCheckpoint, continued: bool) ->
     state.create_states(trainer.model, trainer.optimizer, masters)
     roles = state.run_roles(trainer.model, trainer.optimizer)
     return {role: roles[role] for role in (MODEL_STATE, MASTER_WEIGHT) if role in roles}
+
+
+def _refuse_unlike(trainer: Any, progress: documents.Progress, directory: Path) -> None:
+    """Before anything changes: what :func:`_take_over` will set must be what these objects could have saved."""
+    position.from_document(progress.data, str(directory / documents.DATA))
+    documents.refuse_unlike(progress.scheduler, trainer.lr_scheduler.state_dict(), directory / documents.SCHEDULER)
+    if trainer.do_grad_scaling and progress.scaler is not None:
+        documents.refuse_unlike(progress.scaler, trainer.scaler.state_dict(), directory / documents.SCALER)
 
 
 def _take_over(trainer: Any, progress: documents.Progress) -> None:
@@ -326,7 +337,7 @@ def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None
     args = trainer.args
     path = _meant(_run_of(trainer), checkpoint) / documents.rng_name(dist.get_rank())
     restored = exists(path) and rng.restore(
-        read_file(path), str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
+        read_document(path), str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
     )
     if not restored and args.should_log:
         logger.warning(

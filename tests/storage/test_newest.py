@@ -88,9 +88,9 @@ def test_a_passing_refusal_does_not_lead_to_an_older_checkpoint(
     save(tmp_path / "checkpoint-1", 1)
     save(tmp_path / "checkpoint-2", 2)
 
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, most: int) -> bytes:
         raise StorageError("stale handle", where=str(path))
 
-    monkeypatch.setattr(manifest_module, "read_file", refuse)
+    monkeypatch.setattr(manifest_module, "read_document", refuse)
     with pytest.raises(StorageError, match="stale handle"):
         newest_checkpoint(tmp_path)

@@ -76,7 +76,7 @@ class Evaluation:
         self._index = index
         self._budget = budget
         self._left_cuts = {name: tensor.cuts for name, tensor in left.items()}
-        self._readers = Readers(steps, {name: tensor.cuts for name, tensor in right.items()})
+        self._readers = Readers(steps, {name: tensor.cuts for name, tensor in right.items()}, budget)
         self._outcome = Outcome()
 
     def run(self, faults: Faults) -> Outcome:

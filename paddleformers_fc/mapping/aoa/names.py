@@ -7,6 +7,7 @@ match it and not against all. Building is linear in the names; a lookup is linea
 from __future__ import annotations
 
 import difflib
+import heapq
 import re
 from collections.abc import Iterable
 
@@ -25,6 +26,9 @@ _PARTS = re.compile(r"(\$LAYER_ID_OFFSET|\$LAYER_ID|\$EXPERT_ID|\*)|([0-9]+)")
 _SUGGESTIONS = 5
 _LONGEST = 300
 _LONGEST_NUMBER = 18
+_CANDIDATES = 2000
+_COMPARED = 20
+_ALIKE = 0.6
 
 
 def placeholders(pattern: str) -> list[str]:
@@ -46,6 +50,26 @@ def mentioned(text: str) -> set[str]:
 def _is_plain(number: str) -> bool:
     """Whether a number is written as placeholders write it: no leading zero, and not longer than a number is."""
     return len(number) <= _LONGEST_NUMBER and (number == "0" or number[0] != "0")
+
+
+def _closest(wanted: str, candidates: Iterable[str]) -> str:
+    """The most similar candidate, or nothing. Texts are compared as a whole only where their letters are alike.
+
+    A comparison costs up to the cube of the length, counting letters costs the length.
+    """
+    matcher = difflib.SequenceMatcher()
+    matcher.set_seq2(wanted)
+    alike: list[tuple[float, str]] = []
+    for candidate in candidates:
+        matcher.set_seq1(candidate)
+        if matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE:
+            alike.append((matcher.quick_ratio(), candidate))
+    compared: list[tuple[float, str]] = []
+    for _, candidate in heapq.nlargest(_COMPARED, alike):
+        matcher.set_seq1(candidate)
+        compared.append((matcher.ratio(), candidate))
+    ratio, best = max(compared, default=(0.0, ""))
+    return best if ratio >= _ALIKE else ""
 
 
 class NameIndex:
@@ -95,10 +119,10 @@ class NameIndex:
             return ""
         self._suggestions -= 1
         wanted = skeleton(name)
-        near = difflib.get_close_matches(wanted, [key for key in self._filed if len(key) <= _LONGEST][:2000], 1)
+        near = _closest(wanted, [key for key in self._filed if len(key) <= _LONGEST][:_CANDIDATES])
         if not near:
             return ""
-        found = self._filed[near[0]]
+        found = self._filed[near]
         if len(found) == 1:
             return f"`{found[0][0]}`"
         return f"`{found[0][0]}` or another of {len(found)} such names"

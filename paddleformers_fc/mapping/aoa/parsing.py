@@ -78,7 +78,7 @@ def parse_config(
                 next_step=f"The keys are {', '.join(_CONFIG)}.",
             )
     raw = config.get("aoa_statements", [])
-    statements = [str(entry) for entry in raw] if isinstance(raw, list) else []
+    statements = [_statement(entry) for entry in raw] if isinstance(raw, list) else []
     if not config.get("aoa_config_reverse", False):
         return parse(statements, stored, wanted, ties)
     if wanted is None:
@@ -89,6 +89,18 @@ def parse_config(
             next_step="Give the names, shapes and dtypes of the tensors on the left of the arrows.",
         )
     return parse(statements, wanted, stored, ties).reversed()
+
+
+def _statement(entry: object) -> str:
+    # A list in a list in a list, as YAML's references make it out of little text, would be endless as text.
+    if not isinstance(entry, str):
+        raise MappingError(
+            "aoa_statements holds something that is no text.",
+            where="aoa_config",
+            evidence=[f"an entry is {type(entry).__name__}"],
+            next_step="Write every statement as a text of its own, in quotes.",
+        )
+    return entry
 
 
 def _read_lines(statements: Sequence[str], faults: Faults) -> list[Statement]:

@@ -6,9 +6,10 @@ shards by the left tensor that its boxes come from; what is written, by followin
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 
-from paddleformers_fc.mapping.aoa.expand import Step
+from paddleformers_fc.mapping.aoa.expand import Budget, Step
 from paddleformers_fc.mapping.aoa.faults import Fault
 from paddleformers_fc.mapping.aoa.operations import Cut, Move
 from paddleformers_fc.mapping.aoa.values import Value
@@ -50,11 +51,13 @@ class Readers:
     Args:
         steps: all steps, in order.
         cuts: into how many shards every right tensor is cut, per axis.
+        budget: limit of all steps that are followed; without it a long chain of fused layouts costs its square.
     """
 
-    def __init__(self, steps: Sequence[Step], cuts: Mapping[str, Shape]) -> None:
+    def __init__(self, steps: Sequence[Step], cuts: Mapping[str, Shape], budget: Budget) -> None:
         self._steps = steps
         self._cuts = cuts
+        self._budget = budget
         self._readers: dict[str, list[int]] | None = None
 
     def rounds_written(self, name: str, axis: int, rank: int, after: int) -> int:
@@ -69,6 +72,7 @@ class Readers:
             Fault: where the name is split among several, or becomes a tensor that is cut along another axis.
         """
         while name not in self._cuts:
+            self._budget.spend(1)
             index = self._next(name, after)
             if index is None:
                 return 1
@@ -89,4 +93,6 @@ class Readers:
             for index, step in enumerate(self._steps):
                 for left in step.left:
                     self._readers.setdefault(left.text, []).append(index)
-        return next((index for index in self._readers.get(name, ()) if index > after), None)
+        indices = self._readers.get(name, [])
+        following = bisect.bisect_right(indices, after)
+        return indices[following] if following < len(indices) else None

@@ -1,0 +1,175 @@
+"""JSON documents that are nearly right: a valid one in which a few nodes were changed, and written down oddly.
+
+Random bytes are refused by the first check of every reader. What finds faults is a real document with one thing wrong
+in it: a node that is missing, there twice, of another type, larger than anything, or swapped with another; and a text
+that says the same thing in a way that readers differ about (a key twice, numbers beyond every type, another encoding).
+
+Everything is drawn from a seeded generator. Time and memory are linear in the document.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Path = tuple[Any, ...]
+"""The keys and indices that lead to a node."""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """JSON text that stands for itself, for numbers that Python would write in another way."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """An object whose keys may occur twice."""
+
+    items: tuple[tuple[str, Any], ...]
+
+
+def written(value: Any) -> str:
+    """The JSON text of a value that may hold :class:`Raw` and :class:`Pairs`."""
+    if isinstance(value, Raw):
+        return value.text
+    if isinstance(value, Pairs):
+        return "{" + ",".join(f"{json.dumps(key)}:{written(one)}" for key, one in value.items) + "}"
+    if isinstance(value, dict):
+        return written(Pairs(tuple(value.items())))
+    if isinstance(value, list):
+        return "[" + ",".join(map(written, value)) + "]"
+    return json.dumps(value)
+
+
+def nested(depth: int) -> Raw:
+    """A list in a list in a list."""
+    return Raw("[" * depth + "]" * depth)
+
+
+NUMBERS: tuple[Any, ...] = (
+    *(0, -1, 1, 2, 3, 7, 33, 255, 65_536, 1_000_003, 2**31, 2**53 + 1, 2**60, 2**63 - 1, 2**63, 2**64, -(2**63)),
+    *(0.5, Raw("1e3"), Raw("1e999"), Raw("-0"), Raw("NaN"), Raw("-Infinity"), Raw("9" * 300), Raw("9" * 5_000)),
+)
+TEXTS: tuple[str, ...] = (
+    *("", ".", "..", "../x", "/etc/passwd", "a/../../b", "a\\..\\b", "\0", "a\0b", "\ud800", "\u202e", "\x1b[31m"),
+    *("float32", "object", "V999999999", "U99999999", "model.layers.0.mlp.gate_proj.weight", "layers.\u00b2.x"),
+    *("a." + "9" * 5_000 + ".b", "\u0661.\u0661.w", "x" * 5_000, "%1000000000d", "__class__", "{0.__class__}"),
+)
+ODD: tuple[Any, ...] = (None, True, False, [], {}, [[]], [0], {"a": 0}, nested(40), nested(3_000))
+
+Change = Callable[[random.Random, Any, list[Path]], Any]
+
+
+def mutated(document: Any, chance: random.Random) -> bytes:
+    """The bytes of a document in which one to three nodes were changed.
+
+    Args:
+        document: of JSON's own types; it is not changed.
+        chance: where every choice comes from.
+    """
+    value = copy.deepcopy(document)
+    for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        change = chance.choice(_CHANGES)
+        value = change(chance, value, list(_paths(value, ())))
+    return _encoded(written(value), chance)
+
+
+def _encoded(text: str, chance: random.Random) -> bytes:
+    raw = text.encode("utf-8", "surrogatepass")
+    if chance.random() < 0.9:
+        return raw
+    at = chance.randrange(len(raw) + 1)
+    return chance.choice(
+        (
+            b"\xef\xbb\xbf" + raw,
+            text.encode("utf-16", "surrogatepass"),
+            raw[:at],
+            raw[:at] + bytes([chance.randrange(256)]) + raw[at:],
+            raw + raw,
+            b"",
+            raw[:at] + b"\xff\xfe" + raw[at:],
+        )
+    )
+
+
+def _paths(value: Any, at: Path) -> Iterator[Path]:
+    yield at
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in items:
+        yield from _paths(one, (*at, key))
+
+
+def _node(value: Any, path: Path) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _put(value: Any, path: Path, new: Any) -> Any:
+    if not path:
+        return new
+    _node(value, path[:-1])[path[-1]] = new
+    return value
+
+
+def _replaced(chance: random.Random, value: Any, paths: list[Path]) -> Any:
+    """A node becomes another of its own type, or of any other."""
+    path = chance.choice(paths)
+    old = _node(value, path)
+    own: tuple[Any, ...] = NUMBERS if isinstance(old, (int, float)) else TEXTS if isinstance(old, str) else ODD
+    return _put(value, path, chance.choice(own if chance.random() < 0.7 else (*NUMBERS, *TEXTS, *ODD)))
+
+
+def _moved(chance: random.Random, value: Any, paths: list[Path]) -> Any:
+    """A number becomes a neighbour, a multiple, or its negative."""
+    numbers = [path for path in paths if type(_node(value, path)) is int]
+    if not numbers:
+        return _replaced(chance, value, paths)
+    path = chance.choice(numbers)
+    old = _node(value, path)
+    return _put(value, path, chance.choice((old - 1, old + 1, -old, 2 * old, old << 20, old // 2)))
+
+
+def _deleted(chance: random.Random, value: Any, paths: list[Path]) -> Any:
+    path = chance.choice(paths)
+    if path:
+        del _node(value, path[:-1])[path[-1]]
+    return value
+
+
+def _doubled(chance: random.Random, value: Any, paths: list[Path]) -> Any:
+    """An entry of a list is there many times, an entry of an object under another key or under its own twice."""
+    path = chance.choice(paths)
+    if not path:
+        return [value, value]
+    parent, old = _node(value, path[:-1]), _node(value, path)
+    if isinstance(parent, list):
+        parent[path[-1] : path[-1]] = [old] * chance.choice((1, 2, 40))
+        return value
+    if chance.random() < 0.5:
+        parent[chance.choice((*TEXTS, f"{path[-1]}x"))] = old
+        return value
+    return _put(value, path[:-1], Pairs((*parent.items(), (path[-1], old))))
+
+
+def _swapped(chance: random.Random, value: Any, paths: list[Path]) -> Any:
+    """Two nodes that do not hold each other change places."""
+    one, other = chance.choice(paths), chance.choice(paths)
+    if one[: len(other)] == other or other[: len(one)] == one:
+        return value
+    first, second = _node(value, one), _node(value, other)
+    return _put(_put(value, one, second), other, first)
+
+
+def _copied(chance: random.Random, value: Any, paths: list[Path]) -> Any:
+    """A node becomes a copy of another."""
+    return _put(value, chance.choice(paths), copy.deepcopy(_node(value, chance.choice(paths))))
+
+
+_CHANGES: tuple[Change, ...] = (_replaced, _replaced, _moved, _moved, _deleted, _doubled, _swapped, _copied)
