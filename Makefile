@@ -24,7 +24,7 @@ help:
 	@echo "make matrix   the verification matrices again: tables and pictures in docs/verification"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
-	@echo "make soak     10,000 random mutations, and every instant at which a save can meet an accident: docs/soak.md"
+	@echo "make soak     10,000 random mutations, 33,000 hostile documents, every instant at which a save can meet an accident"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
 	@echo "make derive-table  how far mappings are derived where no family declares them"
 	@echo "make format   let ruff format the sources"
@@ -58,6 +58,7 @@ guarantees: $(STAMP)
 soak: $(STAMP)
 	@FLEX_MUTATIONS=10000 $(BIN)/python -m pytest -q -s tests/corruption/test_mutations.py
 	@FLEX_ALL_INSTANTS=1 $(BIN)/python -m pytest -q -s tests/crash/test_sweeps.py
+	@FLEX_HOSTILE=3000 FLEX_HOSTILE_SEED=2 $(BIN)/python -m pytest -q -s tests/corruption/test_hostile_documents.py
 
 bench-mapping: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mapping.py --write docs/mapping-performance.md

@@ -25,6 +25,8 @@ from paddleformers_fc.storage.safetensors import Header, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+MAX_INDEX_BYTES = 64 * 1024 * 1024
+"""The longest index that is read: that of 400,000 tensors."""
 
 
 def open_huggingface(directory: Place) -> Catalog:
@@ -75,7 +77,7 @@ def _files(directory: Place) -> dict[str, list[str]]:
 
 def _indexed(index: Place) -> dict[str, list[str]]:
     try:
-        weight_map = parse_json(read_document(index))["weight_map"]
+        weight_map = parse_json(read_document(index, MAX_INDEX_BYTES))["weight_map"]
         pairs = [(tensor, _text(name)) for tensor, name in weight_map.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError("The index is malformed.", where=str(index), evidence=[repr(error)]) from error

@@ -111,7 +111,9 @@ def decode_shards(text: str, dtypes: Mapping[str, str], where: str) -> dict[str,
     faults: list[str] = []
     for key, record in records.items():
         if not _is_possible(record):
-            faults.append(f"{record.name}: shape {record.shape} at {record.offset} of {record.global_shape}")
+            faults.append(
+                f"{record.name}: {_short(record.shape)} at {_short(record.offset)} of {_short(record.global_shape)}"
+            )
             continue
         shard = Shard(record.name, dtypes[key], record.global_shape, shifted(record.shape, record.offset), record.flat)
         faults.extend(shard.faults())
@@ -125,3 +127,7 @@ def _is_possible(record: ShardRecord) -> bool:
     lengths = (*record.global_shape, *record.offset, *record.shape)
     ranks = {len(record.global_shape), len(record.offset), len(record.shape)}
     return len(ranks) == 1 and len(record.shape) <= MAX_AXES and all(0 <= one <= MAX_LENGTH for one in lengths)
+
+
+def _short(lengths: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, lengths[:8]))}{', ...' if len(lengths) > 8 else ''}]"

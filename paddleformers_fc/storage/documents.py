@@ -5,8 +5,8 @@ Configurations, indices and the Trainer's state come from disks and downloads. P
 numbers of thousands of digits). Here there is one reader and one failure: :class:`ValueError`, whose text is the
 reason. NaN and infinity are let through, because the Trainer's state and some published configurations hold them.
 
-Time is linear in the text. Memory: the file's bytes, at most :data:`MAX_DOCUMENT_BYTES`, and at most about thirty times
-as much while they are parsed.
+Time is linear in the text. Memory: the file's bytes, which are bounded, and at most thirty times as much while they are
+parsed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from paddleformers_fc.errors import FormatError
 from paddleformers_fc.storage.files import open_regular, read_range
 from paddleformers_fc.storage.places import Place
 
-MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
-"""The longest document that is read unless its reader says otherwise: an index of 400,000 tensors has 60 MB."""
+MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
+"""The longest document that is read unless its reader says otherwise; a configuration has a few kilobytes."""
 
 MAX_DEPTH = 32
 """How deeply a document may be nested."""

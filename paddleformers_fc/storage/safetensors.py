@@ -35,6 +35,9 @@ from paddleformers_fc.storage.receipts import DEFAULT_BLOCK_BYTES, FileReceipt
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that is read or written, in bytes; the safetensors library has the same bound."""
 
+MAX_AXES = 32
+"""The most axes of a tensor that is read: numpy's bound, above Paddle's."""
+
 METADATA_KEY = "__metadata__"
 """The one header key that is not a tensor."""
 
@@ -350,6 +353,8 @@ def _entry(path: Place, name: str, claim: Any, data_begin: int) -> TensorEntry:
         _reject(path, f"tensor {name!r} has the dtype {dtype!r}; known are {', '.join(sorted(CODES))}")
     if not isinstance(shape, list) or not all(_is_count(extent) for extent in shape):
         _reject(path, f"tensor {name!r} has a shape that is not a list of integers from 0 to 2^64-1")
+    if len(shape) > MAX_AXES:
+        _reject(path, f"tensor {name!r} has {len(shape)} axes, and at most {MAX_AXES} are allowed")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
         _reject(path, f"tensor {name!r} has data_offsets that are not two integers from 0 to 2^64-1")
     begin, end = offsets

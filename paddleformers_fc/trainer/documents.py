@@ -46,6 +46,7 @@ EXPORTED_ARGUMENTS = "training_args.json"
 
 # What PaddleFormers' pipeline and expert-parallel models write into their configuration when they are built.
 _LAYOUT_KEYS = frozenset({"moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"})
+_MAX_BYTES = 512 * 1024 * 1024  # A state holds its history: half a kilobyte for every line of the log.
 _SECRET_ENDINGS = ("_token", "_api_key", "password", "secret")
 
 
@@ -173,7 +174,7 @@ def read_progress(directory: Place, names: Iterable[str], channel: Channel) -> P
         if channel.rank != 0:
             return b""
         wanted = [name for name in (STATE, SCHEDULER, DATA, SCALER) if name in listed]
-        raws = {name: read_document(directory / name) for name in wanted}
+        raws = {name: read_document(directory / name, _MAX_BYTES) for name in wanted}
         for name, raw in raws.items():
             codecs.decode_object(raw, str(directory / name))
         return json.dumps({name: raw.decode() for name, raw in raws.items()}).encode()
@@ -213,7 +214,7 @@ def _kind_faults(values: dict[str, Any]) -> Iterator[str]:
     for name, value in values.items():
         try:
             msgspec.convert(value, type=_KINDS.get(name, Any))
-        except msgspec.ValidationError as error:
+        except ValueError as error:
             yield f"{name}: {error}"
 
 

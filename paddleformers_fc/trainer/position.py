@@ -124,7 +124,7 @@ def from_document(document: dict[str, Any], where: str) -> tuple[Position, Pace,
     """
     try:
         read = msgspec.convert(document, type=_Document)
-    except msgspec.ValidationError as error:
+    except ValueError as error:
         raise FormatError("The position in the data cannot be read.", where=where, evidence=[str(error)]) from error
     numbers = [*asdict(read.position).values(), *asdict(read.pace).values(), read.order.length]
     if min(numbers) < 0:

@@ -55,6 +55,10 @@ COUNTS: dict[str, str] = {}
 """Sentences with numbers that tests of this run have counted, by key."""
 
 
+BOUNDS: dict[str, str] = {}
+"""Sentences about hostile input, by key; they stand in the order of their keys."""
+
+
 @dataclass
 class Mode:
     """Whether this run makes the document or is compared with it."""
@@ -90,6 +94,12 @@ def count(key: str, sentence: str) -> None:
     _must_be_said(sentence)
 
 
+def bound(key: str, sentence: str) -> None:
+    """A sentence about hostile input for the document: a bound that a test of this run has held to, or a count."""
+    BOUNDS[key] = sentence
+    _must_be_said(sentence)
+
+
 def _must_be_said(line: str) -> None:
     if not MODE.writing:
         said = DOCUMENT.read_text(encoding="utf-8").splitlines()
@@ -118,6 +128,14 @@ Unless a row says otherwise, a checkpoint is read as by default, with `flex_veri
 byte that has changed in a file of the right length, `full` sees: a load hashes all that it will read, the `verify` verb
 everything.
 """
+HOSTILE = """\
+## Hostile input
+
+Whatever comes from a disk or from a user, nothing but an error of this package comes out of reading it; no code that it
+names is run, no file outside its directory is read, and no more memory is taken than is said here. Checksums guard
+against accidents and not against whoever rewrites them too; what follows holds for files that were forged with care.
+
+"""
 TITLES = {"S": "Paddle's flex checkpoint", "T": "PaddleFormers' Trainer and files"}
 COUNTED = {"Mutations": "mutations", "Crashes": "crash-"}
 """Titles of what is counted, and how its keys begin."""
@@ -136,6 +154,8 @@ def document() -> str:
         lines = [COUNTS[key] for key in sorted(COUNTS) if key.startswith(beginning)]
         if lines:
             parts.append(f"## {title}\n\n" + "\n".join(lines) + "\n")
+    if BOUNDS:
+        parts.append(HOSTILE + "\n\n".join(BOUNDS[key] for key in sorted(BOUNDS)) + "\n")
     return "\n".join(parts)
 
 

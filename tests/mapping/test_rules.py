@@ -160,7 +160,7 @@ def test_equal_layouts_compose_to_whole_tensors() -> None:
 
 def test_rules_survive_json() -> None:
     rules = RuleSet(
-        {"b": TensorSpec((2, 3), "bfloat16"), "c": TensorSpec((2, 3), "bfloat16")},
+        {name: TensorSpec((2, 3), "bfloat16") for name in ("b", "c", "fresh")},
         (Rule(("a",), ("b",), (3,), 1, (1, 0), cast="bfloat16"),),
         (Tie("b", "c"),),
         ("fresh",),

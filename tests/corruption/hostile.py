@@ -1,0 +1,576 @@
+"""Hostile documents, read in a process of its own that has little memory and little time.
+
+``python -m tests.corruption.hostile fuzz KIND DIRECTORY SEED COUNT`` changes nodes of a kind of document and gives each
+result to the reader that the product uses for it. What comes out is counted; anything but an error of ours, or success,
+is reported with the place it came from. The process may take :data:`SPARE_BYTES` beyond what it has after its imports,
+so that an allocation without a bound is a ``MemoryError``, which is none of ours, and its parent kills it at a
+deadline, so that time without a bound is a failure too.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import resource
+import struct
+import subprocess
+import sys
+import time
+import traceback
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paddleformers_fc.errors import FlexError, MappingError, from_wire
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, manifest_seal
+from tests.corruption.nodes import TEXTS, mutated, written
+
+SPARE_BYTES = 1 << 30
+DEADLINE = 120.0
+"""Seconds that a process may take before it is killed."""
+
+WEIGHTS = "model_state/rank-00000.safetensors"
+
+
+class Outcome(msgspec.Struct):
+    """What a process saw.
+
+    Attributes:
+        tried: how many documents.
+        refused: how many of them with an error of ours.
+        strange: every other error with its place, each once.
+        slowest: seconds of the slowest document.
+    """
+
+    tried: int = 0
+    refused: int = 0
+    strange: list[str] = msgspec.field(default_factory=list)
+    slowest: float = 0.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of document.
+
+    Args:
+        documents: valid ones, of JSON's own types.
+        use: gives bytes to the reader of the product, and does with the result what the product does.
+    """
+
+    documents: tuple[Any, ...]
+    use: Callable[[bytes], object]
+
+
+def fuzz(kind: str, directory: Path, seed: int, count: int) -> Outcome:
+    """Run one kind in a process of its own.
+
+    Args:
+        kind: one of :data:`KINDS`.
+        directory: holds a small checkpoint, ``checkpoint-3``, which is changed and put back.
+        seed: of every choice.
+        count: how many documents.
+    """
+    return msgspec.json.decode(child("fuzz", kind, directory, str(seed), str(count)), type=Outcome)
+
+
+def child(*arguments: object) -> bytes:
+    """What a process of this module prints; it is killed at the deadline."""
+    command = [sys.executable, "-m", "tests.corruption.hostile", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, timeout=DEADLINE, check=False)
+    if done.returncode:
+        raise AssertionError(f"{' '.join(command)}\n{done.stderr.decode()[-4000:]}")
+    return done.stdout.splitlines()[-1]
+
+
+def bound_memory(spare: int = SPARE_BYTES) -> None:
+    """Let this process take no more than ``spare`` bytes of address space from here on."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + spare
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def judge(outcome: Outcome, work: Callable[[], object]) -> None:
+    """Do something hostile and note how it ended."""
+    outcome.tried += 1
+    began = time.perf_counter()
+    try:
+        try:
+            work()
+        except FlexError as error:
+            outcome.refused += 1
+            # Whoever is told of it prints it, or sends it on.
+            str(error).encode("utf-8")
+            from_wire(error.to_wire())
+    except BaseException as error:
+        frames = [one for one in traceback.extract_tb(error.__traceback__) if "paddleformers_fc" in one.filename]
+        place = f"{frames[-1].filename.rpartition('paddleformers_fc/')[2]}:{frames[-1].lineno}" if frames else "?"
+        line = f"{type(error).__name__} in {place}: {str(error)[:120]}"
+        if len(outcome.strange) < 20 and line not in outcome.strange:
+            outcome.strange.append(line)
+    outcome.slowest = max(outcome.slowest, time.perf_counter() - began)
+
+
+# ---- The kinds of documents.
+
+
+def _written_to(path: Path, use: Callable[[], object], frame: Callable[[bytes], bytes]) -> Callable[[bytes], None]:
+    """Puts a document into a file of the checkpoint, uses the checkpoint, and puts the file back."""
+    original = path.read_bytes()
+
+    def run(raw: bytes) -> None:
+        path.write_bytes(frame(raw))
+        try:
+            use()
+        finally:
+            path.write_bytes(original)
+
+    return run
+
+
+def _use_checkpoint(directory: Path) -> Callable[[], None]:
+    from paddleformers_fc.execute.digest import canonical_digests
+    from paddleformers_fc.layout.roles import MODEL_STATE
+
+    def use() -> None:
+        # A forger makes sizes and checksums fit, so they are not looked at here.
+        for _ in canonical_digests(directory, "off", [MODEL_STATE]):
+            pass
+
+    return use
+
+
+def _sealed(raw: bytes) -> bytes:
+    """A manifest whose seal fits what it says, as a forger would write it."""
+    try:
+        document = json.loads(raw)
+        document.pop("seal", None)
+        return sealed(document)
+    except Exception:
+        return raw
+
+
+def sealed(document: dict[str, Any]) -> bytes:
+    """The bytes of a manifest with these fields and the checksum that fits them; no path in it is looked at."""
+    manifest = msgspec.convert(document, Manifest)
+    return json.dumps({**msgspec.to_builtins(manifest), "seal": manifest_seal(manifest)}).encode() + b"\n"
+
+
+def _manifest(directory: Path) -> Target:
+    path = directory / MANIFEST_NAME
+    return Target((json.loads(path.read_bytes()),), _written_to(path, _use_checkpoint(directory), _sealed))
+
+
+def _plain(name: str) -> Callable[[Path], Target]:
+    def make(directory: Path) -> Target:
+        path = directory / name
+        return Target((json.loads(path.read_bytes()),), _written_to(path, _use_checkpoint(directory), bytes))
+
+    return make
+
+
+def _headed(header: bytes, rest: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header + rest
+
+
+def _header(directory: Path) -> Target:
+    raw = (directory / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    use = _use_checkpoint(directory)
+    frame = _written_to(directory / WEIGHTS, use, lambda header: _headed(header, raw[8 + length :]))
+    return Target((json.loads(raw[8 : 8 + length]),), frame)
+
+
+def _shards(directory: Path) -> Target:
+    raw = (directory / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+
+    def frame(shards: bytes) -> bytes:
+        metadata = {**header["__metadata__"], "flex_shards": shards.decode("utf-8", "replace")}
+        return _headed(json.dumps({**header, "__metadata__": metadata}).encode(), raw[8 + length :])
+
+    document = json.loads(header["__metadata__"]["flex_shards"])
+    return Target((document,), _written_to(directory / WEIGHTS, _use_checkpoint(directory), frame))
+
+
+def _index(directory: Path) -> Target:
+    from paddleformers_fc.catalog.huggingface import INDEX_NAME
+    from paddleformers_fc.execute.export import export_checkpoint
+
+    target = directory.with_name("open-weights")
+    if not target.exists():
+        export_checkpoint(directory, target, 4096)
+    path = target / INDEX_NAME
+    return Target((json.loads(path.read_bytes()),), _written_to(path, _use_checkpoint(target), bytes))
+
+
+def _owner(directory: Path) -> Target:
+    from paddleformers_fc.storage import owner
+
+    place = directory.with_name(".checkpoint-9.unfinished-00")
+    place.mkdir(exist_ok=True)
+    path = place / owner.OWNER_NAME
+
+    def use(raw: bytes) -> None:
+        path.write_bytes(raw)
+        found = owner.read_owner(place)
+        if found is not None:
+            owner.life_of(found)
+
+    return Target((json.loads(msgspec.json.encode(owner.this_process())),), use)
+
+
+def _wire(directory: Path) -> Target:
+    error = MappingError("what", where="where", evidence=["one", "two"], next_step="next")
+
+    def use(raw: bytes) -> None:
+        # What comes over the wire is text already.
+        raise from_wire(raw.decode("utf-8", "surrogateescape"))
+
+    return Target((json.loads(error.to_wire()),), use)
+
+
+def _codec(directory: Path) -> Target:
+    from paddleformers_fc.trainer import codecs, position
+
+    array = {"__array__": "<f4", "shape": [2, 2], "values": [1.0, 2.0, 3.0, 4.0]}
+    state = {"step": 3, "generator": {"__tuple__": ["MT19937", array, 7]}, "loss": [0.5, None, True]}
+    data = position.to_document(position.Position(1, 8, 72), position.Pace(2, 2, 2), position.Order(True, 64, True, 42))
+
+    def use(raw: bytes) -> None:
+        position.from_document(codecs.decode_object(raw, "trainer/data.json"), "trainer/data.json")
+
+    return Target((data, data, state), use)
+
+
+def _statements(directory: Path) -> Target:
+    from paddleformers_fc.mapping import prove
+    from paddleformers_fc.mapping.aoa import parse_config
+    from tests.mapping.aoa.spaces import side
+
+    names = [f"m.{layer}.{part}.w" for layer in range(3) for part in "qkvgud"]
+    left = side({**dict.fromkeys(names, (8, 4)), "m.0.e.0.x": (8,), "m.0.e.1.x": (8,)})
+    fused = {f"m.{layer}.{part}": (4, 8 * len(part)) for layer in range(3) for part in ("qkv", "gu")}
+    right = side({**fused, **{f"m.{layer}.d.w": (4, 8) for layer in range(3)}, "m.0.e": (16,)})
+    config = {
+        "aoa_config_reverse": False,
+        "aoa_statements": [
+            "m.$LAYER_ID.q.w^T, m.$LAYER_ID.k.w^T, m.$LAYER_ID.v.w^T -> m.$LAYER_ID.qkv, fused_qkv_old, num_heads=2,"
+            " num_key_value_groups=2",
+            "m.$LAYER_ID.g.w^T, m.$LAYER_ID.u.w^T -> m.$LAYER_ID.gu, fused_ffn",
+            "m.$LAYER_ID.d.w -> m.$LAYER_ID.d.w, permute='[1, 0]'",
+            "m.0.e.0.x, m.0.e.1.x -> m.0.e, axis=0",
+        ],
+    }
+
+    chance = random.Random(1)
+
+    def use(raw: bytes) -> None:
+        try:
+            value = json.loads(raw)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(value, dict):
+            return
+        statements = value.get("aoa_statements")
+        if isinstance(statements, list) and value != config:
+            value["aoa_statements"] = [_garbled(one, chance) for one in statements]
+        prove(parse_config(value, left, right))
+
+    return Target((config,), use)
+
+
+_WORDS = [
+    "->",
+    ",",
+    "=",
+    ":",
+    "[",
+    "]",
+    "^T",
+    "$LAYER_ID",
+    "$EXPERT_ID",
+    "*",
+    "_",
+    "fused_ffn",
+    "axis=",
+    "dtype='",
+    "'",
+]
+
+
+def _garbled(statement: Any, chance: random.Random) -> Any:
+    """A statement of which a few characters or words were changed, mostly none."""
+    if not isinstance(statement, str) or chance.random() < 0.5:
+        return statement
+    for _ in range(chance.choice((1, 1, 2, 5))):
+        at, to = sorted(chance.choices(range(len(statement) + 1), k=2))
+        new = chance.choice(("", chance.choice(_WORDS), str(10 ** chance.randrange(12)), chance.choice(TEXTS)))
+        statement = statement[:at] + new + statement[min(to, at + chance.randrange(8)) :]
+    return statement
+
+
+def _trainer(directory: Path) -> Target:
+    """What needs Paddle: the Trainer's state, a scheduler's, and the generators'."""
+    import dataclasses
+
+    import paddle
+    from paddleformers.trainer import TrainerState
+
+    from paddleformers_fc.trainer import codecs, documents, rng
+
+    paddle.set_device("cpu")
+    scheduler = paddle.optimizer.lr.LambdaDecay(0.1, lambda step: 0.5**step)
+    history = [{"loss": 1.5, "step": 3}]
+    values: list[Any] = [dataclasses.asdict(TrainerState(global_step=3, epoch=0.5, log_history=history))]
+    values += [scheduler.state_dict()]
+    states = tuple(json.loads(codecs.encode(value, "state")) for value in values)
+    generators = json.loads(rng.capture(1, True))
+
+    def use(raw: bytes) -> None:
+        rng.restore(raw, "trainer/rng-00000.json", 1, True, True)
+
+    def use_states(raw: bytes) -> None:
+        value = codecs.decode_object(raw, "trainer/state.json")
+        if "last_lr" in value:
+            documents.refuse_unlike(value, scheduler.state_dict(), Path("trainer/scheduler.json"))
+            scheduler.set_state_dict(value)
+            scheduler.step()
+        else:
+            state = documents._trainer_state(value, Path("trainer/state.json"))
+            state.global_step += 1
+            state.save_to_json("/dev/null")
+
+    def either(raw: bytes) -> None:
+        (use if b"hybrid_parallel" in raw else use_states)(raw)
+
+    return Target((*states, generators), either)
+
+
+KINDS: dict[str, Callable[[Path], Target]] = {
+    "manifests": _manifest,
+    "mappings": _plain("mapping.json"),
+    "configurations": _plain("config.json"),
+    "safetensors headers": _header,
+    "shard descriptions": _shards,
+    "indices of open weights": _index,
+    "owner records": _owner,
+    "errors of other ranks": _wire,
+    "data positions": _codec,
+    "Trainer states": _trainer,
+    "aoa_configs": _statements,
+}
+
+
+def _fuzz(kind: str, directory: Path, seed: int, count: int) -> Outcome:
+    target = KINDS[kind](directory)
+    chance = random.Random(seed)
+    outcome = Outcome()
+    for document in target.documents:
+        judge(outcome, functools.partial(target.use, written(document).encode()))
+    if outcome.refused and kind not in ("errors of other ranks", "data positions"):
+        outcome.strange.append("the valid document is refused")
+    outcome = Outcome(strange=outcome.strange)
+    bound_memory()
+    for number in range(count):
+        raw = mutated(target.documents[number % len(target.documents)], chance)
+        judge(outcome, functools.partial(target.use, raw))
+    return outcome
+
+
+# ---- Documents that ask for much.
+
+
+def _rule_set(**fields: Any) -> bytes:
+    rule = {"sources": ["a"], "targets": ["b"], "parts": [4], "axis": 0, "axes": [0], **fields}
+    targets = {name: {"shape": [sum(rule["parts"])], "dtype": "float32"} for name in rule["targets"]}
+    return json.dumps({"targets": targets, "rules": [rule]}).encode()
+
+
+def _mapped(raw: bytes) -> None:
+    from paddleformers_fc.mapping.codec import decode_rules
+
+    decode_rules(raw, "mapping.json").mapping()
+
+
+def _read_configuration(raw: bytes, place: Path) -> None:
+    from paddleformers_fc.catalog.flex import read_config
+
+    (place / "config.json").write_bytes(raw)
+    read_config(place / "config.json")
+
+
+def _enumerated(**sizes: int) -> None:
+    from paddleformers_fc.families import family_for
+    from paddleformers_fc.families.enumerate import enumerate_tensors
+
+    config = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config |= {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_experts": 8, **sizes}
+    for _ in enumerate_tensors(family_for(config), config):
+        pass
+
+
+def _opened_header(raw: bytes, place: Path, size: int = 0) -> None:
+    from paddleformers_fc.storage.safetensors import read_header
+
+    path = place / "x.safetensors"
+    path.write_bytes(raw)
+    if size:
+        with path.open("r+b") as file:
+            file.truncate(size)
+    read_header(path)
+
+
+def _sparse_manifest(place: Path) -> None:
+    from paddleformers_fc.storage.manifest import read_manifest
+
+    with (place / MANIFEST_NAME).open("wb") as file:
+        file.truncate(2 << 30)
+    read_manifest(place)
+
+
+def _described(shards: dict[str, Any]) -> None:
+    from paddleformers_fc.layout.codec import decode_shards
+
+    dtypes = dict.fromkeys(shards, "float32")
+    for shard in decode_shards(json.dumps(shards), dtypes, "rank-00000.safetensors").values():
+        assert len(shard.fragments) < 100
+
+
+def _staggered() -> None:
+    from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
+
+    rows = [Box((at, 0), (at + 1, 1)) for at in range(600)]
+    columns = [Box((0, at), (600, at + 1)) for at in range(1, 601)]
+    cover_faults(whole((600, 601)), rows + columns)
+
+
+def _stated(*statements: str) -> None:
+    from paddleformers_fc.mapping.aoa import parse
+    from tests.mapping.aoa.spaces import side
+
+    parse(statements, side({"a": (4, 6), "b": (4, 6)}), side({"c": (4, 12)}))
+
+
+def _unlike_names() -> None:
+    from paddleformers_fc.mapping.aoa import parse
+    from tests.mapping.aoa.spaces import side
+
+    left = side(
+        {f"m.{'abc' * 30}{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}": (2,) for i in range(2000)}
+    )
+    parse([f"m.{'cba' * 32}q{chr(97 + i)}b.w -> c" for i in range(20)], left, side({"c": (2,)}))
+
+
+def _decoded(document: Any) -> None:
+    from paddleformers_fc.trainer.codecs import decode
+
+    decode(written(document).encode(), "trainer/state.json")
+
+
+DEEP = b"[" * 1_000_000 + b"]" * 1_000_000
+FAR = 10**12
+
+BOMBS: dict[str, Callable[[Path], None]] = {
+    "a manifest of 2 GB": _sparse_manifest,
+    "a header that claims 2^63 bytes": lambda place: _opened_header(struct.pack("<Q", 1 << 63) + b"{}", place),
+    "a header of 100 MB of zeros": lambda place: _opened_header(struct.pack("<Q", 10**8), place, 10**8 + 8),
+    "a tensor whose bytes cannot be counted": lambda place: _opened_header(
+        _headed(json.dumps({"a": {"dtype": "F32", "shape": [2**40] * 9, "data_offsets": [0, 4]}}).encode(), b"1234"),
+        place,
+    ),
+    "a tensor of 100,000 axes": lambda place: _opened_header(
+        _headed(json.dumps({"a": {"dtype": "F32", "shape": [1] * 10**5, "data_offsets": [0, 4]}}).encode(), b"1234"),
+        place,
+    ),
+    "a header of a million empty lists": lambda place: _opened_header(
+        _headed(b'{"a":[' + b"[]," * 1_000_000 + b"[]]}", b""), place
+    ),
+    "a shard of 100,000 axes": lambda place: _described(
+        {"a": {"name": "a", "global_shape": [2] * 10**5, "offset": [0] * 10**5, "shape": [2] * 10**5, "flat": [1, 2]}}
+    ),
+    "half a tensor cut into 600 rows, the other half into 600 columns": lambda place: _staggered(),
+    "a rule of 10^9 rounds": lambda place: _mapped(_rule_set(parts=[10**9], target_blocks=10**9)),
+    "a rule of 2^60 rounds": lambda place: _mapped(_rule_set(parts=[2**60], source_blocks=2**60)),
+    "a rule of 10^6 parts": lambda place: _mapped(_rule_set(parts=[8] * 10**6, target_blocks=8)),
+    "a rule of 100,000 axes": lambda place: _mapped(_rule_set(axes=list(range(10**5)))),
+    "a mapping nested a million times": lambda place: _mapped(b'{"x":' + DEEP + b"}"),
+    "a configuration nested a million times": lambda place: _read_configuration(DEEP, place),
+    "a configuration of 20 MB": lambda place: _read_configuration(b" " * 20_000_000, place),
+    "a configuration of two million empty lists": lambda place: _read_configuration(
+        b'{"a":[' + b"[]," * 2_000_001 + b"[]", place
+    ),
+    "a configuration with one key 500,000 times": lambda place: _read_configuration(
+        b'{"a":0' + b',"a":0' * 500_000 + b"}", place
+    ),
+    "a number of a million digits": lambda place: _read_configuration(b'{"a":' + b"9" * 10**6 + b"}", place),
+    "10^12 layers": lambda place: _enumerated(num_hidden_layers=FAR),
+    "10^12 experts in 10^12 layers": lambda place: _enumerated(num_hidden_layers=FAR, num_experts=FAR),
+    "a Trainer state with a string of 4 GB for a number": lambda place: _decoded(
+        {"__array__": "U999999999", "shape": [1], "values": [1]}
+    ),
+    "an error of another rank nested a million times": lambda place: _raised(DEEP),
+    "a statement of 100,000 tokens": lambda place: _stated("a, " * 50_000 + "b -> c"),
+    "2,000 fused layouts in a chain": lambda place: _stated(
+        "a -> t0", *(f"t{i} -> t{i + 1}, fused_ffn" for i in range(2_000))
+    ),
+    "5,000 statements that copy": lambda place: _stated(*(f"a -> x{i}" for i in range(5_000))),
+    "names that resemble 2,000 others in many ways": lambda place: _unlike_names(),
+}
+"""What no reader may build, by what it is; each must be refused."""
+
+
+def _raised(raw: bytes) -> None:
+    raise from_wire(raw.decode())
+
+
+class Blast(msgspec.Struct):
+    """What a bomb did.
+
+    Attributes:
+        error: class of the error that refused it; empty where it was not refused.
+        seconds: until then.
+        peak: most bytes that Python's allocator held beyond what it held before.
+    """
+
+    error: str
+    seconds: float
+    peak: int
+
+
+def blasts(directory: Path) -> dict[str, Blast]:
+    """Every bomb, one after the other in a process of little memory."""
+    return msgspec.json.decode(child("bombs", "all", directory, 0, 0), type=dict[str, Blast])
+
+
+def _bombs(place: Path) -> dict[str, Blast]:
+    seen: dict[str, Blast] = {}
+    _stated("a, b -> c, axis=1")  # Imports are not what is measured.
+    for name, bomb in BOMBS.items():
+        print(name, file=sys.stderr, flush=True)
+        tracemalloc.start()
+        began = time.perf_counter()
+        try:
+            bomb(place)
+            error = ""
+        except FlexError as refused:
+            error = type(refused).__name__
+        except BaseException as other:
+            error = f"not ours: {type(other).__name__}: {str(other)[:200]}"
+        seen[name] = Blast(error, time.perf_counter() - began, tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    return seen
+
+
+if __name__ == "__main__":
+    _, _verb, _kind, _directory, _seed, _count = sys.argv
+    if _verb == "bombs":
+        bound_memory(4 * SPARE_BYTES)
+        print(msgspec.json.encode(_bombs(Path(_directory))).decode())
+    else:
+        print(msgspec.json.encode(_fuzz(_kind, Path(_directory), int(_seed), int(_count))).decode())

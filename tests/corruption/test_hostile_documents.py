@@ -1,0 +1,195 @@
+"""Documents that were changed or made up: an error of ours, or what they say, in bounded memory and time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from paddleformers_fc.catalog import open_flex, open_huggingface
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, PeerError, from_wire
+from paddleformers_fc.layout.codec import decode_shards
+from paddleformers_fc.mapping.codec import decode_rules
+from paddleformers_fc.storage.documents import MAX_DEPTH, MAX_DIGITS, MAX_DOCUMENT_BYTES, parse_json
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files, write_manifest
+from tests.corruption import hostile, mutations
+from tests.corruption.guarantees import bound
+
+SEED = int(os.environ.get("FLEX_HOSTILE_SEED", "1"))
+USUAL = 150
+COUNT = int(os.environ.get("FLEX_HOSTILE", USUAL))
+"""How many documents of every kind; ``make soak`` asks for more."""
+
+MOST = 320_000_000
+"""Bytes that no document here may make a reader hold; the largest of them is a header of 100 MB."""
+
+
+LENGTHS = {
+    "a header of a million empty lists": 3_000_000,
+    "a configuration of two million empty lists": 6_000_000,
+    "a configuration with one key 500,000 times": 3_000_000,
+}
+"""Bytes of those whose text is least for what it becomes."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint, in a directory of its own."""
+    directory = tmp_path_factory.mktemp("hostile") / "checkpoint-3"
+    mutations.checkpoint(directory, 0)
+    return directory
+
+
+@pytest.mark.parametrize("kind", hostile.KINDS)
+def test_a_document_with_changed_nodes_is_refused_or_read_and_nothing_else(kind: str, place: Path) -> None:
+    seen = hostile.fuzz(kind, place, SEED, COUNT)
+    print(f"{seen.tried:,} {kind}, {seen.refused:,} refused, the slowest in {seen.slowest:.2f} s")
+    assert seen.tried == COUNT
+    assert seen.strange == []
+    # Owner records that cannot be read are nobody's; they are no error.
+    assert seen.refused > COUNT // 3 or kind == "owner records"
+    assert seen.slowest < 10
+
+
+def test_the_counts_are_those_of_the_guarantees() -> None:
+    if COUNT == USUAL:
+        bound(
+            "1",
+            f"{USUAL * len(hostile.KINDS):,} documents with changed nodes (seed {SEED}), {USUAL} of each kind: "
+            f"{', '.join(sorted(hostile.KINDS))}. Each is refused with an error of this package or read as what it "
+            f"says, in a process that may take {hostile.SPARE_BYTES >> 30} GiB beyond its imports.",
+        )
+
+
+def test_what_asks_for_much_is_refused_in_bounded_memory_and_time(tmp_path: Path) -> None:
+    seen = hostile.blasts(tmp_path)
+    assert seen.keys() == hostile.BOMBS.keys()
+    assert {name: one.error for name, one in seen.items() if one.error not in _OURS} == {}
+    assert {name: one.peak for name, one in seen.items() if one.peak > MOST} == {}
+    assert {name: one.seconds for name, one in seen.items() if one.seconds > 60} == {}
+    assert {name: seen[name].peak / size for name, size in LENGTHS.items() if seen[name].peak > 30 * size} == {}
+    bound("2", f"Refused, with at most {MOST // 10**6} MB held by Python's allocator: {'; '.join(hostile.BOMBS)}.")
+
+
+_OURS = {kind.__name__ for kind in (FormatError, PeerError)} | {"MappingError"}
+
+
+def test_json_is_read_within_the_bounds_that_are_stated() -> None:
+    bound(
+        "0",
+        f"A JSON document is read if it is UTF-8 without a byte order mark and at most {MAX_DOCUMENT_BYTES >> 20} MiB "
+        "long (an index 64, a manifest 256, a mapping and a state of the Trainer 512; a safetensors header 100 MB). "
+        f"Untyped ones are nested at most {MAX_DEPTH} deep, hold no integer of more than {MAX_DIGITS} characters and "
+        "no key twice. While it is parsed a document takes at most 30 times its length.",
+    )
+    for depth in (MAX_DEPTH - 1, MAX_DEPTH):
+        assert parse_json(b"[" * depth + b"]" * depth) is not None
+    for raw in (
+        b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1),
+        b"9" * (MAX_DIGITS + 1),
+        b'{"a": 1, "b": {"c": 2, "c": 2}}',
+        b"\xef\xbb\xbf{}",
+        "{}".encode("utf-16"),
+        b'"\xff"',
+        b"{} {}",
+        b"",
+    ):
+        with pytest.raises(ValueError):
+            parse_json(raw)
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text()),
+    lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.binary(max_size=200), json_values.map(lambda value: str(value).replace("'", '"').encode())))
+def test_any_bytes_are_refused_or_read(raw: bytes) -> None:
+    for read in (
+        lambda: decode_rules(raw, "mapping.json"),
+        lambda: decode_shards(raw.decode("utf-8", "surrogateescape"), {}, "rank-00000.safetensors"),
+    ):
+        try:
+            read()
+        except FlexError as error:
+            str(error).encode()
+    assert isinstance(from_wire(raw.decode("utf-8", "surrogateescape")), FlexError)
+
+
+# ---- Paths.
+
+OUTSIDE = (
+    *("../secret.json", "/etc/passwd", "a/../../secret.json", "a//b", "./a", "a/.", "", ".", "..", "a\\..\\b"),
+    *("trainer/\0.json", "\0", "trainer/../../secret.json", "//server/share"),
+)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_manifest_cannot_name_a_file_outside_its_directory(name: str, place: Path) -> None:
+    manifest = read_manifest(place)
+    one = manifest.files[0]
+    forged = type(one)(name, one.size, one.digest, one.block_bytes, one.blocks)
+    values = {field: getattr(manifest, field) for field in manifest.__struct_fields__}
+    original = (place / MANIFEST_NAME).read_bytes()
+    with pytest.raises(FormatError, match="cannot be"):
+        write_manifest(place, type(manifest)(**{**values, "files": [*manifest.files, forged]}))
+    assert (place / MANIFEST_NAME).read_bytes() == original
+    # As somebody would write it who does not ask.
+    document = {**values, "files": [*manifest.files, forged]}
+    (place / MANIFEST_NAME).write_bytes(hostile.sealed(document))
+    try:
+        with pytest.raises(FormatError, match="describes files that cannot be"):
+            open_flex(place, "off")
+    finally:
+        (place / MANIFEST_NAME).write_bytes(original)
+
+
+@pytest.mark.parametrize("linked", ["mapping.json", "config.json", "model_state", hostile.WEIGHTS, "trainer"])
+def test_a_link_that_leaves_the_checkpoint_is_not_followed(linked: str, place: Path) -> None:
+    path, moved = place / linked, place.parent / "elsewhere"
+    path.rename(moved)
+    path.symlink_to(moved)
+    try:
+        with pytest.raises(FormatError, match="link that leaves the checkpoint"):
+            open_flex(place, "off")
+    finally:
+        path.unlink()
+        moved.rename(path)
+    verify_files(place, open_flex(place).manifest, "full")
+
+
+@pytest.mark.parametrize("name", ["mapping.json", "config.json"])
+def test_a_file_that_the_manifest_does_not_list_is_not_read(name: str, place: Path) -> None:
+    manifest, original = read_manifest(place), (place / MANIFEST_NAME).read_bytes()
+    values = {field: getattr(manifest, field) for field in manifest.__struct_fields__}
+    files = [one for one in manifest.files if one.path != name]
+    (place / MANIFEST_NAME).write_bytes(hostile.sealed({**values, "files": files}))
+    try:
+        with pytest.raises(Corrupt, match=f"without {name}"):
+            open_flex(place)
+    finally:
+        (place / MANIFEST_NAME).write_bytes(original)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_cannot_name_a_file_outside_its_directory(name: str, tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(FormatError, match="outside its directory"):
+        open_huggingface(tmp_path)
+
+
+def test_an_error_shows_what_it_quotes_without_control_characters_and_in_bounded_length() -> None:
+    error = FormatError("a\x1b[31mb\u202ec\ud800", evidence=["x" * 10**6, "one\ntwo"])
+    shown = str(error)
+    assert shown.encode().decode() == shown
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown
+    assert "one\ntwo" in shown
+    assert len(shown) < 10_000
