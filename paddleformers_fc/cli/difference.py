@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, Kind, kind_of
+from paddleformers_fc.cli.opening import HUGGINGFACE, PADDLE, Kind, kind_of
 from paddleformers_fc.cli.output import count_text
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
@@ -133,7 +133,7 @@ def _left_out(places: Sequence[Place], sides: Sequence[Side]) -> list[str]:
     """Roles that the checkpoint holds and the open weights beside it cannot hold."""
     if all(side.kind != HUGGINGFACE for side in sides):
         return []
-    checkpoints = [found for found, side in zip(places, sides, strict=True) if side.kind == FLEX]
+    checkpoints = [found for found, side in zip(places, sides, strict=True) if side.kind != HUGGINGFACE]
     return [
         role
         for role in ROLES
@@ -211,7 +211,7 @@ def _reasons(different: list[Different]) -> list[str]:
 
 
 def _kind_text(kind: Kind) -> str:
-    return "open weights" if kind == HUGGINGFACE else "flex checkpoint"
+    return {HUGGINGFACE: "open weights", PADDLE: "checkpoint of Paddle"}.get(kind, "flex checkpoint")
 
 
 def _counts(found: Difference) -> Table:

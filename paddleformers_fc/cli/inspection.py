@@ -13,7 +13,7 @@ import msgspec
 
 from paddleformers_fc.catalog import StoredTensor
 from paddleformers_fc.cli.listing import TensorFacts, list_tensors, show_tensors
-from paddleformers_fc.cli.opening import HUGGINGFACE, Kind, Opened, open_directory
+from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, Kind, Opened, open_directory
 from paddleformers_fc.cli.output import count_text, size_text
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.layout.roles import MODEL_STATE
@@ -37,6 +37,13 @@ _CONFIG_KEYS = (
     "num_experts",
     "tie_word_embeddings",
 )
+
+
+_KINDS = {
+    FLEX: "flex checkpoint",
+    HUGGINGFACE: "open weights (Hugging Face)",
+    PADDLE: "checkpoint of Paddle's FlexCheckpoint",
+}
 
 
 class JobFacts(msgspec.Struct, frozen=True):
@@ -81,7 +88,7 @@ class Inspection(msgspec.Struct, frozen=True):
     """Everything that ``inspect`` says.
 
     Attributes:
-        kind: ``flex_checkpoint`` or ``huggingface``.
+        kind: ``flex_checkpoint``, ``huggingface`` or ``paddle``.
         path: the directory as it was named.
         job: who saved it; None for open weights.
         model: the keys of ``config.json`` that tell a model's size.
@@ -194,7 +201,7 @@ def show(found: Inspection, console: Console) -> None:
 
 
 def _headline(found: Inspection) -> list[tuple[str, str]]:
-    lines = [("kind", "open weights (Hugging Face)" if found.kind == HUGGINGFACE else "flex checkpoint")]
+    lines = [("kind", _KINDS[found.kind])]
     if found.job is not None:
         job = found.job
         lines.append(("step", f"{job.step:,}, after {count_text(job.consumed_samples, 'sample')}"))

@@ -1,8 +1,8 @@
 """What kind of directory a user has named, and what is stored in it.
 
-Two kinds can be read: a finished flex checkpoint, which its manifest tells, and a directory of open weights in
-safetensors files. Anything else is refused; where finished checkpoints lie inside it, which is what an output directory
-looks like, the error names them.
+Three kinds can be read: a finished flex checkpoint, which its manifest tells, a directory of open weights in
+safetensors files, and a checkpoint that Paddle wrote. Anything else is refused; where finished checkpoints lie inside
+it, which is what an output directory looks like, the error names them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_flex, open_huggingface
+from paddleformers_fc.catalog.distcp import open_distcp
 from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME, read_config
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import NotACheckpoint
+from paddleformers_fc.plan.stock import is_stock
 from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.names import parse_step
-from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.places import Place, local
 
-Kind = Literal["flex_checkpoint", "huggingface"]
+Kind = Literal["flex_checkpoint", "huggingface", "paddle"]
 FLEX: Kind = "flex_checkpoint"
 HUGGINGFACE: Kind = "huggingface"
+PADDLE: Kind = "paddle"
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Opened:
         kind: what it is.
         catalog: what is stored.
         config: the model's configuration; empty for open weights without ``config.json``.
-        checkpoint: the flex checkpoint, or None for open weights.
+        checkpoint: the flex checkpoint, or None for the other kinds.
     """
 
     kind: Kind
@@ -45,12 +48,14 @@ def kind_of(directory: Place) -> Kind:
     """What a directory is, by the names of its files alone.
 
     Raises:
-        NotACheckpoint: it is neither a finished flex checkpoint nor a directory of open weights.
+        NotACheckpoint: it is none of the three.
     """
     if exists(directory / MANIFEST_NAME):
         return FLEX
     if exists(directory / INDEX_NAME) or exists(directory / SINGLE_NAME):
         return HUGGINGFACE
+    if is_stock(directory):
+        return PADDLE
     unfinished = exists(directory / MAPPING_NAME)
     raise NotACheckpoint(
         f"{directory} is an unfinished checkpoint."
@@ -71,10 +76,14 @@ def open_directory(directory: Place, verify: str) -> Opened:
     Raises:
         FlexError: it is neither, or it is damaged.
     """
-    if kind_of(directory) == FLEX:
+    kind = kind_of(directory)
+    if kind == FLEX:
         checkpoint = open_flex(directory, verify)
         return Opened(FLEX, checkpoint.catalog, checkpoint.config, checkpoint)
-    return Opened(HUGGINGFACE, open_huggingface(directory), config_beside(directory))
+    config = config_beside(directory)
+    if kind == PADDLE:
+        return Opened(PADDLE, open_distcp(local(directory, "A checkpoint of Paddle")).catalog, config)
+    return Opened(HUGGINGFACE, open_huggingface(directory), config)
 
 
 def config_beside(directory: Place) -> dict[str, Any]:

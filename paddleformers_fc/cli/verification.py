@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from paddleformers_fc.catalog import FlexCheckpoint, open_flex
-from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, Kind, kind_of, open_directory
+from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, Kind, kind_of, open_directory
 from paddleformers_fc.cli.output import count_text, size_text
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.reading import verify_equal
-from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.plan import LoadPlan, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.storage.files import each, size_of
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
@@ -40,6 +39,11 @@ _T = TypeVar("_T")
 _CHECKS: dict[Kind, tuple[str, ...]] = {
     FLEX: ("manifest", "files", "tensors", "mapping", "equal values"),
     HUGGINGFACE: ("tensors",),
+    PADDLE: ("tensors",),
+}
+_WHOLE = {
+    HUGGINGFACE: "each in the file that the index names; this format has no checksums",
+    PADDLE: "each stored whole and once; this format has no checksums",
 }
 _DEPTH = {"size": "all there and of their sizes", "full": "every byte as it was written"}
 
@@ -62,7 +66,7 @@ class Verification(msgspec.Struct, frozen=True):
     """The outcome.
 
     Attributes:
-        kind: ``flex_checkpoint`` or ``huggingface``.
+        kind: ``flex_checkpoint``, ``huggingface`` or ``paddle``.
         path: the directory as it was named.
         level: ``off``, ``size`` or ``full``.
         passed: whether everything that was checked is right.
@@ -118,7 +122,7 @@ def verify(directory: Place, level: str) -> tuple[Verification, FlexError | None
     protocol = _Protocol()
     problem: FlexError | None = None
     try:
-        (_check_flex if kind == FLEX else _check_huggingface)(directory, level, protocol)
+        (_check_flex if kind == FLEX else _check_tensors)(directory, level, protocol)
     except FlexError as error:
         problem = error
     outcome = Verification(
@@ -165,17 +169,14 @@ def _check_flex(directory: Place, level: str, protocol: _Protocol) -> None:
         )
 
 
-def _check_huggingface(directory: Place, level: str, protocol: _Protocol) -> None:
+def _check_tensors(directory: Place, level: str, protocol: _Protocol) -> None:
     opened = protocol.check(
         "tensors",
         lambda: open_directory(directory, level),
-        lambda found: (
-            f"{count_text(len(found.catalog.roles[MODEL_STATE]), 'tensor')}, each in the file that the index names; "
-            "this format has no checksums"
-        ),
+        lambda found: f"{count_text(sum(map(len, found.catalog.roles.values())), 'tensor')}, {_WHOLE[found.kind]}",
     )
-    tensors = opened.catalog.roles[MODEL_STATE]
-    files = {fragment.file for tensor in tensors.values() for fragment in tensor.fragments}
+    tensors = [tensor for named in opened.catalog.roles.values() for tensor in named.values()]
+    files = {fragment.file for tensor in tensors for fragment in tensor.fragments}
     protocol.tensors = len(tensors)
     protocol.files = len(files)
     protocol.bytes = sum(each(size_of, (directory / name for name in files), directory))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paddleformers_fc.catalog import open_flex, open_huggingface
+from paddleformers_fc.catalog import open_huggingface
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.execute.reading import Crew, read_tensors, verify_equal
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
@@ -21,6 +21,7 @@ from paddleformers_fc.mapping.correspondences import Made
 from paddleformers_fc.mapping.stencils import identity
 from paddleformers_fc.plan import ReadItem, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
+from paddleformers_fc.plan.stock import is_stock, open_stored
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.places import Place
@@ -72,8 +73,8 @@ def canonical_digests(directory: Place, verify: str = "size", roles: Collection[
 
 
 def _source(directory: Place, verify: str) -> Source:
-    if exists(directory / MANIFEST_NAME):
-        return canonical_source(open_flex(directory, verify))
+    if exists(directory / MANIFEST_NAME) or is_stock(directory):
+        return canonical_source(open_stored(directory, verify))
     try:
         catalog = open_huggingface(directory)
     except NotACheckpoint as error:

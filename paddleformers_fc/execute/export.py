@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint, open_flex
+from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree
@@ -36,6 +36,7 @@ from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.plan import ReadItem, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
+from paddleformers_fc.plan.stock import open_stored
 from paddleformers_fc.storage.commit import discard, publish
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import (
@@ -96,7 +97,7 @@ def export_checkpoint(
     """Write a checkpoint's weights as a Hugging Face directory.
 
     Args:
-        source: a finished flex checkpoint.
+        source: a finished flex checkpoint, or one of Paddle with a ``config.json`` in it.
         target: the directory to write. Where it holds other files they are kept; older weights are replaced.
         max_shard_bytes: bound on the tensors of one file, in bytes; a larger tensor has a file of its own.
         channel: the ranks that share the work; every rank must call.
@@ -116,7 +117,7 @@ def export_checkpoint(
     opened: list[tuple[FlexCheckpoint, Source]] = []
 
     def prepare() -> bytes:
-        checkpoint = open_flex(source, verify)
+        checkpoint = open_stored(source, verify)
         opened.append((checkpoint, canonical_source(checkpoint)))
         return b""
 

@@ -24,7 +24,6 @@ from paddleformers_fc.catalog.flex import (
     described,
     gathered,
     is_shard_file,
-    open_flex,
     open_seen,
     read_beside,
     see,
@@ -39,6 +38,7 @@ from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.plan.stock import open_stored
 from paddleformers_fc.storage.manifest import Manifest, manifest_seal, verify_files
 from paddleformers_fc.storage.places import Place
 
@@ -103,9 +103,12 @@ def open_checkpoint(directory: Place, channel: Channel, verify: str = "size", th
         return b""
 
     def open_alone() -> bytes:
-        level = "off" if verify == "full" else verify
-        found = open_flex(directory, level) if seen[0] is None else open_seen(directory, seen[0], level)
-        opened.append(replace(found, unread=verify == "full"))
+        if seen[0] is None:
+            # A checkpoint of Paddle, which has no checksums, or none at all, which is refused here.
+            opened.append(open_stored(directory, verify))
+        else:
+            level = "off" if verify == "full" else verify
+            opened.append(replace(open_seen(directory, seen[0], level), unread=verify == "full"))
         return b""
 
     payloads = agree(channel, f"looking at {directory.name}", look)

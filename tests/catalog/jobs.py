@@ -1,0 +1,51 @@
+"""What ranks do in the tests of this room; each public function is a job of the fork server."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def save(directory: str, options: dict[str, Any]) -> None:
+    """Save tensors of every kind with Paddle's own FlexCheckpoint, two columns of each on each of two ranks."""
+    import numpy as np
+    import paddle
+    from paddle.distributed import ShardedWeight, save_state_dict
+
+    rank, ranks = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
+    if ranks > 1:
+        paddle.distributed.init_parallel_env()
+    weights: dict[str, Any] = {}
+    for name, values in arrays().items():
+        if name.startswith("flat"):
+            share = values.size // ranks
+            part = slice(rank * share, (rank + 1) * share)
+            local = paddle.to_tensor(np.ascontiguousarray(values.ravel()[part]))
+            weights[name] = ShardedWeight(name, local, values.shape, values.shape, (0, 0), True, part)
+            continue
+        cut = name.startswith("cut")
+        width = values.shape[1] // ranks if cut else 0
+        offset = (0, width * rank) if cut else (0,) * values.ndim
+        held = np.ascontiguousarray(values[:, offset[1] : offset[1] + width]) if cut else values
+        tensor = paddle.to_tensor(held)
+        tensor = tensor.astype("bfloat16") if name.endswith("bfloat16") else tensor
+        weights[name] = ShardedWeight(name, tensor, tuple(held.shape), tuple(values.shape), offset)
+    save_state_dict(weights, directory, **options)
+
+
+def arrays() -> dict[str, Any]:
+    """What is saved, whole; what ends in bfloat16 is cast to it, which changes none of these numbers."""
+    import numpy as np
+
+    def counted(*shape: int, dtype: str = "float32") -> Any:
+        return np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+
+    return {
+        "cut.float32": counted(6, 8),
+        "cut.bfloat16": counted(4, 4),
+        "cut.large": counted(300, 400),
+        "flat.float32": counted(6, 10) + 1,
+        "whole.float16": counted(3, 5, dtype="float16"),
+        "whole.int64": counted(7, dtype="int64"),
+        "whole.one": counted(1),
+    }

@@ -1,0 +1,288 @@
+"""Pickles are read as data: real ones to the byte, hostile ones not at all, and nothing of either is run."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+import random
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError
+from paddleformers_fc.storage import pickles
+from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle
+
+METADATA = "paddle.distributed.flex_checkpoint.dcp.metadata"
+
+
+def written(path: Path, raw: bytes) -> Path:
+    path.write_bytes(raw)
+    return path
+
+
+def described(path: Path, value: Any, protocol: int = 4) -> Any:
+    """What is read of a value that Python has pickled."""
+    return read_pickle(written(path, pickle.dumps(value, protocol)))
+
+
+def array_of(path: Path, found: PickledArray) -> np.ndarray[Any, Any]:
+    """The array whose bytes were located."""
+    raw = path.read_bytes()[found.begin : found.begin + found.length]
+    return np.frombuffer(raw, np.dtype("<" + found.code)).reshape(found.shape)
+
+
+@pytest.mark.parametrize("protocol", [3, 4])
+def test_containers_and_numbers_are_what_they_were(tmp_path: Path, protocol: int) -> None:
+    value = {
+        "a": [1, -1, 255, 65_536, -(2**31), 2**40, -(2**70), 0.5, float("inf"), True, False, None],
+        "b": (),
+        "c": ((1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)),
+        "d": {1: "x" * 300, None: "ü", (1, "a"): {}},
+        "e": ["same", "same"] * 300,
+    }
+    assert described(tmp_path / "x", value, protocol) == value
+    assert described(tmp_path / "x", collections.OrderedDict(a=1), protocol) == {"a": 1}
+
+
+@pytest.mark.parametrize("protocol", [3, 4])
+def test_arrays_are_located_and_not_read(tmp_path: Path, protocol: int) -> None:
+    kinds = ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "b1")
+    arrays = {kind: np.arange(24).reshape(2, 3, 4).astype(kind) for kind in kinds}
+    arrays |= {"empty": np.zeros((0, 3), "f4"), "scalar": np.array(3.0), "large": np.arange(2**18, dtype="f4")}
+    found = described(tmp_path / "x", arrays, protocol)
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        again = array_of(tmp_path / "x", found[name])
+        assert (again.dtype, again.shape, again.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    number = described(tmp_path / "x", np.float32(2.5), protocol)
+    assert array_of(tmp_path / "x", number).item() == 2.5
+
+
+def test_bytes_of_arrays_cost_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(pickle.dumps({str(number): np.zeros(2**20, "f4") for number in range(16)}, 4))
+    tracemalloc.start()
+    assert len(read_pickle(path)) == 16
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.stat().st_size > 64 << 20
+    assert peak < 4 << 20
+
+
+# ---- What must not run.
+
+
+class Calls:
+    """Pickles as a call."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, state: Any = None) -> None:
+        self.parts = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.parts
+
+
+def raw_global(module: str, name: str, *arguments: Any) -> bytes:
+    """A call of any global name, whether there is such a one or not."""
+    return f"c{module}\n{name}\n".encode() + pickle.dumps(arguments, 3)[2:-1] + b"R"
+
+
+def hostile(canary: Path) -> dict[str, bytes]:
+    """Pickles that would do something, or be something huge, if Python read them."""
+    touch = f"touch {canary}"
+    code = f"open({str(canary)!r}, 'w')"
+    start, end = b"\x80\x03", b"."
+    reconstruct = b"cnumpy.core.multiarray\n_reconstruct\n"
+    array = reconstruct + b"(cnumpy\nndarray\nK\x00\x85C\x01btR"
+    element = b"cnumpy\ndtype\n(X\x02\x00\x00\x00f4\x89\x88tR"
+    element += b"(K\x03X\x01\x00\x00\x00<NNN" + b"J\xff\xff\xff\xff" * 2 + b"K\x00tb"
+    return {
+        "os.system": pickle.dumps(Calls(os.system, touch), 4),
+        "posix.system by text": start + raw_global("posix", "system", touch) + end,
+        "eval": pickle.dumps(Calls(eval, code), 4),
+        "exec": pickle.dumps(Calls(exec, code), 4),
+        "builtins.exec in protocol 3": start + raw_global("builtins", "exec", code) + end,
+        "__import__": start + raw_global("builtins", "__import__", "antigravity") + end,
+        "a chain of getattr": start + raw_global("builtins", "getattr", "os", "system") + end,
+        "a dotted name": b"\x80\x04\x8c\x02os\x8c\x0bpath.system\x93.",
+        "a name within a known module": start + raw_global("numpy", "load", str(canary)) + end,
+        "numpy's own pickle": start + raw_global("numpy.core.multiarray", "fromfile", str(canary)) + end,
+        "a subclass of an array": start + reconstruct + b"(cos\npath\nK\x00\x85C\x01btR" + end,
+        "an array of objects": start + b"cnumpy\ndtype\n(X\x02\x00\x00\x00O8\x89\x88tR" + end,
+        "an array of 2^62 elements": start
+        + array
+        + b"(K\x01\x8a\x08\0\0\0\0\0\0\0\x40\x85"
+        + element
+        + b"\x89C\x04abcdtb"
+        + end,
+        "an array of negative length": start
+        + array
+        + b"(K\x01J\xff\xff\xff\xff\x85"
+        + element
+        + b"\x89C\x04abcdtb"
+        + end,
+        "an array without bytes": start + array + b"(K\x01K\x01\x85" + element + b"\x89Ntb" + end,
+        "an array that is never built twice": start
+        + array
+        + b"(K\x01K\x01\x85"
+        + element
+        + b"\x89C\x04abcdtb(K\x01tb"
+        + end,
+        "a state for a class": start
+        + b"c"
+        + METADATA.encode()
+        + b"\nMetadata\n}X\x08\x00\x00\x00__init__K\x01sb"
+        + end,
+        "a class called with arguments": start + b"c" + METADATA.encode() + b"\nMetadata\nK\x01\x85\x81" + end,
+        "another class of Paddle": start + b"c" + METADATA.encode() + b"\ndataclass\n)\x81" + end,
+        "an instance by INST": start + b"(X\x04\x00\x00\x00truei" + b"os\nsystem\n" + end,
+        "an instance by OBJ": start + b"(cos\nsystem\nX\x04\x00\x00\x00trueo" + end,
+        "a persistent id": start + b"Pfile\n" + end,
+        "a persistent id off the stack": start + b"K\x01Q" + end,
+        "an extension": start + b"\x82\x01" + end,
+        "a buffer outside the file": b"\x80\x05\x97.",
+        "protocol 5": pickle.dumps([1], 5),
+        "protocol 2": pickle.dumps(np.arange(5), 2),
+        "protocol 0": pickle.dumps([1], 0),
+        "protocol 255": b"\x80\xffN.",
+        "a memo of 2^32": start + b"]h\xff" + end,
+        "a frame of 2^63": b"\x80\x04\x95" + struct.pack("<Q", 2**63) + b"N.",
+        "a frame that is too short": b"\x80\x04\x95" + struct.pack("<Q", 2) + b"\x8c\x04abcd.",
+        "a frame in a frame": b"\x80\x04\x95"
+        + struct.pack("<Q", 12)
+        + b"\x95"
+        + struct.pack("<Q", 1)
+        + b"N."
+        + b"N" * 8,
+        "bytes of 2^63": b"\x80\x04\x8e" + struct.pack("<Q", 2**63) + b"x.",
+        "bytes of 4 GB": start + b"B\xff\xff\xff\xffx" + end,
+        "a text of 2^63": b"\x80\x04\x8d" + struct.pack("<Q", 2**63) + b"x.",
+        "a text that is not UTF-8": start + b"X\x01\x00\x00\x00\xff" + end,
+        "a text with half a character": start + b"X\x03\x00\x00\x00\xed\xa0\x80" + end,
+        "an integer of 2 GB": start + b"\x8b\xff\xff\xff\x7f" + end,
+        "an integer of 255 bytes": start + b"\x8a\xff" + b"\x7f" * 255 + end,
+        "a list as a key": start + b"}]K\x01s" + end,
+        "a key without a value": start + b"}(K\x01u" + end,
+        "more off the stack than there is": start + b"\x87" + end,
+        "a mark that is not there": start + b"t" + end,
+        "a mark that stays": start + b"(N" + end,
+        "what lies below a mark": start + b"N(\x85t" + end,
+        "nothing": b"",
+        "no end": start + b"N",
+        "something behind the end": start + b"N.N",
+        "a second value": start + b"NN.",
+        "a global of a million letters": start + b"c" + b"a" * 10**6 + b"\nb\n" + end,
+        "a duplicate of the stack": start + b"]2" + end,
+    }
+
+
+NAMES = list(hostile(Path("canary")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hostile_pickle_is_refused_and_nothing_of_it_runs(tmp_path: Path, name: str) -> None:
+    canary = tmp_path / "canary"
+    with pytest.raises((FormatError, Corrupt)) as caught:
+        read_pickle(written(tmp_path / "x", hostile(canary)[name]))
+    assert not canary.exists()
+    assert str(tmp_path / "x") in str(caught.value)
+
+
+def test_the_canary_would_have_been_seen(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    pickle.loads(hostile(canary)["os.system"])
+    assert canary.exists()
+
+
+def test_a_memo_bomb_is_as_small_as_its_text(tmp_path: Path) -> None:
+    # Each tuple holds the one before it twice: 2^200 elements for whoever goes through them all.
+    bomb = (
+        b"\x80\x04N\x94" + b"".join(b"h" + bytes([at]) + b"h" + bytes([at]) + b"\x86\x94" for at in range(200)) + b"."
+    )
+    bomb = bomb.replace(b"\x80\x04N\x94", b"\x80\x04(N\x94", 1)[:-1] + b"t."
+    tracemalloc.start()
+    read_pickle(written(tmp_path / "x", bomb))
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
+
+
+def test_memory_is_bounded_by_the_instructions(tmp_path: Path) -> None:
+    raw = b"\x80\x04](" + b"}" * 200_000 + b"e."
+    path = written(tmp_path / "x", raw)
+    tracemalloc.start()
+    assert len(read_pickle(path)) == 200_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * len(raw) + (4 << 20)
+
+
+def test_instructions_beyond_the_bound_are_not_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pickles, "MAX_PROGRAM_BYTES", 1000)
+    with pytest.raises(FormatError, match="more than 1000 bytes of instructions"):
+        read_pickle(written(tmp_path / "x", b"\x80\x04](" + b"N" * 2000 + b"e."))
+
+
+def test_a_depth_of_100000_is_no_recursion(tmp_path: Path) -> None:
+    raw = b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b"."
+    assert isinstance(read_pickle(written(tmp_path / "x", raw)), list)
+
+
+def test_any_change_of_a_real_pickle_is_refused_or_data(tmp_path: Path) -> None:
+    value = {"w": np.arange(6, dtype="f4").reshape(2, 3), "n": {"a": (1, 2), "b": [None, 0.5]}, "s": np.float32(1)}
+    real = pickle.dumps(value, 4)
+    chance = random.Random(1)
+    path = tmp_path / "x"
+    refused = 0
+    for _ in range(4000):
+        raw = bytearray(real)
+        for _ in range(chance.choice((1, 1, 2, 4))):
+            at = chance.randrange(len(raw))
+            change = chance.randrange(4)
+            if change == 0:
+                raw[at] = chance.randrange(256)
+            elif change == 1:
+                del raw[at : at + chance.randrange(1, 9)]
+            elif change == 2:
+                raw[at:at] = bytes(chance.randrange(256) for _ in range(chance.randrange(1, 9)))
+            else:
+                other = chance.randrange(len(raw))
+                raw[at:at] = raw[other : other + chance.randrange(1, 40)]
+        try:
+            _walk(read_pickle(written(path, bytes(raw))), set())
+        except FlexError as error:
+            str(error).encode()
+            refused += 1
+    assert refused > 2000
+
+
+def _walk(value: Any, seen: set[int]) -> None:
+    """Only data comes out."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        for key, one in value.items():
+            _walk(key, seen)
+            _walk(one, seen)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            _walk(one, seen)
+    elif isinstance(value, Record):
+        _walk(value.fields, seen)
+    else:
+        plain = (str, int, float, bool, type(None), PickledArray, pickles.Bytes)
+        unfinished = (pickles._Array, pickles._Type, pickles._Word)
+        assert isinstance(value, (*plain, *unfinished))
+
+
+def test_nothing_of_pythons_own_reader_is_used() -> None:
+    source = Path(pickles.__file__).read_text(encoding="utf-8")
+    assert "import pickle" not in source
+    assert "importlib" not in source
