@@ -24,7 +24,7 @@ help:
 	@echo "make matrix   the verification matrices again: tables and pictures in docs/verification"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
-	@echo "make soak     10,000 random mutations, 33,000 hostile documents, every instant at which a save can meet an accident"
+	@echo "make soak     10,000 random mutations, 36,000 hostile documents, every instant at which a save can meet an accident"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
 	@echo "make derive-table  how far mappings are derived where no family declares them"
 	@echo "make format   let ruff format the sources"

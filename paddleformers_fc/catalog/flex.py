@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from paddleformers_fc.catalog.stored import Catalog, StoredTensor, gather_shards
@@ -55,6 +56,12 @@ class FlexCheckpoint:
     rules: RuleSet
     config: dict[str, Any]
     unread: bool = False
+
+    @cached_property
+    def files(self) -> frozenset[str]:
+        """The files that hold tensors, by path relative to the directory."""
+        tensors = (tensor for named in self.catalog.roles.values() for tensor in named.values())
+        return frozenset(file for tensor in tensors for file, _ in tensor.places)
 
 
 @dataclass(frozen=True)

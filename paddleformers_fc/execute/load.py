@@ -31,7 +31,7 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.mapping.aoa import AoaTensor
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, stated_source
-from paddleformers_fc.plan.cache import PlanCache, Planned, plan_key
+from paddleformers_fc.plan.cache import PlanCache, Planned, fits, plan_key
 from paddleformers_fc.storage.manifest import manifest_seal
 from paddleformers_fc.storage.places import Place
 
@@ -126,7 +126,7 @@ def load_checkpoint(
         shards = describe_roles(roles)
         key = plan_key(checkpoint, config, shards, aoa_config, model)
         planned, report = plans.find(key), Report()
-        if planned is None:
+        if planned is None or not fits(planned, shards, checkpoint.files):
             rules = model_rules(config, shards[MODEL_STATE])
             if aoa_config:
                 source, report = stated_source(checkpoint, rules, aoa_config, model)

@@ -7,7 +7,9 @@ those which were checked is for the reader to see, as without a cache.
 
 Plans are kept in this process, and in a directory where one is given. A file there holds its whole key and a checksum
 of itself. One that cannot be read, or that is of another version, key or content than was written, is as good as none,
-and is written anew. It is msgpack and never a pickle.
+and is written anew. It is msgpack and never a pickle. A plan that somebody made up is held to reading boxes of the
+checkpoint's own files into the wanted shards, as many elements as each has (:func:`fits`); which boxes, only planning
+anew would know, so the directory should be as safe as the checkpoints are.
 
 Time: the key is one pass over headers and shards that are in memory; a plan is read and written at a few million
 strings and numbers a second. Memory: at most a number of read items that is given. Disk: one file per distinct layout
@@ -19,10 +21,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +40,13 @@ from paddleformers_fc.errors import FlexError
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.aoa import AoaTensor
-from paddleformers_fc.mapping.boxes import Box, Shape
+from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, whole
+from paddleformers_fc.mapping.stencils import NEW_AXIS
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
-from paddleformers_fc.storage.files import make_directories, read_file, remove_file, rename, write_file
+from paddleformers_fc.storage.documents import read_document
+from paddleformers_fc.storage.dtypes import to_safetensors
+from paddleformers_fc.storage.files import make_directories, remove_file, rename, write_file
 
 FORMAT = 1
 """Of the files in the directory; it is part of every key."""
@@ -50,7 +56,10 @@ MOST_ITEMS = 250_000
 
 _MAGIC = b"flex_plan\n"
 _CHECKSUM_BYTES = 16
-_UNREADABLE = (msgspec.MsgspecError, FlexError, IndexError, ValueError)
+MAX_BYTES = 512 * 1024 * 1024
+"""The longest file that is read: a plan of some ten million items."""
+
+_UNREADABLE = (FlexError, LookupError, ValueError, TypeError, ArithmeticError, RecursionError)
 _log = logging.getLogger(__name__)
 
 
@@ -160,7 +169,7 @@ class PlanCache:
         if self._directory is None:
             return None
         try:
-            planned = decode_plan(read_file(self._path(self._directory, key)), key)
+            planned = decode_plan(read_document(self._path(self._directory, key), MAX_BYTES), key)
         except _UNREADABLE:
             return None
         self._hold(key, planned)
@@ -262,6 +271,10 @@ def decode_plan(data: bytes, key: PlanKey) -> Planned:
     document = msgspec.msgpack.decode(body, type=_Document)
     if document.key != key:
         raise ValueError("The file is of another key.")
+    if min((*document.name, *document.file, *document.begin, *document.form), default=0) < 0:
+        raise ValueError("The file counts backwards.")
+    for form in document.forms:
+        _refuse_form(form)
     names, files, forms = document.names, document.files, document.forms
     items: list[ReadItem] = []
     for name, file, begin, number in zip(document.name, document.file, document.begin, document.form, strict=True):
@@ -271,3 +284,50 @@ def decode_plan(data: bytes, key: PlanKey) -> Planned:
     touched = {role: frozenset(found) for role, found in document.touched.items()}
     plan = LoadPlan(tuple(items), tuple(document.checks), touched, Report())
     return Planned(plan, frozenset(document.unwanted))
+
+
+def _refuse_form(form: _Form) -> None:
+    """A box that is read must lie in what is stored, a box that is filled in its fragment, and be of one size."""
+    used = [axis for axis in form.axes if axis != NEW_AXIS]
+    if form.start < 0 or sorted(used) != sorted(set(used)) or len(form.axes) != len(form.shape):
+        raise ValueError("The file fills what cannot be filled.")
+    if not _is_box(form.stored_shape, form.stored_part) or not _is_box(form.shape, form.part):
+        raise ValueError("The file has a box outside its tensor.")
+    read, filled = form.stored_part.shape, form.part.shape
+    if tuple(1 if axis == NEW_AXIS else read[axis] for axis in form.axes) != filled or min(used, default=0) < 0:
+        raise ValueError("The file fills a box with one of another size.")
+    if form.part.volume != form.stored_part.volume:
+        raise ValueError("The file fills a box with one of another size.")
+    to_safetensors(form.dtype)
+
+
+def _is_box(shape: Shape, part: Box) -> bool:
+    lengths = (*shape, *part.lo, *part.hi)
+    return (
+        len(shape) <= MAX_AXES
+        and len(shape) == len(part.lo) == len(part.hi)
+        and all(0 <= length <= MAX_LENGTH for length in lengths)
+        and min(part.shape, default=0) >= 0
+        and whole(shape).contains(part)
+    )
+
+
+def fits(planned: Planned, wanted: Mapping[str, Mapping[str, Shard]], files: Collection[str]) -> bool:
+    """Whether a plan reads these files into these shards, and as many elements into each as it has, or none.
+
+    Args:
+        planned: as it was found.
+        wanted: role -> full name -> the shard to be filled.
+        files: of the checkpoint, by path.
+    """
+    filled: dict[tuple[str, str], int] = {}
+    for item in planned.plan.items:
+        shard = wanted.get(item.role, {}).get(item.name)
+        if shard is None or item.stored.file not in files or item.start + math.prod(item.shape) > shard.size:
+            return False
+        key = (item.role, item.name)
+        filled[key] = filled.get(key, 0) + item.part.volume
+    parts = (part for check in planned.plan.checks for part in (check.left, check.right))
+    return all(wanted[role][name].size == count for (role, name), count in filled.items()) and all(
+        part.file in files and part.begin >= 0 and _is_box(part.shape, part.part) for part in parts
+    )

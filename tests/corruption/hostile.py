@@ -149,14 +149,13 @@ def _sealed(raw: bytes) -> bytes:
     try:
         document = json.loads(raw)
         document.pop("seal", None)
-        return sealed(document)
+        return sealed(msgspec.convert(document, Manifest))
     except Exception:
         return raw
 
 
-def sealed(document: dict[str, Any]) -> bytes:
-    """The bytes of a manifest with these fields and the checksum that fits them; no path in it is looked at."""
-    manifest = msgspec.convert(document, Manifest)
+def sealed(manifest: Manifest) -> bytes:
+    """The bytes of a manifest and the checksum that fits them; no path in it is looked at."""
     return json.dumps({**msgspec.to_builtins(manifest), "seal": manifest_seal(manifest)}).encode() + b"\n"
 
 
@@ -352,6 +351,37 @@ def _trainer(directory: Path) -> Target:
     return Target((*states, generators), either)
 
 
+def _plans(directory: Path) -> Target:
+    """Kept plans, whose checksum a forger computes anew; a plan that is not used counts as refused."""
+    import xxhash
+
+    from paddleformers_fc.catalog import open_flex
+    from paddleformers_fc.errors import FormatError
+    from paddleformers_fc.plan import canonical_layout, canonical_source, plan_reads
+    from paddleformers_fc.plan.cache import PlanCache, Planned, fits, plan_key
+
+    checkpoint = open_flex(directory, "off")
+    source = canonical_source(checkpoint)
+    wanted = canonical_layout(source)
+    key = plan_key(checkpoint, checkpoint.config, wanted)
+    place = directory.with_name("plans")
+    PlanCache(place).keep(key, Planned(plan_reads(source, wanted), frozenset()))
+    (path,) = place.iterdir()
+    magic, body = path.read_bytes()[:10], path.read_bytes()[26:]
+
+    def use(raw: bytes) -> None:
+        try:
+            forged = msgspec.msgpack.encode(json.loads(raw))
+        except (ValueError, RecursionError, OverflowError):
+            forged = raw
+        path.write_bytes(magic + xxhash.xxh3_128_digest(forged) + forged)
+        found = PlanCache(place).find(key)
+        if found is None or not fits(found, wanted, checkpoint.files):
+            raise FormatError("The plan is not used.")
+
+    return Target((msgspec.msgpack.decode(body),), use)
+
+
 KINDS: dict[str, Callable[[Path], Target]] = {
     "manifests": _manifest,
     "mappings": _plain("mapping.json"),
@@ -364,6 +394,7 @@ KINDS: dict[str, Callable[[Path], Target]] = {
     "data positions": _codec,
     "Trainer states": _trainer,
     "aoa_configs": _statements,
+    "kept plans": _plans,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -14,8 +15,10 @@ from paddleformers_fc.layout.codec import decode_shards
 from paddleformers_fc.mapping.codec import decode_rules
 from paddleformers_fc.storage.documents import MAX_DEPTH, MAX_DIGITS, MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files, write_manifest
+from paddleformers_fc.storage.pickles import MAX_PROGRAM_BYTES, read_pickle
 from tests.corruption import hostile, mutations
 from tests.corruption.guarantees import bound
+from tests.storage.test_pickles import hostile as hostile_pickles
 
 SEED = int(os.environ.get("FLEX_HOSTILE_SEED", "1"))
 USUAL = 150
@@ -76,6 +79,22 @@ def test_what_asks_for_much_is_refused_in_bounded_memory_and_time(tmp_path: Path
 _OURS = {kind.__name__ for kind in (FormatError, PeerError)} | {"MappingError"}
 
 
+def test_pickles_are_refused_and_run_nothing(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    made = hostile_pickles(canary)
+    for raw in made.values():
+        (tmp_path / "x").write_bytes(raw)
+        with pytest.raises(FlexError):
+            read_pickle(tmp_path / "x")
+        assert not canary.exists()
+    bound(
+        "3",
+        f"Pickles of Paddle's checkpoints are read by a machine that imports, calls and builds nothing; at most "
+        f"{MAX_PROGRAM_BYTES >> 20} MiB of instructions, the bytes of arrays aside, in at most 100 times their memory. "
+        f"Refused, with nothing run: {', '.join(made)}.",
+    )
+
+
 def test_json_is_read_within_the_bounds_that_are_stated() -> None:
     bound(
         "0",
@@ -134,14 +153,13 @@ def test_a_manifest_cannot_name_a_file_outside_its_directory(name: str, place: P
     manifest = read_manifest(place)
     one = manifest.files[0]
     forged = type(one)(name, one.size, one.digest, one.block_bytes, one.blocks)
-    values = {field: getattr(manifest, field) for field in manifest.__struct_fields__}
+    changed = msgspec.structs.replace(manifest, files=[*manifest.files, forged])
     original = (place / MANIFEST_NAME).read_bytes()
     with pytest.raises(FormatError, match="cannot be"):
-        write_manifest(place, type(manifest)(**{**values, "files": [*manifest.files, forged]}))
+        write_manifest(place, changed)
     assert (place / MANIFEST_NAME).read_bytes() == original
     # As somebody would write it who does not ask.
-    document = {**values, "files": [*manifest.files, forged]}
-    (place / MANIFEST_NAME).write_bytes(hostile.sealed(document))
+    (place / MANIFEST_NAME).write_bytes(hostile.sealed(changed))
     try:
         with pytest.raises(FormatError, match="describes files that cannot be"):
             open_flex(place, "off")
@@ -166,9 +184,8 @@ def test_a_link_that_leaves_the_checkpoint_is_not_followed(linked: str, place: P
 @pytest.mark.parametrize("name", ["mapping.json", "config.json"])
 def test_a_file_that_the_manifest_does_not_list_is_not_read(name: str, place: Path) -> None:
     manifest, original = read_manifest(place), (place / MANIFEST_NAME).read_bytes()
-    values = {field: getattr(manifest, field) for field in manifest.__struct_fields__}
     files = [one for one in manifest.files if one.path != name]
-    (place / MANIFEST_NAME).write_bytes(hostile.sealed({**values, "files": files}))
+    (place / MANIFEST_NAME).write_bytes(hostile.sealed(msgspec.structs.replace(manifest, files=files)))
     try:
         with pytest.raises(Corrupt, match=f"without {name}"):
             open_flex(place)
