@@ -138,6 +138,10 @@ class Catalog:
     identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
     seen_by: Mapping[str, Sequence[int]] = field(default_factory=lambda: EVERYONE)
 
+    def reader(self, file: str) -> int:
+        """The first rank that sees a file."""
+        return self.seen_by.get(file, (0,))[0]
+
     def faults(self) -> Iterator[str]:
         """Tensors that are not stored whole and once."""
         for names in self.roles.values():

@@ -1,9 +1,12 @@
 """Export: a flex checkpoint, or a live model, as Hugging Face files of bounded size.
 
-Canonical tensors are put into files in natural order; every rank writes some of the files, reading just the ranges that
-its tensors are made of, and reads the next tensors while it writes the last ones. Memory is twice the largest tensor
-(32 MiB where all are small) plus scratch memory, whatever the size of the model. The same checkpoint content gives the
-same bytes whatever layout it was saved under.
+Canonical tensors are put into files in natural order; every rank on the coordinator's disk writes some of the files,
+reading just the ranges that its tensors are made of, and reads the next tensors while it writes the last ones. Memory
+is twice the largest tensor (32 MiB where all are small) plus scratch memory, whatever the size of the model. The same
+checkpoint content gives the same bytes whatever layout it was saved under.
+
+Where no rank sees all of the checkpoint, the ranks go from batch to batch together, and get from each other what they
+do not see.
 
 A live model is first written as a checkpoint that holds its weights alone, into a staging directory beside the target,
 and exported from there: one more pass over the storage instead of gathering tensors over the network.
@@ -14,8 +17,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -28,15 +32,17 @@ from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree
-from paddleformers_fc.execute.reading import Crew, fill_arrays
+from paddleformers_fc.execute.disks import Disks
+from paddleformers_fc.execute.exchange import Storage, read_together
+from paddleformers_fc.execute.opening import open_checkpoint, own_file
+from paddleformers_fc.execute.reading import ArraySlot, Crew, fill_arrays
 from paddleformers_fc.execute.rollcall import call_roll, software
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
-from paddleformers_fc.plan import ReadItem, Source, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.plan import LoadPlan, ReadItem, Report, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
-from paddleformers_fc.plan.stock import open_stored
 from paddleformers_fc.storage.commit import discard, publish
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import (
@@ -49,7 +55,7 @@ from paddleformers_fc.storage.files import (
     rename,
     write_file,
 )
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, FileReceipt
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, FileReceipt, verify_files
 from paddleformers_fc.storage.owner import OWNER_NAME
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.safetensors import SafetensorsWriter
@@ -107,28 +113,37 @@ def export_checkpoint(
     """
     if max_shard_bytes < 1:
         raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
-    if (target / MANIFEST_NAME).exists():
-        raise OptionError(
-            "The target of the export is a finished checkpoint, which is never written into.",
-            where=str(target),
-            next_step="Name another directory.",
-        )
     call_roll(channel, f"exporting to {target.name}", {"versions": software(), "max_shard_bytes": max_shard_bytes})
-    opened: list[tuple[FlexCheckpoint, Source]] = []
+    prepared: list[Source] = []
 
     def prepare() -> bytes:
-        checkpoint = open_stored(source, verify)
-        opened.append((checkpoint, canonical_source(checkpoint)))
+        _refuse_checkpoint(target)
+        if checkpoint.unread:
+            verify_files(source, checkpoint.manifest, "full")
+        prepared.append(canonical_source(checkpoint))
         return b""
 
-    agree(channel, f"opening {source.name}", prepare)
-    checkpoint, canonical = opened[0]
+    checkpoint = open_checkpoint(source, channel, verify)
+    agree(channel, f"preparing an export to {target.name}", prepare)
+    canonical = prepared[0]
     layout = canonical_layout(canonical).get(MODEL_STATE, {})
     files = _divided(layout, max_shard_bytes)
-    mine = files[channel.rank :: channel.world_size]
-    with staging_beside(target, channel, _nothing) as staging:
-        written = agree(channel, "exporting", lambda: _write_files(staging, canonical, mine))
-        agree(channel, "finishing the export", lambda: _finish(staging, target, checkpoint, files, channel))
+    small = _small_files(checkpoint, channel)
+    with staging_beside(target, channel, _nothing) as staged:
+        mine = _share(files, staged.disks, channel.rank)
+        if canonical.catalog.seen_by:
+            written = _write_together(staged.path, canonical, mine, channel)
+        else:
+            written = agree(channel, "exporting", lambda: _write_files(staged.path, canonical, mine))
+
+        def finish() -> bytes:
+            if channel.rank == 0:
+                _finish(staged.path, target, small, files)
+            elif channel.rank in staged.disks.of_leads:
+                discard(staged.path)  # An export is on one disk, that of the coordinator.
+            return b""
+
+        agree(channel, "finishing the export", finish)
     receipts = {
         receipt.path: receipt for payload in written for receipt in msgspec.json.decode(payload, type=list[FileReceipt])
     }
@@ -156,17 +171,32 @@ def save_weights(
     Raises:
         FlexError: the same on every rank; older weights in the target are untouched.
     """
-    with staging_beside(target, channel, _nothing) as workspace:
-        passage = workspace / "weights"
+    with staging_beside(target, channel, _nothing) as staged:
+        passage = staged.path / "weights"
         save_checkpoint(passage, {MODEL_STATE: weights}, config, files, JobRecord(0, 0, {}), channel)
         report = export_checkpoint(passage, target, max_shard_bytes, channel)
-        if channel.rank == 0:
-            discard(workspace)
+        if channel.rank in staged.disks.of_leads:
+            discard(staged.path)
     return report
 
 
 def _nothing() -> None:
     """What must hold before an export is written: the checkpoint was opened and proved already."""
+
+
+def _refuse_checkpoint(target: Path) -> None:
+    if (target / MANIFEST_NAME).exists():
+        raise OptionError(
+            "The target of the export is a finished checkpoint, which is never written into.",
+            where=str(target),
+            next_step="Name another directory.",
+        )
+
+
+def _share(files: list[_FilePlan], disks: Disks, rank: int) -> list[_FilePlan]:
+    """The files that a rank writes: those on the coordinator's disk share them."""
+    writers = disks.sharing()[0]
+    return files[writers.index(rank) :: len(writers)] if rank in writers else []
 
 
 def _divided(layout: Mapping[str, Shard], max_shard_bytes: int) -> list[_FilePlan]:
@@ -212,19 +242,78 @@ _Arrays = list[tuple[Shard, np.ndarray[Any, Any]]]
 
 def _write_files(staging: Path, source: Source, files: list[_FilePlan]) -> bytes:
     receipts: list[FileReceipt] = []
-    room = max([_LEAST_ROOM, *[_nbytes(shard) for file in files for shard in file.tensors]])
+    room = _room(files)
     with (
         Crew(identities=source.catalog.identities) as crew,
         closing(_read_ahead(_batches(source, files, room), crew, source.catalog.root, room)) as reading,
     ):
         for file, batches in groupby(reading, key=itemgetter(0)):
-            entries = [(shard.name, to_safetensors(shard.dtype), shard.global_shape) for shard in file.tensors]
-            with SafetensorsWriter(staging / file.name, entries, {"format": "pt"}, root=staging) as writer:
+            with _writer_of(staging, file) as writer:
                 for _, arrays in batches:
                     for shard, array in arrays:
                         writer.write(shard.name, array)
                 receipts.append(writer.close())
     return msgspec.json.encode(receipts)
+
+
+def _write_together(staging: Path, source: Source, files: list[_FilePlan], channel: Channel) -> list[bytes]:
+    """As :func:`_write_files`, all ranks in step; every rank's receipts. One with nothing to write reads for others."""
+    room, batches = _room(files), list[_Batch]()
+
+    def plan() -> bytes:
+        batches.extend(_batches(source, files, room))
+        return str(len(batches)).encode()
+
+    steps = max(int(count) for count in agree(channel, "planning an export", plan))
+    storage = Storage(source.catalog.root, source.catalog.identities, source.catalog.seen_by)
+    buffer = np.empty(_aligned(room), np.uint8)
+    with ExitStack() as stack:
+        output = _Output(staging, stack)
+        for step in range(steps):
+            own = batches[step : step + 1]
+            arrays = [pair for batch in own for pair in _carved(buffer, batch.tensors)]
+            reads = LoadPlan(tuple(item for batch in own for item in batch.items), (), {}, Report())
+            slots = {(MODEL_STATE, shard.name): ArraySlot(array) for shard, array in arrays}
+            read_together(reads, storage, slots, channel)
+            agree(channel, "exporting", partial(output.write, own, arrays))
+        return agree(channel, "collecting receipts", lambda: msgspec.json.encode(output.receipts))
+
+
+@dataclass
+class _Output:
+    """The files of one rank, written batch by batch.
+
+    Args:
+        staging: where.
+        stack: closes a file that an error leaves open.
+        receipts: of the files that are finished.
+    """
+
+    staging: Path
+    stack: ExitStack
+    receipts: list[FileReceipt] = field(default_factory=list)
+    _writer: SafetensorsWriter | None = None
+
+    def write(self, batches: list[_Batch], arrays: _Arrays) -> bytes:
+        """Write the tensors of a batch, if there is one."""
+        for batch in batches:
+            if batch.tensors[0] is batch.file.tensors[0]:
+                self._writer = self.stack.enter_context(_writer_of(self.staging, batch.file))
+            for shard, array in arrays:
+                self._writer.write(shard.name, array)
+            if batch.tensors[-1] is batch.file.tensors[-1]:
+                self.receipts.append(self._writer.close())
+        return b""
+
+
+def _writer_of(staging: Path, file: _FilePlan) -> SafetensorsWriter:
+    entries = [(shard.name, to_safetensors(shard.dtype), shard.global_shape) for shard in file.tensors]
+    return SafetensorsWriter(staging / file.name, entries, {"format": "pt"}, root=staging)
+
+
+def _room(files: list[_FilePlan]) -> int:
+    """How many bytes of tensors are read at a time."""
+    return max([_LEAST_ROOM, *[_nbytes(shard) for file in files for shard in file.tensors]])
 
 
 def _batches(source: Source, files: list[_FilePlan], room: int) -> Iterator[_Batch]:
@@ -288,13 +377,30 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _finish(staging: Path, target: Path, checkpoint: FlexCheckpoint, files: list[_FilePlan], channel: Channel) -> bytes:
-    """On the coordinator: the small files, the index, and the final name."""
-    if channel.rank != 0:
+def _small_files(checkpoint: FlexCheckpoint, channel: Channel) -> dict[str, bytes]:
+    """What describes the model, on the coordinator; another rank hands over what that one does not see."""
+    names = [receipt.path for receipt in checkpoint.manifest.files if _describes_model(receipt.path)]
+    handed = {name: own_file(checkpoint, channel, partial(_for_coordinator, name)) for name in names}
+    found: dict[str, bytes] = {}
+
+    def read() -> bytes:
+        if channel.rank == 0:
+            for name, data in handed.items():
+                found[name] = read_file(checkpoint.catalog.root / name) if data is None else data
         return b""
-    small = [receipt.path for receipt in checkpoint.manifest.files if _describes_model(receipt.path)]
-    for name in small:
-        write_file(staging / name, read_file(checkpoint.catalog.root / name), root=staging)
+
+    agree(channel, "reading what describes the model", read)
+    return found
+
+
+def _for_coordinator(name: str, rank: int) -> str:
+    return name if rank == 0 else ""
+
+
+def _finish(staging: Path, target: Path, small: Mapping[str, bytes], files: list[_FilePlan]) -> None:
+    """On the coordinator: the small files, the index, and the final name."""
+    for name, data in small.items():
+        write_file(staging / name, data, root=staging)
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(_nbytes(shard) for file in files for shard in file.tensors)},
@@ -305,7 +411,6 @@ def _finish(staging: Path, target: Path, checkpoint: FlexCheckpoint, files: list
         _install(staging, target, {file.name for file in files})
     else:
         publish(staging, target)
-    return b""
 
 
 def _install(staging: Path, target: Path, weights: set[str]) -> None:

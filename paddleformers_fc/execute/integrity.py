@@ -11,7 +11,7 @@ no rank reads is not looked at: a load cannot be wrong by it. The ``verify`` ver
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -23,6 +23,7 @@ from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.plan import LoadPlan
 from paddleformers_fc.plan.blocks import blocks_read
 from paddleformers_fc.storage.blocks import Found, compare
+from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.receipts import FileReceipt
@@ -51,6 +52,27 @@ def check_beside_numbers(directory: Place, sight: Sight | None, channel: Channel
         with RangeReader(identities=sight.identities) as reader:
             wanted = [(one, _beside_numbers(directory, one, reader)) for one in (*mine, *shared)]
         return compare(directory, wanted, threads, sight.identities)
+
+    _compare_together(directory, channel, share)
+
+
+def check_files(
+    directory: Place, files: Sequence[FileReceipt], identities: Identities, channel: Channel, threads: int
+) -> None:
+    """Compare every byte of some files; every rank gives those that are its share. Every rank must call.
+
+    Args:
+        directory: ``checkpoint-N``.
+        files: this rank's share.
+        identities: which files were looked at; another one is refused.
+        channel: all ranks.
+        threads: how many threads of this rank hash.
+    Raises:
+        Corrupt: the same on every rank, naming all files and blocks that are not what was written.
+    """
+
+    def share() -> Found:
+        return compare(directory, [(one, range(len(one.blocks))) for one in files], threads, identities)
 
     _compare_together(directory, channel, share)
 

@@ -10,7 +10,7 @@ Memory: descriptions of the files that not all ranks see, linear in the shards t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -30,8 +30,8 @@ from paddleformers_fc.catalog.flex import (
     shards_of,
 )
 from paddleformers_fc.errors import Corrupt, NotACheckpoint
-from paddleformers_fc.execute.channel import Channel, agree, spread
-from paddleformers_fc.execute.integrity import check_beside_numbers
+from paddleformers_fc.execute.channel import Bytes, Channel, agree, spread
+from paddleformers_fc.execute.integrity import check_beside_numbers, check_files
 from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.layout.codec import ShardRecord, record_of
 from paddleformers_fc.layout.roles import ROLES
@@ -39,8 +39,10 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.stock import open_stored
-from paddleformers_fc.storage.manifest import Manifest, manifest_seal, verify_files
+from paddleformers_fc.storage.documents import read_document
+from paddleformers_fc.storage.manifest import Manifest, manifest_seal, read_manifest, verify_files
 from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.receipts import FileReceipt
 
 SeenBy = Mapping[str, Sequence[int]]
 
@@ -90,37 +92,107 @@ def open_checkpoint(directory: Place, channel: Channel, verify: str = "size", th
         verify: ``off``, ``size`` or ``full``; each rank checks the files that it sees.
         threads: how many threads of this rank compare checksums.
     """
-    seen: list[Sight | None] = []
+    own, sights = _look(directory, channel)
     opened: list[FlexCheckpoint] = []
 
-    def look() -> bytes:
-        seen.append(_sight(directory))
-        return msgspec.msgpack.encode(_told_of(directory, seen[0]))
-
     def check_sizes() -> bytes:
-        if seen[0] is not None:
-            verify_files(directory, seen[0].manifest, "size")
+        if own is not None:
+            verify_files(directory, own.manifest, "size")
         return b""
 
     def open_alone() -> bytes:
-        if seen[0] is None:
+        if own is None:
             # A checkpoint of Paddle, which has no checksums, or none at all, which is refused here.
             opened.append(open_stored(directory, verify))
         else:
             level = "off" if verify == "full" else verify
-            opened.append(replace(open_seen(directory, seen[0], level), unread=verify == "full"))
+            opened.append(replace(open_seen(directory, own, level), unread=verify == "full"))
         return b""
 
-    payloads = agree(channel, f"looking at {directory.name}", look)
-    if len(set(payloads)) == 1:
+    if len(set(sights)) == 1:
         if verify == "full":
             agree(channel, f"checking {directory.name}", check_sizes)
-            check_beside_numbers(directory, seen[0], channel, threads)
+            check_beside_numbers(directory, own, channel, threads)
         agree(channel, f"opening {directory.name}", open_alone)
         return opened[0]
-    sights = [msgspec.msgpack.decode(payload, type=_Sight) for payload in payloads]
-    manifest = _common_manifest(directory, sights, seen[0], channel)
-    return _open_divided(directory, Sight(manifest, seen[0].identities if seen[0] else {}), sights, channel, verify)
+    manifest = _common_manifest(directory, sights, own, channel)
+    sight = Sight(manifest, own.identities if own else {})
+    return _open_divided(directory, sight, sights, channel, verify, threads)
+
+
+def check_together(directory: Place, channel: Channel) -> None:
+    """See whether a checkpoint is finished: somebody sees every file of it, in its size.
+
+    Args:
+        directory: ``checkpoint-N``.
+        channel: all ranks of the job; every rank must call.
+    Raises:
+        CheckpointError: the same on every rank: it is not, or it is of different saves on different disks.
+    """
+    own, sights = _look(directory, channel)
+    manifest: Manifest | None = None
+    seen_by: SeenBy = {}
+    if len(set(sights)) > 1:
+        manifest = _common_manifest(directory, sights, own, channel)
+        seen_by = _seen_by(manifest, sights)
+        _refuse_lost(directory, seen_by, sights)
+
+    def check() -> bytes:
+        if manifest is not None:
+            _verify_seen(directory, manifest, seen_by, channel.rank, "size")
+        elif channel.rank == 0:
+            # All see the same, and one of them looks closer.
+            verify_files(directory, read_manifest(directory) if own is None else own.manifest, "size")
+        return b""
+
+    agree(channel, f"looking at the files of {directory.name}", check)
+
+
+def own_file(checkpoint: FlexCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:
+    """The content of a small file that each rank has of its own, for a rank that does not see it.
+
+    Nothing is said where every rank sees every file.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        channel: all ranks of the job; every rank must call.
+        name_of: the file's path by rank.
+    Returns:
+        the file's bytes; None if this rank sees the file itself, or if there is none.
+    """
+    catalog = checkpoint.catalog
+    sizes = {receipt.path: receipt.size for receipt in checkpoint.manifest.files}
+    readers = {
+        rank: catalog.seen_by[name][0]
+        for rank, name in enumerate(map(name_of, range(channel.world_size)))
+        if name in sizes and name in catalog.seen_by and rank not in catalog.seen_by[name]
+    }
+    if not readers:
+        return None
+    held: dict[int, Bytes] = {}
+
+    def read() -> bytes:
+        for rank, reader in readers.items():
+            if reader == channel.rank:
+                held[rank] = np.frombuffer(read_document(catalog.root / name_of(rank)), np.uint8)
+        return b""
+
+    agree(channel, f"reading small files of {catalog.root.name}", read)
+    mine = readers.get(channel.rank)
+    got = channel.pass_on(held, {} if mine is None else {mine: sizes[name_of(channel.rank)]})
+    return None if mine is None else got[mine].tobytes()
+
+
+def _look(directory: Place, channel: Channel) -> tuple[Sight | None, list[_Sight]]:
+    """What this rank sees, and in short what every rank sees."""
+    own: list[Sight | None] = []
+
+    def look() -> bytes:
+        own.append(_sight(directory))
+        return msgspec.msgpack.encode(_told_of(directory, own[0]))
+
+    payloads = agree(channel, f"looking at {directory.name}", look)
+    return own[0], [msgspec.msgpack.decode(payload, type=_Sight) for payload in payloads]
 
 
 def _sight(directory: Place) -> Sight | None:
@@ -160,7 +232,7 @@ def _common_manifest(directory: Place, sights: Sequence[_Sight], own: Sight | No
 
 
 def _open_divided(
-    directory: Place, sight: Sight, sights: Sequence[_Sight], channel: Channel, verify: str
+    directory: Place, sight: Sight, sights: Sequence[_Sight], channel: Channel, verify: str, threads: int
 ) -> FlexCheckpoint:
     manifest = sight.manifest
     seen_by = _seen_by(manifest, sights)
@@ -168,9 +240,7 @@ def _open_divided(
     readers = {path: ranks[index % len(ranks)] for index, (path, ranks) in enumerate(seen_by.items())}
 
     def tell() -> bytes:
-        here = [one for one in manifest.files if channel.rank in seen_by.get(one.path, (channel.rank,))]
-        if here:
-            verify_files(directory, msgspec.structs.replace(manifest, files=here), verify)
+        _verify_seen(directory, manifest, seen_by, channel.rank, "size" if verify == "full" else verify)
         mine = [path for path, reader in readers.items() if reader == channel.rank]
         shards = {path: [_encoded(shard) for shard in shards_of(directory, path)] for path in mine if _holds(path)}
         documents = {path: read_beside(directory / path) for path in mine if path in DOCUMENTS}
@@ -186,6 +256,8 @@ def _open_divided(
     def shards(path: str) -> Iterator[StoredShard]:
         return _decoded(path, told[path]) if path in told else shards_of(directory, path)
 
+    if verify == "full":
+        check_files(directory, _share(manifest, seen_by, channel), sight.identities, channel, threads)
     opened: list[FlexCheckpoint] = []
 
     def put_together() -> bytes:
@@ -197,6 +269,23 @@ def _open_divided(
 
     agree(channel, f"opening {directory.name}", put_together)
     return opened[0]
+
+
+def _verify_seen(directory: Place, manifest: Manifest, seen_by: SeenBy, rank: int, level: str) -> None:
+    """Check the files that this rank sees."""
+    here = [one for one in manifest.files if rank in seen_by.get(one.path, (rank,))]
+    if here:
+        verify_files(directory, msgspec.structs.replace(manifest, files=here), level)
+
+
+def _share(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> list[FileReceipt]:
+    """The files whose every byte this rank checks: each file is some rank's that sees it."""
+    share: list[FileReceipt] = []
+    for index, receipt in enumerate(manifest.files):
+        ranks = seen_by.get(receipt.path, range(channel.world_size))
+        if ranks[index % len(ranks)] == channel.rank:
+            share.append(receipt)
+    return share
 
 
 def _seen_by(manifest: Manifest, sights: Sequence[_Sight]) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,8 @@
 2. The coordinator creates the staging directory beside the target.
 3. Every rank hashes what others hold as well (:mod:`.replicas`), writes its files, with checksums taken while writing,
    and returns receipts and digests.
-4. The coordinator writes ``mapping.json`` and the manifest and commits by renaming.
+4. The coordinator writes ``mapping.json`` and the manifest, and commits by renaming. Where ranks have written onto
+   several disks, each disk gets both and commits by itself, when all are ready (:mod:`.finishing`).
 
 Any failure on any rank ends in the same error on every rank and in a removed staging directory; a crash leaves it
 behind under a name that says so. Beyond the tensors, memory is the headers of this rank's files and, for a new plan,
@@ -27,6 +28,8 @@ from paddleformers_fc import __version__
 from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.disks import Disks
+from paddleformers_fc.execute.finishing import finish
 from paddleformers_fc.execute.memory import host_parts
 from paddleformers_fc.execute.replicas import Digests, Hashed, differing, hash_replicas, refuse_different
 from paddleformers_fc.execute.rollcall import call_roll, comparable, software
@@ -38,9 +41,8 @@ from paddleformers_fc.families.bind import tied_names
 from paddleformers_fc.layout.codec import decode_held, encode_held
 from paddleformers_fc.layout.live import describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
-from paddleformers_fc.storage.commit import commit
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.manifest import FileReceipt, Manifest, write_manifest
+from paddleformers_fc.storage.manifest import FileReceipt, Manifest
 from paddleformers_fc.storage.safetensors import LaidOutWriter
 
 Roles = Mapping[str, Mapping[str, Any]]
@@ -75,19 +77,14 @@ class SaveReport:
         manifest: of the finished checkpoint.
         set_aside: directories with somebody's files that were found under the checkpoint's name and moved out of the
             way, and older checkpoints that could not be deleted; normally none.
+        disks: which ranks wrote onto the same disk.
         differences: where ranks hold different numbers of the same part of a tensor, one line each; normally none.
     """
 
     manifest: Manifest
     set_aside: tuple[Path, ...]
+    disks: Disks
     differences: tuple[str, ...] = ()
-
-
-class _Finished(msgspec.Struct):
-    """The coordinator's outcome on its way to the other ranks."""
-
-    manifest: Manifest
-    set_aside: list[str]
 
 
 class _Written(msgspec.Struct):
@@ -150,17 +147,16 @@ def save_checkpoint(
     plan = kept[key] if known else _new_plan(own, config, max_file_bytes, channel)
     _PLANS.keep(channel.rank, key, plan)
     checked = plan.replicas if replicas != "off" else ()
-    with staging_beside(directory, channel, lambda: _refuse_undescribed(files)) as staging:
-        written, differences = _write_together(staging, own, plan, files, channel, checked, job.step)
+    with staging_beside(directory, channel, lambda: _refuse_undescribed(files)) as staged:
+        written, differences = _write_together(staged.path, own, plan, files, channel, checked, job.step)
         if replicas == "refuse":
             refuse_different(differences)
-        finished = agree(
-            channel,
-            "committing",
-            lambda: _finish(staging, directory, plan.model, written, differences, job, channel),
-        )
-    outcome = msgspec.json.decode(finished[0], type=_Finished)
-    return SaveReport(outcome.manifest, tuple(map(Path, outcome.set_aside)), differences)
+
+        def describe(receipts: list[FileReceipt]) -> Manifest:
+            return _describe(staged.path, receipts, plan.model, differences, job, channel.world_size)
+
+        finished = finish(staged, directory, written, files, describe, channel)
+    return SaveReport(finished.manifest, finished.set_aside, staged.disks, differences)
 
 
 def _write_together(
@@ -171,8 +167,8 @@ def _write_together(
     channel: Channel,
     checked: tuple[Replica, ...],
     step: int,
-) -> tuple[list[FileReceipt], tuple[str, ...]]:
-    """The receipts of all ranks, and what differs between replicas."""
+) -> tuple[list[list[FileReceipt]], tuple[str, ...]]:
+    """The receipts of every rank, and what differs between replicas."""
     hashed: list[Hashed] = []
 
     def write() -> bytes:
@@ -181,7 +177,7 @@ def _write_together(
 
     everyone = [msgspec.msgpack.decode(payload, type=_Written) for payload in agree(channel, "writing", write)]
     differences = differing(channel, [one.replicas for one in everyone], hashed[0])
-    return [receipt for one in everyone for receipt in one.receipts], differences
+    return [one.receipts for one in everyone], differences
 
 
 def _without_aliases(roles: Roles, config: Mapping[str, Any]) -> LiveRoles:
@@ -254,34 +250,27 @@ def _write_tensors(staging: Path, file: PlannedFile, weights: Mapping[str, Any])
         return writer.close()
 
 
-def _finish(
+def _describe(
     staging: Path,
-    directory: Path,
-    model: ModelRecord | None,
-    written: list[FileReceipt],
+    receipts: list[FileReceipt],
+    model: ModelRecord,
     differences: Sequence[str],
     job: JobRecord,
-    channel: Channel,
-) -> bytes:
-    """On the coordinator: mapping, manifest, commit."""
-    if model is None:
-        return b""
-    receipts = [*written, write_file(staging / MAPPING_NAME, model.mapping, root=staging)]
-    manifest = Manifest(
+    world_size: int,
+) -> Manifest:
+    """On the coordinator: write the mapping; the manifest of everything."""
+    mapping = write_file(staging / MAPPING_NAME, model.mapping, root=staging)
+    return Manifest(
         written_by=f"paddleformers_fc {__version__}",
         step=job.step,
         consumed_samples=job.consumed_samples,
-        world_size=channel.world_size,
+        world_size=world_size,
         parallel=dict(job.parallel),
         family=model.family,
         aoa=dict(model.aoa),
-        files=sorted(receipts, key=lambda receipt: receipt.path),
+        files=sorted([*receipts, mapping], key=lambda receipt: receipt.path),
         differing_replicas=list(differences) or msgspec.UNSET,
     )
-    write_manifest(staging, manifest)
-    committed = commit(staging, directory)
-    set_aside = [str(path) for path in (*committed.kept, *committed.left)]
-    return msgspec.json.encode(_Finished(manifest, set_aside))
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:

@@ -1,23 +1,41 @@
 """A staging directory that all ranks of a job write into, and that is gone again if any of them fails.
 
-The coordinator makes it and tells the others where it is. Before that it deletes what crashed saves left beside the
-target, as far as nobody lives who needs it: a disk that is full of them must not stop the next save.
+The coordinator makes it beside the target. Ranks that do not see it have output directories on other disks; each of
+these gets a staging directory of its own, made by the lowest rank that sees it, its lead. Before that a lead deletes
+what crashed saves left beside the target, as far as nobody lives who needs it: a disk that is full of them must not
+stop the next save.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from paddleformers_fc.errors import StorageError
-from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.channel import Channel
+from paddleformers_fc.execute.disks import Disks, find_disks
 from paddleformers_fc.storage.commit import clean_unfinished, create_staging, discard
+from paddleformers_fc.storage.files import is_directory
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Where this rank writes.
+
+    Args:
+        path: the staging directory on this rank's disk.
+        disks: which ranks share one.
+    """
+
+    path: Path
+    disks: Disks
 
 
 @contextlib.contextmanager
-def staging_beside(target: Path, channel: Channel, before: Callable[[], None]) -> Iterator[Path]:
-    """A fresh staging directory for ``target``; discarded when the block raises.
+def staging_beside(target: Path, channel: Channel, before: Callable[[], None]) -> Iterator[Staged]:
+    """A fresh staging directory for ``target`` on every disk; discarded when the block raises.
 
     Args:
         target: what will be written.
@@ -26,22 +44,30 @@ def staging_beside(target: Path, channel: Channel, before: Callable[[], None]) -
     Raises:
         FlexError: the same on every rank.
     """
-
     made: list[Path] = []
 
-    def prepare() -> bytes:
-        if channel.rank != 0:
-            return b""
-        before()
+    def make() -> str:
+        if channel.rank == 0:
+            before()
         clean_unfinished(target.parent)
         made.append(create_staging(target))
-        return str(made[0]).encode()
+        return made[0].name
 
     try:
-        yield Path(agree(channel, f"preparing to write {target.name}", prepare)[0].decode())
+        disks = find_disks(
+            channel, f"preparing to write {target.name}", make, lambda name: is_directory(_named(target, name))
+        )
+        staging = _named(target, disks.token)
+        if made and made[0] != staging:
+            discard(made.pop())  # Another rank, on another host, was the first on this disk.
+        yield Staged(staging, disks)
     except BaseException:
         # What cannot be deleted now is recognisable and goes with the next save; the first error counts.
         for staging in made:
             with contextlib.suppress(StorageError):
                 discard(staging)
         raise
+
+
+def _named(target: Path, name: str) -> Path:
+    return target.with_name(name)

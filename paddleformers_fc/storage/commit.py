@@ -25,17 +25,19 @@ Other jobs may work in the same directory, even on the same step. Nothing is dec
 taken with one operation, and only then is it looked at what had it; a name that meanwhile is somebody else's is taken
 from that one in its turn. The last to commit has the name, each time whole.
 
-One process per save, the coordinator, calls the functions of this module; the other ranks only write files into the
-directory that :func:`create_staging` returned. If a save fails, the coordinator calls :func:`discard`.
+One process per save and disk, the coordinator, calls the functions of this module; the other ranks only write files
+into the directory that :func:`create_staging` returned. If a save fails, the coordinator calls :func:`discard`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from paddleformers_fc.errors import CheckpointError, StorageError
 from paddleformers_fc.storage.files import (
@@ -147,11 +149,30 @@ def commit(staging: Path, target: Path) -> Committed:
             renamed.
         StorageError: the operating system refused. ``target`` is the old or the new checkpoint, never a mixture.
     """
+    make_ready(staging, target)
+    return take_name(staging, target)
+
+
+def make_ready(staging: Path, target: Path, elsewhere: Collection[str] = ()) -> None:
+    """The part of :func:`commit` that may take long and may fail: see that all is there, and bring it to the device.
+
+    Args:
+        staging: as for :func:`commit`.
+        target: as for :func:`commit`.
+        elsewhere: listed files that are on other disks, where other ranks have written them.
+    """
     _check_pair(staging, target)
-    verify_files(staging, read_manifest(staging), "size")
+    manifest = read_manifest(staging)
+    here = [receipt for receipt in manifest.files if receipt.path not in elsewhere]
+    verify_files(staging, msgspec.structs.replace(manifest, files=here), "size")
     for directory in directories_within(staging):
         fsync_directory(directory)
-    displaced = _take_name(staging, target)
+
+
+def take_name(staging: Path, target: Path) -> Committed:
+    """The rest of :func:`commit`: the name, for a directory that is ready."""
+    _check_pair(staging, target)
+    displaced = _displacing(staging, target)
     _settle(target)
     old = [path for path in displaced if _is_finished(path)]
     kept = [_made_visible(path, target) for path in displaced if path not in old]
@@ -293,7 +314,7 @@ def _is_finished(directory: Path) -> bool:
     return True
 
 
-def _take_name(staging: Path, target: Path) -> list[Path]:
+def _displacing(staging: Path, target: Path) -> list[Path]:
     """Give a complete directory its name; where that is now which had the name before."""
     displaced: list[Path] = []
     for attempt in range(_ATTEMPTS):

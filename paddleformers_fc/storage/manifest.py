@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -46,6 +46,7 @@ __all__ = [
     "VERSION",
     "FileReceipt",
     "Manifest",
+    "candidates",
     "manifest_seal",
     "newest_checkpoint",
     "read_manifest",
@@ -242,7 +243,7 @@ def newest_checkpoint(output_dir: Path) -> tuple[Path | None, list[tuple[Path, s
             fault of the network would be worse than stopping.
     """
     skipped: list[tuple[Path, str]] = []
-    for candidate in _candidates(output_dir):
+    for candidate in candidates(path for path in list_directory(output_dir) if is_directory(path)):
         try:
             verify_files(candidate, read_manifest(candidate), "size")
         except CheckpointError as error:
@@ -252,14 +253,14 @@ def newest_checkpoint(output_dir: Path) -> tuple[Path | None, list[tuple[Path, s
     return None, skipped
 
 
-def _candidates(output_dir: Path) -> list[Path]:
-    """Highest step first; for one step the directory with the plain name first."""
+def candidates(directories: Iterable[Path]) -> list[Path]:
+    """Those that are named as checkpoints are, highest step first; of one step the plain name first."""
     ranked: list[tuple[int, int, str, Path]] = []
-    for path in list_directory(output_dir):
+    for path in directories:
         beside = parse_beside(path)
         aside = beside is not None and beside[1] == ASIDE
         step = parse_step(beside[0] if beside is not None and aside else path)
-        if step is not None and is_directory(path):
+        if step is not None:
             ranked.append((-step, int(aside), path.name, path))
     return [path for *_, path in sorted(ranked)]
 

@@ -29,7 +29,7 @@ import numpy as np
 from paddleformers.trainer import TrainerState
 from paddleformers.transformers.model_utils import clean_model_class_name, get_parameter_dtype, unwrap_model
 
-from paddleformers_fc.catalog.flex import CONFIG_NAME
+from paddleformers_fc.catalog.flex import CONFIG_NAME, FlexCheckpoint
 from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.storage.documents import read_document
@@ -148,19 +148,19 @@ class Progress:
     data: dict[str, Any]
 
 
-def read_progress(directory: Place, names: Iterable[str], channel: Channel) -> Progress:
-    """The Trainer's own state, read by the first rank and handed to all.
+def read_progress(checkpoint: FlexCheckpoint, channel: Channel) -> Progress:
+    """The Trainer's own state, read by one rank and handed to all.
 
     Args:
-        directory: ``checkpoint-N``.
-        names: the files that its manifest lists.
+        checkpoint: an opened checkpoint.
         channel: all ranks of the job; every rank must call.
 
     Raises:
         MismatchError: it was saved without optimizer and scheduler.
         FormatError: a document is damaged.
     """
-    listed = set(names)
+    directory = checkpoint.catalog.root
+    listed = {receipt.path for receipt in checkpoint.manifest.files}
 
     def work() -> bytes:
         missing = sorted({STATE, SCHEDULER, DATA} - listed)
@@ -171,15 +171,15 @@ def read_progress(directory: Place, names: Iterable[str], channel: Channel) -> P
                 evidence=[f"{name} is not in it" for name in missing],
                 next_step="Set ignore_load_lr_and_optim: true to start a new run from its weights, or use another one.",
             )
-        if channel.rank != 0:
-            return b""
-        wanted = [name for name in (STATE, SCHEDULER, DATA, SCALER) if name in listed]
-        raws = {name: read_document(directory / name, _MAX_BYTES) for name in wanted}
+        mine = [name for name in (STATE, SCHEDULER, DATA, SCALER) if checkpoint.catalog.reader(name) == channel.rank]
+        raws = {name: read_document(directory / name, _MAX_BYTES) for name in mine if name in listed}
         for name, raw in raws.items():
             codecs.decode_object(raw, str(directory / name))
         return json.dumps({name: raw.decode() for name, raw in raws.items()}).encode()
 
-    texts: dict[str, str] = json.loads(agree(channel, "reading the Trainer's own state", work)[0])
+    texts: dict[str, str] = {}
+    for payload in agree(channel, "reading the Trainer's own state", work):
+        texts.update(json.loads(payload))
     documents = {name: codecs.decode_object(text.encode(), str(directory / name)) for name, text in texts.items()}
     return Progress(
         state=_trainer_state(documents[STATE], directory / STATE),

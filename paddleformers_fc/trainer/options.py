@@ -270,8 +270,7 @@ CONFLICTS = (
     Conflict("optim", f"optimizers other than adamw are {_NOT_YET}", _is_not("adamw")),
     Conflict("tensorwise_offload_optimizer", f"offloaded optimizer states are {_NOT_YET}", _is_on),
     Conflict("using_sonic_moe", f"its interleaved expert weights are {_NOT_YET}", _is_on),
-    Conflict("save_on_each_node", f"checkpoints on disks of single nodes are {_NOT_YET}", _is_on),
-    Conflict("replicate_saved_into_local", f"checkpoints on disks of single nodes are {_NOT_YET}", _is_on),
+    Conflict("replicate_saved_into_local", f"copies of checkpoints on disks of single nodes are {_NOT_YET}", _is_on),
     Conflict("pdc_download_ckpt", f"fetching a checkpoint before resuming is {_NOT_YET}", _is_on),
 )
 """What is refused."""
@@ -279,6 +278,7 @@ CONFLICTS = (
 _OURS = "every process reads what it needs by itself"
 
 WITHOUT_EFFECT = (
+    Conflict("save_on_each_node", "the second has no effect, disks of single nodes are found out", _is_on),
     Conflict("flex_ckpt_comm_method", f"the second has no effect, {_OURS}", _given),
     Conflict("load_via_cpu", f"the second has no effect, {_OURS}", _is_not(True)),
     Conflict("ordered_save_group_size", "the second has no effect, processes write different files", _is_on),

@@ -1,8 +1,8 @@
 """Which checkpoint a run resumes from.
 
-One rank looks and all ranks take its answer, so that they never resume from different steps. A directory that is not a
-finished checkpoint is passed over with a warning that names it, if the newest one was asked for; if it was asked for by
-its name, it is an error.
+All ranks look, for they may have output directories on different disks, and all take the same step: the newest of which
+somebody sees every file. A directory that is not a finished checkpoint, or is one on some disks only, is passed over
+with a warning that names it, if the newest one was asked for; if it was asked for by its name, it is an error.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from paddleformers_fc.catalog.flex import MAPPING_NAME
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
-from paddleformers_fc.errors import NotACheckpoint
+from paddleformers_fc.errors import CheckpointError, NotACheckpoint
 from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.opening import check_together
 from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates
 from paddleformers_fc.storage.names import UNFINISHED, parse_beside, parse_step
 from paddleformers_fc.storage.places import Place
 
@@ -28,20 +31,51 @@ def newest(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> P
         output_dir: where the run saves.
         channel: all ranks of the job; every rank must call.
         warn: gets one line per directory that is passed over, on the first rank.
-
+    Returns:
+        of one and the same step on every rank, a path in this rank's output directory.
     Raises:
         StorageError: the operating system refused to look.
     """
+    for name in _names(output_dir, channel):
+        try:
+            check_together(output_dir / name, channel)
+        except CheckpointError as error:
+            if channel.rank == 0:
+                why = "; ".join([error.what, *error.evidence])
+                warn(f"{output_dir / name} cannot be resumed from and is passed over: {why}")
+        else:
+            return output_dir / name
+    return None
+
+
+def _names(output_dir: Path, channel: Channel) -> list[str]:
+    """The names under which any rank sees a checkpoint or what may be one, the newest first."""
+    first = _listed(output_dir, channel)
+    replaced = {rank for name, rank in first.items() if parse_beside(Path(name)) is not None}
+    if replaced:
+        agree(channel, "recovering checkpoints", lambda: _recovered(output_dir, channel.rank in replaced))
+        first = _listed(output_dir, channel)
+    return [path.name for path in candidates(output_dir / name for name in first)]
+
+
+def _listed(output_dir: Path, channel: Channel) -> dict[str, int]:
+    """The first rank that sees each candidate, by name."""
 
     def look() -> bytes:
-        recover(output_dir)
-        found, skipped = newest_checkpoint(output_dir)
-        for path, why in skipped:
-            warn(f"{path} cannot be resumed from and is passed over: {why}")
-        return str(found).encode() if found is not None else b""
+        found = candidates(path for path in list_directory(output_dir) if is_directory(path))
+        return msgspec.json.encode([path.name for path in found])
 
-    answer = _first_rank(channel, "looking for the newest checkpoint", look)
-    return Path(answer.decode()) if answer else None
+    first: dict[str, int] = {}
+    for rank, payload in enumerate(agree(channel, "looking for checkpoints", look)):
+        for name in msgspec.json.decode(payload, type=list[str]):
+            first.setdefault(name, rank)
+    return first
+
+
+def _recovered(output_dir: Path, mine: bool) -> bytes:
+    if mine:
+        recover(output_dir)
+    return b""
 
 
 def newest_or_refuse(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path:
@@ -61,17 +95,20 @@ def newest_or_refuse(output_dir: Path, channel: Channel, warn: Callable[[str], N
 
 
 def named(directory: Place, channel: Channel) -> Place:
-    """The checkpoint that a user named, if the first rank sees that it is one. Every rank must call.
+    """The checkpoint that a user named, if any rank sees that it is one. Every rank must call.
 
     Raises:
-        NotACheckpoint: it is none; the error says what it is instead.
+        NotACheckpoint: it is none; the error says what it is instead, as the first rank sees it.
     """
+    seen = agree(channel, f"looking for {directory.name}", lambda: b"yes" if exists(directory / MANIFEST_NAME) else b"")
 
-    def look() -> bytes:
-        refuse_no_checkpoint(directory)
+    def refuse() -> bytes:
+        if channel.rank == 0:
+            refuse_no_checkpoint(directory)
         return b""
 
-    _first_rank(channel, f"looking for {directory.name}", look)
+    if not any(seen):
+        agree(channel, f"looking for {directory.name}", refuse)
     return directory
 
 
@@ -118,7 +155,3 @@ def _checkpoints_in(directory: Place) -> list[str]:
         return []
     steps = {parse_step(path): path for path in list_directory(directory) if exists(path / MANIFEST_NAME)}
     return [steps[step].name for step in sorted(step for step in steps if step is not None)]
-
-
-def _first_rank(channel: Channel, doing: str, work: Callable[[], bytes]) -> bytes:
-    return agree(channel, doing, lambda: work() if channel.rank == 0 else b"")[0]

@@ -34,13 +34,13 @@ def superfluous(checkpoints: Sequence[Path], limit: int, kept: frozenset[Path]) 
     return free[: max(0, len(checkpoints) - max(limit, len(kept)))]
 
 
-def rotate(output_dir: Path, limit: int | None, best: Path | None, say: Callable[[str], None]) -> None:
+def rotate(output_dir: Path, limit: int | None, needed: Sequence[Path], say: Callable[[str], None]) -> None:
     """Delete the checkpoints of a run that are beyond its limit, and what crashed saves have left.
 
     Args:
         output_dir: where the run saves.
         limit: ``save_total_limit``; None deletes no checkpoint.
-        best: the best checkpoint so far, if one is tracked.
+        needed: checkpoints that stay in any case: the one just saved, and the best so far if one is tracked.
         say: gets one line per directory that is deleted.
 
     Raises:
@@ -53,7 +53,7 @@ def rotate(output_dir: Path, limit: int | None, best: Path | None, say: Callable
         return
     checkpoints = [path for path in numbered(output_dir, "checkpoint") if _is_finished(path)]
     newest, _ = newest_checkpoint(output_dir)
-    wanted = {path.resolve() for path in (newest, best) if path is not None}
+    wanted = {path.resolve() for path in (newest, *needed) if path is not None}
     kept = frozenset(path for path in checkpoints if path.resolve() in wanted)
     for path in superfluous(checkpoints, limit, kept):
         remove_checkpoint(path)

@@ -30,12 +30,14 @@ from paddleformers.utils.log import logger
 from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.export import save_weights
 from paddleformers_fc.execute.load import PLANS, load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_checkpoint, own_file
 from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.execute.rollcall import call_roll
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
+from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.plan.cache import PlanCache
@@ -66,6 +68,9 @@ class Run:
             which for a URL lacks its password.
         resumed_from: the checkpoint that was loaded; None in a run from the beginning.
         progress: the Trainer's state in that checkpoint; None unless it is to be continued.
+        generators: this process's random generators in that checkpoint, where it does not see the file.
+        saved: the last checkpoint that this run has saved.
+        disks: which processes share the disk that they save on; known after the first save.
         told_of_differences: whether the log says that replicas differ.
     """
 
@@ -73,6 +78,9 @@ class Run:
     chosen: Place | None = None
     resumed_from: Place | None = None
     progress: documents.Progress | None = None
+    generators: bytes | None = None
+    saved: Path | None = None
+    disks: Disks | None = None
     told_of_differences: bool = False
 
 
@@ -149,7 +157,7 @@ def train(
         NotACheckpoint: there is none, or what was named is none.
     """
     run = _run_of(trainer)
-    run.resumed_from = run.progress = None
+    run.resumed_from = run.progress = run.generators = None
     chosen = run.chosen = _chosen(trainer.args, resume_from_checkpoint)
     if chosen is None:
         _warn_of_another_run(trainer.args)
@@ -197,15 +205,15 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     _compare_options(args, channel, f"resuming from {directory.name}")
     checkpoint = open_checkpoint(directory, channel, args.flex_verify, args.flex_threads)
     continued = not args.ignore_load_lr_and_optim
-    names = [receipt.path for receipt in checkpoint.manifest.files]
-    progress = documents.read_progress(directory, names, channel) if continued else None
+    progress = documents.read_progress(checkpoint, channel) if continued else None
     if progress is not None:
         _refuse_unlike(trainer, progress, directory)
+    generators = own_file(checkpoint, channel, documents.rng_name) if continued else None
     roles = _agreed(channel, "preparing the optimizer", lambda: _roles_to_fill(trainer, checkpoint, continued))
     config = documents.model_config(trainer.model)
     options = _read_options(args)
     report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config, _plans(args))
-    run.resumed_from, run.progress = directory, progress
+    run.resumed_from, run.progress, run.generators = directory, progress, generators
     if progress is not None:
         _take_over(trainer, progress)
     loaded = CheckpointReport(checkpoint.manifest.step, directory, time.monotonic() - started, report.bytes_read)
@@ -335,9 +343,11 @@ def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None
     if checkpoint is None:
         return
     args = trainer.args
-    path = _meant(_run_of(trainer), checkpoint) / documents.rng_name(dist.get_rank())
-    restored = exists(path) and rng.restore(
-        read_document(path), str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
+    run = _run_of(trainer)
+    path = _meant(run, checkpoint) / documents.rng_name(dist.get_rank())
+    raw = read_document(path) if exists(path) else run.generators
+    restored = raw is not None and rng.restore(
+        raw, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
     )
     if not restored and args.should_log:
         logger.warning(
@@ -365,6 +375,7 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
     bound = parse_size(args.flex_max_file_size)
     config, checked = documents.model_config(trainer.model), args.flex_check_replicas
     report = save_checkpoint(directory, roles, config, files, job, channel, bound, checked)
+    _note_saved(_run_of(trainer), directory, report.disks, args)
     for path in report.set_aside:
         logger.warning(f"{path} was in the way of {directory} and is kept; delete it when nobody needs it.")
     _tell_of_differences(trainer, directory, report.differences)
@@ -389,6 +400,18 @@ def _tell_of_differences(trainer: Any, directory: Path, differences: tuple[str, 
             f"{directory} has one of the versions, and its flex_checkpoint.json lists what differs. This is said once "
             f"in a run; flex_check_replicas: refuse saves nothing then.{lines}"
         )
+
+
+def _note_saved(run: Run, directory: Path, disks: Disks, args: Any) -> None:
+    """Remember what rotation must know; say once that a checkpoint lies on several disks."""
+    known = run.disks is not None and run.disks.leads == disks.leads
+    if len(disks.of_leads) > 1 and not known and args.should_log:
+        shared = "; ".join(spelled(ranks) for ranks in disks.sharing().values())
+        logger.warning(
+            f"{args.output_dir} lies on {len(disks.of_leads)} disks, which are seen by: {shared}. Each gets a part of "
+            "every checkpoint; to resume, all parts must be seen, each by any rank."
+        )
+    run.saved, run.disks = directory, disks
 
 
 def _roles_to_save(trainer: Any) -> state.LiveRoles:
@@ -451,14 +474,15 @@ def sorted_checkpoints(
 
 @_when_active
 def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, output_dir: str | None = None) -> None:
-    """``Trainer._rotate_checkpoints``: on the first rank, and never the newest finished one."""
-    args = trainer.args
-    if dist.get_rank() != 0:
+    """``Trainer._rotate_checkpoints``: on the first rank of every disk, and never the newest finished one."""
+    args, run = trainer.args, _run_of(trainer)
+    if dist.get_rank() not in (run.disks.of_leads if run.disks is not None else (0,)):
         return
     best = trainer.state.best_model_checkpoint
     limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
     try:
-        rotation.rotate(Path(output_dir or args.output_dir), limit, None if best is None else Path(best), logger.info)
+        needed = [path for path in (run.saved, None if best is None else Path(best)) if path is not None]
+        rotation.rotate(Path(output_dir or args.output_dir), limit, needed, logger.info)
     except StorageError as error:
         # The checkpoint is saved; that an old one resists is no reason to end the run.
         logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")

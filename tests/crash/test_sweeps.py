@@ -31,7 +31,7 @@ class Usual:
 USUAL = [
     Usual("kills", 14, 5000),
     Usual("races", 5, 3000),
-    Usual("relays", 15, 3000),
+    Usual("relays", 15, 2500),
     Usual("refusals", 6, 5000),
     Usual("power", 40, 5000),
 ]

@@ -103,7 +103,7 @@ def resume_and_save(output_dir: Path, grid: str, step: int, generation: int, cha
 def rotate_alone(output_dir: Path, limit: int | None, channel: Channel) -> None:
     """What the ranks of a Trainer do after a save."""
     if channel.rank == 0:
-        rotate(output_dir, limit, None, _quiet)
+        rotate(output_dir, limit, (), _quiet)
 
 
 def whole(checkpoint: Path) -> int:

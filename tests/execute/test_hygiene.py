@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.errors import FlexError, StorageError
-from paddleformers_fc.execute import save as saving
+from paddleformers_fc.execute import finishing
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
@@ -152,7 +152,7 @@ def committing(place: Path) -> None:
         raise StorageError("The operating system refused to rename.")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "commit", refuse)
+        patch.setattr(finishing, "take_name", refuse)
         save(place / "checkpoint-4")
 
 

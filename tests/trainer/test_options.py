@@ -37,7 +37,6 @@ CONTRADICTIONS: dict[str, Any] = {
     "optim": "muon",
     "tensorwise_offload_optimizer": True,
     "using_sonic_moe": True,
-    "save_on_each_node": True,
     "replicate_saved_into_local": True,
     "pdc_download_ckpt": True,
 }

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.execute.channel import LocalChannel
+from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.trainer.resume import named, newest, newest_or_refuse
+from tests.execute.simulated import succeed
 from tests.trainer.test_rotation import make_checkpoint
-
-
-class Meeting:
-    """Two ranks in two threads that hand each other what they say."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=30)
-        self._said = [b"", b""]
-
-    def hand_over(self, rank: int, payload: bytes) -> list[bytes]:
-        self._said[rank] = payload
-        self._barrier.wait()
-        heard = list(self._said)
-        self._barrier.wait()
-        return heard
-
-
-@dataclass(frozen=True)
-class ThreadChannel:
-    """One rank's way to the other."""
-
-    rank: int
-    meeting: Meeting
-    world_size: int = 2
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        return self.meeting.hand_over(self.rank, payload)
 
 
 def test_the_newest_finished_one_is_taken(tmp_path: Path) -> None:
@@ -75,17 +48,61 @@ def test_a_missing_output_directory_holds_nothing(tmp_path: Path) -> None:
     assert newest(tmp_path / "absent", LocalChannel(), pytest.fail) is None
 
 
-def test_every_rank_takes_the_first_ranks_answer(tmp_path: Path) -> None:
-    seen = [tmp_path / "first", tmp_path / "second"]
-    for directory, step in zip(seen, (5, 9), strict=True):
+def together(outputs: list[Path], said: list[str]) -> list[Path | None]:
+    """What every rank takes, each with an output directory of its own; warnings are said."""
+    return succeed(len(outputs), lambda channel: newest(outputs[channel.rank], channel, said.append))
+
+
+def test_every_rank_takes_the_same_step_from_where_it_sees_it(tmp_path: Path) -> None:
+    outputs = [tmp_path / "first", tmp_path / "second"]
+    for directory, step in zip(outputs, (5, 9), strict=True):
         directory.mkdir()
         make_checkpoint(directory, step)
-    meeting = Meeting()
-    with ThreadPoolExecutor(2) as pool:
-        answers = list(
-            pool.map(lambda rank: newest(seen[rank], ThreadChannel(rank, meeting), pytest.fail), range(2), timeout=60)
-        )
-    assert answers == [seen[0] / "checkpoint-5"] * 2
+    assert together(outputs, []) == [output / "checkpoint-9" for output in outputs]
+
+
+def test_a_step_that_only_some_disks_hold_whole_is_passed_over_and_named(tmp_path: Path) -> None:
+    outputs = [tmp_path / "first", tmp_path / "second"]
+    for output in outputs:
+        output.mkdir()
+        make_checkpoint(output, 5)
+    newer = make_checkpoint(outputs[0], 9)
+    (newer / "config.json").unlink()
+    said: list[str] = []
+    assert together(outputs, said) == [output / "checkpoint-5" for output in outputs]
+    (warning,) = said
+    assert str(newer) in warning
+    assert "config.json is seen by no rank" in warning
+    assert "rank 1: no checkpoint of this name is there" in warning
+
+
+def test_a_step_that_was_replaced_on_some_disks_only_is_passed_over_and_named(tmp_path: Path) -> None:
+    outputs = [tmp_path / "first", tmp_path / "second", tmp_path / "second"]
+    for output in set(outputs):
+        output.mkdir()
+        make_checkpoint(output, 5)
+    make_checkpoint(outputs[0], 9)
+    write_manifest(outputs[0] / "checkpoint-9", replace(read_manifest(outputs[0] / "checkpoint-9"), world_size=3))
+    make_checkpoint(outputs[1], 9)
+    said: list[str] = []
+    assert together(outputs, said) == [output / "checkpoint-5" for output in outputs]
+    assert "different checkpoints under one name.; rank 0: step 9, 3 ranks" in said[0]
+    assert "ranks 1-2: step 9, 1 ranks" in said[0]
+
+
+def test_an_interrupted_replacement_is_finished_on_the_disk_that_has_it(tmp_path: Path) -> None:
+    outputs = [tmp_path / "first", tmp_path / "second", tmp_path / "second"]
+    for output in set(outputs):
+        output.mkdir()
+    make_checkpoint(outputs[1], 9).rename(outputs[1] / ".checkpoint-9.aside-0123456789ab")
+    assert together(outputs, []) == [output / "checkpoint-9" for output in outputs]
+    assert [path.name for path in outputs[1].iterdir()] == ["checkpoint-9"]
+
+
+def test_what_was_named_is_taken_where_any_rank_sees_it(tmp_path: Path) -> None:
+    finished = make_checkpoint(tmp_path, 2)
+    given = [tmp_path / "elsewhere" / "checkpoint-2", finished]
+    assert succeed(2, lambda channel: named(given[channel.rank], channel)) == given
 
 
 def test_what_was_named_and_is_no_checkpoint_is_called_what_it_is(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from paddleformers_fc.trainer.rotation import numbered, rotate, superfluous
 
 
 def make_checkpoint(output_dir: Path, step: int) -> Path:
-    """A finished checkpoint with one small file."""
+    """A finished checkpoint with the small files of every one."""
     directory = output_dir / f"checkpoint-{step}"
     directory.mkdir()
-    receipt = write_file(directory / "config.json", b"{}", root=directory)
+    receipts = [write_file(directory / name, b"{}", root=directory) for name in ("config.json", "mapping.json")]
     manifest = Manifest(
-        written_by="test", step=step, consumed_samples=0, world_size=1, parallel={}, family="", aoa={}, files=[receipt]
+        written_by="test", step=step, consumed_samples=0, world_size=1, parallel={}, family="", aoa={}, files=receipts
     )
     write_manifest(directory, manifest)
     return directory
@@ -44,7 +44,7 @@ def test_the_oldest_beyond_the_limit_go(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         make_checkpoint(tmp_path, step)
     said: list[str] = []
-    rotate(tmp_path, 2, None, said.append)
+    rotate(tmp_path, 2, (), said.append)
     assert left(tmp_path) == ["checkpoint-10", "checkpoint-4"]
     (line,) = said
     assert "checkpoint-2" in line
@@ -54,13 +54,13 @@ def test_the_oldest_beyond_the_limit_go(tmp_path: Path) -> None:
 def test_without_a_limit_nothing_goes(tmp_path: Path) -> None:
     for step in (2, 4):
         make_checkpoint(tmp_path, step)
-    rotate(tmp_path, None, None, quiet)
+    rotate(tmp_path, None, (), quiet)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     best, *_ = [make_checkpoint(tmp_path, step) for step in (2, 4, 6)]
-    rotate(tmp_path, 1, best, quiet)
+    rotate(tmp_path, 1, [best], quiet)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-6"]
 
 
@@ -68,7 +68,7 @@ def test_the_newest_whole_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
     make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 4)
     (make_checkpoint(tmp_path, 6) / "config.json").write_bytes(b"longer than it was")
-    rotate(tmp_path, 1, None, quiet)
+    rotate(tmp_path, 1, (), quiet)
     assert "checkpoint-4" in left(tmp_path)
 
 
@@ -76,14 +76,14 @@ def test_directories_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -
     (tmp_path / "checkpoint-1" / "model_state").mkdir(parents=True)
     for step in (2, 4):
         make_checkpoint(tmp_path, step)
-    rotate(tmp_path, 2, None, quiet)
+    rotate(tmp_path, 2, (), quiet)
     assert left(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
 
 
 def test_a_directory_that_a_running_save_writes_stays(tmp_path: Path) -> None:
     staging = create_staging(tmp_path / "checkpoint-4")
     make_checkpoint(tmp_path, 2)
-    rotate(tmp_path, 1, None, quiet)
+    rotate(tmp_path, 1, (), quiet)
     assert staging.is_dir()
 
 

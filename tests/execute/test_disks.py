@@ -1,0 +1,163 @@
+"""Which ranks share a disk, and saving onto several: between threads, each with a directory that is its disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from safetensors.numpy import load_file
+
+from paddleformers_fc.errors import FlexError, StorageError
+from paddleformers_fc.execute import export
+from paddleformers_fc.execute.disks import Disks, find_disks
+from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
+from paddleformers_fc.storage.manifest import read_manifest
+from tests.execute.simulated import CONFIG, canonical, job, live, succeed
+from tests.execute.test_opening import load
+
+ARRAYS = canonical()
+STEP = "checkpoint-3"
+
+
+def save(places: list[Path], tp: int, sharded: int = 1, arrays: Any = ARRAYS) -> list[SaveReport]:
+    """Save on ranks that write into one place each."""
+
+    def work(channel: Any) -> SaveReport:
+        files = {f"trainer/rng-{channel.rank:05d}.json": b"%d" % channel.rank}
+        if channel.rank == 0:
+            files |= {"config.json": config_bytes(CONFIG), "trainer/state.json": b"{}", "tokenizer/a.txt": b"hello"}
+        weights = live(arrays, tp, channel.rank, sharded=sharded)
+        return save_checkpoint(places[channel.rank] / STEP, weights, CONFIG, files, JobRecord(3, 24, {}), channel)
+
+    return succeed(len(places), work)
+
+
+def files_in(place: Path) -> set[str]:
+    return {path.relative_to(place / STEP).as_posix() for path in (place / STEP).rglob("*") if path.is_file()}
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+@settings(max_examples=30, deadline=None)
+def test_the_lead_of_a_disk_is_the_lowest_rank_that_sees_it(disks: list[int]) -> None:
+    put: dict[int, set[str]] = {disk: set() for disk in disks}
+
+    def work(channel: Any) -> Disks:
+        disk = put[disks[channel.rank]]
+
+        def put_down() -> str:
+            disk.add(f"token-{channel.rank}")
+            return f"token-{channel.rank}"
+
+        return find_disks(channel, "looking", put_down, lambda name: name in disk)
+
+    found = succeed(len(disks), work)
+    leads = tuple(disks.index(disk) for disk in disks)
+    assert [one.leads for one in found] == [leads] * len(disks)
+    assert [one.token for one in found] == [f"token-{lead}" for lead in leads]
+    assert found[0].sharing() == {
+        disks.index(disk): [rank for rank, other in enumerate(disks) if other == disk] for disk in dict.fromkeys(disks)
+    }
+
+
+def test_a_shared_disk_takes_one_agreement_more_than_none(tmp_path: Path) -> None:
+    def work(channel: Any) -> int:
+        find_disks(channel, "looking", lambda: "token", lambda name: True)
+        return int(channel.exchanges)
+
+    assert succeed(4, work) == [2] * 4
+
+
+@pytest.mark.parametrize(
+    ("leads", "tp", "sharded"),
+    [((0, 1), 2, 1), ((0, 1), 1, 2), ((0, 0, 2, 2), 2, 2), ((0, 1, 0, 1), 2, 2), ((0, 1, 2, 3), 2, 2)],
+)
+def test_every_disk_gets_the_files_of_its_ranks_and_all_that_is_small(
+    tmp_path: Path, leads: tuple[int, ...], tp: int, sharded: int
+) -> None:
+    places = [tmp_path / f"disk-{lead}" for lead in leads]
+    reports = save(places, tp, sharded)
+    assert {report.disks.leads for report in reports} == {leads}
+    manifests = [read_manifest(place / STEP) for place in places]
+    assert manifests == [reports[0].manifest] * len(places)
+    listed = {receipt.path for receipt in manifests[0].files}
+    small = {"config.json", "mapping.json", "trainer/state.json", "tokenizer/a.txt", "trainer/rng-00000.json"}
+    assert set().union(*map(files_in, places)) == listed | {"flex_checkpoint.json"}
+    for place in set(places):
+        own = [rank for rank, other in enumerate(places) if other == place]
+        theirs = {name for name in listed - small if int(name.split("-")[-1][:5]) in own}
+        assert files_in(place) == theirs | small | {"flex_checkpoint.json"}
+        assert [path.name for path in place.iterdir()] == [STEP]
+    load(places, tp, sharded)
+    load(places[::-1], 1, 1, "full")
+
+
+@pytest.mark.parametrize("leads", [(0, 0), (0, 1), (0, 1, 0, 3), (0, 1, 1, 1)])
+@pytest.mark.parametrize("max_shard_bytes", [4000, 10**9])
+def test_an_export_lies_whole_on_the_first_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: tuple[int, ...], max_shard_bytes: int
+) -> None:
+    monkeypatch.setattr(export, "_LEAST_ROOM", 3000)
+    places = [tmp_path / f"disk-{lead}" for lead in leads]
+
+    def work(channel: Any) -> None:
+        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        weights = live(ARRAYS, 2, channel.rank)["model_state"]
+        export.save_weights(weights, CONFIG, files, places[channel.rank] / "hf", max_shard_bytes, channel)
+
+    succeed(len(places), work)
+    assert [path.name for place in set(places) for path in place.iterdir()] == ["hf"]
+    loaded = {
+        name: array for path in (places[0] / "hf").glob("*.safetensors") for name, array in load_file(path).items()
+    }
+    assert loaded.keys() == ARRAYS.keys()
+    assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
+
+
+def test_an_export_takes_what_describes_the_model_from_whoever_sees_it(tmp_path: Path) -> None:
+    places = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    save(places, 2)
+    seen = [tmp_path / "new", *places]
+    succeed(
+        3, lambda channel: export.export_checkpoint(seen[channel.rank] / STEP, tmp_path / "hf", 10**9, channel, "full")
+    )
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "tokenizer", "model.safetensors"}
+    assert all(
+        np.array_equal(array, ARRAYS[key]) for key, array in load_file(tmp_path / "hf/model.safetensors").items()
+    )
+
+
+def test_a_disk_that_fails_leaves_no_disk_with_a_checkpoint(tmp_path: Path) -> None:
+    places = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    places[1].parent.mkdir(exist_ok=True)
+    places[1].write_text("no directory")
+
+    def work(channel: Any) -> None:
+        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        weights = live(ARRAYS, 2, channel.rank)
+        save_checkpoint(places[channel.rank] / STEP, weights, CONFIG, files, JobRecord(3, 24, {}), channel)
+
+    first, second = job(2, work)
+    assert isinstance(first, StorageError)
+    assert str(first) == str(second)
+    assert list(places[0].iterdir()) == []
+
+
+def test_saving_a_step_again_replaces_it_on_every_disk(tmp_path: Path) -> None:
+    places = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    save(places, 2, arrays=canonical(seed=1))
+    save(places, 1, 2)
+    load(places, 1, 2)
+    assert [[path.name for path in place.iterdir()] for place in places] == [[STEP]] * 2
+
+
+def test_a_crash_between_the_renames_of_two_disks_leaves_a_step_that_is_refused(tmp_path: Path) -> None:
+    places = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    save(places, 2)
+    (places[1] / STEP).rename(places[1] / ".checkpoint-3.unfinished-abc")
+    outcomes = job(2, lambda channel: open_checkpoint(places[channel.rank] / STEP, channel))
+    assert all(isinstance(outcome, FlexError) for outcome in outcomes)
+    assert "rank 1: no checkpoint of this name is there" in str(outcomes[0])

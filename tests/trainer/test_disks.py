@@ -1,0 +1,168 @@
+"""A run whose output directory lies on disks of single hosts: saving, resuming anywhere, and what a lost disk means."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.storage.manifest import read_manifest
+from tests.harness.tiny import DP2, SD2V2, SINGLE, TP2, TP2SD2V2, Layout
+from tests.trainer.test_trainer import SIX_STEPS
+
+JOBS = "tests.trainer.disk_jobs"
+
+
+def run(
+    ranks: ForkServer, job: str, layout: Layout, places: list[Path], resume: str | bool | None = None, **given: Any
+):
+    """A job on ranks that each start in a place; its result."""
+    for place in places:
+        place.mkdir(parents=True, exist_ok=True)
+    settings = {"layout": layout.to_json(), "output_dir": "out", "arguments": given, "places": list(map(str, places))}
+    return ranks.run(f"{JOBS}:{job}", layout.nproc, settings if resume is None else {**settings, "resume": resume})
+
+
+def disks(directory: Path, *numbers: int) -> list[Path]:
+    """The place of every rank."""
+    return [directory / f"disk-{number}" for number in numbers]
+
+
+def merged(places: list[Path], step: str, target: Path) -> Path:
+    """All parts of a checkpoint in one directory, as after copying them to shared storage."""
+    for place in places:
+        shutil.copytree(place / "out" / step, target / step, dirs_exist_ok=True)
+    return target / step
+
+
+class Saved:
+    """A run of six steps on two disks that saved at 3 and 6, and the losses of the same run on one."""
+
+    def __init__(self, directory: Path, losses: list[float]) -> None:
+        self.directory = directory
+        self.losses = losses
+
+    def copied(self, target: Path) -> Path:
+        """Disks to do something to."""
+        shutil.copytree(self.directory, target, dirs_exist_ok=True)
+        return target
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Data parallel on two ranks, each with a disk of its own."""
+    directory = tmp_path_factory.mktemp("disks")
+    result = run(ranks, "run", DP2, disks(directory, 0, 1), **SIX_STEPS)
+    shared = run(ranks, "run", DP2, disks(tmp_path_factory.mktemp("shared"), 0, 0), **SIX_STEPS)
+    assert result.values[0]["losses"] == shared.values[0]["losses"]
+    said = [line for line in result.logs[0].read_text().splitlines() if "lies on 2 disks" in line]
+    assert len(said) == 1
+    assert "rank 0; rank 1" in said[0]
+    assert "disks" not in shared.logs[0].read_text()
+    return Saved(directory, result.values[0]["losses"])
+
+
+def test_each_disk_has_its_part_under_one_manifest(saved: Saved) -> None:
+    first, second = (place / "out" for place in disks(saved.directory, 0, 1))
+    for step in ("checkpoint-3", "checkpoint-6"):
+        assert read_manifest(first / step) == read_manifest(second / step)
+        for number, disk in enumerate((first, second)):
+            assert all(f"rank-{number:05d}" in path.name for path in (disk / step).rglob("*.safetensors"))
+            assert (disk / step / "trainer/state.json").exists()
+    assert sorted(path.name for path in second.iterdir() if "checkpoint" in path.name) == [
+        "checkpoint-3",
+        "checkpoint-6",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "numbers"),
+    [
+        (DP2, (0, 1)),
+        (DP2, (1, 0)),
+        (TP2, (0, 1)),
+        (SD2V2, (1, 0)),
+        (TP2SD2V2, (0, 0, 1, 1)),
+        (TP2SD2V2, (2, 1, 0, 3)),
+    ],
+    ids=["same", "swapped", "tp2", "sd2", "four", "with-new-hosts"],
+)
+@pytest.mark.parametrize("way", ["each", "once"])
+def test_a_run_goes_on_wherever_all_disks_are_seen(
+    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout, numbers: tuple[int, ...], way: str
+) -> None:
+    saved.copied(tmp_path)
+    places = disks(tmp_path, *numbers)
+    result = run(ranks, "run", layout, places, "out/checkpoint-3", **SIX_STEPS, flex_read=way)
+    assert result.values[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-6)
+    manifests = [read_manifest(place / "out/checkpoint-6") for place in places]
+    assert manifests == [manifests[0]] * len(places)
+    assert manifests[0].world_size == layout.nproc
+
+
+@pytest.mark.parametrize("layout", [DP2, TP2], ids=lambda layout: layout.name)
+def test_what_is_loaded_from_two_disks_is_bitwise_what_was_saved(
+    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
+) -> None:
+    expected = list(canonical_digests(merged(disks(saved.directory, 0, 1), "checkpoint-3", tmp_path / "before")))
+    places = disks(saved.copied(tmp_path / "copy"), 1, 0)
+    run(ranks, "resume_and_save_again", layout, places, "out/checkpoint-3", max_steps=3)
+    assert list(canonical_digests(merged(places, "checkpoint-3", tmp_path / "after"))) == expected
+
+
+def test_random_generators_find_their_process_on_another_disk(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+    whole = run(ranks, "draw_after_resume", DP2, disks(tmp_path / "whole", 0, 1), max_steps=4).values
+    saved.copied(tmp_path)
+    for numbers in ((0, 1), (1, 0)):
+        result = run(ranks, "draw_after_resume", DP2, disks(tmp_path, *numbers), "out/checkpoint-3", max_steps=4)
+        assert result.values == whole
+        assert not any("Random generators start anew" in log.read_text() for log in result.logs)
+
+
+def test_a_step_that_one_disk_did_not_commit_is_passed_over_by_all(
+    ranks: ForkServer, saved: Saved, tmp_path: Path
+) -> None:
+    places = disks(saved.copied(tmp_path), 0, 1)
+    (places[1] / "out/checkpoint-6").rename(places[1] / "out/.checkpoint-6.unfinished-0123456789ab")
+    result = run(ranks, "run", DP2, places, True, **SIX_STEPS)
+    assert result.values[0]["losses"] == saved.losses[3:]
+    (warning,) = [line for line in result.logs[0].read_text().splitlines() if "is passed over" in line]
+    assert "out/checkpoint-6" in warning
+    assert "rank-00001.safetensors is seen by no rank" in warning
+    assert "rank 1: no checkpoint of this name is there" in warning
+
+
+def test_a_lost_disk_is_an_error_that_names_files_and_ranks(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+    saved.copied(tmp_path)
+    result = run(ranks, "refused", DP2, disks(tmp_path, 0, 7), "out/checkpoint-3", **SIX_STEPS)
+    assert result.values[0] == result.values[1]
+    found = result.values[0]
+    assert found["error"] == "Corrupt"
+    assert "model_state/rank-00001.safetensors is seen by no rank" in found["text"]
+    assert "rank 1: no checkpoint of this name is there" in found["text"]
+    assert not found["changed"]
+    alone = run(ranks, "refused", SINGLE, disks(tmp_path, 0), "out/checkpoint-3", **SIX_STEPS).values[0]
+    assert "model_state/rank-00001.safetensors is missing" in alone["text"]
+
+
+def test_old_checkpoints_are_deleted_on_every_disk(ranks: ForkServer, tmp_path: Path) -> None:
+    places = disks(tmp_path, 0, 1)
+    run(ranks, "run", DP2, places, max_steps=3, save_steps=1, save_total_limit=2)
+    for place in places:
+        assert sorted(path.name for path in (place / "out").glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_an_export_is_whole_on_the_first_disk(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+    places = disks(saved.copied(tmp_path), 0, 1)
+    first, second = run(ranks, "export", TP2, places, "out/checkpoint-6", **SIX_STEPS).values
+    assert {"config.json", "model.safetensors"} <= set(first)
+    assert not second
+    whole = merged(places, "checkpoint-6", tmp_path / "whole")
+    expected = export_checkpoint(whole, tmp_path / "expected").files["model.safetensors"].digest
+    assert xxhash.xxh3_128_hexdigest((places[0] / "exported/model.safetensors").read_bytes()) == expected
