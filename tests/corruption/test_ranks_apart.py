@@ -1,0 +1,108 @@
+"""Ranks that are not alike: another checkpoint under the same name, and replicas that have gone apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.storage.manifest import read_manifest
+from tests.corruption.guarantees import Observed, fault
+from tests.harness.tiny import DP2, Layout
+
+APART = Layout("tp2ep2", nproc=2, tp=2, ep=2)
+
+
+def train(
+    layout: Mapping[str, Any],
+    output_dir: str,
+    arguments: Mapping[str, Any],
+    directories: Sequence[str] = (),
+    ours: bool = False,
+    model_type: str = "llama",
+) -> dict[str, Any]:
+    """Train with the stock Trainer or with ours, and resume ``checkpoint-3`` where directories are given.
+
+    Args:
+        directories: where each rank looks for it, by rank.
+    """
+    from tests.harness import tiny
+    from tests.trainer.jobs import flex_trainer, weights_of
+
+    if directories:
+        os.chdir(directories[int(os.environ["PADDLE_TRAINER_ID"])])
+    if ours:
+        trainer = flex_trainer(layout, output_dir, arguments, model_type)
+    else:
+        args = tiny.training_arguments(layout, output_dir, **arguments)
+        trainer = tiny.trainer(tiny.build(model_type, layout, args), args)
+    before = _digests(weights_of(trainer.model))
+    try:
+        trainer.train(resume_from_checkpoint="checkpoint-3" if directories else None)
+    except Exception as error:
+        changed = _digests(weights_of(trainer.model)) != before
+        return {"error": type(error).__name__, "text": str(error), "changed": changed}
+    return {"step": trainer.state.global_step, "weights": _digests(weights_of(trainer.model))}
+
+
+def _digests(weights: Mapping[str, str]) -> dict[str, str]:
+    return {name: hashlib.md5(json.dumps(bits).encode()).hexdigest() for name, bits in weights.items()}
+
+
+def run(ranks: ForkServer, layout: Layout, output_dir: Path, **settings: Any) -> list[dict[str, Any]]:
+    """What every rank returned."""
+    given = {"layout": layout.to_json(), "output_dir": str(output_dir), **settings}
+    return list(ranks.run(f"{__name__}:train", layout.nproc, given).values)
+
+
+@fault("T17", "one of two data-parallel ranks finds another run's checkpoint under the same name")
+def test_t17_another_checkpoint_under_the_same_name_is_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
+    found = {}
+    for ours in (False, True):
+        places = [tmp_path / f"{ours}-{rank}" for rank in range(2)]
+        for place, rate in zip(places, (1e-3, 1e-2), strict=True):
+            run(ranks, DP2, place, arguments={"max_steps": 3, "save_steps": 3, "learning_rate": rate}, ours=ours)
+        given = {"arguments": {"max_steps": 4}, "directories": list(map(str, places)), "ours": ours}
+        found[ours] = run(ranks, DP2, tmp_path / "out", **given)
+    one, other = found[False]
+    assert one["step"] == other["step"] == 4
+    differing = sum(one["weights"][name] != other["weights"][name] for name in one["weights"])
+    assert differing > len(one["weights"]) // 2
+
+    first, second = found[True]
+    assert first == second
+    assert (first["error"], first["changed"]) == ("Corrupt", False)
+    assert "rank 0: step 3" in first["text"]
+    assert "rank 1: step 3" in first["text"]
+    return Observed(
+        "training goes on, and the two ranks have different weights; no error",
+        "refused on every rank: `Corrupt`, with the checkpoints and the ranks that see them; nothing changed",
+    )
+
+
+@fault("T18", "ranks hold different numbers of the same weight, as clipping under tp2 with ep2 leaves them")
+def test_t18_replicas_that_differ_are_told(ranks: ForkServer, tmp_path: Path) -> Observed:
+    arguments = {"max_steps": 1, "save_steps": 1, "max_grad_norm": 0.01}
+    given = {"arguments": arguments, "model_type": "ernie4_5_moe"}
+    one, other = run(ranks, APART, tmp_path / "stock", **given)
+    name = "model.norm.weight"
+    assert one["weights"][name] != other["weights"][name]
+    assert (tmp_path / "stock/checkpoint-1").is_dir()
+
+    run(ranks, APART, tmp_path / "ours", **given, ours=True)
+    lines = read_manifest(tmp_path / "ours/checkpoint-1").differing_replicas
+    assert isinstance(lines, list)
+    (line,) = [line for line in lines if line.startswith(f"model_state {name} ")]
+    refusing = {**given, "arguments": {**arguments, "flex_check_replicas": "refuse"}}
+    refused = run(ranks, APART, tmp_path / "refused", **refusing, ours=True)
+    assert [outcome["error"] for outcome in refused] == ["MismatchError"] * 2
+    assert line in refused[0]["text"]
+    assert not list((tmp_path / "refused").glob("*checkpoint*"))
+    return Observed(
+        "one of them is saved; no error",
+        f"said once in the log and in the checkpoint: “{line}”; refused under `flex_check_replicas: refuse`",
+    )
