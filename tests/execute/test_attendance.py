@@ -111,6 +111,18 @@ def test_a_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
     assert str(late) == str(first)
 
 
+def test_the_least_patient_rank_gives_up_for_all() -> None:
+    board = Counters()
+
+    def work(channel: ThreadChannel) -> Any:
+        return None if channel.rank == 2 else attended(channel, board, (0.4, 10_000.0)[channel.rank]).exchange(b"")
+
+    first, second, _ = job(3, work)
+    assert isinstance(first, PeerError)
+    assert str(first) == str(second)
+    assert "rank 2 did not come" in str(first)
+
+
 def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
     class LastMoment(Counters):
         """The second rank comes just before the first one's giving up is counted."""
