@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -193,10 +195,22 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(name: str, place: Pa
         (place / MANIFEST_NAME).write_bytes(original)
 
 
+@pytest.mark.parametrize(("field", "value"), [("shape", [1 << 60]), ("dtype", "float16")])
+def test_rules_that_know_a_tensor_as_another_than_its_file_are_refused(place: Path, field: str, value: Any) -> None:
+    path = place / "mapping.json"
+    original = path.read_bytes()
+    document = json.loads(original)
+    document["targets"]["model.norm.weight"][field] = value
+    path.write_bytes(json.dumps(document).encode())
+    try:
+        with pytest.raises(Corrupt, match=r"model\.norm\.weight: stored as float32 \[16\], the rules know it as"):
+            open_flex(place, "off")
+    finally:
+        path.write_bytes(original)
+
+
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_an_index_cannot_name_a_file_outside_its_directory(name: str, tmp_path: Path) -> None:
-    import json
-
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(FormatError, match="outside its directory"):
         open_huggingface(tmp_path)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint
 from paddleformers_fc.mapping.aoa import AoaTensor
+from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan import plan_reads, resume_source
-from paddleformers_fc.plan.cache import PlanCache, PlanKey, Planned, encode_plan, plan_key
+from paddleformers_fc.plan.cache import PlanCache, PlanKey, Planned, encode_plan, fits, plan_key
+from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.storage.receipts import FileReceipt
 from tests.plan.stored import checkpoint_of
@@ -174,3 +179,64 @@ def test_what_a_family_declares_is_part_of_the_key(
     monkeypatch.undo()
     monkeypatch.setattr(cache, "__version__", "0.0.0")
     assert plan_key(stored, model.config, model.roles(0)).version == "0.0.0"
+
+
+def _moved(box: Box, by: int) -> Box:
+    return Box(tuple(low + by for low in box.lo), tuple(high + by for high in box.hi))
+
+
+Forge = Callable[[ReadItem], ReadItem]
+FORGED: dict[str, Forge] = {
+    "a box outside what is stored": lambda item: structs.replace(
+        item, stored=structs.replace(item.stored, part=_moved(item.stored.part, 1_000_000))
+    ),
+    "a box before what is stored": lambda item: structs.replace(
+        item, stored=structs.replace(item.stored, part=_moved(item.stored.part, -1))
+    ),
+    "a box outside what is wanted": lambda item: structs.replace(item, part=_moved(item.part, 1_000_000)),
+    "a fragment before the buffer": lambda item: structs.replace(item, start=-1),
+    "a place before the file": lambda item: structs.replace(item, stored=structs.replace(item.stored, begin=-1)),
+    "an axis twice": lambda item: structs.replace(item, axes=(0,) * len(item.axes)),
+    "another element type": lambda item: structs.replace(item, stored=structs.replace(item.stored, dtype="object")),
+}
+OTHER: dict[str, Forge] = {
+    "a file outside": lambda item: structs.replace(item, stored=structs.replace(item.stored, file="../secret")),
+    "a file by its whole path": lambda item: structs.replace(
+        item, stored=structs.replace(item.stored, file="/dev/zero")
+    ),
+    "a shard that nobody wants": lambda item: structs.replace(item, name="unheard of"),
+    "a role that nobody wants": lambda item: structs.replace(item, role="unheard of"),
+    "a fragment behind the buffer": lambda item: structs.replace(item, start=1_000_000_000),
+}
+
+
+def forged(planned: Planned, change: Forge) -> Planned:
+    first = next(item for item in planned.plan.items if len(item.shape) == 2)
+    items = tuple(change(item) if item is first else item for item in planned.plan.items)
+    return replace(planned, plan=replace(planned.plan, items=items))
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_file_that_reads_or_fills_outside_of_boxes_is_as_good_as_none(
+    tmp_path: Path, stored: FlexCheckpoint, model: SimulatedModel, name: str
+) -> None:
+    key, planned = made(stored, model)
+    PlanCache(tmp_path).keep(key, forged(planned, FORGED[name]))
+    assert PlanCache(tmp_path).find(key) is None
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_plan_of_other_files_or_shards_does_not_fit(stored: FlexCheckpoint, model: SimulatedModel, name: str) -> None:
+    _, planned = made(stored, model)
+    assert fits(planned, model.roles(0), stored.files)
+    assert not fits(forged(planned, OTHER[name]), model.roles(0), stored.files)
+
+
+def test_a_plan_that_leaves_elements_of_a_shard_unread_does_not_fit(
+    stored: FlexCheckpoint, model: SimulatedModel
+) -> None:
+    _, planned = made(stored, model)
+    counts = Counter((item.role, item.name) for item in planned.plan.items)
+    left = next(item for item in planned.plan.items if counts[item.role, item.name] > 1)
+    items = tuple(item for item in planned.plan.items if item is not left)
+    assert not fits(replace(planned, plan=replace(planned.plan, items=items)), model.roles(0), stored.files)
