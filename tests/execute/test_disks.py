@@ -10,12 +10,18 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
-from paddleformers_fc.errors import FlexError, StorageError
-from paddleformers_fc.execute import export
+from paddleformers_fc.errors import FlexError, MismatchError, StorageError
+from paddleformers_fc.execute import export, rehearse
 from paddleformers_fc.execute.disks import Disks, find_disks
+from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
+from paddleformers_fc.families import family_for
+from paddleformers_fc.layout import Shard
+from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.manifest import read_manifest
+from paddleformers_fc.storage.safetensors import read_header
 from tests.execute.simulated import CONFIG, canonical, job, live, succeed
 from tests.execute.test_opening import load
 
@@ -61,6 +67,11 @@ def test_the_lead_of_a_disk_is_the_lowest_rank_that_sees_it(disks: list[int]) ->
     assert found[0].sharing() == {
         disks.index(disk): [rank for rank, other in enumerate(disks) if other == disk] for disk in dict.fromkeys(disks)
     }
+
+
+def test_a_rank_that_does_not_even_see_its_own_is_a_disk_of_its_own() -> None:
+    found = succeed(3, lambda channel: find_disks(channel, "looking", lambda: "token", lambda name: False))
+    assert [one.leads for one in found] == [(0, 1, 2)] * 3
 
 
 def test_a_shared_disk_takes_one_agreement_more_than_none(tmp_path: Path) -> None:
@@ -161,3 +172,67 @@ def test_a_crash_between_the_renames_of_two_disks_leaves_a_step_that_is_refused(
     outcomes = job(2, lambda channel: open_checkpoint(places[channel.rank] / STEP, channel))
     assert all(isinstance(outcome, FlexError) for outcome in outcomes)
     assert "rank 1: no checkpoint of this name is there" in str(outcomes[0])
+
+
+EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
+TIED = {**rehearse.QWEN3_MOE, "tie_word_embeddings": True}
+
+
+def tied_value(role: str, shard: Shard) -> Any:
+    """A tensor's numbers; the same under both names of a tied one."""
+    name = shard.name.replace(LM_HEAD, EMBEDDING)
+    return rehearse.value_of(role, Shard(name, shard.dtype, shard.global_shape, shard.box, shard.flat))
+
+
+def tied(places: list[Path], grid: str, load_only: bool = False) -> list[Any]:
+    """Save a tied model over a grid, each rank to its place, or load it there and compare; what every rank did."""
+    model = declared_model(family_for(TIED), TIED, parse_grid(grid), "float32")
+
+    def work(channel: Any) -> int:
+        expected = rehearse.filled(model.roles(channel.rank), tied_value)
+        directory = places[channel.rank] / STEP
+        if not load_only:
+            files = {"config.json": config_bytes(TIED)} if channel.rank == 0 else {}
+            save_checkpoint(directory, expected, TIED, files, JobRecord(3, 24, {}), channel)
+            return 0
+        zeros = rehearse.filled(model.roles(channel.rank), lambda role, shard: 0 * tied_value(role, shard))
+        report = load_checkpoint(open_checkpoint(directory, channel), zeros, TIED, channel)
+        for role, names in expected.items():
+            for name, weight in names.items():
+                assert np.array_equal(zeros[role][name].local_tensor.array, weight.local_tensor.array), name
+        return report.bytes_received
+
+    return job(len(places), work)
+
+
+def alias_file(places: list[Path]) -> Path:
+    """The file in which a tied weight lies under its second name."""
+    (found,) = [
+        path
+        for place in places
+        for path in (place / STEP / "model_state").iterdir()
+        if LM_HEAD in read_header(path).tensors
+    ]
+    return found
+
+
+def test_tied_weights_on_different_disks_are_compared_and_loaded(tmp_path: Path) -> None:
+    places = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    assert tied(places, "pp=2") == [0, 0]
+    assert alias_file(places).is_relative_to(places[1])
+    assert all(received > 0 for received in tied(places[::-1], "pp=2", load_only=True))
+
+
+def test_tied_weights_that_differ_between_disks_are_refused_on_every_rank(tmp_path: Path) -> None:
+    places = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    tied(places, "pp=2")
+    victim = alias_file(places)
+    entry = read_header(victim).tensors[LM_HEAD]
+    data = bytearray(victim.read_bytes())
+    data[entry.begin] ^= 1
+    victim.write_bytes(data)
+    first, second = tied(places, "pp=2", load_only=True)
+    for error in (first, second):
+        assert isinstance(error, MismatchError)
+        assert f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000" in str(error)
+        assert "moment" not in str(error)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paddleformers_fc.errors import FlexError, OptionError
+from paddleformers_fc.catalog import FlexCheckpoint
+from paddleformers_fc.errors import Corrupt, FlexError, OptionError
 from paddleformers_fc.execute.exchange import Storage, read_together
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights
@@ -17,7 +19,7 @@ from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.layout.live import describe_roles
-from paddleformers_fc.plan import plan_reads, resume_source
+from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
 from tests.execute.simulated import CONFIG, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 
@@ -94,16 +96,20 @@ def test_ranks_that_read_for_themselves_say_nothing_between_the_preflight_and_th
     assert succeed(2, work) == [(4, 0)] * 2
 
 
+def plan_of(checkpoint: FlexCheckpoint, roles: Roles) -> LoadPlan:
+    """The plan of a rank that loads everything it holds."""
+    shards = describe_roles(roles)
+    source, _ = resume_source(checkpoint, model_rules(CONFIG, shards["model_state"]))
+    return plan_reads(source, shards)
+
+
 @pytest.mark.parametrize("limit", [64, 1000, 10**6])
 def test_no_rank_sends_or_gets_more_in_a_round_than_it_may(tmp_path: Path, limit: int) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, 2, 1)
 
     def work(channel: Any) -> tuple[int, int]:
         roles = live(ARRAYS, 1, channel.rank, empty=True)
-        checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel)
-        shards = describe_roles(roles)
-        source, _ = resume_source(checkpoint, model_rules(CONFIG, shards["model_state"]))
-        plan = plan_reads(source, shards)
+        plan = plan_of(open_checkpoint(tmp_path / "checkpoint-3", channel), roles)
         before = channel.exchanges
         read_together(plan, Storage(tmp_path / "checkpoint-3"), slots_of(roles), channel, ONCE, limit)
         assert same_values(live(ARRAYS, 1, channel.rank), roles)
@@ -135,6 +141,33 @@ def test_a_read_that_fails_on_one_rank_fails_on_all_with_its_error(tmp_path: Pat
     assert isinstance(outcomes[0], FlexError)
     assert len({str(outcome) for outcome in outcomes}) == 1
     assert "model_state/rank-00002.safetensors" in str(outcomes[0])
+
+
+def test_a_rank_that_fails_in_the_midst_stops_all_after_the_same_round(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+    shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "half/checkpoint-3")
+    victim = tmp_path / "half/checkpoint-3/optimizer_state/rank-00000.safetensors"
+    os.truncate(victim, victim.stat().st_size // 2)
+    exchanges: dict[int, int] = {}
+
+    def read(channel: Any, place: Path) -> None:
+        roles = live(ARRAYS, 1, channel.rank, empty=True)
+        plan = plan_of(open_checkpoint(tmp_path / "checkpoint-3", channel), roles)
+        before = channel.exchanges
+        try:
+            read_together(plan, Storage(place / "checkpoint-3"), slots_of(roles), channel, ONCE, 1000)
+        finally:
+            exchanges[channel.rank] = channel.exchanges - before
+
+    succeed(3, lambda channel: read(channel, tmp_path))
+    (whole,) = set(exchanges.values())
+    # On the storage of one rank a file is shorter than it was when it was planned.
+    outcomes = job(3, lambda channel: read(channel, tmp_path / "half" if channel.rank == 2 else tmp_path))
+    (stopped,) = set(exchanges.values())
+    assert all(isinstance(outcome, Corrupt) for outcome in outcomes)
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    assert "rank 2" in str(outcomes[0])
+    assert 10 < stopped < whole - 10
 
 
 def test_ranks_that_do_not_read_in_the_same_way_are_refused_on_every_rank(tmp_path: Path) -> None:
