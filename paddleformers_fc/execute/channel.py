@@ -5,8 +5,8 @@ A :class:`Channel` has two operations. In ``exchange`` every rank gives bytes an
 runs a piece of work on every rank and lets them all go on, or lets all raise the same error; no rank is left waiting in
 a collective for one that failed. :func:`spread` gives one rank's bytes to some others.
 
-Cost of one exchange: two all-gathers, of the lengths and of the padded payloads. What is passed on is an all-to-all of
-just the bytes.
+Cost of one exchange: an all-gather of a short frame, in which most of what ranks say has room, and a second one of the
+padded payloads where some rank says more. What is passed on is an all-to-all of just the bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from paddleformers_fc.execute.told import spelled, told_apart
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """Bytes on their way, one-dimensional."""
+
+
+_LENGTH_BYTES = 8
+_FRAME_ROOM = 1016
 
 
 class Channel(Protocol):
@@ -86,11 +90,15 @@ class PaddleChannel:
         self.world_size = int(dist.get_world_size())
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by two all-gathers of integers."""
-        lengths = [int(row[0]) for row in self._all_gather(np.array([len(payload)], np.int64))]
-        padded = np.zeros(max(*lengths, 1), np.uint8)
-        padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-        rows = self._all_gather(padded)
+        """Every rank's payload, by one or two all-gathers of bytes."""
+        length = len(payload).to_bytes(_LENGTH_BYTES, "little")
+        frames = self._all_gather(_padded(length + payload[:_FRAME_ROOM], _LENGTH_BYTES + _FRAME_ROOM))
+        lengths = [int.from_bytes(frame[:_LENGTH_BYTES].tobytes(), "little") for frame in frames]
+        longest = max(lengths)
+        if longest <= _FRAME_ROOM:
+            rows = [frame[_LENGTH_BYTES:] for frame in frames]
+        else:
+            rows = self._all_gather(_padded(payload, longest))
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def pass_on(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
@@ -123,6 +131,12 @@ class PaddleChannel:
         gathered: list[Any] = []
         dist.all_gather(gathered, paddle.to_tensor(array))
         return [tensor.numpy() for tensor in gathered]
+
+
+def _padded(data: bytes, size: int) -> Bytes:
+    padded = np.zeros(size, np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    return padded
 
 
 def job_channel() -> Channel:

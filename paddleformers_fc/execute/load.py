@@ -86,11 +86,19 @@ class _Tensor(msgspec.Struct):
 
 
 class _Verdict(msgspec.Struct):
-    """One rank's preflight on its way to the others. ``touched``: per role a bitmap over the sorted stored names."""
+    """One rank's preflight on its way to the others.
+
+    Args:
+        report: what does not fit.
+        touched: per role a bitmap over the sorted stored names: which of them this rank reads.
+        once: whether it wants to read together with others what several want.
+        compares: whether it has stored tensors to compare first.
+    """
 
     report: str
     touched: dict[str, str]
     once: bool
+    compares: bool
 
 
 def load_checkpoint(
@@ -222,9 +230,9 @@ def _load(
     def prepare() -> bytes:
         done.append(preflight())
         slots.update(slots_of(roles))
-        return msgspec.json.encode(
-            _Verdict(done[0].report.to_wire(), _bitmaps(catalog, done[0].plan, roles), options.once)
-        )
+        plan, report = done[0].plan, done[0].report
+        verdict = _Verdict(report.to_wire(), _bitmaps(catalog, plan, roles), options.once, bool(plan.checks))
+        return msgspec.json.encode(verdict)
 
     verdicts = [msgspec.json.decode(payload, type=_Verdict) for payload in agree(channel, "planning", prepare)]
     _refuse_different_ways(verdicts)
@@ -238,7 +246,8 @@ def _load(
     dropped = tuple(name for _, name in untouched)
     checked = check(plan)
     storage = Storage(catalog.root, catalog.identities, catalog.seen_by)
-    compare_together(plan.checks, storage, channel, options)
+    if any(verdict.compares for verdict in verdicts):
+        compare_together(plan.checks, storage, channel, options)
     traffic = read_together(plan, storage, slots, channel, options)
     filled = {(item.role, item.name) for item in plan.items}
     fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)

@@ -98,8 +98,9 @@ def family_for(config: Mapping[str, Any]) -> Family:
 def is_known(config: Mapping[str, Any]) -> bool:
     """Whether some family declares this configuration's ``model_type``; nothing is loaded or proved."""
     model_type = str(config.get("model_type"))
-    declared = any(entry.name == model_type for entry in entry_points(group=GROUP))
-    return model_type in _registered or model_type in _OWN or declared
+    if model_type in _registered or model_type in _OWN:
+        return True
+    return any(entry.name == model_type for entry in entry_points(group=GROUP))
 
 
 def register(family: Family) -> None:
