@@ -16,7 +16,7 @@ unexport PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test matrix lint guarantees soak bench-mapping derive-table format install clean
+.PHONY: help demo test matrix lint guarantees soak bench bench-mapping derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
@@ -25,6 +25,7 @@ help:
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
 	@echo "make soak     10,000 random mutations, 36,000 hostile documents, every instant at which a save can meet an accident"
+	@echo "make bench    saving, loading and exporting, beside a raw copy and other systems: docs/performance.md"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
 	@echo "make derive-table  how far mappings are derived where no family declares them"
 	@echo "make format   let ruff format the sources"
@@ -59,6 +60,10 @@ soak: $(STAMP)
 	@FLEX_MUTATIONS=10000 $(BIN)/python -m pytest -q -s tests/corruption/test_mutations.py
 	@FLEX_ALL_INSTANTS=1 $(BIN)/python -m pytest -q -s tests/crash/test_sweeps.py
 	@FLEX_HOSTILE=3000 FLEX_HOSTILE_SEED=2 $(BIN)/python -m pytest -q -s tests/corruption/test_hostile_documents.py
+
+# PyTorch takes part where it is installed: $(BIN)/pip install torch==2.13.0
+bench: $(STAMP)
+	@$(BIN)/python -m benchmarks.performance --write docs/performance.md
 
 bench-mapping: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mapping.py --write docs/mapping-performance.md

@@ -1,0 +1,61 @@
+"""``python -m benchmarks.performance``: measure, print, and write docs."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.performance.cases import CASES, Case
+from benchmarks.performance.exporting import export_peaks
+from benchmarks.performance.report import TITLES, baseline, draw, kept, rate, ratio, tables
+from benchmarks.performance.running import Outcome, measure
+
+
+def main() -> None:
+    """Run the cases that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="rounds after the warm-up")
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--contenders", default="", help="only these, with commas between; all by default")
+    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="a file system in memory")
+    parser.add_argument("--write", type=Path, help="also write the report, and beside it its picture")
+    options = parser.parse_args()
+    outcomes: dict[str, Outcome] = {}
+    root = Path(tempfile.mkdtemp(prefix="flex-bench-", dir=options.scratch))
+    try:
+        for case in CASES:
+            if options.only in case.name:
+                outcomes[case.name] = measure(_among(case, options.contenders), options.rounds, root)
+                _say(outcomes[case.name])
+        exports = dict(export_peaks(root)) if options.only in "export" else {}
+    finally:
+        shutil.rmtree(root)
+    text = tables(outcomes, exports, options.rounds)
+    print(text)
+    if options.write:
+        options.write.write_text(text + kept(options.write), encoding="utf-8")
+        draw(outcomes, options.write.with_suffix(".png"))
+
+
+def _among(case: Case, contenders: str) -> Case:
+    """A case between some of its contenders."""
+    chosen = contenders.split(",") if contenders else case.contenders
+    return replace(case, contenders=tuple(name for name in case.contenders if name in chosen))
+
+
+def _say(outcome: Outcome) -> None:
+    """One line per case while the run goes on."""
+    base = baseline(outcome)
+    parts = []
+    for name, timing in outcome.timings.items():
+        found, compared = rate(outcome, name), ratio(outcome, name, base)
+        parts.append(f"{TITLES[name]} " + (timing.failure[:60] if found is None else f"{found:.2f} ({compared:.2f})"))
+    print(f"{outcome.case.name}: {', '.join(parts)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The cases: what is measured, under which layouts, between which contenders, and what is aimed at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SAVERS = ("raw", "ours", "safetensors", "stock", "stock safetensors", "dcp")
+LOADERS = ("raw", "ours", "safetensors", "stock", "stock safetensors", "dcp")
+RESHARDERS = ("raw", "ours", "stock", "stock safetensors", "dcp")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that is measured.
+
+    Args:
+        name: what a reader sees.
+        verb: ``save``, ``load`` (from a checkpoint), ``start`` (from open weights) or ``export``.
+        model: a name of :data:`.models.MODELS`.
+        ranks: how many take part.
+        layout: theirs.
+        contenders: who takes part, ``raw`` first.
+        source: layout and number of ranks that saved what is loaded; empty for the same.
+        source_ranks: see ``source``; 0 for the same.
+    """
+
+    name: str
+    verb: str
+    model: str
+    ranks: int
+    layout: str
+    contenders: tuple[str, ...]
+    source: str = ""
+    source_ranks: int = 0
+
+    @property
+    def saved_layout(self) -> str:
+        """The layout of what is loaded."""
+        return self.source or self.layout
+
+    @property
+    def saved_ranks(self) -> int:
+        """The number of ranks that saved what is loaded."""
+        return self.source_ranks or self.ranks
+
+
+CASES: tuple[Case, ...] = (
+    Case("save, 1 rank", "save", "large", 1, "", SAVERS),
+    Case("save, 2 ranks", "save", "large", 2, "tp=2", SAVERS),
+    Case("save, 4 ranks", "save", "large", 4, "tp=4", SAVERS),
+    Case("save, 20,000 tensors", "save", "small", 1, "", SAVERS),
+    Case("load, same layout, 1 rank", "load", "large", 1, "", LOADERS),
+    Case("load, same layout, 2 ranks", "load", "large", 2, "tp=2", LOADERS),
+    Case("load, same layout, 4 ranks", "load", "large", 4, "tp=4", LOADERS),
+    Case("load, same layout, 20,000 tensors", "load", "small", 1, "", LOADERS),
+    Case("load, tp 4 to tp 2", "load", "large", 2, "tp=2", RESHARDERS, "tp=4", 4),
+    Case("load, rows to columns, 4 ranks", "load", "large", 4, "columns", RESHARDERS, "rows", 4),
+    Case("load, rows to columns, 4 ranks to 2", "load", "large", 2, "columns", RESHARDERS, "rows", 4),
+    Case(
+        "load, sharding v2, 2 to 4",
+        "load",
+        "quarter",
+        4,
+        "sharding=4,split=true+states",
+        ("raw", "ours", "stock", "stock safetensors"),
+        "sharding=2,split=true+states",
+        2,
+    ),
+    Case(
+        "load, stage 3 slices, 2 to 4",
+        "load",
+        "large",
+        4,
+        "sharding=4,stage=3",
+        ("raw", "ours", "stock", "stock safetensors"),
+        "sharding=2,stage=3",
+        2,
+    ),
+    Case("open weights to tp 2, transposed", "start", "large", 2, "tp=2", ("raw", "ours", "safetensors", "stock")),
+    Case("two layers of 7B to tp 2, transposed", "start", "7b", 2, "pp=16,tp=2", ("raw", "ours", "safetensors")),
+    Case("export", "export", "large", 1, "", ("safetensors", "ours"), "tp=4", 4),
+)
+"""Every case, in the order of the report. Of ``export`` the baseline is ``safetensors.save_file``."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is aimed at: a ratio of this package's rate to another's within one case.
+
+    Args:
+        case: its name.
+        against: a contender, or the name of another case of which this package's own rate is taken.
+        at_least: the ratio.
+    """
+
+    case: str
+    against: str
+    at_least: float
+
+
+def targets() -> tuple[Target, ...]:
+    """Every ratio that is aimed at."""
+    made: list[Target] = []
+    for ranks in ("1 rank", "2 ranks", "4 ranks"):
+        made += [Target(f"save, {ranks}", "raw", 0.8), Target(f"save, {ranks}", "stock", 3.0)]
+    for ranks in ("1 rank", "2 ranks", "4 ranks"):
+        name = f"load, same layout, {ranks}"
+        made += [Target(name, "raw", 0.8), Target(name, "stock", 4.0)]
+    for name in (
+        "load, tp 4 to tp 2",
+        "load, rows to columns, 4 ranks",
+        "load, rows to columns, 4 ranks to 2",
+    ):
+        made += [Target(name, "raw", 0.5), Target(name, "dcp", 2.0)]
+    made += [
+        Target("open weights to tp 2, transposed", "raw", 0.3),
+        Target("two layers of 7B to tp 2, transposed", "raw", 0.3),
+        Target("load, sharding v2, 2 to 4", "raw", 0.6),
+        Target("load, stage 3 slices, 2 to 4", "raw", 0.6),
+        Target("export", "safetensors", 0.8),
+        Target("save, 20,000 tensors", "save, 1 rank", 0.4),
+        Target("load, same layout, 20,000 tensors", "load, same layout, 1 rank", 0.4),
+    ]
+    return tuple(made)
+
+
+MOST_AMPLIFICATION = 1.05
+"""Bytes read from storage over bytes needed, at most."""
+
+MOST_MEMORY = 64 << 20
+"""Bytes above the targets that a load may take, beside its largest single read."""
