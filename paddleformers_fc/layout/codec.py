@@ -109,15 +109,24 @@ def decode_shards(text: str, dtypes: Mapping[str, str], where: str) -> dict[str,
         raise FormatError("Header and shard description name different tensors.", where=where, evidence=fold(odd))
     shards: dict[str, Shard] = {}
     faults: list[str] = []
+    # Layers lie alike: what is possible in one of them is so in all.
+    possible: dict[tuple[Shape, Shape, Shape, tuple[int, int] | None], Box] = {}
     for key, record in records.items():
-        if not _is_possible(record):
-            faults.append(
-                f"{record.name}: {_short(record.shape)} at {_short(record.offset)} of {_short(record.global_shape)}"
-            )
-            continue
-        shard = Shard(record.name, dtypes[key], record.global_shape, shifted(record.shape, record.offset), record.flat)
-        faults.extend(shard.faults())
-        shards[key] = shard
+        place = (record.global_shape, record.offset, record.shape, record.flat)
+        box = possible.get(place)
+        if box is None:
+            if not _is_possible(record):
+                faults.append(
+                    f"{record.name}: {_short(record.shape)} at {_short(record.offset)} of {_short(record.global_shape)}"
+                )
+                continue
+            box = shifted(record.shape, record.offset)
+            found = list(Shard(record.name, dtypes[key], record.global_shape, box, record.flat).faults())
+            if found:
+                faults.extend(found)
+                continue
+            possible[place] = box
+        shards[key] = Shard(record.name, dtypes[key], record.global_shape, box, record.flat)
     if faults:
         raise FormatError("The header describes impossible shards.", where=where, evidence=fold(faults))
     return shards
