@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, CoverFault, Shape, cover_faults, whole
 from paddleformers_fc.storage import places
 from paddleformers_fc.storage.identity import Identities
@@ -158,44 +158,49 @@ def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[s
     Returns:
         the tensors by name, and the contradictions between files as text.
     """
-    gathered: dict[str, _Gathered] = {}
-    cuts: dict[tuple[Box, tuple[int, int] | None], list[tuple[Box, int]]] = {}
+    # Most tensors are in one file. What is made per tensor here is looked through at every collection of garbage.
+    only: dict[str, tuple[Shard, str, int, int]] = {}
+    several: dict[str, list[tuple[Shard, str, int, int]]] = {}
     faults: list[str] = []
-    for shard, file, begin, width in shards:
-        found = gathered.get(shard.name)
-        if found is None:
-            found = gathered[shard.name] = _Gathered(shard.dtype, shard.global_shape)
-        elif (found.dtype, found.shape) != (shard.dtype, shard.global_shape):
+    for part in shards:
+        shard, file, _, _ = part
+        first = only.setdefault(shard.name, part)
+        if first is part:
+            continue
+        known = first[0]
+        if (known.dtype, known.global_shape) == (shard.dtype, shard.global_shape):
+            several.setdefault(shard.name, [first]).append(part)
+        else:
             faults.append(
                 f"{shard.name}: {file} says {shard.dtype} {list(shard.global_shape)}, "
-                f"another file {found.dtype} {list(found.shape)}"
+                f"another file {known.dtype} {list(known.global_shape)}"
             )
-            continue
-        cut = (shard.box, shard.flat)
-        fragments = cuts.get(cut)
-        if fragments is None:
-            fragments = cuts[cut] = [(fragment.box, fragment.start) for fragment in shard.fragments]
-        for box, start in fragments:
-            found.boxes.append(box)
-            found.places.append((file, begin + start * width))
-    forms: dict[tuple[object, ...], StoredForm] = {}
-    tensors: dict[str, StoredTensor] = {}
-    for name, found in gathered.items():
-        boxes = tuple(found.boxes)
-        key = (found.dtype, found.shape, boxes)
-        form = forms.get(key)
+    gatherer = _Gatherer()
+    return {name: gatherer.tensor(several.get(name) or (part,)) for name, part in only.items()}, faults
+
+
+class _Gatherer:
+    """Makes tensors, and remembers what those that are cut alike have in common."""
+
+    def __init__(self) -> None:
+        self._cuts: dict[tuple[Box, tuple[int, int] | None], tuple[Fragment, ...]] = {}
+        self._forms: dict[tuple[object, ...], StoredForm] = {}
+
+    def tensor(self, parts: Sequence[tuple[Shard, str, int, int]]) -> StoredTensor:
+        """The tensor that some shards are of."""
+        boxes: list[Box] = []
+        places: list[Place] = []
+        for shard, file, begin, width in parts:
+            cut = (shard.box, shard.flat)
+            fragments = self._cuts.get(cut)
+            if fragments is None:
+                fragments = self._cuts[cut] = shard.fragments
+            for fragment in fragments:
+                boxes.append(fragment.box)
+                places.append((file, begin + fragment.start * width))
+        shard = parts[0][0]
+        key = (shard.dtype, shard.global_shape, *boxes)
+        form = self._forms.get(key)
         if form is None:
-            form = forms[key] = StoredForm(found.dtype, found.shape, boxes)
-        tensors[name] = StoredTensor(name, form, tuple(found.places))
-    return tensors, faults
-
-
-class _Gathered:
-    """What was found of one tensor so far."""
-
-    __slots__ = ("boxes", "dtype", "places", "shape")
-
-    def __init__(self, dtype: str, shape: Shape) -> None:
-        self.dtype, self.shape = dtype, shape
-        self.boxes: list[Box] = []
-        self.places: list[Place] = []
+            form = self._forms[key] = StoredForm(shard.dtype, shard.global_shape, tuple(boxes))
+        return StoredTensor(shard.name, form, tuple(places))

@@ -21,7 +21,7 @@ from paddleformers_fc.mapping.folding import fold
 HEADER_KEY = "flex_shards"
 
 
-class ShardRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShardRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One shard in JSON. Lengths and offsets are in elements."""
 
     name: str

@@ -26,6 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+import msgspec
+
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.dtypes import CODES, item_size
 from paddleformers_fc.storage.files import FileWriter, byte_view, open_regular, read_range
@@ -49,8 +51,7 @@ _MAX_COUNT = 2**64 - 1
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     """Where one tensor is.
 
     Attributes:
