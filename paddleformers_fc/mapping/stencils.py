@@ -155,11 +155,22 @@ def composed(after: Stencil, before: Sequence[Stencil | None], places: Sequence[
                     places[last.source][link.source],
                     link.pull(middle),
                     last.push(middle),
-                    tuple(NEW_AXIS if axis == NEW_AXIS else link.axes[axis] for axis in last.axes),
+                    _joined(link, last),
                     last.cast or link.cast,
                 )
             )
     return Stencil(tuple(coalesced(links)))
+
+
+def _joined(link: Link, last: Link) -> tuple[int, ...]:
+    """The axes of one link followed by another.
+
+    An axis that vanishes on the way and one that appears have length one both, so that they may be the same: that of
+    the experts in two stacks. Then experts that follow one another in both are one box.
+    """
+    axes = [NEW_AXIS if axis == NEW_AXIS else link.axes[axis] for axis in last.axes]
+    left = [axis for axis in range(len(link.source_box.lo)) if axis not in axes]
+    return tuple([left.pop(0) if axis == NEW_AXIS and left else axis for axis in axes])
 
 
 def pulled(link: Boxed, part: Box) -> Box:

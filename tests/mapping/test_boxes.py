@@ -38,3 +38,8 @@ def test_the_finder_returns_every_box_that_touches(found: list[Box], probe: Box)
 def test_the_finder_looks_only_at_neighbours_in_a_row_of_boxes() -> None:
     row = [Box((4 * i, 0), (4 * i + 4, 8)) for i in range(100)]
     assert list(BoxFinder(row).near(Box((41, 0), (50, 8)))) == [10, 11, 12]
+
+
+def test_the_finder_looks_only_at_neighbours_in_a_stack_of_rows() -> None:
+    stack = [Box((e, 0, 4 * part), (e + 1, 8, 4 * part + 4)) for e in range(50) for part in range(6)]
+    assert list(BoxFinder(stack).near(Box((20, 0, 5), (22, 8, 9)))) == [121, 122, 127, 128]

@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given, settings
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie, prove
+from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec, Tie, prove
+from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.codec import decode_rules, encode_rules
 from paddleformers_fc.mapping.rules import Slab
 from tests.mapping.numbers import moved, numbered
 from tests.mapping.strategies import rule_sets
 
 
-def rule_set(rule: Rule, **targets: tuple[int, ...]) -> RuleSet:
-    return RuleSet({name: TensorSpec(shape, "float32") for name, shape in targets.items()}, (rule,))
+def rule_set(*rules: Rule, **targets: tuple[int, ...]) -> RuleSet:
+    return RuleSet({name: TensorSpec(shape, "float32") for name, shape in targets.items()}, rules)
 
 
 def test_a_transpose_swaps_the_axes() -> None:
@@ -156,6 +157,32 @@ def test_equal_layouts_compose_to_whole_tensors() -> None:
     (item,) = mapping.reversed().then(mapping).correspondences
     assert item.source_box == item.target_box
     assert item.source_box.shape == (5, 32)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_equal_stacks_of_experts_compose_to_whole_tensors(blocks: int) -> None:
+    rules = [
+        Rule((f"{e}.g", f"{e}.u"), ("stack",), (4, 4), 2, (-1, 1, 0), target_blocks=blocks, slab=Slab(0, e, e + 1))
+        for e in range(5)
+    ]
+    mapping = rule_set(*rules, stack=(5, 3, 8)).mapping()
+    composed = mapping.reversed().then(mapping)
+    prove(composed)
+    (item,) = composed.correspondences
+    assert (item.source, item.target, item.axes) == ("stack", "stack", (0, 1, 2))
+    assert item.source_box == item.target_box == whole((5, 3, 8))
+
+
+def test_stacks_in_another_order_are_not_taken_for_whole_tensors() -> None:
+    def stacked(order: list[int]) -> Mapping:
+        rules = [Rule((f"{e}",), ("stack",), (4,), 1, (-1, 0), slab=Slab(0, at, at + 1)) for at, e in enumerate(order)]
+        return rule_set(*rules, stack=(3, 4)).mapping()
+
+    before, after = stacked([0, 1, 2]), stacked([0, 2, 1])
+    composed = before.reversed().then(after)
+    prove(composed)
+    arrays = numbered(before)
+    assert (moved(composed, moved(before, arrays))["stack"] == moved(after, arrays)["stack"]).all()
 
 
 def test_rules_survive_json() -> None:

@@ -145,6 +145,22 @@ def test_a_single_process_resumes_from_the_newest_and_from_a_path(ranks: ForkSer
     assert newest.values[0]["losses"] == whole.losses[3:]
 
 
+def test_a_run_that_resumes_again_takes_its_plans_from_the_directory(
+    ranks: ForkServer, saved: Saved, tmp_path: Path
+) -> None:
+    plans = tmp_path / "plans"
+    arguments = {**SIX_STEPS, "flex_plan_cache": str(plans)}
+    losses, written = [], []
+    for output in ("once", "again"):
+        found = ranks.run(f"{JOBS}:run", 2, settings(TP2, tmp_path / output, saved.third, **arguments))
+        losses.append(found.values[0]["losses"])
+        written.append({path.name: path.stat().st_mtime_ns for path in plans.iterdir()})
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
+    assert len(written[0]) == 2
+    assert written[0] == written[1]
+
+
 def test_the_state_of_a_resumed_run_is_that_of_the_uninterrupted_one(ranks: ForkServer, tmp_path: Path) -> None:
     arguments = {"max_steps": 11, "save_steps": 3, "lr_scheduler_type": "cosine", "warmup_steps": 2}
     whole = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "whole", **arguments))
