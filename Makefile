@@ -16,7 +16,7 @@ unexport PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test matrix lint guarantees soak bench bench-mapping derive-table format install clean
+.PHONY: help demo test matrix lint guarantees soak bench bench-mapping bench-planning derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
@@ -27,6 +27,7 @@ help:
 	@echo "make soak     10,000 random mutations, 36,000 hostile documents, every instant at which a save can meet an accident"
 	@echo "make bench    saving, loading and exporting, beside a raw copy and other systems: docs/performance.md"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
+	@echo "make bench-planning  planning a load of 100,000 stored tensors for 8 ranks"
 	@echo "make derive-table  how far mappings are derived where no family declares them"
 	@echo "make format   let ruff format the sources"
 	@echo "make install  only what demo and test do first: .venv with everything in it"
@@ -67,6 +68,9 @@ bench: $(STAMP)
 
 bench-mapping: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mapping.py --write docs/mapping-performance.md
+
+bench-planning: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planning.py --write docs/planning-performance.md
 
 derive-table: $(STAMP)
 	@$(BIN)/python -m tests.families.derivation docs/derivation.md
