@@ -16,6 +16,7 @@ Memory of a read: ``PART_BYTES * PARTS`` in a thread, beside the caller's buffer
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -329,14 +330,17 @@ def _tag(facts: dict[str, Any]) -> str:
 
 
 def _secrets(system: Any) -> list[str]:
-    """Values of a file system's options that must not be repeated."""
+    """Values of a file system's options, and of the environment, that must not be repeated."""
     found: list[str] = []
 
-    def gather(options: Any) -> None:
+    def gather(options: Any, shortest: int) -> None:
         for name, value in options.items() if isinstance(options, dict) else ():
-            if isinstance(value, str) and len(value) > 3 and _SECRET.search(str(name)):
+            if isinstance(value, str) and len(value) >= shortest and _SECRET.search(str(name)):
                 found.append(value)
-            gather(value)
+            gather(value, shortest)
 
-    gather(getattr(system, "storage_options", {}))
-    return found
+    gather(getattr(system, "storage_options", {}), 4)
+    # The environment has switches too whose names speak of keys and tokens; a credential is longer than "false".
+    gather(dict(os.environ), 8)
+    # One may be the beginning of another, whose end would be left.
+    return sorted(found, key=len, reverse=True)

@@ -1,0 +1,132 @@
+"""An S3 store on this machine: moto's server, whose answers are counted, and which can repeat what it was sent."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from paddleformers_fc.storage.files import files_within
+from paddleformers_fc.storage.places import RemotePath
+
+REGION = "us-east-1"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "the-key-of-a-test",
+    "AWS_SECRET_ACCESS_KEY": "the-secret-of-a-test",
+    "AWS_SESSION_TOKEN": "the-token-of-a-test",
+}
+# Whatever this machine's user has set up for the real S3 has no part in a test.
+_NOTHING = {"AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null", "no_proxy": "127.0.0.1"}
+_UNWANTED = ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+# Headers in which a request shows who asks; the token comes first, because errors tell the beginning of a long text.
+_SHOWN = ("HTTP_X_AMZ_SECURITY_TOKEN", "HTTP_AUTHORIZATION")
+
+
+@dataclass
+class Store:
+    """The server's application, seen from the wire.
+
+    Attributes:
+        application: moto's.
+        url: where it answers.
+        answers: path and number of bytes of every answer to a GET, be it of an object, of a range of one, or a listing.
+        repeats: whether a range is refused, with an error that repeats by whom it was asked for.
+    """
+
+    application: Callable[..., Iterable[bytes]]
+    url: str = ""
+    answers: list[tuple[str, int]] = field(default_factory=list)
+    repeats: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes were sent."""
+        return sum(length for _, length in self.answers)
+
+    def __call__(self, request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer one request."""
+        if self.repeats and "HTTP_RANGE" in request:
+            sent = " ".join(f"{name}: {request[name]}" for name in _SHOWN)
+            body = f"<Error><Code>AccessDenied</Code><Message>{sent}</Message></Error>".encode()
+            start("403 Forbidden", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+            return [body]
+        body = b"".join(self.application(request, start))
+        if request["REQUEST_METHOD"] == "GET":
+            with self.lock:
+                self.answers.append((request["PATH_INFO"], len(body)))
+        return [body]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """An empty bucket, and a client beside the one that is tested.
+
+    Attributes:
+        store: the server.
+        client: boto3's.
+        path: the bucket's URL.
+    """
+
+    store: Store
+    client: Any
+    path: RemotePath
+
+    def put(self, name: str, data: bytes) -> RemotePath:
+        """Write or replace an object."""
+        self.client.put_object(Bucket=self.path.name, Key=name, Body=data)
+        return self.path / name
+
+    def remove(self, name: str) -> None:
+        """Delete an object."""
+        self.client.delete_object(Bucket=self.path.name, Key=name)
+
+    def upload(self, source: Path) -> RemotePath:
+        """Write every file of a directory, below its name."""
+        for path in files_within(source):
+            self.put(path.relative_to(source.parent).as_posix(), path.read_bytes())
+        return self.path / source.name
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Store]:
+    """One server for all tests."""
+    from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
+
+    store = Store(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, store, threaded=True, request_handler=MotoRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        store.url = f"http://127.0.0.1:{server.server_port}"
+        yield store
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def bucket(s3: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A bucket that fsspec finds by its configuration and the environment, as a user's."""
+    import boto3
+
+    for name in _UNWANTED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**CREDENTIALS, **_NOTHING, "AWS_DEFAULT_REGION": REGION}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": s3.url})
+    client = boto3.client("s3", endpoint_url=s3.url)
+    name = f"bucket-{uuid.uuid4().hex}"
+    client.create_bucket(Bucket=name)
+    s3.answers.clear()
+    yield Bucket(s3, client, RemotePath(f"s3://{name}"))
+    s3.repeats = False
+    client.close()
