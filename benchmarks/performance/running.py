@@ -110,9 +110,8 @@ def _module(contender: str) -> str:
 def _pools(contenders: list[str], ranks: int, logs: Path) -> Iterator[dict[str, Pool]]:
     """One pool per kind of rank, by contender."""
     with ExitStack() as stack:
-        made = {
-            module: stack.enter_context(Pool(module, ranks, logs)) for module in sorted(map(_module, set(contenders)))
-        }
+        modules = sorted({_module(name) for name in contenders})
+        made = {module: stack.enter_context(Pool(module, ranks, logs)) for module in modules}
         yield {name: made[_module(name)] for name in contenders}
 
 

@@ -334,7 +334,15 @@ def test_too_many_open_files_are_said_to_be_so(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.usefixtures("nothing_left")
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own way with an interrupt; a process that a shell has started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible", "nothing_left")
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize("threads", [1, 4])
 def test_an_interrupt_joins_threads_and_closes_files(tmp_path: Path, threads: int) -> None:

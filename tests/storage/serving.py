@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -72,11 +71,13 @@ class _Handler(SimpleHTTPRequestHandler):
         first, last = int(asked[1]), int(asked[2])
         with self._served.lock:
             self._served.ranges.append((path.relative_to(self._served.root).as_posix(), first, last + 1 - first))
-        data = path.read_bytes()
-        if first >= len(data):
+        if first >= path.stat().st_size:
             self.send_error(416)
             return
-        self._send(self._served.answer(data[first : last + 1]), looking=False)
+        with path.open("rb") as file:
+            file.seek(first)
+            data = file.read(last + 1 - first)
+        self._send(self._served.answer(data), looking=False)
 
     def log_message(self, *_: object) -> None:
         """Nothing is printed."""
@@ -92,11 +93,11 @@ class _Handler(SimpleHTTPRequestHandler):
         if not path.is_file():
             self.send_error(404)
             return
-        whole = path.read_bytes()
+        status = path.stat()
         self.send_response(200 if looking else 206)
-        self.send_header("Content-Length", str(len(whole) if looking else len(data)))
+        self.send_header("Content-Length", str(status.st_size if looking else len(data)))
         if self._served.tags:
-            self.send_header("ETag", hashlib.md5(whole).hexdigest())
+            self.send_header("ETag", f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}")
         self.end_headers()
         self.wfile.write(data)
 
