@@ -29,7 +29,7 @@ class Usual:
 
 
 USUAL = [
-    Usual("kills", 14, 5000),
+    Usual("kills", 38, 5000),
     Usual("races", 5, 3000),
     Usual("relays", 15, 2500),
     Usual("refusals", 6, 5000),
