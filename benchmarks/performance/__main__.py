@@ -31,14 +31,20 @@ def main() -> None:
             if options.only in case.name:
                 outcomes[case.name] = measure(_among(case, options.contenders), options.rounds, root)
                 _say(outcomes[case.name])
+                _write(options, outcomes, {})  # What is measured stays, however the run ends.
         exports = dict(export_peaks(root)) if options.only in "export" else {}
     finally:
         shutil.rmtree(root)
+    print(_write(options, outcomes, exports))
+
+
+def _write(options: argparse.Namespace, outcomes: dict[str, Outcome], exports: dict[str, int]) -> str:
+    """Write the report, if that was asked for; its text."""
     text = tables(outcomes, exports, options.rounds)
-    print(text)
     if options.write:
         options.write.write_text(text + kept(options.write), encoding="utf-8")
         draw(outcomes, options.write.with_suffix(".png"))
+    return text
 
 
 def _among(case: Case, contenders: str) -> Case:
