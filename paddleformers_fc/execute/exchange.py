@@ -322,6 +322,7 @@ class _Filling:
             self._left[key] -= array.size
             if self._left[key] == 0:
                 self._slots[key].close()
+                self._slots[key].settle()
                 del self._buffers[key]
 
     def _buffer(self, key: Key) -> Array:

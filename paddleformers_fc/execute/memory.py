@@ -2,8 +2,8 @@
 
 On a CPU a contiguous tensor's memory is seen through a numpy array over its address, so that bytes go from a file
 straight into the tensor. On an accelerator, or where a tensor is not contiguous, a host array stands in between and is
-copied when it is full; it lives only while the shard is being filled. For a GPU it is page-locked, so that the device
-fetches it without another copy on the host.
+copied when it is full; it lives only until that is done. For a GPU it is page-locked, so that the device fetches it
+without another copy on the host, on a stream beside the one that computes, while the next shards are being read.
 """
 
 from __future__ import annotations
@@ -64,6 +64,30 @@ def _host_tensor(tensor: Any) -> Any:
     return staged.pin_memory() if tensor.place.is_gpu_place() else staged
 
 
+@lru_cache(maxsize=64)
+def _side_stream(device: int) -> Any:
+    """The stream that a GPU's loads copy on; made once, because a stream is dear."""
+    import paddle
+
+    return paddle.device.Stream(paddle.CUDAPlace(device))
+
+
+def _begin_copy(source: Any, target: Any) -> Any:
+    """Copy page-locked memory into a contiguous tensor of a GPU.
+
+    Returns:
+        the event behind the copy; until it has come, the source must live.
+    """
+    import paddle
+
+    stream = _side_stream(target.place.gpu_device_id())
+    # What computes may still be writing to the target.
+    stream.wait_stream(paddle.device.current_stream(target.place))
+    with paddle.no_grad(), paddle.device.stream_guard(stream):
+        target.copy_(source, False)
+        return stream.record_event()
+
+
 def host_parts(tensor: Any, start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
     """A stretch of a tensor's numbers as flat arrays in host memory, one after the other.
 
@@ -105,6 +129,7 @@ class TensorSlot:
 
     tensor: Any
     _staged: Any = field(default=None, repr=False)
+    _arrival: Any = field(default=None, repr=False)
 
     @property
     def host_bytes(self) -> int:
@@ -122,14 +147,22 @@ class TensorSlot:
         return view
 
     def close(self) -> None:
-        """Copy a host array into the tensor, which keeps its dtype, place and strides; done when this returns."""
+        """Begin to copy a host array into the tensor, which keeps its dtype, place and strides."""
         if self._staged is None:
+            return
+        if self.tensor.place.is_gpu_place() and self.tensor.is_contiguous():
+            self._arrival = _begin_copy(self._staged, self.tensor)
             return
         import paddle
 
         with paddle.no_grad():
             self.tensor.copy_(self._staged, True)
-        self._staged = None
+
+    def settle(self) -> None:
+        """Wait until the copy is done, and give the host array back."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        self._arrival = self._staged = None
 
 
 def slots_of(roles: Mapping[str, Mapping[str, Any]]) -> dict[Key, Slot]:

@@ -67,7 +67,10 @@ class Slot(Protocol):
         """A one-dimensional array of the shard's dtype and size, to be filled."""
 
     def close(self) -> None:
-        """The array is full."""
+        """The array is full, and may begin to travel to the shard's own memory."""
+
+    def settle(self) -> None:
+        """Wait until the shard has its numbers, and give the array back; after ``close``."""
 
 
 @dataclass(frozen=True)
@@ -283,20 +286,38 @@ def carry_out(
     Raises:
         Corrupt, StorageError: a read failed; reading stops, threads are joined, targets hold an undefined mixture.
     """
-    with Crew(options, identities) as crew:
-        return sum(_fill(crew, root, slots, group) for group in _groups(plan.items, slots, options))
+    room = options.staging_bytes - options.threads * options.scratch_bytes
+    count, size_before = 0, 0
+    before = targets = _Targets(slots)
+    try:
+        with Crew(options, identities) as crew:
+            for group, size in _groups(plan.items, slots, room // 2):
+                # While a group is read, the host arrays of the one before travel to their device, if both have room.
+                if size_before + size > room:
+                    before.settle()
+                targets = _Targets(slots)
+                count += _fill(crew, root, targets, group)
+                before.settle()
+                before, size_before = targets, size
+    finally:
+        # Nothing may be on its way out of memory that is given back.
+        before.settle()
+        targets.settle()
+    return count
 
 
-def _fill(crew: Crew, root: Place, slots: Mapping[Key, Slot], items: list[ReadItem]) -> int:
+def _fill(crew: Crew, root: Place, targets: _Targets, items: list[ReadItem]) -> int:
     crew.expect(root, (item.stored for item in items))
-    targets = _Targets(slots)
     count = crew.run(_tasks(_jobs(items, root, targets, crew.options)))
     targets.close()
     return count
 
 
-def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], options: ReadOptions) -> Iterator[list[ReadItem]]:
-    """Items that are read together: all that are filled in place, and of the others as many as there is room for."""
+def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], room: int) -> Iterator[tuple[list[ReadItem], int]]:
+    """Items that are read together, and the bytes of their host arrays.
+
+    All that are filled in place are one group; of the others as many as there is room for.
+    """
     in_place: list[ReadItem] = []
     staged: dict[Key, list[ReadItem]] = {}
     sizes: dict[Key, int] = {}
@@ -306,18 +327,17 @@ def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], options: Rea
         if size is None:
             size = sizes[key] = slots[key].host_bytes
         (staged.setdefault(key, []) if size else in_place).append(item)
-    yield in_place
-    room = options.staging_bytes - options.threads * options.scratch_bytes
+    yield in_place, 0
     group: list[ReadItem] = []
     used = 0
     for key, found in staged.items():
         if group and used + sizes[key] > room:
-            yield group
+            yield group, used
             group, used = [], 0
         group.extend(found)
         used += sizes[key]
     if group:
-        yield group
+        yield group, used
 
 
 class _Targets:
@@ -339,6 +359,12 @@ class _Targets:
         """All of them are full."""
         for key in self._open:
             self._slots[key].close()
+
+    def settle(self) -> None:
+        """Wait until all have their numbers; not again for those that are known to."""
+        for key in self._open:
+            self._slots[key].settle()
+        self._open.clear()
 
 
 @dataclass(slots=True)
@@ -580,6 +606,9 @@ class ArraySlot:
 
     def close(self) -> None:
         """Nothing to hand over."""
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
 
 
 def read_tensors(

@@ -63,3 +63,14 @@ def test_a_tensor_without_a_view_is_filled_through_a_host_tensor(tmp_path: Path,
 
 def test_an_empty_tensor_has_an_empty_view() -> None:
     assert memory_of(paddle.empty([0, 4], dtype="bfloat16")).size == 0
+
+
+def test_paddle_has_what_a_copy_to_a_gpu_asks_of_it() -> None:
+    """The copy itself needs a GPU; a name that Paddle drops is seen without one."""
+    for name in ("Stream", "stream_guard", "current_stream"):
+        assert callable(getattr(paddle.device, name))
+    for name in ("wait_stream", "record_event"):
+        assert callable(getattr(paddle.device.Stream, name))
+    assert callable(paddle.device.Event.synchronize)
+    assert callable(paddle.CUDAPlace)
+    assert callable(paddle.zeros([1]).pin_memory)

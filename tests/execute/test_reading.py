@@ -9,7 +9,7 @@ import signal
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -214,17 +214,20 @@ def test_memory_beside_the_targets_is_bounded_for_all_threads_together(tmp_path:
 
 @dataclass
 class StandIn:
-    """A slot whose host array is gone when it is handed over.
+    """A slot whose host array travels from when it is full until somebody waits for it.
 
     Args:
         size: of the shard, in float32.
         held: the bytes that all slots hold at a time, as they come and go.
+        travelling: how many slots travel at a time, as they set out and arrive; the first is 0.
     """
 
     size: int
     held: list[int]
+    travelling: list[int] = field(default_factory=lambda: [0])
     result: bytes = b""
     _array: Any = None
+    _travels: bool = False
 
     @property
     def host_bytes(self) -> int:
@@ -236,9 +239,15 @@ class StandIn:
         return self._array
 
     def close(self) -> None:
+        self._travels = True
+        self.travelling.append(self.travelling[-1] + 1)
+
+    def settle(self) -> None:
+        if self._travels:
+            self.travelling.append(self.travelling[-1] - 1)
+            self.result = self._array.tobytes()
         self.held.append(self.held[-1] - self.host_bytes)
-        self.result = self._array.tobytes()
-        self._array = None
+        self._array, self._travels = None, False
 
 
 def test_host_copies_are_bounded_too(tmp_path: Path) -> None:
@@ -253,6 +262,53 @@ def test_host_copies_are_bounded_too(tmp_path: Path) -> None:
     assert all(slots[ROLE, str(row)].result == values[row].tobytes() for row in range(40))
     assert max(held) == 160_000, "what is larger than the bound passes alone"
     assert held[-1] == 0
+
+
+@dataclass
+class Noting:
+    """A slot with a note taken when it is opened."""
+
+    slot: StandIn
+    note: Callable[[], object]
+
+    @property
+    def host_bytes(self) -> int:
+        return self.slot.host_bytes
+
+    def open(self) -> np.ndarray[Any, Any]:
+        self.note()
+        return self.slot.open()
+
+    def close(self) -> None:
+        self.slot.close()
+
+    def settle(self) -> None:
+        self.slot.settle()
+
+
+def test_host_arrays_travel_while_the_next_are_read_and_all_have_arrived_at_the_end(tmp_path: Path) -> None:
+    values = matrix(tmp_path, 40, 1000)
+    held, travelling, met = [0], [0], []
+    slots = {(ROLE, str(row)): StandIn(1000, held, travelling) for row in range(40)}
+    noting = {key: Noting(slot, lambda: met.append(travelling[-1])) for key, slot in slots.items()}
+    options = ReadOptions(threads=1, staging_bytes=HOT_BYTES + 16_000)
+    carry_out(plan_of(rows_of(*values.shape)), tmp_path, noting, options)
+    assert all(slots[ROLE, str(row)].result == values[row].tobytes() for row in range(40))
+    assert met == [0, 0, *[2] * 38], "groups of two, each read while the one before it travels"
+    assert max(held) == 16_000
+    assert held[-1] == travelling[-1] == 0
+
+
+def test_nothing_travels_any_more_when_a_read_has_failed(tmp_path: Path) -> None:
+    values = matrix(tmp_path, 40, 1000)
+    held, travelling = [0], [0]
+    slots: dict[tuple[str, str], Any] = {(ROLE, str(row)): StandIn(1000, held, travelling) for row in range(40)}
+    os.truncate(tmp_path / "matrix", values.nbytes // 2)
+    options = ReadOptions(threads=1, staging_bytes=HOT_BYTES + 16_000)
+    with pytest.raises(Corrupt):
+        carry_out(plan_of(rows_of(*values.shape)), tmp_path, slots, options)
+    assert max(travelling) == 4
+    assert held[-1] == travelling[-1] == 0
 
 
 def descriptors() -> set[str]:
@@ -293,6 +349,9 @@ class Trap:
 
     def close(self) -> None:
         """Nothing to hand over."""
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
 
 
 @pytest.mark.usefixtures("nothing_left")
