@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -200,7 +201,7 @@ def _plan(checkpoint: FlexCheckpoint, model: SimulatedModel, wanted: list[Roles]
     report.refuse("benchmark")
     items, each = 0, Timings()
     for rank, roles in enumerate(wanted):
-        plan = each.of(str(rank), lambda roles=roles: plan_reads(source, roles))
+        plan = each.of(str(rank), partial(plan_reads, source, roles))
         plan.report.refuse("benchmark")
         items += len(plan.items)
     _note(times, "**plans of 8 ranks**", sum(each.seconds.values()))

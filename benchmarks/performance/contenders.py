@@ -34,6 +34,7 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan import huggingface_source, plan_reads
+from paddleformers_fc.storage.files import byte_view
 
 EXPORTED_FILE_BYTES = 5 * 10**9
 
@@ -93,7 +94,7 @@ class Raw:
         descriptor = os.open(directory / f"{held.channel.rank}.raw", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             for array in held.arrays.values():
-                view = memoryview(array.view(np.uint8))
+                view = byte_view(array)
                 while view:
                     view = view[os.write(descriptor, view) :]
             os.fsync(descriptor)
@@ -106,7 +107,7 @@ class Raw:
         position = 0
         try:
             for array in held.arrays.values():
-                view = memoryview(array.view(np.uint8))
+                view = byte_view(array)
                 while view:
                     count = os.preadv(descriptor, [view], position)
                     position, view = position + count, view[count:]

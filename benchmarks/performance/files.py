@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -60,7 +61,7 @@ def write_open_weights(model: str, directory: Path, stage: str = "") -> None:
         safetensors.numpy.save_file(tensors, directory / FILE, metadata={"format": "pt"})
         return
     filled = roles_of(model, stage, 0, 1)[MODEL_STATE].keys()
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, shard in shards.items():
         size = shard.size * np.dtype(np.uint16).itemsize
@@ -77,5 +78,5 @@ def write_open_weights(model: str, directory: Path, stage: str = "") -> None:
         begin = file.tell()
         file.truncate(begin + position)
         for name in filled:
-            file.seek(begin + header[name]["data_offsets"][0])  # type: ignore[index]
+            file.seek(begin + header[name]["data_offsets"][0])
             file.write(canonical(shards[name]).tobytes())

@@ -46,7 +46,7 @@ def serve(rank: Rank, number: int, ranks: int) -> None:
     for line in sys.stdin:
         try:
             answer = loop.answer(json.loads(line))
-        except Exception:
+        except Exception:  # Whoever gave the command raises it; this process waits for the next one.
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")
 

@@ -56,6 +56,7 @@ from paddleformers_fc.plan.routes import (
 )
 from paddleformers_fc.storage import places
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.ranges import NO_IDENTITIES
 
@@ -251,7 +252,7 @@ def _digests(parts: Iterable[StoredPart], storage: Storage) -> list[bytes]:
             for box in boxes_within(part.part, _DIGEST_ELEMENTS):
                 array, reading = _begin(crew, storage.root, msgspec.structs.replace(part, part=box))
                 reading.result()
-                state.update(_packed(array))
+                state.update(byte_view(array))
             found.append(state.digest())
     return found
 

@@ -15,7 +15,7 @@ and exported from there: one more pass over the storage instead of gathering ten
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -292,17 +292,19 @@ class _Output:
     staging: Path
     stack: ExitStack
     receipts: list[FileReceipt] = field(default_factory=list)
-    _writer: SafetensorsWriter | None = None
+    _open: dict[str, SafetensorsWriter] = field(default_factory=dict)
 
     def write(self, batches: list[_Batch], arrays: _Arrays) -> bytes:
         """Write the tensors of a batch, if there is one."""
         for batch in batches:
+            name = batch.file.name
             if batch.tensors[0] is batch.file.tensors[0]:
-                self._writer = self.stack.enter_context(_writer_of(self.staging, batch.file))
+                writer = self._open[name] = _writer_of(self.staging, batch.file)
+                self.stack.enter_context(writer)
             for shard, array in arrays:
-                self._writer.write(shard.name, array)
+                self._open[name].write(shard.name, array)
             if batch.tensors[-1] is batch.file.tensors[-1]:
-                self.receipts.append(self._writer.close())
+                self.receipts.append(self._open.pop(name).close())
         return b""
 
 
@@ -339,7 +341,9 @@ def _batch(file: _FilePlan, tensors: list[Shard], items: Mapping[str, list[ReadI
     return _Batch(file, tuple(tensors), tuple(item for shard in tensors for item in items.get(shard.name, ())))
 
 
-def _read_ahead(batches: Iterator[_Batch], crew: Crew, root: Place, room: int) -> Iterator[tuple[_FilePlan, _Arrays]]:
+def _read_ahead(
+    batches: Iterator[_Batch], crew: Crew, root: Place, room: int
+) -> Generator[tuple[_FilePlan, _Arrays], None, None]:
     """The tensors of every batch; while the caller has one, a thread reads the next.
 
     The arrays of a batch lie in one of two buffers and are overwritten when the next but one is read.

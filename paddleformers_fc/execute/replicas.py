@@ -28,6 +28,7 @@ from paddleformers_fc.execute.memory import host_parts
 from paddleformers_fc.execute.shares import Replica
 from paddleformers_fc.execute.told import told_apart
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.files import byte_view
 
 WHOLE_BYTES = 1024 * 1024
 """Replicas up to this size are always hashed as a whole."""
@@ -61,7 +62,7 @@ def hash_replicas(roles: Mapping[str, Mapping[str, Any]], replicas: Iterable[Rep
     for one in replicas:
         state = xxhash.xxh3_128()
         for part in host_parts(roles[one.role][one.name].local_tensor, *stretch(one, step)):
-            state.update(part.view("uint8"))
+            state.update(byte_view(part))
         shards.setdefault(one.group, {})[one.described] = state.digest()
     groups = {
         holders: xxhash.xxh3_128_digest(b"".join(found[key] for key in sorted(found)))

@@ -153,7 +153,7 @@ def save_checkpoint(
             refuse_different(differences)
 
         def describe(receipts: list[FileReceipt]) -> Manifest:
-            return _describe(staged.path, receipts, plan.model, differences, job, channel.world_size)
+            return _describe(staged.path, receipts, plan.described(), differences, job, channel.world_size)
 
         finished = finish(staged, directory, written, files, describe, channel)
     return SaveReport(finished.manifest, finished.set_aside, staged.disks, differences)

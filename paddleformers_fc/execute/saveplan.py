@@ -16,11 +16,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.catalog.stored import gather_shards
-from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.errors import MismatchError, PeerError
 from paddleformers_fc.execute.shares import Held, Piece, Replica, divide, files_of, replicas_of
 from paddleformers_fc.families import ModelTensor, bind, family_for
 from paddleformers_fc.families.text import aoa_texts
@@ -99,6 +99,16 @@ class SavePlan:
     model: ModelRecord | None
     replicas: tuple[Replica, ...] = ()
 
+    def described(self) -> ModelRecord:
+        """What the coordinator writes.
+
+        Raises:
+            PeerError: this rank is not the coordinator, and has not worked it out.
+        """
+        if self.model is None:
+            raise PeerError("Only the coordinator of a save can describe the model.")
+        return self.model
+
 
 class PlanKeeper:
     """The last plans of this process, by rank and by the digest of their job."""
@@ -169,7 +179,7 @@ def _role_files(role: str, pieces: Iterable[Piece], rank: int, max_file_bytes: i
     groups = files_of(pieces, max_file_bytes)
     for number, group in enumerate(groups, 1):
         suffix = f"-{number:05d}" if len(groups) > 1 else ""
-        path = PurePosixPath(role) / f"rank-{rank:05d}{suffix}.safetensors"
+        path = Path(role) / f"rank-{rank:05d}{suffix}.safetensors"
         shards = {piece.shard.name: piece.shard for piece in group}
         entries = [
             (name, to_safetensors(shard.dtype), shard.box.shape if shard.flat is None else (shard.size,))

@@ -148,5 +148,5 @@ def apply() -> None:
         setattr(_Gloo, name, method)
         setattr(_Gloo, f"{name}_on_calc_stream", method)
     # The names of older versions, which a few callers still use.
-    for name, method in {"alltoall": _all_to_all, "alltoall_single": _all_to_all_single}.items():
-        setattr(_Gloo, name, method)
+    for older, name in {"alltoall": "all_to_all", "alltoall_single": "all_to_all_single"}.items():
+        setattr(_Gloo, older, methods[name])

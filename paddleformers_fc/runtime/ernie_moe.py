@@ -220,7 +220,7 @@ def expert_gradients() -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         # A job without expert parallelism has no such groups, and one process has no communicator at all.
-        hcg = getattr(fleet.fleet, "_hcg", None)
+        hcg: Any = getattr(fleet.fleet, "_hcg", None)
         if not hasattr(hcg, "get_expert_parallel_world_size") or hcg.get_expert_parallel_world_size() <= 1:
             return
         holders_of_the_same = hcg.get_moe_sharding_parallel_group()

@@ -365,7 +365,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # It is a text file here.
     _preload(sys.argv[1:])
     server = _Server(requests, answers)
     server.answer({"ready": True, "seconds": time.monotonic() - started})

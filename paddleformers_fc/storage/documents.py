@@ -12,6 +12,7 @@ parsed.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from paddleformers_fc.errors import FormatError
@@ -68,8 +69,7 @@ def parse_json(raw: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names: set[str] = set()
-        twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore[func-returns-value]
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"it has the key {twice[:100]!r} twice")
     return found
 

@@ -79,8 +79,8 @@ class ResumedBatches:
         sampler = getattr(self._loader, "batch_sampler", None)
         if isinstance(sampler, _SKIPPING):
             sampler.set_epoch(epoch, samples)
-            return iter(self._loader)
-        iterator = iter(self._loader)
+            passes = 0
+        iterator: Iterator[Any] = iter(self._loader)
         for _ in range(passes):
             next(iterator, None)
         return iterator

@@ -7,11 +7,12 @@ gets both with a report, writes one line for each, and can be subclassed by whoe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paddleformers.trainer import TrainerCallback
 from paddleformers.utils.log import logger
+
+from paddleformers_fc.storage.places import Place
 
 ATTENDED = "_flex_attended"
 """The attribute by which the training arguments say that their Trainer goes through this package."""
@@ -30,7 +31,7 @@ class CheckpointReport:
     """
 
     step: int
-    directory: Path
+    directory: Place
     seconds: float
     bytes: int
     differences: tuple[str, ...] = ()

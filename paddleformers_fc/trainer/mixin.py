@@ -11,8 +11,11 @@ from paddleformers.trainer import Trainer
 
 from paddleformers_fc.trainer import seam
 
+_AnyTrainer: Any = object
+"""What the mixin is put before: only the class that has both knows whose methods ``super()`` finds."""
 
-class FlexTrainerMixin:
+
+class FlexTrainerMixin(_AnyTrainer):
     """Put it before a Trainer class: ``class MyTrainer(FlexTrainerMixin, SomeTrainer)``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -252,7 +252,7 @@ def _roles_to_fill(trainer: Any, checkpoint: FlexCheckpoint, continued: bool) ->
     return {role: roles[role] for role in (MODEL_STATE, MASTER_WEIGHT) if role in roles}
 
 
-def _refuse_unlike(trainer: Any, progress: documents.Progress, directory: Path) -> None:
+def _refuse_unlike(trainer: Any, progress: documents.Progress, directory: Place) -> None:
     """Before anything changes: what :func:`_take_over` will set must be what these objects could have saved."""
     position.from_document(progress.data, str(directory / documents.DATA))
     documents.refuse_unlike(progress.scheduler, trainer.lr_scheduler.state_dict(), directory / documents.SCHEDULER)

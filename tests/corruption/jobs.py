@@ -28,7 +28,7 @@ def train(
     known = known_samples()
     trained: list[int] = []
 
-    class WatchSamples(TrainerCallback):  # type: ignore[misc]
+    class WatchSamples(TrainerCallback):
         def on_load_data_end(self, args: Any, state: Any, control: Any, inputs: Any = None, **_: Any) -> None:
             if state.global_step < state.max_steps:
                 trained.extend(known[tuple(row)] for row in inputs["input_ids"].tolist())

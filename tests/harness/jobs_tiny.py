@@ -19,10 +19,10 @@ def classes(output_dir: str) -> list[str]:
     """The classes that were asked for."""
     from paddleformers.trainer import Trainer, TrainingArguments
 
-    class MyArguments(TrainingArguments):  # type: ignore[misc]
+    class MyArguments(TrainingArguments):
         pass
 
-    class MyTrainer(Trainer):  # type: ignore[misc]
+    class MyTrainer(Trainer):
         pass
 
     args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=MyArguments)

@@ -22,11 +22,11 @@ from paddleformers_fc.layout.partition import (
 )
 
 
-class DecoderLayer(paddle.nn.Layer):  # type: ignore[misc]
+class DecoderLayer(paddle.nn.Layer):
     """A layer that is counted."""
 
 
-class Other(paddle.nn.Layer):  # type: ignore[misc]
+class Other(paddle.nn.Layer):
     """An item that is not."""
 
 

@@ -192,7 +192,7 @@ def test_a_protocol_that_nobody_knows_and_a_backend_that_is_not_installed_are_op
         exists(RemotePath("notinstalled://bucket/run"))
 
 
-class Telling(fsspec.AbstractFileSystem):  # type: ignore[misc]
+class Telling(fsspec.AbstractFileSystem):
     """A backend whose errors repeat everything they know."""
 
     protocol = "telling"

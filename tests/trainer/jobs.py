@@ -151,7 +151,7 @@ def run_and_watch_samples(resume: str | None = None, **settings: Any) -> list[in
     known = known_samples()
     trained: list[int] = []
 
-    class WatchSamples(TrainerCallback):  # type: ignore[misc]
+    class WatchSamples(TrainerCallback):
         def on_load_data_end(self, args: Any, state: Any, control: Any, inputs: Any = None, **_: Any) -> None:
             if state.global_step < state.max_steps:
                 trained.extend(known[tuple(row)] for row in inputs["input_ids"].tolist())
@@ -283,7 +283,7 @@ def reports(output_dir: str, resume: str) -> list[list[Any]]:
 
     told: list[list[Any]] = []
 
-    class Remember(FlexCheckpointCallback):  # type: ignore[misc]
+    class Remember(FlexCheckpointCallback):
         def on_checkpoint_saved(self, args: Any, report: Any) -> None:
             told.append(["saved", report.step, report.directory.name, report.bytes > 0, report.seconds > 0])
 

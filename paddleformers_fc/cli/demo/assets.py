@@ -70,7 +70,7 @@ def prepare(directory: Path) -> Assets:
     Returns:
         The paths of what was written.
     """
-    text = files(__package__).joinpath("text", "coriolanus.txt").read_text(encoding="utf-8")
+    text = (files(__package__) / "text" / "coriolanus.txt").read_text(encoding="utf-8")
     tokenizer = _tokenizer(text)
     directory.mkdir(parents=True, exist_ok=True)
     corpus = directory / "corpus.jsonl"
@@ -203,7 +203,7 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], Shapes]] = {
 """By name: the content of config.json, and the shape of every tensor by its Hugging Face name."""
 
 
-def _initial(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+def _initial(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray[Any, Any]:
     if name.endswith("norm.weight"):
         return np.ones(shape, np.float32)
     if name.endswith("e_score_correction_bias"):

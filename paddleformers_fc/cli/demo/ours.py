@@ -21,7 +21,7 @@ from paddleformers_fc.trainer.register import register
 from paddleformers_fc.trainer.state import run_roles
 
 
-class SaveWhatWasLoaded(TrainerCallback):  # type: ignore[misc]
+class SaveWhatWasLoaded(TrainerCallback):
     """Writes what a resumed run holds before its first step."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:

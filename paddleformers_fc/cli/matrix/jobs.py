@@ -77,7 +77,7 @@ def run(training: dict[str, Any]) -> list[float]:
     model = tiny.build(asked.model_type, asked.layout, args, asked.hold_predictions, **asked.model)
     source = None if asked.resume is None else Path(asked.resume)
 
-    class AsLoaded(TrainerCallback):  # type: ignore[misc]
+    class AsLoaded(TrainerCallback):
         """Between the load and the first step."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

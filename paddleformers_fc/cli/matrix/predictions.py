@@ -27,7 +27,7 @@ from paddleformers.transformers.ernie4_5_moe.modeling import Ernie4_5_MoeDecoder
 NUMBER = "num_nextn_predict_layers"
 
 
-class HeldPredictions(paddle.nn.Layer):  # type: ignore[misc]
+class HeldPredictions(paddle.nn.Layer):
     """One member of a pipeline stage with the weights of all prediction layers, under their own names."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -60,7 +60,7 @@ def _norm(config: Any) -> Any:
     )
 
 
-class PipeThatHoldsPredictions(Ernie4_5_MoeForCausalLMPipe):  # type: ignore[misc]
+class PipeThatHoldsPredictions(Ernie4_5_MoeForCausalLMPipe):
     """PaddleFormers' pipeline of ERNIE 4.5 MoE with :class:`HeldPredictions` before its head."""
 
     _mtp_layer_pipe_cls = HeldPredictions

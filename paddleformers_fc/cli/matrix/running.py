@@ -178,7 +178,9 @@ class Workshop:
 
     def _plain(self, layout: Layout, change: Mapping[str, dict[str, Any]], output_dir: Path) -> tuple[float, ...]:
         training = self._training(layout, output_dir, hold=False, last_step=SAVED_AT)
-        changed = {key: {**getattr(training, key), **change.get(key, {})} for key in ("arguments", "model")}
+        changed: dict[str, Any] = {
+            key: {**getattr(training, key), **change.get(key, {})} for key in ("arguments", "model")
+        }
         return self._train(replace(training, **changed))
 
     def _source(self, layout: Layout, hold: bool) -> _Saved:

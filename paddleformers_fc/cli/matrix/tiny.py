@@ -273,7 +273,7 @@ def trainer(model: Any, args: Any, **overrides: Any) -> Any:
 
     losses: list[float] = []
 
-    class RememberLosses(TrainerCallback):  # type: ignore[misc]
+    class RememberLosses(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs and "loss" in logs:
                 losses.append(float(logs["loss"]))
