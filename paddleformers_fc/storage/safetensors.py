@@ -6,6 +6,10 @@ checked before it is returned, at least as strictly as the safetensors library d
 here would become wrong numbers in somebody's model. What follows from the checks: every tensor lies inside the file,
 no two overlap, no byte is unaccounted for, and no name is there twice.
 
+Nearly every header is sound and spelled as writers spell it. One that is, is decoded by types and in bulk: what was
+understood, spelled again, must be the very text, so that nothing was passed over. Every other header is taken apart
+piece by piece, to be refused by name, or to be taken if it is sound all the same.
+
 The writer takes names, dtypes and shapes first and the bytes afterwards, in the declared order, straight from the
 caller's memory. The tensors start at a multiple of 64 bytes, so that the first is aligned for any dtype and for vector
 loads; the format wants no gaps between tensors, so a caller that declares wide dtypes first keeps all of them aligned.
@@ -49,6 +53,24 @@ _FIRST_BYTES = 32 * 1024
 _ALIGNMENT = 64
 _MAX_COUNT = 2**64 - 1
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
+
+
+class _Claim(msgspec.Struct, frozen=True, gc=False):
+    """What a header says of one tensor, its fields in the order of all writers; none of it is checked."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+class _Head(msgspec.Struct, frozen=True, gc=False):
+    """The one key of a header that is not a tensor."""
+
+    metadata: dict[str, str] = msgspec.field(name=METADATA_KEY, default_factory=dict)
+
+
+_claims = msgspec.json.Decoder(dict[str, _Claim])
+_head = msgspec.json.Decoder(_Head)
 
 
 class TensorEntry(msgspec.Struct, frozen=True, gc=False):
@@ -287,6 +309,52 @@ def _reject_write(path: Place, fault: str) -> NoReturn:
 
 
 def _parse(path: Place, raw: bytes, data_begin: int, file_size: int) -> Header:
+    header = _as_written(raw, data_begin, file_size)
+    return _examined(path, raw, data_begin, file_size) if header is None else header
+
+
+def _as_written(raw: bytes, data_begin: int, file_size: int) -> Header | None:
+    """The header, if it is sound and spelled as writers spell it; None if anything about it is to be looked at."""
+    try:
+        metadata, claims = _head.decode(raw).metadata, _claims.decode(raw)
+        # This key was decoded as if it were a tensor's.
+        claims.pop(METADATA_KEY, None)
+        spelled = msgspec.json.encode({METADATA_KEY: metadata, **claims} if metadata else claims)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    # Equal texts: no key is there twice, none is missing or unknown, and no number is spelled in another way.
+    if spelled != raw.rstrip(b" "):
+        return None
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    tensors: dict[str, TensorEntry] = {}
+    due = 0
+    for name, claim in claims.items():
+        kind = (claim.dtype, claim.shape)
+        size = sizes.get(kind)
+        if size is None:
+            size = sizes[kind] = _countable(*kind)
+        begin, end = claim.data_offsets
+        if begin != due or end != due + size or size < 0:
+            return None
+        tensors[name] = TensorEntry(claim.dtype, claim.shape, data_begin + begin, data_begin + end)
+        due = end
+    return Header(tensors, metadata, file_size) if data_begin + due == file_size else None
+
+
+def _countable(dtype: str, shape: tuple[int, ...]) -> int:
+    """The bytes of a tensor; less than none where there can be no such tensor."""
+    if dtype not in CODES or len(shape) > MAX_AXES or not all(0 <= extent <= _MAX_COUNT for extent in shape):
+        return -1
+    size = item_size(dtype)
+    for extent in shape:
+        size *= extent
+        if size > _MAX_COUNT:
+            return -1
+    return size
+
+
+def _examined(path: Place, raw: bytes, data_begin: int, file_size: int) -> Header:
+    """The header, looked at piece by piece, so that what is wrong with it has a name."""
     document = _decode(path, raw)
     metadata = _metadata(path, document.pop(METADATA_KEY, {}))
     entries = {name: _entry(path, name, claim, data_begin) for name, claim in document.items()}

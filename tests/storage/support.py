@@ -27,9 +27,15 @@ STATE = "trainer/state.json"
 BLOCK = 64
 
 
-def header_bytes(document: Any) -> bytes:
+SPELLINGS = {"with spaces": (", ", ": "), "as writers spell it": (",", ":")}
+"""The separators of a JSON text."""
+
+
+def header_bytes(document: Any, spelling: str = "with spaces") -> bytes:
     """The length field and the JSON text of a safetensors header; text is taken as it is."""
-    text = document if isinstance(document, bytes) else json.dumps(document).encode()
+    if not isinstance(document, bytes):
+        document = json.dumps(document, ensure_ascii=False, separators=SPELLINGS[spelling]).encode()
+    text = document
     return struct.pack("<Q", len(text)) + text
 
 

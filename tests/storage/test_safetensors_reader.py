@@ -15,9 +15,9 @@ from hypothesis import example, given, settings, strategies as st
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.storage import safetensors as ours
-from paddleformers_fc.storage.dtypes import CODES, from_safetensors, to_numpy
+from paddleformers_fc.storage.dtypes import CODES, from_safetensors, to_numpy, to_safetensors
 from paddleformers_fc.storage.safetensors import MAX_HEADER_BYTES, TensorEntry, read_header
-from tests.storage.support import header_bytes
+from tests.storage.support import SPELLINGS, header_bytes
 
 THOROUGH = settings(derandomize=True, deadline=None, max_examples=300)
 
@@ -148,13 +148,32 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
 }
 
 
+@pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("case", MALFORMED)
-def test_a_malformed_header_is_refused_and_the_file_named(tmp_path: Path, case: str) -> None:
+def test_a_malformed_header_is_refused_and_the_file_named(tmp_path: Path, case: str, spelling: str) -> None:
     document, data, message = MALFORMED[case]
-    (tmp_path / "bad.safetensors").write_bytes(header_bytes(document) + data)
+    (tmp_path / "bad.safetensors").write_bytes(header_bytes(document, spelling) + data)
     with pytest.raises(FormatError, match=message) as caught:
         read_header(tmp_path / "bad.safetensors")
     assert "bad.safetensors" in caught.value.what
+
+
+def test_what_writers_write_is_not_taken_apart_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.numpy import save_file
+
+    arrays = {"zwei ü": np.zeros((2, 3), np.float32), 'a"\\\n\x7f': np.zeros(3, np.int8), "none": np.zeros((0, 4))}
+    metadata = {"format": "np", "nested": json.dumps({"a": ["\t", {"},": None}]})}
+    save_file(arrays, tmp_path / "library", metadata=metadata)
+    entries = [(name, to_safetensors(array.dtype.name), array.shape) for name, array in arrays.items()]
+    with ours.SafetensorsWriter(tmp_path / "own", entries, metadata) as writer:
+        for name, array in arrays.items():
+            writer.write(name, array)
+    examined = {file: read_header(tmp_path / file) for file in ("library", "own")}
+    monkeypatch.setattr(ours, "_examined", None)
+    for file, header in examined.items():
+        assert read_header(tmp_path / file) == header
+        assert header.metadata == metadata
+        assert header.tensors.keys() == arrays.keys()
 
 
 def test_the_well_formed_neighbour_of_the_malformed_headers_is_read(tmp_path: Path) -> None:
@@ -227,7 +246,8 @@ def test_no_descriptor_stays_open_after_a_refusal(tmp_path: Path, case: str) -> 
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(path)]
 
 
-VALID = header_bytes({"__metadata__": {"k": "v"}, "a": tensor("F32", [2], [0, 8]), "b": tensor("BF16", [3], [8, 14])})
+SOUND = {"__metadata__": {"k": "v"}, "a": tensor("F32", [2], [0, 8]), "b": tensor("BF16", [3], [8, 14])}
+VALID = [header_bytes(SOUND, spelling) for spelling in SPELLINGS]
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 2**65) | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -265,20 +285,25 @@ def test_random_bytes_are_refused_or_read_as_the_library_does(scratch: Path, dat
 
 
 @THOROUGH
-@given(position=st.integers(0, len(VALID) + 13), change=st.binary(max_size=3), removed=st.integers(0, 3))
+@given(
+    valid=st.sampled_from(VALID),
+    position=st.integers(0, len(VALID[0]) + 13),
+    change=st.binary(max_size=3),
+    removed=st.integers(0, 3),
+)
 def test_a_changed_file_is_refused_or_read_as_the_library_does(
-    scratch: Path, position: int, change: bytes, removed: int
+    scratch: Path, valid: bytes, position: int, change: bytes, removed: int
 ) -> None:
-    whole = VALID + bytes(14)
+    whole = valid + bytes(14)
     refused_or_as_the_library_reads_it(scratch, whole[:position] + change + whole[position + removed :])
 
 
 @THOROUGH
-@given(document=DOCUMENTS, body=st.integers(0, 12))
+@given(document=DOCUMENTS, body=st.integers(0, 12), spelling=st.sampled_from(list(SPELLINGS)))
 def test_a_header_of_random_parts_is_refused_or_read_as_the_library_does(
-    scratch: Path, document: dict[str, Any], body: int
+    scratch: Path, document: dict[str, Any], body: int, spelling: str
 ) -> None:
-    refused_or_as_the_library_reads_it(scratch, header_bytes(document) + bytes(body))
+    refused_or_as_the_library_reads_it(scratch, header_bytes(document, spelling) + bytes(body))
 
 
 @pytest.mark.parametrize(
@@ -296,9 +321,10 @@ def test_what_is_called_malformed_is_so_to_the_library_too(case: str) -> None:
     which=st.integers(0, 2),
     field=st.sampled_from(["begin", "end", "shape", "name", "nothing"]),
     by=st.sampled_from([-4, -1, 1, 4, 2**32, 2**62, 2**64]),
+    spelling=st.sampled_from(list(SPELLINGS)),
 )
 def test_a_header_with_one_thing_changed_is_refused_or_read_as_the_library_does(
-    scratch: Path, sizes: list[int], which: int, field: str, by: int
+    scratch: Path, sizes: list[int], which: int, field: str, by: int, spelling: str
 ) -> None:
     which %= len(sizes)
     entries, position = [], 0
@@ -308,7 +334,7 @@ def test_a_header_with_one_thing_changed_is_refused_or_read_as_the_library_does(
             name = "t0" if field == "name" else name
             shape += by * (field == "shape")
             begin, end = begin + by * (field == "begin"), end + by * (field == "end")
-        entries.append(f'"{name}":{json.dumps(tensor("F32", [shape], [begin, end]))}')
+        entries.append(f'"{name}":{json.dumps(tensor("F32", [shape], [begin, end]), separators=SPELLINGS[spelling])}')
         position += 4 * size
     text = "{" + ",".join(entries) + "}"
     refused_or_as_the_library_reads_it(scratch, header_bytes(text.encode()) + bytes(position))
