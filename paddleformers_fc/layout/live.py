@@ -8,15 +8,15 @@ reads those fields and imports no framework, so it is tested with any object tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.layout.roles import split_state_name
+from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import shifted
+from paddleformers_fc.mapping.boxes import Box, Shape, shifted
 
 
 class ShardedWeightLike(Protocol):
@@ -96,17 +96,14 @@ def describe_roles(roles: Mapping[str, Mapping[str, ShardedWeightLike]]) -> dict
         MismatchError: a shard outside its tensor, a tensor that does not hold as many elements as its shard claims,
             or a state whose shape is not its parameter's.
     """
-    described = {
-        role: {name: describe(weight, name) for name, weight in names.items()} for role, names in roles.items()
-    }
-    parameters = described.get("model_state", {})
     faults: list[str] = []
+    kinds: dict[_Claimed, _Kind] = {}
+    described = {role: _described(names, kinds, faults) for role, names in roles.items()}
+    parameters = described.get(MODEL_STATE, {})
     for role, shards in described.items():
+        if role == MODEL_STATE:
+            continue
         for name, shard in shards.items():
-            faults.extend(shard.faults())
-            held = math.prod(int(n) for n in roles[role][name].local_tensor.shape)
-            if held != shard.size:
-                faults.append(f"{name}: the tensor holds {held} elements, its shard {shard.size}")
             state = split_state_name(role, name)
             parameter = parameters.get(state.parameter)
             if parameter is not None and not state.scalar and parameter.global_shape != shard.global_shape:
@@ -121,3 +118,52 @@ def describe_roles(roles: Mapping[str, Mapping[str, ShardedWeightLike]]) -> dict
             next_step="The model or optimizer describes its shards wrongly; nothing was read or written.",
         )
     return described
+
+
+_Claimed = tuple[object, ...]
+"""All that a live weight says of itself but its name, as it says it."""
+
+
+class _Kind(msgspec.Struct, frozen=True, gc=False):
+    """What weights that say the same of themselves are shards of."""
+
+    dtype: str
+    global_shape: Shape
+    box: Box
+    flat: tuple[int, int] | None
+
+
+def _described(
+    names: Mapping[str, ShardedWeightLike], kinds: dict[_Claimed, _Kind], faults: list[str]
+) -> dict[str, Shard]:
+    """The shards of one role. What is possible of one weight is so of all that say the same: layers lie alike."""
+    shards: dict[str, Shard] = {}
+    for name, weight in names.items():
+        tensor, flat = weight.local_tensor, weight.flattened_range if weight.is_flattened else None
+        claimed = (
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(weight.local_shape),
+            tuple(weight.global_offset),
+            tuple(weight.global_shape),
+            None if flat is None else (flat.start, flat.stop),
+        )
+        kind = kinds.get(claimed)
+        if kind is not None:
+            shards[name] = Shard(name, kind.dtype, kind.global_shape, kind.box, kind.flat)
+            continue
+        shard = shards[name] = describe(weight, name)
+        found = list(_faults(shard, tensor))
+        if found:
+            # To be said of every weight, and so it is not remembered.
+            faults.extend(found)
+        else:
+            kinds[claimed] = _Kind(shard.dtype, shard.global_shape, shard.box, shard.flat)
+    return shards
+
+
+def _faults(shard: Shard, tensor: Any) -> Iterator[str]:
+    yield from shard.faults()
+    held = math.prod(int(n) for n in tensor.shape)
+    if held != shard.size:
+        yield f"{shard.name}: the tensor holds {held} elements, its shard {shard.size}"

@@ -80,6 +80,16 @@ def test_a_tensor_smaller_than_its_shard_is_refused() -> None:
         describe_roles({"model_state": {"w": live}})
 
 
+def test_weights_that_say_the_same_impossible_thing_are_all_named() -> None:
+    alike = {name: weight((2, 4), local_shape=(4, 4), global_shape=(4, 4)) for name in ("v", "w")}
+    sound = {name: weight((4, 4), global_shape=(8, 4), global_offset=(4, 0)) for name in ("x", "y")}
+    with pytest.raises(MismatchError) as caught:
+        describe_roles({"model_state": {**alike, **sound}})
+    assert caught.value.evidence == tuple(f"{name}: the tensor holds 8 elements, its shard 16" for name in "vw")
+    shards = describe_roles({"model_state": sound})["model_state"]
+    assert shards == {name: Shard(name, "float32", (8, 4), Box((4, 0), (8, 4))) for name in ("x", "y")}
+
+
 def test_shards_survive_json() -> None:
     shards = {
         "a": Shard("a", "bfloat16", (4, 8), shifted((4, 2), (0, 6)), (1, 5)),
