@@ -108,6 +108,20 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
                 yield f"{self.name}: {fault.where} is not stored"
 
 
+def stored_tensor(name: str, dtype: str, shape: Shape, fragments: Iterable[StoredFragment]) -> StoredTensor:
+    """A tensor with a form of its own.
+
+    Args:
+        name: its name in the stored space.
+        dtype: element type by its numpy name.
+        shape: the global shape.
+        fragments: where its boxes lie.
+    """
+    fragments = tuple(fragments)
+    form = StoredForm(dtype, shape, tuple(fragment.box for fragment in fragments))
+    return StoredTensor(name, form, tuple((fragment.file, fragment.begin) for fragment in fragments))
+
+
 @dataclass(frozen=True)
 class Catalog:
     """Everything that is stored under one directory.
@@ -123,6 +137,11 @@ class Catalog:
     roles: dict[str, dict[str, StoredTensor]]
     identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
     seen_by: Mapping[str, Sequence[int]] = field(default_factory=lambda: EVERYONE)
+
+    @cached_property
+    def sorted_names(self) -> dict[str, list[str]]:
+        """The names of every role in an order that is the same on all ranks."""
+        return {role: sorted(tensors) for role, tensors in self.roles.items()}
 
     def reader(self, file: str) -> int:
         """The first rank that sees a file."""

@@ -15,20 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_huggingface
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.channel import Channel, Roll, agree
+from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
 from paddleformers_fc.execute.integrity import check_numbers
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.reading import DEFAULT_OPTIONS, Key, ReadOptions, Slot
-from paddleformers_fc.execute.rollcall import Called, comparable, software
+from paddleformers_fc.execute.rollcall import call_roll, comparable, software
 from paddleformers_fc.execute.save import Roles
 from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.families import OptionalNames, family_for
 from paddleformers_fc.layout.live import describe_roles
-from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
 from paddleformers_fc.mapping.aoa import AoaTensor
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, stated_source
 from paddleformers_fc.plan.cache import PlanCache, Planned, fits, plan_key
@@ -127,14 +128,14 @@ def load_checkpoint(
     started = time.monotonic()
     facts = {"manifest": manifest_seal(checkpoint.manifest), "checks": checkpoint.unread}
     facts["aoa_config"] = aoa_config or {}
-    roll = _roll(checkpoint.catalog.root, config, facts)
-    model = _whole_model(roles, channel, roll) if aoa_config else {}
+    _call_roll(channel, checkpoint.catalog.root, config, facts)
+    model = _whole_model(roles, channel) if aoa_config else {}
 
     def preflight() -> _Preflight:
         shards = describe_roles(roles)
         key = plan_key(checkpoint, config, shards, aoa_config, model)
-        planned, report = plans.find(key), Report()
-        if planned is None or not fits(planned, shards, checkpoint.files):
+        planned, report = plans.find(key, lambda found: fits(found, shards, checkpoint.files)), Report()
+        if planned is None:
             rules = model_rules(config, shards[MODEL_STATE])
             if aoa_config:
                 source, report = stated_source(checkpoint, rules, aoa_config, model)
@@ -146,22 +147,20 @@ def load_checkpoint(
             if report.empty:
                 plans.keep(key, planned)
         may_be_left = planned.unwanted
-        return _Preflight(
-            planned.plan, report, lambda role, name: split_state_name(role, name).parameter in may_be_left
-        )
+        return _Preflight(planned.plan, report, lambda role, name: parameter_of(role, name) in may_be_left)
 
     def check(plan: LoadPlan) -> int:
         return check_numbers(checkpoint, plan, channel, options.threads) if checkpoint.unread else 0
 
-    return _load(checkpoint.catalog, roles, channel, options, preflight, check, started, roll)
+    return _load(checkpoint.catalog, roles, channel, options, preflight, check, started)
 
 
-def _roll(directory: Place, config: Mapping[str, Any], facts: Mapping[str, object]) -> Called:
+def _call_roll(channel: Channel, directory: Place, config: Mapping[str, Any], facts: Mapping[str, object]) -> None:
     """What the ranks of one load must agree on."""
-    return Called(f"loading {directory.name}", {"versions": software(), "config": comparable(config), **facts})
+    call_roll(channel, f"loading {directory.name}", {"versions": software(), "config": comparable(config), **facts})
 
 
-def _whole_model(roles: Roles, channel: Channel, roll: Roll) -> dict[str, AoaTensor]:
+def _whole_model(roles: Roles, channel: Channel) -> dict[str, AoaTensor]:
     """Every tensor of the model on all ranks: statements speak of the model, and a rank holds a part of it."""
 
     def describe() -> bytes:
@@ -170,7 +169,7 @@ def _whole_model(roles: Roles, channel: Channel, roll: Roll) -> dict[str, AoaTen
         return msgspec.json.encode(described)
 
     tensors: dict[str, AoaTensor] = {}
-    for payload in agree(channel, "describing the model", describe, roll):
+    for payload in agree(channel, "describing the model", describe):
         for name, one in msgspec.json.decode(payload, type=dict[str, _Tensor]).items():
             tensors[name] = AoaTensor(one.shape, one.dtype, one.cuts)
     return tensors
@@ -191,16 +190,17 @@ def load_weights(
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
     """
     started = time.monotonic()
+    _call_roll(channel, directory, config, {})
     opened: list[Catalog] = []
+    optional = OptionalNames(family_for(config), config)
 
     def work() -> bytes:
         opened.append(open_huggingface(directory))
         return b""
 
-    agree(channel, f"opening {directory.name}", work, _roll(directory, config, {}))
+    agree(channel, f"opening {directory.name}", work)
 
     def preflight() -> _Preflight:
-        optional = OptionalNames(family_for(config), config)
         shards = describe_roles(roles)
         source, report = huggingface_source(opened[0], model_rules(config, shards[MODEL_STATE]), optional)
         plan = plan_reads(source, shards)
@@ -222,7 +222,6 @@ def _load(
     preflight: Callable[[], _Preflight],
     check: Callable[[LoadPlan], int],
     started: float,
-    roll: Roll | None = None,
 ) -> LoadReport:
     done: list[_Preflight] = []
     slots: dict[Key, Slot] = {}
@@ -234,7 +233,7 @@ def _load(
         verdict = _Verdict(report.to_wire(), _bitmaps(catalog, plan, roles), options.once, bool(plan.checks))
         return msgspec.json.encode(verdict)
 
-    verdicts = [msgspec.json.decode(payload, type=_Verdict) for payload in agree(channel, "planning", prepare, roll)]
+    verdicts = [msgspec.json.decode(payload, type=_Verdict) for payload in agree(channel, "planning", prepare)]
     _refuse_different_ways(verdicts)
     merged = Report().merge([Report.from_wire(verdict.report) for verdict in verdicts])
     untouched = _untouched(catalog, verdicts)
@@ -270,13 +269,9 @@ def _bitmaps(catalog: Catalog, plan: LoadPlan, roles: Roles) -> dict[str, str]:
     """Which stored names this rank reads, one bit each, for the roles it wants."""
     maps: dict[str, str] = {}
     for role in roles:
-        names = sorted(catalog.roles.get(role, {}))
         touched = plan.touched.get(role, frozenset())
-        bits = bytearray((len(names) + 7) // 8)
-        for index, name in enumerate(names):
-            if name in touched:
-                bits[index // 8] |= 1 << (index % 8)
-        maps[role] = base64.b64encode(bits).decode()
+        reads = np.array([name in touched for name in catalog.sorted_names.get(role, ())], bool)
+        maps[role] = base64.b64encode(np.packbits(reads).tobytes()).decode()
     return maps
 
 
@@ -284,10 +279,11 @@ def _untouched(catalog: Catalog, verdicts: list[_Verdict]) -> list[tuple[str, st
     """Role and name of what is stored, of a wanted role, and read by no rank."""
     left: list[tuple[str, str]] = []
     for role in sorted({role for verdict in verdicts for role in verdict.touched}):
-        names = sorted(catalog.roles.get(role, {}))
-        bits = bytearray((len(names) + 7) // 8)
+        names = catalog.sorted_names.get(role, [])
+        reads = np.zeros(len(names), np.uint8)
         for verdict in verdicts:
-            for index, byte in enumerate(base64.b64decode(verdict.touched.get(role, ""))):
-                bits[index] |= byte
-        left.extend((role, name) for index, name in enumerate(names) if not bits[index // 8] & (1 << (index % 8)))
+            if role in verdict.touched:
+                bits = np.frombuffer(base64.b64decode(verdict.touched[role]), np.uint8)
+                reads |= np.unpackbits(bits, count=len(names))
+        left.extend((role, names[index]) for index in np.flatnonzero(reads == 0))
     return left

@@ -38,6 +38,16 @@ class StateName(msgspec.Struct, frozen=True, gc=False):
     scalar: bool
 
 
+def parameter_of(role: str, name: str) -> str:
+    """The parameter that a tensor belongs to: itself, or the one whose state it is.
+
+    Args:
+        role: one of :data:`ROLES`.
+        name: the full name.
+    """
+    return split_state_name(role, name).parameter if role in _STATE_ROLES else name
+
+
 def split_state_name(role: str, name: str) -> StateName:
     """The parameter and suffix of a state's name.
 

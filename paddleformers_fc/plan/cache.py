@@ -25,7 +25,7 @@ import math
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def plan_key(
         stored=_digest(_spelled(checkpoint.catalog)),
         rules=_digest(msgspec.msgpack.encode(checkpoint.rules)),
         models=_digest(_json([checkpoint.config, dict(config), families])),
-        wanted=_digest(msgspec.msgpack.encode([(role, list(shards.items())) for role, shards in wanted.items()])),
+        wanted=_digest(msgspec.msgpack.encode([(role, list(one), list(one.values())) for role, one in wanted.items()])),
         statements=_digest(_json(aoa_config and dict(aoa_config)) + msgspec.msgpack.encode(model)),
     )
 
@@ -141,7 +141,12 @@ def _json(value: object) -> bytes:
 def _spelled(catalog: Catalog) -> bytes:
     forms: dict[StoredForm, int] = {}
     roles = [
-        (role, [(one.name, forms.setdefault(one.form, len(forms)), one.places) for one in tensors.values()])
+        (
+            role,
+            [one.name for one in tensors.values()],
+            [forms.setdefault(one.form, len(forms)) for one in tensors.values()],
+            [one.places for one in tensors.values()],
+        )
         for role, tensors in catalog.roles.items()
     ]
     return msgspec.msgpack.encode((roles, [(form.dtype, form.shape, form.boxes) for form in forms]))
@@ -160,8 +165,14 @@ class PlanCache:
         self._held: OrderedDict[PlanKey, Planned] = OrderedDict()
         self._lock = threading.Lock()
 
-    def find(self, key: PlanKey) -> Planned | None:
-        """The plan of a key; None where it is not known, for whatever reason."""
+    def find(self, key: PlanKey, fitting: Callable[[Planned], bool] = lambda found: True) -> Planned | None:
+        """The plan of a key; None where it is not known, for whatever reason.
+
+        Args:
+            key: all that the plan depends on.
+            fitting: whether a plan that comes from the directory can be one of this key, see :func:`fits`. What this
+                process holds was made in it, or has passed.
+        """
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
@@ -171,6 +182,8 @@ class PlanCache:
         try:
             planned = decode_plan(read_document(self._path(self._directory, key), MAX_BYTES), key)
         except _UNREADABLE:
+            return None
+        if not fitting(planned):
             return None
         self._hold(key, planned)
         return planned

@@ -375,8 +375,8 @@ def _plans(directory: Path) -> Target:
         except (ValueError, RecursionError, OverflowError):
             forged = raw
         path.write_bytes(magic + xxhash.xxh3_128_digest(forged) + forged)
-        found = PlanCache(place).find(key)
-        if found is None or not fits(found, wanted, checkpoint.files):
+        found = PlanCache(place).find(key, lambda found: fits(found, wanted, checkpoint.files))
+        if found is None:
             raise FormatError("The plan is not used.")
 
     return Target((msgspec.msgpack.decode(body),), use)

@@ -62,6 +62,17 @@ def test_another_process_finds_the_plan_in_the_directory(
     assert [path.suffix for path in directory.iterdir()] == [".plan"]
 
 
+def test_only_a_plan_of_the_directory_that_fits_is_taken_and_kept(
+    tmp_path: Path, stored: FlexCheckpoint, model: SimulatedModel
+) -> None:
+    key, planned = made(stored, model)
+    PlanCache(tmp_path).keep(key, planned)
+    plans = PlanCache(tmp_path)
+    assert plans.find(key, lambda found: False) is None
+    assert plans.find(key, lambda found: found == planned) == planned
+    assert plans.find(key, lambda found: False) == planned, "it has passed, and is in the process now"
+
+
 def test_the_oldest_plans_leave_the_process_first(stored: FlexCheckpoint, model: SimulatedModel) -> None:
     (first, planned), (second, other) = made(stored, model), made(stored, model, 1)
     plans = PlanCache(most_items=len(planned.plan.items) + len(other.plan.items))
