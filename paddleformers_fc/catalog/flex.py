@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from paddleformers_fc.catalog.stored import Catalog, StoredTensor, gather_shards
+from paddleformers_fc.catalog.stored import Catalog, gather_shards
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards
-from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, split_state_name
+from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping import RuleSet, TensorSpec
+from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.codec import decode_rules
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.documents import parse_json, read_document
@@ -193,24 +193,19 @@ def _name_faults(catalog: Catalog, rules: RuleSet) -> Iterator[str]:
     """Weights that the rules know and no file holds, and the other way round. An alias may share its owner's file."""
     stored = catalog.roles.get(MODEL_STATE, {})
     aliases = {tie.alias for tie in rules.ties}
-    for name in rules.targets:
-        if name in stored:
-            yield from _spec_faults(stored[name], rules.targets[name])
-        elif name not in aliases:
-            yield f"{name}: the rules know this tensor, and it is not stored"
+    for name, spec in rules.targets.items():
+        tensor = stored.get(name)
+        if tensor is None:
+            if name not in aliases:
+                yield f"{name}: the rules know this tensor, and it is not stored"
+        # The rules say what a tensor is, and so does its file; numbers of one that are not true would be acted upon.
+        elif (form := tensor.form).shape != spec.shape or form.dtype != spec.dtype:
+            said = f"stored as {form.dtype} {list(form.shape)}"
+            yield f"{name}: {said}, the rules know it as {spec.dtype} {list(spec.shape)}"
     for role, tensors in catalog.roles.items():
         for name in tensors:
-            if split_state_name(role, name).parameter not in rules.targets:
+            if parameter_of(role, name) not in rules.targets:
                 yield f"{name}: stored as {role}, and the rules know no such tensor"
-
-
-def _spec_faults(stored: StoredTensor, spec: TensorSpec) -> Iterator[str]:
-    """The rules say what a tensor is, and so does its file; numbers of one that are not true would be acted upon."""
-    if (stored.shape, stored.dtype) != (spec.shape, spec.dtype):
-        yield (
-            f"{stored.name}: stored as {stored.dtype} {list(stored.shape)}, "
-            f"the rules know it as {spec.dtype} {list(spec.shape)}"
-        )
 
 
 def is_shard_file(path: str, role: str) -> bool:

@@ -34,6 +34,11 @@ def _name_of(dtype: Any) -> str:
     return str(dtype).rsplit(".", maxsplit=1)[-1]
 
 
+@lru_cache(maxsize=64)
+def _numpy_of(dtype: Any) -> np.dtype[Any]:
+    return to_numpy(to_safetensors(_name_of(dtype)))
+
+
 def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:
     """A flat, writable array over the tensor's own memory, or None where it has no such view.
 
@@ -47,12 +52,12 @@ def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:
 
 def _memory(tensor: Any) -> np.ndarray[Any, Any]:
     """A flat, writable array over the memory of a contiguous tensor that the host can address."""
-    dtype = to_numpy(to_safetensors(dtype_name(tensor)))
+    dtype = _numpy_of(tensor.dtype)
     size = math.prod(tensor.shape)
     if size == 0:
         return np.empty(0, dtype)
     memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(tensor.data_ptr())
-    array: np.ndarray[Any, Any] = np.ndarray((size,), dtype, buffer=memoryview(memory))
+    array: np.ndarray[Any, Any] = np.ndarray((size,), dtype, memory)
     return array
 
 
@@ -119,7 +124,7 @@ def _without_leading_ones(tensor: Any) -> Any:
     return tensor
 
 
-@dataclass
+@dataclass(slots=True)
 class TensorSlot:
     """The memory of one live tensor.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH
+from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Shape
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.rules import RuleSet
 
@@ -50,9 +50,14 @@ def decode_rules(data: bytes, where: str) -> RuleSet:
 
 
 def _faults(rules: RuleSet) -> Iterator[str]:
+    possible: set[Shape] = set()
     for name, spec in rules.targets.items():
+        if spec.shape in possible:
+            continue
         if len(spec.shape) > MAX_AXES or not all(0 <= length <= MAX_LENGTH for length in spec.shape):
             yield f"{name}: a tensor cannot have this shape"
+        else:
+            possible.add(spec.shape)
     for name, cuts in rules.cuts.items():
         known = rules.targets.get(name)
         if known is None or len(cuts) != len(known.shape) or not all(1 <= count <= MAX_LENGTH for count in cuts):
