@@ -108,20 +108,6 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
                 yield f"{self.name}: {fault.where} is not stored"
 
 
-def stored_tensor(name: str, dtype: str, shape: Shape, fragments: Iterable[StoredFragment]) -> StoredTensor:
-    """A tensor with a form of its own.
-
-    Args:
-        name: its name in the stored space.
-        dtype: element type by its numpy name.
-        shape: the global shape.
-        fragments: where its boxes lie.
-    """
-    fragments = tuple(fragments)
-    form = StoredForm(dtype, shape, tuple(fragment.box for fragment in fragments))
-    return StoredTensor(name, form, tuple((fragment.file, fragment.begin) for fragment in fragments))
-
-
 @dataclass(frozen=True)
 class Catalog:
     """Everything that is stored under one directory.

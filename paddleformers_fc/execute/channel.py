@@ -3,7 +3,8 @@
 A :class:`Channel` has two operations. In ``exchange`` every rank gives bytes and gets every rank's bytes; in
 ``pass_on`` ranks give bytes to some others, as all have agreed before. Nothing that travels is a pickle. :func:`agree`
 runs a piece of work on every rank and lets them all go on, or lets all raise the same error; no rank is left waiting in
-a collective for one that failed. :func:`spread` gives one rank's bytes to some others.
+a collective for one that failed. With the first agreement of an operation travels a :class:`Roll`: whether the ranks
+mean the same at all. :func:`spread` gives one rank's bytes to some others.
 
 Cost of one exchange: an all-gather of a short frame, in which most of what ranks say has room, and a second one of the
 padded payloads where some rank says more. What is passed on is an all-to-all of just the bytes.
@@ -53,12 +54,24 @@ class Channel(Protocol):
         """
 
 
+class Roll(Protocol):
+    """What must be the same on every rank of an operation."""
+
+    @property
+    def digest(self) -> bytes:
+        """Of what this rank means, never empty; the same on ranks that mean the same."""
+
+    def differences(self, channel: Channel) -> FlexError:
+        """What the ranks mean differently, where digests differ. Every rank must call."""
+
+
 class _Outcome(msgspec.Struct):
-    """What one rank was doing, and its result, or its error in wire form."""
+    """What one rank was doing, and its result, or its error in wire form; the digest of its roll, if it has one."""
 
     doing: str
     result: bytes = b""
     error: str = ""
+    roll: bytes = b""
 
 
 class LocalChannel:
@@ -146,18 +159,20 @@ def job_channel() -> Channel:
     return PaddleChannel() if dist.is_initialized() and dist.get_world_size() > 1 else ALONE
 
 
-def agree(channel: Channel, doing: str, work: Callable[[], bytes]) -> list[bytes]:
+def agree(channel: Channel, doing: str, work: Callable[[], bytes], roll: Roll | None = None) -> list[bytes]:
     """Do a piece of work on every rank, and go on only if all of them succeeded.
 
     Args:
         channel: the ranks.
         doing: what the work is, in the same words on every rank: ranks that do different things are told apart by it.
         work: this rank's part; what it returns goes to every rank.
+        roll: what must be equal, which counts before what became of the work. A work that has one is the first of its
+            operation, and changes nothing that lasts.
     Returns:
         every rank's result, by rank.
     Raises:
-        FlexError: the same error on every rank: the error of the rank that failed, or of all ranks that did; or that
-            the ranks were doing different things.
+        FlexError: the same error on every rank: what the roll tells; that the ranks were doing different things; or the
+            error of the rank that failed, or of all ranks that did.
     """
     failure: BaseException | None = None
     try:
@@ -167,7 +182,11 @@ def agree(channel: Channel, doing: str, work: Callable[[], bytes]) -> list[bytes
     except Exception as error:  # Every other rank waits in the exchange below, so any fault must travel.
         failure = error
         outcome = _Outcome(doing, error=PeerError(f"{type(error).__name__} while {doing}: {error}").to_wire())
+    if roll is not None and channel.world_size > 1:
+        outcome.roll = roll.digest
     outcomes = [_decoded(payload) for payload in channel.exchange(msgspec.msgpack.encode(outcome))]
+    if roll is not None and all(found.roll for found in outcomes) and len({found.roll for found in outcomes}) > 1:
+        raise roll.differences(channel) from failure
     doings = [found.doing for found in outcomes]
     if len(set(doings)) > 1:
         raise PeerError(
@@ -176,10 +195,23 @@ def agree(channel: Channel, doing: str, work: Callable[[], bytes]) -> list[bytes
             evidence=[told_apart(doings)],
             next_step="Start every rank with the same software, arguments and data, so that all save together.",
         ) from failure
-    failed = {rank: from_wire(found.error) for rank, found in enumerate(outcomes) if found.error}
-    if failed:
-        raise _merged(failed, channel.world_size) from failure
+    refuse_failed(channel, [found.error for found in outcomes], failure)
     return [found.result for found in outcomes]
+
+
+def refuse_failed(channel: Channel, errors: Sequence[str], cause: BaseException | None = None) -> None:
+    """Go on only if no rank failed.
+
+    Args:
+        channel: the ranks.
+        errors: by rank, its error in wire form; empty where it succeeded. The same on every rank.
+        cause: this rank's own error, if it failed.
+    Raises:
+        FlexError: the same on every rank.
+    """
+    failed = {rank: from_wire(text) for rank, text in enumerate(errors) if text}
+    if failed:
+        raise _merged(failed, channel.world_size) from cause
 
 
 def spread(channel: Channel, data: bytes, size: int, members: Sequence[int]) -> bytes:

@@ -36,7 +36,7 @@ from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.exchange import Storage, read_together
 from paddleformers_fc.execute.opening import open_checkpoint, own_file
 from paddleformers_fc.execute.reading import ArraySlot, Crew, fill_arrays
-from paddleformers_fc.execute.rollcall import call_roll, software
+from paddleformers_fc.execute.rollcall import Called, software
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.layout import Shard
@@ -113,7 +113,7 @@ def export_checkpoint(
     """
     if max_shard_bytes < 1:
         raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
-    call_roll(channel, f"exporting to {target.name}", {"versions": software(), "max_shard_bytes": max_shard_bytes})
+    roll = Called(f"exporting to {target.name}", {"versions": software(), "max_shard_bytes": max_shard_bytes})
     prepared: list[Source] = []
 
     def prepare() -> bytes:
@@ -123,7 +123,7 @@ def export_checkpoint(
         prepared.append(canonical_source(checkpoint))
         return b""
 
-    checkpoint = open_checkpoint(source, channel, verify)
+    checkpoint = open_checkpoint(source, channel, verify, roll=roll)
     agree(channel, f"preparing an export to {target.name}", prepare)
     canonical = prepared[0]
     layout = canonical_layout(canonical).get(MODEL_STATE, {})

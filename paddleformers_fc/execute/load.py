@@ -19,12 +19,12 @@ import numpy as np
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_huggingface
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.channel import Channel, Roll, agree
 from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
 from paddleformers_fc.execute.integrity import check_numbers
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.reading import DEFAULT_OPTIONS, Key, ReadOptions, Slot
-from paddleformers_fc.execute.rollcall import call_roll, comparable, software
+from paddleformers_fc.execute.rollcall import Called, comparable, software
 from paddleformers_fc.execute.save import Roles
 from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.families import OptionalNames, family_for
@@ -128,8 +128,8 @@ def load_checkpoint(
     started = time.monotonic()
     facts = {"manifest": manifest_seal(checkpoint.manifest), "checks": checkpoint.unread}
     facts["aoa_config"] = aoa_config or {}
-    _call_roll(channel, checkpoint.catalog.root, config, facts)
-    model = _whole_model(roles, channel) if aoa_config else {}
+    roll = _roll(checkpoint.catalog.root, config, facts)
+    model = _whole_model(roles, channel, roll) if aoa_config else {}
 
     def preflight() -> _Preflight:
         shards = describe_roles(roles)
@@ -152,15 +152,15 @@ def load_checkpoint(
     def check(plan: LoadPlan) -> int:
         return check_numbers(checkpoint, plan, channel, options.threads) if checkpoint.unread else 0
 
-    return _load(checkpoint.catalog, roles, channel, options, preflight, check, started)
+    return _load(checkpoint.catalog, roles, channel, options, preflight, check, started, roll)
 
 
-def _call_roll(channel: Channel, directory: Place, config: Mapping[str, Any], facts: Mapping[str, object]) -> None:
+def _roll(directory: Place, config: Mapping[str, Any], facts: Mapping[str, object]) -> Called:
     """What the ranks of one load must agree on."""
-    call_roll(channel, f"loading {directory.name}", {"versions": software(), "config": comparable(config), **facts})
+    return Called(f"loading {directory.name}", {"versions": software(), "config": comparable(config), **facts})
 
 
-def _whole_model(roles: Roles, channel: Channel) -> dict[str, AoaTensor]:
+def _whole_model(roles: Roles, channel: Channel, roll: Roll) -> dict[str, AoaTensor]:
     """Every tensor of the model on all ranks: statements speak of the model, and a rank holds a part of it."""
 
     def describe() -> bytes:
@@ -169,7 +169,7 @@ def _whole_model(roles: Roles, channel: Channel) -> dict[str, AoaTensor]:
         return msgspec.json.encode(described)
 
     tensors: dict[str, AoaTensor] = {}
-    for payload in agree(channel, "describing the model", describe):
+    for payload in agree(channel, "describing the model", describe, roll):
         for name, one in msgspec.json.decode(payload, type=dict[str, _Tensor]).items():
             tensors[name] = AoaTensor(one.shape, one.dtype, one.cuts)
     return tensors
@@ -190,17 +190,16 @@ def load_weights(
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
     """
     started = time.monotonic()
-    _call_roll(channel, directory, config, {})
     opened: list[Catalog] = []
-    optional = OptionalNames(family_for(config), config)
 
     def work() -> bytes:
         opened.append(open_huggingface(directory))
         return b""
 
-    agree(channel, f"opening {directory.name}", work)
+    agree(channel, f"opening {directory.name}", work, _roll(directory, config, {}))
 
     def preflight() -> _Preflight:
+        optional = OptionalNames(family_for(config), config)
         shards = describe_roles(roles)
         source, report = huggingface_source(opened[0], model_rules(config, shards[MODEL_STATE]), optional)
         plan = plan_reads(source, shards)
@@ -222,6 +221,7 @@ def _load(
     preflight: Callable[[], _Preflight],
     check: Callable[[LoadPlan], int],
     started: float,
+    roll: Roll | None = None,
 ) -> LoadReport:
     done: list[_Preflight] = []
     slots: dict[Key, Slot] = {}
@@ -233,7 +233,7 @@ def _load(
         verdict = _Verdict(report.to_wire(), _bitmaps(catalog, plan, roles), options.once, bool(plan.checks))
         return msgspec.json.encode(verdict)
 
-    verdicts = [msgspec.json.decode(payload, type=_Verdict) for payload in agree(channel, "planning", prepare)]
+    verdicts = [msgspec.json.decode(payload, type=_Verdict) for payload in agree(channel, "planning", prepare, roll)]
     _refuse_different_ways(verdicts)
     merged = Report().merge([Report.from_wire(verdict.report) for verdict in verdicts])
     untouched = _untouched(catalog, verdicts)

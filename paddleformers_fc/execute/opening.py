@@ -1,9 +1,10 @@
 """Opening a checkpoint on all ranks, which need not see the same files of it.
 
-Where every rank sees the same, every rank opens what it sees, and nothing is exchanged beyond one small agreement on
-that. Where output directories lie on disks of single hosts, each disk holds the files that its own ranks wrote: ranks
-then tell each other which files they see, one of those that see a file reads its header for all, and the catalog is the
-union. Each rank checks the files it sees; a file that nobody sees is named, with the ranks that see nothing at all.
+Every rank opens what it sees, and tells in one exchange what that is and whether it could. Where every rank sees the
+same, that is all. Where output directories lie on disks of single hosts, each disk holds the files that its own ranks
+wrote, and what a rank could not open alone counts for nothing: ranks know from that exchange which files they see, one
+of those that see a file reads its header for all, and the catalog is the union. Each rank checks the files it sees; a
+file that nobody sees is named, with the ranks that see nothing at all.
 
 Memory: descriptions of the files that not all ranks see, linear in the shards they hold.
 """
@@ -11,7 +12,7 @@ Memory: descriptions of the files that not all ranks see, linear in the shards t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -29,8 +30,8 @@ from paddleformers_fc.catalog.flex import (
     see,
     shards_of,
 )
-from paddleformers_fc.errors import Corrupt, NotACheckpoint
-from paddleformers_fc.execute.channel import Bytes, Channel, agree, spread
+from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
+from paddleformers_fc.execute.channel import Bytes, Channel, Roll, agree, refuse_failed, spread
 from paddleformers_fc.execute.integrity import check_beside_numbers, check_files
 from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.layout.codec import ShardRecord, record_of
@@ -63,6 +64,38 @@ class _Sight(msgspec.Struct, frozen=True):
     missing: bytes = b""
 
 
+class _Look(msgspec.Struct):
+    """What one rank tells of a directory.
+
+    Args:
+        sight: what it sees.
+        fault: why it could not go on by itself, in wire form; empty where it could.
+    """
+
+    sight: _Sight
+    fault: str
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """What all ranks have told.
+
+    Args:
+        own: what this rank sees; None without a manifest.
+        sights: by rank.
+        faults: by rank.
+    """
+
+    own: Sight | None
+    sights: list[_Sight]
+    faults: list[str]
+
+    @property
+    def alike(self) -> bool:
+        """Whether every rank sees the same."""
+        return len(set(self.sights)) == 1
+
+
 class _Described(msgspec.Struct):
     """A stored shard on its way to the ranks that do not see its file."""
 
@@ -79,7 +112,9 @@ class _Told(msgspec.Struct):
     documents: dict[str, bytes]
 
 
-def open_checkpoint(directory: Place, channel: Channel, verify: str = "size", threads: int = 4) -> FlexCheckpoint:
+def open_checkpoint(
+    directory: Place, channel: Channel, verify: str = "size", threads: int = 4, roll: Roll | None = None
+) -> FlexCheckpoint:
     """Open a finished checkpoint on every rank, or raise the same error on every rank.
 
     Under ``full`` the ranks share the checksums of everything that is not a tensor's number: headers and documents. The
@@ -91,33 +126,37 @@ def open_checkpoint(directory: Place, channel: Channel, verify: str = "size", th
         channel: all ranks of the job; every rank must call.
         verify: ``off``, ``size`` or ``full``; each rank checks the files that it sees.
         threads: how many threads of this rank compare checksums.
+        roll: what must be the same on all ranks for them to go on.
     """
-    own, sights = _look(directory, channel)
     opened: list[FlexCheckpoint] = []
 
-    def check_sizes() -> bytes:
+    def check_sizes(own: Sight | None) -> None:
         if own is not None:
             verify_files(directory, own.manifest, "size")
-        return b""
 
-    def open_alone() -> bytes:
+    def open_alone(own: Sight | None) -> None:
         if own is None:
             # A checkpoint of Paddle, which has no checksums, or none at all, which is refused here.
             opened.append(open_stored(directory, verify))
         else:
             level = "off" if verify == "full" else verify
             opened.append(replace(open_seen(directory, own, level), unread=verify == "full"))
+
+    def open_checked() -> bytes:
+        open_alone(looked.own)
         return b""
 
-    if len(set(sights)) == 1:
+    # Nothing is made of a file's bytes before they are known to be those that were written.
+    looked = _look(directory, channel, check_sizes if verify == "full" else open_alone, roll)
+    if looked.alike:
+        refuse_failed(channel, looked.faults)
         if verify == "full":
-            agree(channel, f"checking {directory.name}", check_sizes)
-            check_beside_numbers(directory, own, channel, threads)
-        agree(channel, f"opening {directory.name}", open_alone)
+            check_beside_numbers(directory, looked.own, channel, threads)
+            agree(channel, f"opening {directory.name}", open_checked)
         return opened[0]
-    manifest = _common_manifest(directory, sights, own, channel)
-    sight = Sight(manifest, own.identities if own else {})
-    return _open_divided(directory, sight, sights, channel, verify, threads)
+    manifest = _common_manifest(directory, looked, channel)
+    sight = Sight(manifest, looked.own.identities if looked.own else {})
+    return _open_divided(directory, sight, looked.sights, channel, verify, threads)
 
 
 def check_together(directory: Place, channel: Channel) -> None:
@@ -129,20 +168,21 @@ def check_together(directory: Place, channel: Channel) -> None:
     Raises:
         CheckpointError: the same on every rank: it is not, or it is of different saves on different disks.
     """
-    own, sights = _look(directory, channel)
-    manifest: Manifest | None = None
-    seen_by: SeenBy = {}
-    if len(set(sights)) > 1:
-        manifest = _common_manifest(directory, sights, own, channel)
-        seen_by = _seen_by(manifest, sights)
-        _refuse_lost(directory, seen_by, sights)
+
+    def check_alone(own: Sight | None) -> None:
+        if channel.rank == 0:  # Where all see the same, one of them looks closer.
+            verify_files(directory, read_manifest(directory) if own is None else own.manifest, "size")
+
+    looked = _look(directory, channel, check_alone)
+    if looked.alike:
+        refuse_failed(channel, looked.faults)
+        return
+    manifest = _common_manifest(directory, looked, channel)
+    seen_by = _seen_by(manifest, looked.sights)
+    _refuse_lost(directory, seen_by, looked.sights)
 
     def check() -> bytes:
-        if manifest is not None:
-            _verify_seen(directory, manifest, seen_by, channel.rank, "size")
-        elif channel.rank == 0:
-            # All see the same, and one of them looks closer.
-            verify_files(directory, read_manifest(directory) if own is None else own.manifest, "size")
+        _verify_seen(directory, manifest, seen_by, channel.rank, "size")
         return b""
 
     agree(channel, f"looking at the files of {directory.name}", check)
@@ -183,16 +223,31 @@ def own_file(checkpoint: FlexCheckpoint, channel: Channel, name_of: Callable[[in
     return None if mine is None else got[mine].tobytes()
 
 
-def _look(directory: Place, channel: Channel) -> tuple[Sight | None, list[_Sight]]:
-    """What this rank sees, and in short what every rank sees."""
+def _look(
+    directory: Place, channel: Channel, alone: Callable[[Sight | None], None], roll: Roll | None = None
+) -> _Looked:
+    """What this rank sees, and in short what every rank sees.
+
+    Args:
+        directory: ``checkpoint-N``.
+        channel: all ranks; every rank must call.
+        alone: what a rank does with its sight where all ranks see the same.
+        roll: what must be the same on all ranks.
+    """
     own: list[Sight | None] = []
 
     def look() -> bytes:
         own.append(_sight(directory))
-        return msgspec.msgpack.encode(_told_of(directory, own[0]))
+        fault = ""
+        try:
+            alone(own[0])
+        except FlexError as error:
+            fault = error.to_wire()
+        return msgspec.msgpack.encode(_Look(_told_of(directory, own[0]), fault))
 
-    payloads = agree(channel, f"looking at {directory.name}", look)
-    return own[0], [msgspec.msgpack.decode(payload, type=_Sight) for payload in payloads]
+    payloads = agree(channel, f"opening {directory.name}", look, roll)
+    looks = [msgspec.msgpack.decode(payload, type=_Look) for payload in payloads]
+    return _Looked(own[0], [one.sight for one in looks], [one.fault for one in looks])
 
 
 def _sight(directory: Place) -> Sight | None:
@@ -211,8 +266,9 @@ def _told_of(directory: Place, sight: Sight | None) -> _Sight:
     return _Sight(manifest_seal(manifest), len(msgspec.msgpack.encode(manifest)), saved, bits)
 
 
-def _common_manifest(directory: Place, sights: Sequence[_Sight], own: Sight | None, channel: Channel) -> Manifest:
+def _common_manifest(directory: Place, looked: _Looked, channel: Channel) -> Manifest:
     """The manifest of all ranks that see one, on every rank."""
+    own, sights = looked.own, looked.sights
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, sight in enumerate(sights):
         if sight.seal:

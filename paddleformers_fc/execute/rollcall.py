@@ -2,8 +2,9 @@
 
 A rank with another version of the software, another configuration, another option or another checkpoint under the same
 name would not fail. It would plan other reads, or take part in another number of exchanges, and the job would hang or
-train on a mixture. So every save and load begins with one exchange of a digest, 32 bytes, of whatever must be equal.
-Only where digests differ are the facts themselves exchanged, and every rank raises the same table of what differs.
+train on a mixture. So the first exchange of every save and load carries a digest of whatever must be equal, beside what
+the ranks have to say there, and it counts before that. Only where digests differ are the facts themselves exchanged,
+and every rank raises the same table of what differs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 import xxhash
@@ -28,30 +31,38 @@ _OF_ONE_RANK = frozenset({"dtype", "torch_dtype"})
 _PLACE_OF_A_RANK = "parallel_rank"
 
 
-def call_roll(channel: Channel, doing: str, facts: Mapping[str, object]) -> None:
-    """Go on only if every rank says the same.
+@dataclass(frozen=True)
+class Called:
+    """A roll, for :func:`~paddleformers_fc.execute.channel.agree`.
 
     Args:
-        channel: all ranks; every rank must call.
         doing: what the ranks are about to do together.
         facts: what must be equal, by subject; anything that JSON can tell.
-    Raises:
-        PeerError: the same on every rank: each subject that differs, its values, and the ranks that have them.
     """
-    if channel.world_size == 1:
-        return
-    told = {path: text for subject, value in facts.items() for path, text in _flat(value, subject)}
-    digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(told, order="sorted")).encode()
-    if len(set(agree(channel, f"calling the roll before {doing}", lambda: digest))) == 1:
-        return
-    payloads = agree(channel, f"comparing what differs before {doing}", lambda: msgspec.json.encode(told))
-    everyone = [msgspec.json.decode(payload, type=dict[str, str]) for payload in payloads]
-    raise PeerError(
-        f"The ranks are not of one mind about {doing}. Nothing was changed.",
-        where=f"a job of {channel.world_size} ranks",
-        evidence=list(_differences(everyone)),
-        next_step="Start every rank with the same software, configuration and options, and show it the same files.",
-    )
+
+    doing: str
+    facts: Mapping[str, object]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of all facts."""
+        return xxhash.xxh3_128_digest(msgspec.json.encode(self._told, order="sorted"))
+
+    def differences(self, channel: Channel) -> PeerError:
+        """The same on every rank: each subject that differs, its values, and the ranks that have them."""
+        mine = msgspec.json.encode(self._told)
+        payloads = agree(channel, f"comparing what differs before {self.doing}", lambda: mine)
+        everyone = [msgspec.json.decode(payload, type=dict[str, str]) for payload in payloads]
+        return PeerError(
+            f"The ranks are not of one mind about {self.doing}. Nothing was changed.",
+            where=f"a job of {channel.world_size} ranks",
+            evidence=list(_differences(everyone)),
+            next_step="Start every rank with the same software, configuration and options, and show it the same files.",
+        )
+
+    @cached_property
+    def _told(self) -> dict[str, str]:
+        return {path: text for subject, value in self.facts.items() for path, text in _flat(value, subject)}
 
 
 def software() -> dict[str, str]:

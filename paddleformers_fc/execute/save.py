@@ -32,7 +32,7 @@ from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.finishing import finish
 from paddleformers_fc.execute.memory import host_parts
 from paddleformers_fc.execute.replicas import Digests, Hashed, differing, hash_replicas, refuse_different
-from paddleformers_fc.execute.rollcall import call_roll, comparable, software
+from paddleformers_fc.execute.rollcall import Called, comparable, software
 from paddleformers_fc.execute.saveplan import ModelRecord, PlanKeeper, PlannedFile, SavePlan, digest, work_out
 from paddleformers_fc.execute.shares import Replica
 from paddleformers_fc.execute.staging import staging_beside
@@ -129,8 +129,7 @@ def save_checkpoint(
         FlexError: the same on every rank; the target is untouched.
     """
     facts = {"step": job.step, "samples": job.consumed_samples, "max_file_bytes": max_file_bytes, "replicas": replicas}
-    shared = {"versions": software(), "config": comparable(config), **facts}
-    call_roll(channel, f"saving {directory.name}", shared)
+    roll = Called(f"saving {directory.name}", {"versions": software(), "config": comparable(config), **facts})
     own: LiveRoles = {}
     kept = _PLANS.known(channel.rank)
 
@@ -140,7 +139,7 @@ def save_checkpoint(
 
     everyone = [
         msgspec.msgpack.decode(payload, type=_Introduction)
-        for payload in agree(channel, "looking at the shards", introduce)
+        for payload in agree(channel, "looking at the shards", introduce, roll)
     ]
     key = digest(*(one.facts for one in everyone))
     known = all(key in one.known for one in everyone)

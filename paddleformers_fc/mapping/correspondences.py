@@ -122,10 +122,6 @@ class Mapping:
         """The mapping of these correspondences, in any order."""
         return Mapping(sources, targets, _made(correspondences), fresh, dropped)
 
-    def with_correspondences(self, items: Iterable[Correspondence]) -> Mapping:
-        """The mapping of the same spaces with these correspondences instead."""
-        return Mapping.of(self.sources, self.targets, items, self.fresh, self.dropped)
-
     def __eq__(self, other: object) -> bool:
         """Whether the two are the same spaces and the same correspondences in the same order."""
         if not isinstance(other, Mapping):

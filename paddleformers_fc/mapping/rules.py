@@ -418,10 +418,3 @@ class RuleSet:
         owners = {tie.alias for tie in self.ties}
         targets: MappingABC[str, TensorSpec] = {name: spec for name, spec in self.targets.items() if name not in owners}
         return Mapping(sources, dict(targets), maker.made(), frozenset(self.fresh), frozenset(self.dropped))
-
-    def owner_of(self, name: str) -> str:
-        """The owner of a tied name, or the name itself."""
-        for tie in self.ties:
-            if tie.alias == name:
-                return tie.owner
-        return name

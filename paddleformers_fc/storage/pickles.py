@@ -124,7 +124,6 @@ _WORDS: dict[tuple[str, str], _Word] = {
     ("builtins", "slice"): _Word("slice", ""),
 }
 _WIDTHS = {"f8": 8, "f4": 4, "f2": 2, "i8": 8, "i4": 4, "i2": 2, "i1": 1, "u8": 8, "u4": 4, "u2": 2, "u1": 1, "b1": 1}
-_MARK = object()
 _PLAIN = (str, int, float, bool, type(None))
 
 

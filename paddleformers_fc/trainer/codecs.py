@@ -5,7 +5,7 @@ kilobytes of numbers. Here each is a JSON document. Numbers come back bit for bi
 text that reads back as the same float, an array carries its dtype, and what JSON has no number for (infinity, NaN) is
 Python's extension of it. What cannot be written exactly is refused at save time, not found missing at resume time.
 
-Nothing here imports Paddle; :mod:`.rng` and :mod:`.progress` know where the values come from and go to.
+Nothing here imports Paddle; :mod:`.rng` and :mod:`.documents` know where the values come from and go to.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from paddleformers_fc.execute.export import save_weights
 from paddleformers_fc.execute.load import PLANS, load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint, own_file
 from paddleformers_fc.execute.reading import ReadOptions
-from paddleformers_fc.execute.rollcall import call_roll
+from paddleformers_fc.execute.rollcall import Called
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.families import family_for
@@ -202,8 +202,8 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     args, channel = trainer.args, _channel(trainer.args)
     run = _run_of(trainer)
     directory = _meant(run, resume_from_checkpoint)
-    _compare_options(args, channel, f"resuming from {directory.name}")
-    checkpoint = open_checkpoint(directory, channel, args.flex_verify, args.flex_threads)
+    roll = _options(args, f"resuming from {directory.name}")
+    checkpoint = open_checkpoint(directory, channel, args.flex_verify, args.flex_threads, roll)
     continued = not args.ignore_load_lr_and_optim
     progress = documents.read_progress(checkpoint, channel) if continued else None
     if progress is not None:
@@ -367,10 +367,13 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
     args, channel = trainer.args, _channel(trainer.args)
     trainer.runtime_timer.start("checkpoint saving time")
     directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    _compare_options(args, channel, f"saving {directory.name}")
+    roll = _options(args, f"saving {directory.name}")
     _note_best(trainer, metrics, directory)
-    prepared = _agreed(channel, "preparing a checkpoint", lambda: (_roles_to_save(trainer), _files(trainer, channel)))
-    roles, files = prepared
+
+    def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
+        return _roles_to_save(trainer), _files(trainer, channel)
+
+    roles, files = _agreed(channel, "preparing a checkpoint", prepare, roll)
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args))
     bound = parse_size(args.flex_max_file_size)
     config, checked = documents.model_config(trainer.model), args.flex_check_replicas
@@ -539,7 +542,7 @@ def save_pretrained(
 
 def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
     channel = _channel(trainer.args)
-    _compare_options(trainer.args, channel, f"exporting to {directory.name}")
+    roll = _options(trainer.args, f"exporting to {directory.name}")
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
         roles = state.model_roles(trainer.model)
@@ -548,20 +551,20 @@ def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
         arguments = documents.arguments_document(trainer.args)
         return roles, {**documents.model_files(trainer), documents.EXPORTED_ARGUMENTS: arguments}
 
-    roles, files = _agreed(channel, "preparing an export", prepare)
+    roles, files = _agreed(channel, "preparing an export", prepare, roll)
     config = documents.model_config(trainer.model)
     report = save_weights(roles[MODEL_STATE], config, files, directory, max_shard_bytes, channel)
     if trainer.args.should_log:
         logger.info(f"Exported {report.tensors} tensors to {directory} in {len(report.files)} files.")
 
 
-def _compare_options(args: Any, channel: Channel, doing: str) -> None:
-    """Refuse ranks that were started with different options."""
+def _options(args: Any, doing: str) -> Called:
+    """What ranks that were started alike have in common."""
     names = (*FIELD_NAMES, *_SHARED_OPTIONS)
-    call_roll(channel, doing, {name: getattr(args, name) for name in names if hasattr(args, name)})
+    return Called(doing, {name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
-def _agreed(channel: Channel, doing: str, work: Callable[[], Any]) -> Any:
+def _agreed(channel: Channel, doing: str, work: Callable[[], Any], roll: Called | None = None) -> Any:
     """What ``work`` returns on this rank, once it has succeeded on every rank."""
     made: list[Any] = []
 
@@ -569,7 +572,7 @@ def _agreed(channel: Channel, doing: str, work: Callable[[], Any]) -> Any:
         made.append(work())
         return b""
 
-    agree(channel, doing, run)
+    agree(channel, doing, run, roll)
     return made[0]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import check_together, open_checkpoint
 from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.execute.told import spelled
 from tests.execute.simulated import CONFIG, canonical, job, live, same_values, succeed
@@ -84,14 +84,25 @@ def test_ranks_that_share_disks_take_what_they_see_and_get_the_rest(tmp_path: Pa
     assert 0 < sum(report.bytes_received for report in reports) < sum(report.bytes_read for report in shared)
 
 
-def test_ranks_that_see_the_same_agree_once_more_and_no_further(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opening", [open_checkpoint, check_together])
+def test_ranks_that_see_the_same_agree_once(tmp_path: Path, opening: Callable[..., Any]) -> None:
     save(tmp_path / STEP, ARRAYS, 1, 2)
 
     def work(channel: Any) -> tuple[int, int]:
-        open_checkpoint(tmp_path / STEP, channel)
+        opening(tmp_path / STEP, channel)
         return channel.exchanges, channel.largest
 
-    assert succeed(2, work) == [(2, 0)] * 2
+    assert succeed(2, work) == [(1, 0)] * 2
+
+
+def test_what_one_rank_alone_cannot_open_of_what_all_see_is_told_by_all(tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("usual", "odd")]
+    for place in places:
+        save(place / STEP, ARRAYS, 1, 2)
+    (places[1] / STEP / "mapping.json").write_bytes(b"{")
+    error = refused(places, "off")
+    assert isinstance(error, FormatError)
+    assert "on rank 1" in str(error)
 
 
 def refused(places: list[Path], verify: str = "size") -> FlexError:

@@ -15,7 +15,7 @@ from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.channel import ALONE, agree
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
-from paddleformers_fc.execute.rollcall import call_roll, software
+from paddleformers_fc.execute.rollcall import Called, software
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.execute.told import spelled, told_apart
 from tests.corruption import ours
@@ -28,6 +28,11 @@ def the_one_report(outcomes: list[Any]) -> FlexError:
     assert isinstance(first, FlexError), first
     assert len({str(outcome) for outcome in outcomes}) == 1
     return first
+
+
+def call(channel: Any, facts: dict[str, object]) -> None:
+    """Work that goes well, with a roll."""
+    agree(channel, "working", lambda: b"", Called("a test", facts))
 
 
 def test_ranks_are_named_in_runs() -> None:
@@ -61,7 +66,7 @@ def test_what_differs_is_told_with_its_values_and_ranks(odd: int, subject: str, 
         facts: dict[str, object] = {"equal": "everywhere", "versions": {"else": 1}}
         value = other if channel.rank == odd else usual
         outer, _, inner = subject.partition(".")
-        call_roll(channel, "a test", {**facts, outer: {inner: value} if inner else value})
+        call(channel, {**facts, outer: {inner: value} if inner else value})
 
     error = the_one_report(job(4, work))
     assert isinstance(error, PeerError)
@@ -72,20 +77,37 @@ def test_what_differs_is_told_with_its_values_and_ranks(odd: int, subject: str, 
 
 
 def test_a_fact_that_one_rank_lacks_is_told() -> None:
-    error = the_one_report(job(2, lambda channel: call_roll(channel, "a test", {"a": 1} if channel.rank else {})))
+    error = the_one_report(job(2, lambda channel: call(channel, {"a": 1} if channel.rank else {})))
     assert error.evidence == ("a: not set on rank 0; 1 on rank 1",)
 
 
+def test_what_differs_counts_before_what_became_of_it() -> None:
+    def work(channel: Any) -> None:
+        def fail() -> bytes:
+            raise FlexError("What came of another configuration.")
+
+        agree(channel, "planning", fail if channel.rank == 1 else lambda: b"", Called("a test", {"a": channel.rank}))
+
+    error = the_one_report(job(3, work))
+    assert error.evidence == ("a: 0 on rank 0; 1 on rank 1; 2 on rank 2",)
+
+
+def test_a_roll_costs_no_exchange_of_its_own() -> None:
+    def work(channel: Any) -> int:
+        call(channel, {"equal": "everywhere"})
+        return int(channel.exchanges)
+
+    assert succeed(3, work) == [1] * 3
+
+
 def test_equal_ranks_go_on_and_long_values_are_compared_to_their_end() -> None:
-    succeed(3, lambda channel: call_roll(channel, "a test", {"long": "x" * 5000}))
-    error = the_one_report(
-        job(3, lambda channel: call_roll(channel, "a test", {"long": "x" * 5000 + str(channel.rank // 2)}))
-    )
+    succeed(3, lambda channel: call(channel, {"long": "x" * 5000}))
+    error = the_one_report(job(3, lambda channel: call(channel, {"long": "x" * 5000 + str(channel.rank // 2)})))
     assert len(error.evidence[0]) < 600
 
 
 def test_a_process_alone_calls_no_roll() -> None:
-    call_roll(ALONE, "a test", {"anything": object()})
+    call(ALONE, {"anything": object()})
 
 
 def test_the_software_is_that_which_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

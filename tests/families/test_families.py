@@ -7,7 +7,7 @@ import pytest
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelTensor, bind, family_for
 from paddleformers_fc.families.text import aoa_text
-from paddleformers_fc.mapping import prove
+from paddleformers_fc.mapping import Tie, prove
 
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 
@@ -62,7 +62,7 @@ def test_a_tied_head_is_an_alias_of_the_embedding_and_an_untied_one_is_itself() 
     names = [tensor("model.embed_tokens.weight", 32, 16), tensor("lm_head.weight", 32, 16)]
     tied = bind(family_for(config("llama")), config("llama", tie_word_embeddings=True), names)
     assert set(tied.mapping().sources) == {"model.embed_tokens.weight"}
-    assert tied.owner_of("lm_head.weight") == "model.embed_tokens.weight"
+    assert tied.ties == (Tie("model.embed_tokens.weight", "lm_head.weight"),)
     untied = bind(family_for(config("llama")), config("llama"), names)
     assert set(untied.mapping().sources) == {"model.embed_tokens.weight", "lm_head.weight"}
 

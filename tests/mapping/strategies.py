@@ -1,10 +1,10 @@
-"""Random rules, shapes and boxes for property tests."""
+"""Random rules, shapes and boxes for property tests, and mappings that are changed by hand."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec
+from paddleformers_fc.mapping import Correspondence, Mapping, Rule, RuleSet, TensorSpec
 
 
 @st.composite
@@ -38,3 +38,8 @@ def rule_sets(draw: st.DrawFn) -> RuleSet:
     """Several independent rules."""
     made = [draw(rules(index)) for index in range(draw(st.integers(1, 3)))]
     return RuleSet({name: spec for _, specs in made for name, spec in specs}, tuple(rule for rule, _ in made))
+
+
+def with_items(mapping: Mapping, *items: Correspondence) -> Mapping:
+    """The mapping of the same spaces with these correspondences instead."""
+    return Mapping.of(mapping.sources, mapping.targets, items, mapping.fresh, mapping.dropped)

@@ -15,7 +15,7 @@ from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec, prove
 from paddleformers_fc.mapping.agreement import disagreements, refuse_disagreement
 from paddleformers_fc.mapping.boxes import Box
 from tests.mapping.numbers import moved, numbered
-from tests.mapping.strategies import rule_sets
+from tests.mapping.strategies import rule_sets, with_items
 
 CAUGHT: Counter[str] = Counter()
 
@@ -49,11 +49,11 @@ def mutants(mapping: Mapping) -> Iterator[tuple[str, Mapping]]:
 
         def changed(**changes: object) -> Mapping:
             made = dataclasses.replace(item, **changes)  # type: ignore[arg-type]  # noqa: B023
-            return mapping.with_correspondences((*others, made))  # noqa: B023
+            return with_items(mapping, *others, made)  # noqa: B023
 
-        yield "gap", mapping.with_correspondences(tuple(others))
+        yield "gap", with_items(mapping, *others)
         extra = dataclasses.replace(item, source_box=shifted(item.source_box, 0, 1))
-        yield "overlap", mapping.with_correspondences((*items, extra))
+        yield "overlap", with_items(mapping, *items, extra)
         for axis in range(len(item.source_box.lo)):
             for by in (-1, 1):
                 yield "shifted source", changed(source_box=shifted(item.source_box, axis, by))
@@ -70,7 +70,7 @@ def mutants(mapping: Mapping) -> Iterator[tuple[str, Mapping]]:
             swapped = list(others)
             swapped[number] = dataclasses.replace(other, source=item.source, source_box=item.source_box)
             made = dataclasses.replace(item, source=other.source, source_box=other.source_box)
-            yield "swap", mapping.with_correspondences((*swapped, made))
+            yield "swap", with_items(mapping, *swapped, made)
 
 
 def shifted(box: Box, axis: int, by: int) -> Box:
@@ -127,7 +127,6 @@ def test_the_same_mapping_in_other_pieces_agrees() -> None:
     whole = RuleSet({"w": TensorSpec((4, 6), "float32")}, (Rule(("w",), ("w",), (6,), 1, (0, 1)),)).mapping()
     (item,) = whole.correspondences
     rows = [Box((at, 0), (at + 1, 6)) for at in range(4)]
-    pieces = tuple(dataclasses.replace(item, source_box=row, target_box=row) for row in rows)
-    cut = whole.with_correspondences(pieces)
+    cut = with_items(whole, *(dataclasses.replace(item, source_box=row, target_box=row) for row in rows))
     assert not list(disagreements(cut, whole))
     assert not list(disagreements(whole, cut))

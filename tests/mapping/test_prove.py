@@ -9,10 +9,10 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping import Correspondence, Mapping, Rule, RuleSet, TensorSpec, prove
+from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec, prove
 from paddleformers_fc.mapping.boxes import Box
 from tests.mapping.numbers import moved, numbered
-from tests.mapping.strategies import rule_sets
+from tests.mapping.strategies import rule_sets, with_items
 
 RULE = Rule(("a", "b"), ("c",), (2, 5), 0, (0, 1))
 
@@ -21,10 +21,6 @@ def proved(rule: Rule = RULE) -> Mapping:
     mapping = RuleSet({"c": TensorSpec((7, 3), "float32")}, (rule,)).mapping()
     prove(mapping)
     return mapping
-
-
-def with_items(mapping: Mapping, *items: Correspondence) -> Mapping:
-    return mapping.with_correspondences(tuple(items))
 
 
 def test_a_gap_is_named_with_its_box() -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint
-from paddleformers_fc.catalog.stored import gather_shards
+from paddleformers_fc.catalog.stored import StoredForm, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.manifest import Manifest
+
+
+def stored_tensor(name: str, dtype: str, shape: Shape, fragments: Iterable[StoredFragment]) -> StoredTensor:
+    """A tensor whose boxes lie at these places."""
+    fragments = tuple(fragments)
+    form = StoredForm(dtype, shape, tuple(fragment.box for fragment in fragments))
+    return StoredTensor(name, form, tuple((fragment.file, fragment.begin) for fragment in fragments))
 
 
 def checkpoint_of(model: SimulatedModel) -> FlexCheckpoint:

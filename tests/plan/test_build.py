@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.catalog.stored import Catalog, StoredFragment, stored_tensor
+from paddleformers_fc.catalog.stored import Catalog, StoredFragment
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.reading import ArraySlot, ReadOptions, carry_out
 from paddleformers_fc.layout import Shard
@@ -18,6 +18,7 @@ from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.plan import LoadPlan, Source, plan_reads
 from paddleformers_fc.plan.report import Report
 from tests.mapping.numbers import moved, numbered, slices
+from tests.plan.stored import stored_tensor
 
 FUSED = RuleSet(
     {"qkv": TensorSpec((6, 16), "float32")}, (Rule(("q", "k", "v"), ("qkv",), (8, 4, 4), 1, (1, 0), target_blocks=2),)

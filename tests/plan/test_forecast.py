@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.catalog.stored import stored_tensor
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.reading import item_view, region_of
 from paddleformers_fc.families import family_for
@@ -26,7 +25,8 @@ from paddleformers_fc.plan.items import ReadItem, StoredPart
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import HOT_BYTES, Workspace, read_region
-from tests.plan.stored import checkpoint_of
+from tests.mapping.strategies import with_items
+from tests.plan.stored import checkpoint_of, stored_tensor
 
 MOE = {
     **family_for({"model_type": "ernie4_5_moe"}).tiny,
@@ -100,8 +100,8 @@ def test_stored_tensors_that_nobody_wants_are_dropped_by_permission_alone() -> N
 def test_casts_are_said() -> None:
     model = laid_out("tp=2", "bfloat16")
     source, report = resume_source(checkpoint_of(laid_out("dp=1", "float32")), model.rules)
-    links = tuple(replace(link, cast=model.rules.targets[link.target].dtype) for link in source.mapping.correspondences)
-    casting = replace(source, mapping=source.mapping.with_correspondences(links))
+    links = (replace(link, cast=model.rules.targets[link.target].dtype) for link in source.mapping.correspondences)
+    casting = replace(source, mapping=with_items(source.mapping, *links))
     found = forecast(casting, model, report, lambda name: True)
     assert CastFacts("model.norm.weight", "float32", "bfloat16") in found.cast
     assert not [cast for cast in found.cast if cast.name.endswith("gate.weight")]

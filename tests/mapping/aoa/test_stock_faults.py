@@ -15,7 +15,7 @@ import pytest
 from paddle.distributed import load_state_dict, save_state_dict
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from paddleformers_fc.catalog.stored import Catalog, StoredFragment, stored_tensor
+from paddleformers_fc.catalog.stored import Catalog, StoredFragment
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MASTER_WEIGHT
@@ -26,6 +26,7 @@ from paddleformers_fc.plan import Source, plan_reads
 from tests.mapping.aoa import stock
 from tests.mapping.aoa.spaces import side
 from tests.mapping.numbers import Arrays, moved, numbered
+from tests.plan.stored import stored_tensor
 
 logging.getLogger("paddle.distributed.flex_checkpoint.aoa.aoa_engine").setLevel(logging.ERROR)
 
