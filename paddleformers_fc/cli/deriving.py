@@ -73,6 +73,7 @@ def derive(directory: Path, settled: Sequence[str], native: bool, target: Path |
     config = json.loads(read_file(directory / CONFIG_NAME))
     tensors, hint = _model(directory, native)
     found = derive_rules(tensors, canonical, config, hint=hint, settled=settled)
+    found.refuse_questions()
     if target is not None:
         family = family_of(str(config["model_type"]), found.rules, [one.tensor for one in tensors], config, told)
         target.write_text(source_text(family), encoding="utf-8")

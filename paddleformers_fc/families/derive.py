@@ -104,6 +104,20 @@ class Derivation:
     questions: tuple[Question, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def refuse_questions(self) -> None:
+        """Refuse what is not determined.
+
+        Raises:
+            MappingError: with every question, its answers, and the lines that give each.
+        """
+        if self.questions:
+            raise MappingError(
+                f"The mapping of this model is not determined: {len(self.questions)} questions are open.",
+                where="names, shapes and layers of both sides",
+                evidence=[line for question in self.questions for line in question.lines()] + list(self.notes),
+                next_step="Settle each question: give the lines of one of its numbered answers, or lines of your own.",
+            )
+
 
 @dataclass(frozen=True)
 class _Claim:
@@ -135,7 +149,7 @@ def derive_rules(
     hint: Sequence[str] = (),
     settled: Sequence[str] = (),
 ) -> Derivation:
-    """The rules of a model that no family declares, proved.
+    """The rules of a model that no family declares, and what is to be asked first.
 
     Args:
         tensors: every tensor of the model, with the kind of its layer.
@@ -144,32 +158,7 @@ def derive_rules(
         hint: native AOA statements from the canonical side to the model; used where they are proved.
         settled: the user's AOA lines, which decide what they name.
     Returns:
-        a derivation without questions.
-    Raises:
-        MappingError: with every question, its answers, and the line that gives each; or where the settling lines, or
-            the rules, cannot be proved.
-    """
-    found = study(tensors, canonical, config, hint=hint, settled=settled)
-    if found.questions:
-        raise MappingError(
-            f"The mapping of this model is not determined: {len(found.questions)} questions are open.",
-            where="names, shapes and layers of both sides",
-            evidence=[line for question in found.questions for line in question.lines()] + list(found.notes),
-            next_step="Settle each question: give the lines of one of its numbered answers, or lines of your own.",
-        )
-    return found
-
-
-def study(
-    tensors: Iterable[LayeredTensor],
-    canonical: Mapping[str, TensorSpec],
-    config: Mapping[str, Any],
-    *,
-    hint: Sequence[str] = (),
-    settled: Sequence[str] = (),
-) -> Derivation:
-    """As :func:`derive_rules`, but questions are returned with what is derived besides.
-
+        the rules, proved where there are no questions.
     Raises:
         MappingError: where the settling lines, or rules without questions, cannot be proved.
     """

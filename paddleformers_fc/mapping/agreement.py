@@ -17,7 +17,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Made, Mapping
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.mapping.stencils import Link
+from paddleformers_fc.mapping.stencils import Link, pulled
 
 
 def refuse_disagreement(mapping: Mapping, declared: Mapping, title: str, next_step: str) -> None:
@@ -80,7 +80,7 @@ def _differences(name: str, ours: Made, theirs: Made) -> Iterator[str]:
 
 
 def _alike(one: Link, other: Link, part: Box) -> bool:
-    if one.cast != other.cast or one.pull(part) != other.pull(part):
+    if one.cast != other.cast or pulled(one, part) != pulled(other, part):
         return False
     return _turning_axes(one, part) == _turning_axes(other, part)
 
@@ -93,4 +93,4 @@ def _turning_axes(link: Link, part: Box) -> list[int]:
 
 def _spelled(source: str, link: Link, part: Box) -> str:
     cast = f" cast to {link.cast}" if link.cast else ""
-    return f"{source} {link.pull(part)} axes {list(link.axes)}{cast}"
+    return f"{source} {pulled(link, part)} axes {list(link.axes)}{cast}"

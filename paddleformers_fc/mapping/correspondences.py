@@ -27,8 +27,6 @@ from paddleformers_fc.mapping.stencils import (
     coalesced,
     composed,
     narrowed,
-    pulled,
-    pushed,
     turned,
 )
 
@@ -71,14 +69,6 @@ class Correspondence:
     def boxed(self, source_box: Box, target_box: Box) -> Correspondence:
         """The same correspondence of other boxes."""
         return Correspondence(self.source, source_box, self.target, target_box, self.axes, self.cast)
-
-    def pull(self, part: Box) -> Box:
-        """The source box of ``part``, a box inside ``target_box``."""
-        return pulled(self, part)
-
-    def push(self, part: Box) -> Box:
-        """The target box of ``part``, a box inside ``source_box``."""
-        return pushed(self, part)
 
 
 class Made(msgspec.Struct, frozen=True, eq=False, gc=False):

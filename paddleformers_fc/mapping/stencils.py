@@ -73,14 +73,6 @@ class Link:
         """The same link of other boxes."""
         return Link(self.source, source_box, target_box, self.axes, self.cast)
 
-    def pull(self, part: Box) -> Box:
-        """The source box of ``part``, a box inside ``target_box``."""
-        return pulled(self, part)
-
-    def push(self, part: Box) -> Box:
-        """The target box of ``part``, a box inside ``source_box``."""
-        return pushed(self, part)
-
 
 @dataclass(frozen=True, eq=False)
 class Stencil:
@@ -153,8 +145,8 @@ def composed(after: Stencil, before: Sequence[Stencil | None], places: Sequence[
             links.append(
                 Link(
                     places[last.source][link.source],
-                    link.pull(middle),
-                    last.push(middle),
+                    pulled(link, middle),
+                    pushed(last, middle),
                     _joined(link, last),
                     last.cast or link.cast,
                 )
@@ -175,25 +167,22 @@ def _joined(link: Link, last: Link) -> tuple[int, ...]:
 
 def pulled(link: Boxed, part: Box) -> Box:
     """The source box of ``part``, a box inside the target box of ``link``."""
-    source, target = link.source_box, link.target_box
-    lo, hi = list(source.lo), list(source.hi)
-    for axis, source_axis in enumerate(link.axes):
-        if source_axis != NEW_AXIS:
-            shift = source.lo[source_axis] - target.lo[axis]
-            lo[source_axis] = part.lo[axis] + shift
-            hi[source_axis] = part.hi[axis] + shift
-    return Box(tuple(lo), tuple(hi))
+    return _carried(part, link.target_box, link.source_box, enumerate(link.axes))
 
 
 def pushed(link: Boxed, part: Box) -> Box:
     """The target box of ``part``, a box inside the source box of ``link``."""
-    source, target = link.source_box, link.target_box
-    lo, hi = list(target.lo), list(target.hi)
-    for axis, source_axis in enumerate(link.axes):
-        if source_axis != NEW_AXIS:
-            shift = target.lo[axis] - source.lo[source_axis]
-            lo[axis] = part.lo[source_axis] + shift
-            hi[axis] = part.hi[source_axis] + shift
+    return _carried(part, link.source_box, link.target_box, zip(link.axes, range(len(link.axes)), strict=True))
+
+
+def _carried(part: Box, here: Box, there: Box, axes: Iterable[tuple[int, int]]) -> Box:
+    """Where ``part`` of one box lies in the other; an axis that only the other has is taken whole."""
+    lo, hi = list(there.lo), list(there.hi)
+    for axis, other in axes:
+        if axis != NEW_AXIS and other != NEW_AXIS:
+            shift = there.lo[other] - here.lo[axis]
+            lo[other] = part.lo[axis] + shift
+            hi[other] = part.hi[axis] + shift
     return Box(tuple(lo), tuple(hi))
 
 

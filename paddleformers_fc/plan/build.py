@@ -26,7 +26,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE, StateName, split_state_na
 from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping import Mapping, Shape
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
-from paddleformers_fc.mapping.stencils import Link, Stencil, identity
+from paddleformers_fc.mapping.stencils import Link, Stencil, identity, pulled, pushed
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
 
@@ -295,9 +295,9 @@ def _pieces(shard: Shard, stencil: Stencil, forms: list[StoredForm]) -> Iterator
 
 
 def _linked(fragment: Fragment, link: Link, part: Box, form: StoredForm) -> Iterator[Piece]:
-    for index, common in _touching(form, link.pull(part)):
+    for index, common in _touching(form, pulled(link, part)):
         box = form.boxes[index]
-        filled = link.push(common).relative_to(fragment.box.lo)
+        filled = pushed(link, common).relative_to(fragment.box.lo)
         region = common.relative_to(box.lo)
         yield Piece(link.source, index, box.shape, region, fragment.start, fragment.box.shape, filled, link.axes)
 

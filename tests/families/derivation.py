@@ -16,7 +16,7 @@ from typing import Any
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import FAMILIES, Family, ModelTensor, bind, enumerate_tensors
 from paddleformers_fc.families.declarations import Geometry, Statement
-from paddleformers_fc.families.derive import Derivation, study
+from paddleformers_fc.families.derive import Derivation, derive_rules
 from paddleformers_fc.families.kinds import LayeredTensor, LayerKind
 from paddleformers_fc.families.naming import layer_name, split
 from paddleformers_fc.mapping import RuleSet, TensorSpec
@@ -156,7 +156,7 @@ def verdict(case: Case, found: Derivation) -> str:
 
 
 def derived(case: Case, hint: Sequence[str] = (), settled: Sequence[str] = ()) -> Derivation:
-    return study(case.layered(), case.canonical, case.config, hint=hint, settled=settled)
+    return derive_rules(case.layered(), case.canonical, case.config, hint=hint, settled=settled)
 
 
 def answers(case: Case, found: Derivation) -> list[tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelTensor
-from paddleformers_fc.families.derive import derive_rules, study
+from paddleformers_fc.families.derive import Derivation, derive_rules
 from paddleformers_fc.families.hints import pieces_of
 from paddleformers_fc.families.kinds import LayeredTensor, LayerKind, kind_of_classes
 from paddleformers_fc.mapping import TensorSpec
@@ -54,6 +55,13 @@ def attention(tp: int = 1, layers: int = 1) -> tuple[list[LayeredTensor], dict[s
     return model, specs(files)
 
 
+def determined(*given: Any, **settling: Sequence[str]) -> Derivation:
+    """A derivation that leaves nothing open."""
+    found = derive_rules(*given, **settling)
+    found.refuse_questions()
+    return found
+
+
 # The families, as what they would have been without a declaration.
 
 
@@ -73,7 +81,7 @@ def test_without_kinds_of_layers_more_is_asked_and_nothing_is_wrong(case: Case) 
     blind = [LayeredTensor(one.tensor, LayerKind.OTHER) for one in case.layered()]
     config = {**case.config, "tie_word_embeddings": False}
     aliases = {tie.alias for tie in case.rules.ties}
-    found = study([one for one in blind if one.tensor.name not in aliases], case.canonical, config)
+    found = derive_rules([one for one in blind if one.tensor.name not in aliases], case.canonical, config)
     wanted = normal(case.rules.mapping())
     made = pieces_of(found.rules.rules, {name: spec.shape for name, spec in found.rules.targets.items()})
     assert {item for items in made.values() for item in items} <= wanted
@@ -100,7 +108,7 @@ def test_a_real_model_is_derived_from_its_layers_and_its_native_statements(ranks
     case = Case(family, None, 1)
     assert one["kinds"] == {**one["kinds"], **{each.tensor.name: each.kind.value for each in case.layered()}}
     model = [live(key, *shape, kind=one["kinds"][key]) for key, shape in one["shapes"].items()]
-    assert verdict(case, study(model, case.canonical, case.config, hint=one["hint"])) == SAME
+    assert verdict(case, derive_rules(model, case.canonical, case.config, hint=one["hint"])) == SAME
 
 
 # Evidence.
@@ -108,7 +116,7 @@ def test_a_real_model_is_derived_from_its_layers_and_its_native_statements(ranks
 
 def test_equal_names_are_turned_where_the_layer_is_linear_and_kept_where_it_is_an_embedding() -> None:
     model = [live("a.weight", 8, 8), live("b.weight", 8, 8, kind="embedding"), live("c.weight", 8, kind="norm")]
-    found = derive_rules(model, stored(**{"a.weight": (8, 8), "b.weight": (8, 8), "c.weight": (8,)}), {})
+    found = determined(model, stored(**{"a.weight": (8, 8), "b.weight": (8, 8), "c.weight": (8,)}), {})
     assert {rule.targets[0]: rule.axes for rule in found.rules.rules} == {
         "a.weight": (1, 0),
         "b.weight": (0, 1),
@@ -120,7 +128,7 @@ def test_a_square_matrix_of_no_known_layer_is_asked_and_one_line_settles_it_for_
     model = [live(f"model.layers.{n}.mix", 8, 8, kind="other") for n in range(3)]
     files = specs({f"model.layers.{n}.mix": (8, 8) for n in range(3)})
     with pytest.raises(MappingError) as caught:
-        derive_rules(model, files, {})
+        determined(model, files, {})
     assert list(caught.value.evidence) == [
         "model.layers.{0...2}.mix: may lie as stored, or turned",
         "  1) model.layers.$LAYER_ID.mix -> model.layers.$LAYER_ID.mix",
@@ -128,25 +136,27 @@ def test_a_square_matrix_of_no_known_layer_is_asked_and_one_line_settles_it_for_
     ]
     for answer, axes in (("", (0, 1)), ("^T", (1, 0))):
         line = f"model.layers.$LAYER_ID.mix{answer} -> model.layers.$LAYER_ID.mix"
-        assert {rule.axes for rule in derive_rules(model, files, {}, settled=[line]).rules.rules} == {axes}
+        assert {rule.axes for rule in determined(model, files, {}, settled=[line]).rules.rules} == {axes}
         one = f"model.layers.1.mix{answer} -> model.layers.1.mix"
-        assert {rule.axes for rule in derive_rules(model, files, {}, settled=[one]).rules.rules} == {axes}
+        assert {rule.axes for rule in determined(model, files, {}, settled=[one]).rules.rules} == {axes}
 
 
 def test_square_linear_layers_are_asked_where_another_linear_layer_is_not_turned() -> None:
     model = [live("model.layers.0.c_fc.weight", 8, 32), live("model.layers.0.c_proj.weight", 8, 8)]
-    found = study(model, specs({"model.layers.0.c_fc.weight": (8, 32), "model.layers.0.c_proj.weight": (8, 8)}), {})
+    found = derive_rules(
+        model, specs({"model.layers.0.c_fc.weight": (8, 32), "model.layers.0.c_proj.weight": (8, 8)}), {}
+    )
     assert [one.names for one in found.questions] == [("model.layers.0.c_proj.weight",)]
 
 
 @pytest.mark.parametrize("word", ["fused_qkv", "fused_qkv_old"])
 def test_one_line_settles_query_key_and_value_of_all_layers_and_their_biases(word: str) -> None:
     model, files = attention(layers=2)
-    (question,) = study(model, files, CONFIG).questions
+    (question,) = derive_rules(model, files, CONFIG).questions
     assert len(question.names) == 4
     assert [len(answer) for answer in question.answers] == [1, 1]
     (line,) = next(answer for answer in question.answers if f"{word}," in answer[0])
-    found = derive_rules(model, files, CONFIG, settled=[line])
+    found = determined(model, files, CONFIG, settled=[line])
     assert {rule.target_blocks for rule in found.rules.rules} == {2 if word == "fused_qkv" else 1}
 
 
@@ -158,7 +168,7 @@ def test_kv_heads_decide_where_only_one_layout_is_possible() -> None:
             model = [
                 replace(one, tensor=structs.replace(one.tensor, shape=(*one.tensor.shape[:-1], 24))) for one in model
             ]
-        found = derive_rules(model, files, config)
+        found = determined(model, files, config)
         assert {rule.target_blocks for rule in found.rules.rules} == {config["num_key_value_heads"]}
 
 
@@ -168,13 +178,13 @@ def _single_head(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def test_head_counts_that_are_not_in_the_configuration_leave_a_fused_layer_open() -> None:
     model, files = attention()
-    found = study(model, files, {})
+    found = derive_rules(model, files, {})
     assert "model.layers.0.self_attn.qkv_proj.weight" in found.questions[0].names
 
 
 def test_a_file_that_is_fused_is_carved_into_the_layers_of_a_model_that_is_not() -> None:
     model = [live(f"layers.0.mlp.{name}_proj.weight", 12, 16) for name in ("gate", "up")]
-    found = derive_rules(model, specs({"layers.0.mlp.gate_up_proj.weight": (32, 12)}), {})
+    found = determined(model, specs({"layers.0.mlp.gate_up_proj.weight": (32, 12)}), {})
     (rule,) = found.rules.rules
     assert (rule.targets, rule.axes, rule.parts) == (tuple(one.tensor.name for one in model), (1, 0), (16, 16))
 
@@ -183,9 +193,9 @@ def test_a_fused_layer_of_query_key_and_value_in_the_file_is_asked_and_settled()
     prefix = ATTENTION.format(0)
     model = [live(f"{prefix}.{name}_proj.weight", 12, length) for name, length in (("q", 16), ("k", 8), ("v", 8))]
     files = specs({f"{prefix}.qkv_proj.weight": (32, 12)})
-    (question,) = study(model, files, CONFIG).questions
+    (question,) = derive_rules(model, files, CONFIG).questions
     blocks = [
-        derive_rules(model, files, CONFIG, settled=answer).rules.mapping().by_target[f"{prefix}.q_proj.weight"]
+        determined(model, files, CONFIG, settled=answer).rules.mapping().by_target[f"{prefix}.q_proj.weight"]
         for answer in question.answers
     ]
     assert [len(items) for items in blocks] == [1, 2]
@@ -204,7 +214,7 @@ def test_names_that_differ_in_spelling_and_in_nesting_are_found() -> None:
         "model.layers.0.mlp.shared_expert_gate.weight": (1, 4),
         "model.layers.0.out.weight": (6, 4),
     }
-    found = derive_rules(model, specs(files), {})
+    found = determined(model, specs(files), {})
     assert [rule.sources[0] for rule in found.rules.rules] == list(files)
     assert found.reasons["model.layers.0.self_attn.q_layernorm.weight"] == "spelled names"
     assert found.reasons["model.layers.0.transformer_layer.out.weight"] == "nested names"
@@ -212,13 +222,13 @@ def test_names_that_differ_in_spelling_and_in_nesting_are_found() -> None:
 
 def test_a_canonical_tensor_that_two_tensors_are_named_for_alike_is_neithers() -> None:
     model = [live("a.model.norm.weight", 4, kind="norm"), live("b.model.norm.weight", 4, kind="norm")]
-    found = study(model, stored(**{"model.norm.weight": (4,)}), {})
+    found = derive_rules(model, stored(**{"model.norm.weight": (4,)}), {})
     assert {name for one in found.questions for name in one.names} >= {one.tensor.name for one in model}
 
 
 def test_layers_that_are_counted_from_another_number_are_shifted() -> None:
     model = [live(f"model.layers.{n}.norm.weight", 4, kind="norm") for n in (2, 3)]
-    found = derive_rules(model, specs({f"model.layers.{n}.norm.weight": (4,) for n in (0, 1)}), {})
+    found = determined(model, specs({f"model.layers.{n}.norm.weight": (4,) for n in (0, 1)}), {})
     assert [rule.sources[0] for rule in found.rules.rules] == [
         "model.layers.0.norm.weight",
         "model.layers.1.norm.weight",
@@ -227,7 +237,7 @@ def test_layers_that_are_counted_from_another_number_are_shifted() -> None:
 
 def test_a_run_of_layers_that_does_not_fill_the_other_side_is_not_shifted() -> None:
     model = [live(f"model.layers.{n}.norm.weight", 4, kind="norm") for n in (1, 2)]
-    found = study(model, specs({f"model.layers.{n}.norm.weight": (4,) for n in (0, 1, 2)}), {})
+    found = derive_rules(model, specs({f"model.layers.{n}.norm.weight": (4,) for n in (0, 1, 2)}), {})
     assert [one.names for one in found.questions] == [("model.layers.0.norm.weight",)]
 
 
@@ -237,7 +247,7 @@ def test_experts_that_are_stacked_are_found_by_their_shapes(new: bool) -> None:
     shape = (3, 4, 20) if new else (12, 20)
     model = [live(f"{prefix}.gate_up_proj", *shape, kind="other")]
     files = specs({f"{prefix}.{e}.{part}_proj.weight": (10, 4) for e in range(3) for part in ("gate", "up")})
-    found = derive_rules(model, files, {}).rules.mapping()
+    found = determined(model, files, {}).rules.mapping()
     assert len(found.correspondences) == 6
     assert {item.source for item in found.correspondences} == set(files)
 
@@ -245,15 +255,15 @@ def test_experts_that_are_stacked_are_found_by_their_shapes(new: bool) -> None:
 def test_a_head_is_tied_only_where_the_configuration_says_so() -> None:
     model = [live("model.embed_tokens.weight", 10, 4, kind="embedding"), live("lm_head.weight", 10, 4, kind="other")]
     files = stored(**{"model.embed_tokens.weight": (10, 4)})
-    (tie,) = derive_rules(model, files, {"tie_word_embeddings": True}).rules.ties
+    (tie,) = determined(model, files, {"tie_word_embeddings": True}).rules.ties
     assert (tie.owner, tie.alias) == ("model.embed_tokens.weight", "lm_head.weight")
-    assert [one.names for one in study(model, files, {}).questions] == [("lm_head.weight",)]
+    assert [one.names for one in derive_rules(model, files, {}).questions] == [("lm_head.weight",)]
 
 
 def test_the_copy_of_a_tied_tensor_in_a_file_is_dropped() -> None:
     model = [live("model.embed_tokens.weight", 10, 4, kind="embedding"), live("lm_head.weight", 10, 4, kind="other")]
     files = stored(**{"model.embed_tokens.weight": (10, 4), "lm_head.weight": (10, 4)})
-    assert derive_rules(model, files, {"tie_word_embeddings": True}).rules.dropped == ("lm_head.weight",)
+    assert determined(model, files, {"tie_word_embeddings": True}).rules.dropped == ("lm_head.weight",)
 
 
 # What is left over, and what is refused.
@@ -263,25 +273,25 @@ def test_what_one_side_lacks_is_named_with_lines_that_settle_it() -> None:
     model = [live(f"model.layers.{n}.extra.weight", 4, 6) for n in range(2)]
     files = specs({f"model.layers.{n}.other.weight": (6, 4) for n in range(2)} | {"stray": (3,)})
     with pytest.raises(MappingError) as caught:
-        derive_rules(model, files, {})
+        determined(model, files, {})
     text = "\n".join(caught.value.evidence)
     assert "model.layers.{0...1}.extra.weight: shape [4, 6]; no canonical tensor is named for it" in text
     assert "1) model.layers.$LAYER_ID.other.weight^T -> model.layers.$LAYER_ID.extra.weight" in text
     assert "_ -> model.layers.1.extra.weight" in text
     assert "stray -> _" in text
     line = "model.layers.0.other.weight^T -> model.layers.0.extra.weight"
-    found = derive_rules(model, files, {}, settled=[line, "stray -> _"])
+    found = determined(model, files, {}, settled=[line, "stray -> _"])
     assert found.rules.dropped == ("stray",)
     assert [rule.axes for rule in found.rules.rules] == [(1, 0), (1, 0)]
 
 
 def test_a_tensor_that_keeps_its_initial_values_is_settled_as_fresh() -> None:
-    found = derive_rules([live("rotary.inv_freq", 4, kind="other")], {}, {}, settled=["_ -> rotary.inv_freq"])
+    found = determined([live("rotary.inv_freq", 4, kind="other")], {}, {}, settled=["_ -> rotary.inv_freq"])
     assert found.rules.fresh == ("rotary.inv_freq",)
 
 
 def test_names_that_agree_and_shapes_that_do_not_are_said() -> None:
-    found = study([live("a.weight", 4, 6)], stored(**{"a.weight": (5, 4)}), {})
+    found = derive_rules([live("a.weight", 4, 6)], stored(**{"a.weight": (5, 4)}), {})
     assert found.questions[0].lines()[0].startswith("a.weight: shape [4, 6] is no layout of a.weight [5, 4]")
 
 
@@ -296,7 +306,7 @@ def test_names_that_agree_and_shapes_that_do_not_are_said() -> None:
 )
 def test_a_settling_line_that_means_nothing_is_refused(line: str, why: str) -> None:
     with pytest.raises(MappingError, match=why):
-        derive_rules([live("a.weight", 4, 6)], stored(**{"a.weight": (6, 4)}), {}, settled=[line])
+        determined([live("a.weight", 4, 6)], stored(**{"a.weight": (6, 4)}), {}, settled=[line])
 
 
 def test_a_hint_that_cannot_be_proved_is_said_and_not_used() -> None:
@@ -306,7 +316,7 @@ def test_a_hint_that_cannot_be_proved_is_said_and_not_used() -> None:
         f"{prefix}.q_proj.weight^T, {prefix}.k_proj.weight^T, {prefix}.k_proj.weight^T -> {prefix}.qkv_proj.weight, "
         "fused_qkv, num_heads=4, num_key_value_groups=2"
     ]
-    found = study(model, files, CONFIG, hint=hint)
+    found = derive_rules(model, files, CONFIG, hint=hint)
     assert found.questions
     assert found.notes[0].startswith("the hint: not used")
 
@@ -314,14 +324,14 @@ def test_a_hint_that_cannot_be_proved_is_said_and_not_used() -> None:
 def test_a_statement_of_a_hint_that_stands_for_nothing_is_passed_over_and_said() -> None:
     model = [live("a.weight", 4, 6)]
     hint = ["b.$LAYER_ID.weight^T -> b.$LAYER_ID.weight", "a.weight^T -> a.weight, dtype='float32'"]
-    found = derive_rules(model, stored(**{"a.weight": (6, 4)}), {}, hint=hint)
+    found = determined(model, stored(**{"a.weight": (6, 4)}), {}, hint=hint)
     assert len(found.notes) == 1
     assert "passed over: `b.$LAYER_ID.weight^T -> b.$LAYER_ID.weight`" in found.notes[0]
 
 
 def test_dtypes_of_files_are_no_obstacle_and_no_evidence() -> None:
     files = {"a.weight": TensorSpec((6, 4), "bfloat16")}
-    rules = derive_rules([live("a.weight", 4, 6)], files, {}).rules
+    rules = determined([live("a.weight", 4, 6)], files, {}).rules
     (item,) = rules.casting({"a.weight": "bfloat16"}).mapping({"a.weight": "bfloat16"}).correspondences
     assert item.cast == "float32"
 

@@ -13,6 +13,7 @@ from paddleformers_fc.mapping.aoa.faults import Fault
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape, whole
 from paddleformers_fc.mapping.correspondences import Correspondence, coalesced
 from paddleformers_fc.mapping.rules import deal
+from paddleformers_fc.mapping.stencils import pulled
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class _Slabs:
             if part is not None:
                 shift = to - begin
                 target = Box(_put(part.lo, axis, part.lo[axis] + shift), _put(part.hi, axis, part.hi[axis] + shift))
-                found.append(Correspondence(piece.source, piece.pull(part), "", target, piece.axes, piece.cast))
+                found.append(Correspondence(piece.source, pulled(piece, part), "", target, piece.axes, piece.cast))
         return found
 
 
