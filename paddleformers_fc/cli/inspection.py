@@ -39,6 +39,9 @@ _CONFIG_KEYS = (
 )
 
 
+_MOST_DIFFERENCES = 20
+"""How many lines about replicas that differ are shown as text."""
+
 _KINDS = {
     FLEX: "flex checkpoint",
     HUGGINGFACE: "open weights (Hugging Face)",
@@ -56,6 +59,7 @@ class JobFacts(msgspec.Struct, frozen=True):
         parallel: degree per parallel axis.
         family: the model family whose mapping was used.
         written_by: program and version.
+        differing_replicas: where its ranks held different numbers of the same part of a tensor, one line each.
     """
 
     step: int
@@ -64,6 +68,7 @@ class JobFacts(msgspec.Struct, frozen=True):
     parallel: dict[str, int]
     family: str
     written_by: str
+    differing_replicas: list[str]
 
 
 class RoleFacts(msgspec.Struct, frozen=True):
@@ -166,6 +171,7 @@ def _job(opened: Opened) -> JobFacts | None:
         manifest.parallel,
         manifest.family,
         manifest.written_by,
+        manifest.differences,
     )
 
 
@@ -207,12 +213,21 @@ def _headline(found: Inspection) -> list[tuple[str, str]]:
         lines.append(("step", f"{job.step:,}, after {count_text(job.consumed_samples, 'sample')}"))
         lines.append(("saved by", f"{job.written_by}, {count_text(job.world_size, 'rank')}{_degrees(job.parallel)}"))
         lines.append(("family", job.family))
+        if job.differing_replicas:
+            lines.append(("replicas", _differences_text(job.differing_replicas)))
     if found.model:
         lines.append(("model", _model_text(found.model)))
     if MODEL_STATE in found.roles:
         lines.append(("parameters", f"{found.roles[MODEL_STATE].elements:,}"))
     lines.append(("on disk", f"{count_text(found.files, 'file')}, {size_text(found.bytes)}"))
     return lines
+
+
+def _differences_text(differences: list[str]) -> str:
+    shown = differences[:_MOST_DIFFERENCES]
+    left = len(differences) - len(shown)
+    head = "ranks held different numbers of the same part of a tensor; one version of each is here:"
+    return "\n".join([head, *shown, *([f"and {left:,} more, all with --json"] if left else [])])
 
 
 def _degrees(parallel: dict[str, int]) -> str:

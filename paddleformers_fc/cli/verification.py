@@ -183,7 +183,11 @@ def _check_tensors(directory: Place, level: str, protocol: _Protocol) -> None:
 
 
 def _manifest_text(manifest: Manifest) -> str:
-    return f"step {manifest.step:,}, {count_text(manifest.world_size, 'rank')}, {manifest.written_by}"
+    said = f"step {manifest.step:,}, {count_text(manifest.world_size, 'rank')}, {manifest.written_by}"
+    if not manifest.differences:
+        return said
+    # That is a fault of the training, and the checkpoint is what was saved.
+    return f"{said}; {count_text(len(manifest.differences), 'replica')} differed when it was saved, see inspect"
 
 
 def _tensor_count(checkpoint: FlexCheckpoint) -> int:

@@ -112,6 +112,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     files: list[FileReceipt]
     differing_replicas: list[str] | msgspec.UnsetType = msgspec.UNSET
 
+    @property
+    def differences(self) -> list[str]:
+        """Where replicas differed; empty where they did not."""
+        return [] if isinstance(self.differing_replicas, msgspec.UnsetType) else self.differing_replicas
+
 
 class _Sealed(Manifest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is on disk: the manifest with a checksum of itself, xxh3_128 of its encoding with sorted keys."""
@@ -225,15 +230,19 @@ def verify_files(directory: Place, manifest: Manifest, level: str, *, threads: i
         )
 
 
-def newest_checkpoint(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+def newest_checkpoint(
+    output_dir: Path, level: str = "size", *, threads: int = 4
+) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest checkpoint that can be resumed from.
 
     Candidates are ``checkpoint-N`` by falling N. One is taken if its manifest can be read and its files have the right
-    sizes. A crash while a checkpoint was replaced by a newer save of the same step can leave it under a hidden name
-    (see ``commit``); then that directory is returned. Nothing is changed on disk.
+    sizes, or under ``full`` the right bytes. A crash while a checkpoint was replaced by a newer save of the same step
+    can leave it under a hidden name (see ``commit``); then that directory is returned. Nothing is changed on disk.
 
     Args:
         output_dir: where the checkpoints are; it need not exist.
+        level: as for :func:`verify_files`.
+        threads: as for :func:`verify_files`.
 
     Returns:
         The path, or None; and every newer candidate that was passed over, with the reason.
@@ -245,7 +254,7 @@ def newest_checkpoint(output_dir: Path) -> tuple[Path | None, list[tuple[Path, s
     skipped: list[tuple[Path, str]] = []
     for candidate in candidates(path for path in list_directory(output_dir) if is_directory(path)):
         try:
-            verify_files(candidate, read_manifest(candidate), "size")
+            verify_files(candidate, read_manifest(candidate), level, threads=threads)
         except CheckpointError as error:
             skipped.append((candidate, "; ".join([error.what, *error.evidence])))
         else:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from paddleformers_fc import __version__
 from paddleformers_fc.cli.listing import Piece, TensorFacts, show_tensors
 from paddleformers_fc.cli.output import console
+from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from tests.cli.support import run, save
 from tests.execute.simulated import canonical, model
 
@@ -27,8 +29,26 @@ def test_a_checkpoint_says_who_saved_it(four: Path) -> None:
         "parallel": {"tp": 2, "pp": 1},
         "family": "ernie4_5",
         "written_by": f"paddleformers_fc {__version__}",
+        "differing_replicas": [],
     }
     assert found["model"]["num_key_value_heads"] == 2
+
+
+def test_replicas_that_differed_are_listed_and_verification_mentions_them(four: Path, tmp_path: Path) -> None:
+    said = [f"model_state w{number} [0:8]: version 1 on rank 0; version 2 on rank 1" for number in range(30)]
+    copy = tmp_path / "checkpoint-3"
+    shutil.copytree(four, copy)
+    write_manifest(copy, msgspec.structs.replace(read_manifest(copy), differing_replicas=said))
+    assert run("inspect", copy, "--json").document["job"]["differing_replicas"] == said
+    text = run("inspect", copy).out
+    assert "ranks held different numbers" in text
+    assert text.count("version 2 on rank 1") == 20
+    assert "and 10 more" in text
+    verified = run("verify", copy)
+    assert verified.code == 0
+    assert "30 replicas differed when it was saved" in " ".join(verified.out.split())
+    assert "differ" not in run("inspect", four).out
+    assert "differ" not in run("verify", four).out
 
 
 def test_a_role_says_how_much_it_holds(four: Path) -> None:
