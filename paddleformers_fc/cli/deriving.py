@@ -6,7 +6,6 @@ only the headers are read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paddleformers_fc.catalog import open_huggingface
-from paddleformers_fc.catalog.flex import CONFIG_NAME
+from paddleformers_fc.catalog.flex import CONFIG_NAME, read_config
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.families import ModelTensor
 from paddleformers_fc.families.declarations import Geometry
@@ -27,7 +26,6 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping import TensorSpec
 from paddleformers_fc.mapping.aoa import render
-from paddleformers_fc.storage.files import read_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +68,7 @@ def derive(directory: Path, settled: Sequence[str], native: bool, target: Path |
         raise OptionError(f"{target} exists.", next_step="Name another file for the family, or remove this one.")
     stored = open_huggingface(directory).roles[MODEL_STATE]
     canonical = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
-    config = json.loads(read_file(directory / CONFIG_NAME))
+    config = read_config(directory / CONFIG_NAME)
     tensors, hint = _model(directory, native)
     found = derive_rules(tensors, canonical, config, hint=hint, settled=settled)
     found.refuse_questions()

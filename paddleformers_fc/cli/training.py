@@ -17,7 +17,6 @@ the ranks leave it beside their logs. Every start has a directory for its logs: 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import shlex
@@ -40,6 +39,7 @@ from paddleformers_fc.cli.screen import COLOUR, DEBUG, Screen
 from paddleformers_fc.errors import FlexError, OptionError, PeerError, from_wire
 from paddleformers_fc.runtime.launch import launch
 from paddleformers_fc.runtime.ranks import rank_environments, tail
+from paddleformers_fc.storage.documents import parse_json, read_document
 from paddleformers_fc.storage.places import local
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FlexFields, check_options
@@ -54,6 +54,7 @@ OWN_REGISTRATION = "PADDLEFORMERS_FC_OWN_REGISTRATION"
 
 CPU = "cpu"
 _TAIL_LINES = 25
+_MAX_ERROR_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -177,20 +178,21 @@ def read_settings(config: Path) -> dict[str, Any]:
 
     Raises:
         OptionError: it is neither YAML nor JSON, or no mapping.
+        CheckpointError, StorageError: it is missing, of an absurd length, or cannot be read.
     """
-    text = config.read_text(encoding="utf-8")
+    raw = read_document(config)
     try:
         if config.suffix in (".yaml", ".yml"):
-            settings = yaml.safe_load(text)
+            settings = yaml.safe_load(raw.decode("utf-8"))
         elif config.suffix == ".json":
-            settings = json.loads(text)
+            settings = parse_json(raw)
         else:
             raise OptionError(
                 "PaddleFormers takes a configuration that ends in .yaml, .yml or .json.",
                 where=str(config),
                 next_step="Name a configuration; recipes/ has some.",
             )
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise OptionError("The configuration cannot be read.", where=str(config), evidence=[str(error)]) from error
     if not isinstance(settings, dict):
         raise OptionError("The configuration holds no keys.", where=str(config))
@@ -213,7 +215,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         )
     try:
         return {key: yaml.safe_load(value) for _, key, _, value in pairs}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise OptionError("The value of an override is no YAML.", evidence=[str(error)]) from error
 
 
@@ -338,7 +340,8 @@ def _run_launcher(job: Job, screen: Screen) -> int:
 
 def _left_error(log_dir: Path) -> FlexError | None:
     """The error that the ranks left: they leave the same one, unless some only noticed that another was gone."""
-    errors = [from_wire(path.read_text(encoding="utf-8")) for path in sorted(log_dir.glob("rank-*.error.json"))]
+    found = (read_document(path, _MAX_ERROR_BYTES) for path in sorted(log_dir.glob("rank-*.error.json")))
+    errors = [from_wire(raw.decode("utf-8", "replace")) for raw in found]
     return min(errors, key=lambda error: isinstance(error, PeerError), default=None)
 
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from paddleformers_fc.errors import MismatchError
+import msgspec
+
+from paddleformers_fc.errors import MismatchError, PeerError
 from paddleformers_fc.layout.roles import MASTER_SUFFIX, STATE_SUFFIXES
 from paddleformers_fc.mapping.folding import fold
 
-KINDS = ("missing", "unexpected", "shape", "dtype", "coverage", "mapping", "unequal")
+Kind = Literal["missing", "unexpected", "shape", "dtype", "coverage", "mapping", "unequal"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 HEADINGS = {
     "missing": "MISSING: wanted, and not stored",
     "unexpected": "UNEXPECTED: stored, and wanted by no rank",
@@ -95,10 +99,22 @@ class Report:
 
     @staticmethod
     def from_wire(text: str) -> Report:
-        """The report that :meth:`to_wire` wrote."""
+        """The report that :meth:`to_wire` wrote.
+
+        Raises:
+            PeerError: it wrote something else.
+        """
+        try:
+            found = msgspec.json.decode(text, type=dict[Kind, set[str]])
+        except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError) as error:
+            raise PeerError(
+                "Another rank has sent a report that cannot be read.",
+                evidence=[str(error), text],
+                next_step="Run the same version of paddleformers_fc on every rank.",
+            ) from error
         report = Report()
-        for kind, lines in json.loads(text).items():
-            report.lines[kind] = set(lines)
+        for kind, lines in found.items():
+            report.lines[kind] = lines
         return report
 
 

@@ -179,7 +179,7 @@ def read_progress(checkpoint: FlexCheckpoint, channel: Channel) -> Progress:
 
     texts: dict[str, str] = {}
     for payload in agree(channel, "reading the Trainer's own state", work):
-        texts.update(json.loads(payload))
+        texts.update(msgspec.json.decode(payload, type=dict[str, str]))
     documents = {name: codecs.decode_object(text.encode(), str(directory / name)) for name, text in texts.items()}
     return Progress(
         state=_trainer_state(documents[STATE], directory / STATE),

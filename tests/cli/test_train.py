@@ -226,11 +226,15 @@ def test_without_paddleformers_the_error_says_what_to_install(tmp_path: Path, mo
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("a.yaml", "a: [1"), ("a.yaml", "- 1"), ("a.yaml", ""), ("a.json", "{"), ("a.toml", "a = 1"), ("a.json", "[]")],
+    [
+        *(("a.yaml", "a: [1"), ("a.yaml", "- 1"), ("a.yaml", ""), ("a.yaml", "\xff"), ("a.yaml", "[" * 3000)),
+        *(("a.json", "{"), ("a.json", "[]"), ("a.json", '{"a": 1, "a": 2}'), ("a.json", '{"a": \xff}')),
+        ("a.toml", "a = 1"),
+    ],
 )
 def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
-    path.write_text(text)
+    path.write_bytes(text.encode("latin-1"))
     with pytest.raises(OptionError) as caught:
         read_settings(path)
     assert caught.value.where == str(path)
