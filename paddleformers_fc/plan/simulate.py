@@ -88,7 +88,7 @@ class SimulatedModel:
         self.family, self.config, self.grid = family, {**family.defaults, **config}, grid
         sizes = family_sizes(family, self.config)
         by_name = {tensor.name: tensor for tensor in tensors}
-        refuse_unfit(family, self.config, grid, by_name.values())
+        _refuse_unfit(family, self.config, grid, by_name.values())
         tied = sizes.holds("tie_word_embeddings")
         self._ties = {tie.alias: tie.owner for tie in family.tied if tied and tie.alias in by_name}
         self._experts = sizes.length("experts") if sizes.knows("experts") else 0
@@ -319,7 +319,7 @@ def _place(piece: str, parent: str) -> int:
     return int(parent.isdecimal() and "norm" in piece)
 
 
-def refuse_unfit(
+def _refuse_unfit(
     family: Family, config: Mapping[str, Any], grid: ParallelGrid, tensors: Iterable[DeclaredTensor]
 ) -> None:
     """Refuse a grid that a model cannot have.

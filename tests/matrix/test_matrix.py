@@ -57,13 +57,41 @@ def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_runs(tmp
     found = run("matrix", recipe, "--work", tmp_path / "work", "--output", tmp_path / "docs", "--json")
     assert found.code == 2
     assert found.document["evidence"] == [
-        "tp4: num_key_value_heads 2 cannot be divided by tp 4",
-        "pp4: 2 layers are fewer than 4 stages",
+        "tp4: num_key_value_heads=2 is not divisible by tp=4",
+        "pp4: num_hidden_layers=2 is less than pp x vpp = 4 x 1 = 4 stages",
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
 
 
-@pytest.mark.parametrize("changes", [{"targets": "pp2"}, {"colour": "red"}, {"micro_batch": "1"}])
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("tp3", ["num_key_value_heads=2 is not divisible by tp=3", "vocab_size=128 is not divisible by tp=3"]),
+        (
+            "tp4(ep4)",
+            [
+                "num_attention_heads=6 is not divisible by tp=4",
+                "num_key_value_heads=2 is not divisible by tp=4",
+                "the number of experts=6 is not divisible by ep=4",
+            ],
+        ),
+        ("pp4vpp3", ["num_hidden_layers=8 is less than pp x vpp = 4 x 3 = 12 stages"]),
+        ("sd2s3+tp2", ["stage=3 with tp=2: tensor parallelism goes with the stages 1 and 2 alone"]),
+    ],
+)
+def test_layouts_of_a_recipe_are_refused_as_those_of_the_plan_verb_are(
+    tmp_path: Path, name: str, faults: list[str]
+) -> None:
+    model = {"num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2, "moe_num_experts": 6}
+    recipe = written(tmp_path, model_type="ernie4_5_moe", model=model, sources=["tp2+pp4vpp2", name])
+    with pytest.raises(OptionError) as caught:
+        read_recipe(recipe)
+    assert list(caught.value.evidence[: len(faults)]) == [f"{name}: {fault}" for fault in faults]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"targets": "pp2"}, {"colour": "red"}, {"micro_batch": "1"}, {"model_type": "qwen3_moe"}]
+)
 def test_what_is_no_recipe_is_refused_by_its_file(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(OptionError) as caught:
         read_recipe(written(tmp_path, **changes))

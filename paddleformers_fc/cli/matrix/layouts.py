@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.layout.grid import ParallelGrid
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,24 @@ class Layout:
     def data_parallel(self) -> int:
         """Ranks that see different samples."""
         return self.nproc // (self.tp * self.pp)
+
+    @property
+    def grid(self) -> ParallelGrid:
+        """The same layout as the grid that says which rank holds what.
+
+        Raises:
+            OptionError: no job can have these degrees together.
+        """
+        return ParallelGrid(
+            dp=self.data_parallel // self.sharding,
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            ep=self.ep,
+            sharding=self.sharding,
+            stage=self.stage,
+            split=self.split_param,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As keyword argument of a job; :func:`layout_from` reads it."""
@@ -92,26 +111,3 @@ def parse_layout(name: str) -> Layout:
         degrees["ep"] = max(degrees["ep"], int(found[9] or 1))
     ranks = degrees.pop("dp") * degrees["tp"] * degrees["pp"] * degrees["sharding"]
     return Layout(name, nproc=ranks, **degrees)
-
-
-def impossible(layout: Layout, model: Mapping[str, Any]) -> list[str]:
-    """Why a model cannot be laid out like this, with the numbers; empty where it can.
-
-    Args:
-        model: of its configuration ``num_hidden_layers`` and, each where it is known, ``num_attention_heads``,
-            ``num_key_value_heads`` and ``moe_num_experts``.
-    """
-    cuts = [
-        ("num_attention_heads", "tp", layout.tp),
-        ("num_key_value_heads", "tp", layout.tp),
-        ("moe_num_experts", "ep", layout.ep),
-    ]
-    faults = [
-        f"{layout.name}: {key} {model[key]} cannot be divided by {axis} {degree}"
-        for key, axis, degree in cuts
-        if key in model and model[key] % degree
-    ]
-    stages = layout.pp * layout.vpp
-    if model["num_hidden_layers"] < stages:
-        faults.append(f"{layout.name}: {model['num_hidden_layers']} layers are fewer than {stages} stages")
-    return faults

@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from paddleformers_fc.cli.matrix.layouts import Layout, impossible, parse_layout
+from paddleformers_fc.cli.matrix.layouts import Layout, parse_layout
+from paddleformers_fc.cli.matrix.tiny import keys
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.families import family_for
+from paddleformers_fc.plan.simulate import declared_model
 
 ARROW = "->"
 _PREDICTIONS = "num_nextn_predict_layers"
@@ -42,7 +45,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         title: of the document.
         text: a paragraph for its reader.
-        model_type: ``llama`` or ``ernie4_5_moe``.
+        model_type: of the tiny model.
         model: of the tiny model's configuration.
         sources: rows, names of layouts.
         targets: columns.
@@ -55,7 +58,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     title: str
     text: str
-    model_type: str
+    model_type: Literal["llama", "ernie4_5_moe"]
     model: dict[str, Any]
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -106,7 +109,7 @@ def read_recipe(path: Path) -> Recipe:
             "This is no recipe of a verification matrix.", where=str(path), evidence=[str(error)]
         ) from error
     names = (*recipe.sources, *recipe.targets, *(name for one in recipe.experiments for name in one.layouts))
-    faults = [fault for name in dict.fromkeys(names) for fault in impossible(parse_layout(name), recipe.model)]
+    faults = [fault for name in dict.fromkeys(names) for fault in _faults(recipe, parse_layout(name))]
     if faults:
         raise OptionError(
             "The model of this recipe cannot be laid out like that.",
@@ -115,6 +118,16 @@ def read_recipe(path: Path) -> Recipe:
             next_step="Change the layouts or the model's configuration.",
         )
     return recipe
+
+
+def _faults(recipe: Recipe, layout: Layout) -> list[str]:
+    """Why the recipe's model cannot be laid out like this, with the numbers."""
+    config = keys(recipe.model_type, **recipe.model)
+    try:
+        declared_model(family_for(config), config, layout.grid)
+    except OptionError as error:
+        return [f"{layout.name}: {fault}" for fault in error.evidence]
+    return []
 
 
 def cells_of(recipe: Recipe) -> list[Cell]:

@@ -82,17 +82,15 @@ def training_arguments(
     return settings.pop("cls", TrainingArguments)(**settings)
 
 
-def config(model_type: str, **overrides: Any) -> Any:
-    """The configuration of a tiny model, without any parallelism.
+def keys(model_type: str, **overrides: Any) -> dict[str, Any]:
+    """What is in the ``config.json`` of a tiny model, without any parallelism.
 
     Args:
         model_type: ``llama`` or ``ernie4_5_moe``.
         overrides: any field of the configuration, e.g. ``num_nextn_predict_layers`` or ``tie_word_embeddings``.
     """
-    from paddleformers.transformers import LlamaConfig
-    from paddleformers.transformers.ernie4_5_moe import Ernie4_5_MoeConfig
-
     settings: dict[str, Any] = {
+        "model_type": model_type,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 4,
@@ -117,8 +115,16 @@ def config(model_type: str, **overrides: Any) -> Any:
             "moe_group": "dummy",
             "num_nextn_predict_layers": 0,
         }
-    settings |= overrides
-    return {"llama": LlamaConfig, "ernie4_5_moe": Ernie4_5_MoeConfig}[model_type](**settings)
+    return settings | overrides
+
+
+def config(model_type: str, **overrides: Any) -> Any:
+    """The configuration of a tiny model as PaddleFormers has it; the arguments are those of :func:`keys`."""
+    from paddleformers.transformers import LlamaConfig
+    from paddleformers.transformers.ernie4_5_moe import Ernie4_5_MoeConfig
+
+    kinds = {"llama": LlamaConfig, "ernie4_5_moe": Ernie4_5_MoeConfig}
+    return kinds[model_type](**keys(model_type, **overrides))
 
 
 def build(
