@@ -99,7 +99,7 @@ class Attendance:
         """Whether some rank has found that the job cannot go on."""
         try:
             return self._add(_LOST, 0) > 0
-        except Exception:
+        except Exception:  # A store that does not answer; whoever was told so asks for the report, which says it.
             return True
 
     def give_up(self) -> None:
@@ -107,8 +107,8 @@ class Attendance:
         try:
             self._add(_ARRIVALS, _GAVE_UP)
             self._add(_LOST, 1)
-        except Exception:
-            return  # Whoever looks meets the same failure.
+        except Exception:  # As above: the report, which comes next, says that the store does not answer.
+            return
 
     def report(self, what: str) -> FlexError:
         """Be counted among the living, and the error that all of them raise.
@@ -118,8 +118,10 @@ class Attendance:
         """
         try:
             return self._report(what)
-        except Exception:
-            return self._nobody_answers()
+        except Exception as failure:  # Paddle's, of whatever kind: with the store the others' words are gone too.
+            error = self._nobody_answers()
+            error.__cause__ = failure
+            return error
 
     def _why_not_all_came(self) -> str:
         """Nothing, once every rank has come."""
@@ -247,6 +249,6 @@ class AttendedChannel:
         self._attendance.meet()
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # Whatever ends a collective here leaves the others waiting in theirs.
             self._attendance.give_up()
             raise self._attendance.report(f"An exchange between the ranks broke off: {error}") from error

@@ -187,6 +187,7 @@ class Crew:
                 try:
                     return self._work(draw) if may else 0
                 except BaseException:
+                    # An interrupt too must stop the other threads; it is raised again where results are collected.
                     gate.shut = True
                     raise
 

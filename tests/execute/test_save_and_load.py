@@ -243,7 +243,7 @@ def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path, damage: str) -> N
     assert "optimizer_state/rank-00001.safetensors" in str(error)
 
 
-@pytest.mark.parametrize("verify", ["size", "full"])
+@pytest.mark.parametrize("verify", ["off", "size", "full"])
 def test_a_file_that_is_replaced_between_check_and_read_is_refused(tmp_path: Path, verify: str) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
     save(tmp_path / "checkpoint-4", canonical(seed=1), 1, 1)

@@ -118,6 +118,23 @@ def refused_model(output_dir: str, model_type: str) -> str:
     return ""
 
 
+def refused_adapters(output_dir: str) -> str:
+    """Make a Trainer for a model with LoRA adapters; the error."""
+    from paddleformers.peft import LoRAConfig, LoRAModel
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.errors import OptionError
+
+    args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
+    adapters = LoRAConfig(target_modules=[".*q_proj.*"], r=2, dtype="float32")
+    model = LoRAModel(tiny.build("llama", tiny.SINGLE, args), adapters)
+    try:
+        tiny.trainer(model, args, cls=FlexTrainer)
+    except OptionError as error:
+        return error.render()
+    return ""
+
+
 def field_names() -> list[str]:
     """Every option of PaddleFormers' command line and of our classes."""
     import dataclasses
