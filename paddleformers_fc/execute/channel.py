@@ -2,9 +2,9 @@
 
 A :class:`Channel` has two operations. In ``exchange`` every rank gives bytes and gets every rank's bytes; in
 ``pass_on`` ranks give bytes to some others, as all have agreed before. Nothing that travels is a pickle. :func:`agree`
-runs a piece of work on every rank and lets them all go on, or lets all raise the same error; no rank is left waiting in
-a collective for one that failed. With the first agreement of an operation travels a :class:`Roll`: whether the ranks
-mean the same at all. :func:`spread` gives one rank's bytes to some others.
+and :func:`together` run a piece of work on every rank and let them all go on, or let all raise the same error; no rank
+is left waiting in a collective for one that failed. With the first agreement of an operation travels a :class:`Roll`:
+whether the ranks mean the same at all. :func:`spread` gives one rank's bytes to some others.
 
 Cost of one exchange: an all-gather of a short frame, in which most of what ranks say has room, and a second one of the
 padded payloads where some rank says more. What is passed on is an all-to-all of just the bytes.
@@ -13,7 +13,7 @@ padded payloads where some rank says more. What is passed on is an all-to-all of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from paddleformers_fc.execute.told import spelled, told_apart
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """Bytes on their way, one-dimensional."""
 
+_T = TypeVar("_T")
 
 _LENGTH_BYTES = 8
 _FRAME_ROOM = 1016
@@ -197,6 +198,18 @@ def agree(channel: Channel, doing: str, work: Callable[[], bytes], roll: Roll | 
         ) from failure
     refuse_failed(channel, [found.error for found in outcomes], failure)
     return [found.result for found in outcomes]
+
+
+def together(channel: Channel, doing: str, work: Callable[[], _T], roll: Roll | None = None) -> _T:
+    """As :func:`agree`, for work whose result is of no use to other ranks: what it returns on this rank."""
+    made: list[_T] = []
+
+    def run() -> bytes:
+        made.append(work())
+        return b""
+
+    agree(channel, doing, run, roll)
+    return made[0]
 
 
 def refuse_failed(channel: Channel, errors: Sequence[str], cause: BaseException | None = None) -> None:

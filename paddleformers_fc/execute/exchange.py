@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from paddleformers_fc.catalog.stored import EVERYONE
-from paddleformers_fc.execute.channel import Bytes, Channel, agree
+from paddleformers_fc.execute.channel import Bytes, Channel, agree, together
 from paddleformers_fc.execute.reading import (
     DEFAULT_OPTIONS,
     ArraySlot,
@@ -151,14 +151,12 @@ def read_together(
         wants = [part for part in parts if options.once or not storage.sees(channel.rank, part.file)]
         schedule = agreed_schedule(wants, storage, channel, limit)
     filling = _Filling(plan, schedule.parts(channel.rank), slots, storage, options)
-    done: list[Traffic] = []
 
-    def read() -> bytes:
-        done.append(go_through(schedule, storage, channel, filling.place, options, filling.read_alone))
-        return b""
+    def read() -> Traffic:
+        return go_through(schedule, storage, channel, filling.place, options, filling.read_alone)
 
-    agree(channel, f"reading {storage.root.name}", read)
-    return replace(done[0], read=done[0].read + filling.alone)
+    done = together(channel, f"reading {storage.root.name}", read)
+    return replace(done, read=done.read + filling.alone)
 
 
 def go_through(
@@ -221,14 +219,13 @@ def compare_together(checks: Sequence[EqualCheck], storage: Storage, channel: Ch
     if storage.seen_by or options.once:
         digests = _agreed_digests([side for check in checks for side in (check.left, check.right)], storage, channel)
 
-    def compare() -> bytes:
+    def compare() -> None:
         if digests:
             refuse_unequal([check for check in checks if digests[check.left] != digests[check.right]], storage.root)
         else:
             verify_equal(tuple(checks), storage.root, identities=storage.identities)
-        return b""
 
-    agree(channel, "comparing tied tensors", compare)
+    together(channel, "comparing tied tensors", compare)
 
 
 def _agreed_digests(wanted: Sequence[StoredPart], storage: Storage, channel: Channel) -> dict[StoredPart, bytes]:

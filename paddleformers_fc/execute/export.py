@@ -31,7 +31,7 @@ import numpy as np
 from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.channel import ALONE, Channel, agree
+from paddleformers_fc.execute.channel import ALONE, Channel, agree, together
 from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.exchange import Storage, read_together
 from paddleformers_fc.execute.opening import open_checkpoint, own_file
@@ -114,18 +114,15 @@ def export_checkpoint(
     if max_shard_bytes < 1:
         raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
     roll = Called(f"exporting to {target.name}", {"versions": software(), "max_shard_bytes": max_shard_bytes})
-    prepared: list[Source] = []
 
-    def prepare() -> bytes:
+    def prepare() -> Source:
         _refuse_checkpoint(target)
         if checkpoint.unread:
             verify_files(source, checkpoint.manifest, "full")
-        prepared.append(canonical_source(checkpoint))
-        return b""
+        return canonical_source(checkpoint)
 
     checkpoint = open_checkpoint(source, channel, verify, roll=roll)
-    agree(channel, f"preparing an export to {target.name}", prepare)
-    canonical = prepared[0]
+    canonical = together(channel, f"preparing an export to {target.name}", prepare)
     layout = canonical_layout(canonical).get(MODEL_STATE, {})
     files = _divided(layout, max_shard_bytes)
     small = _small_files(checkpoint, channel)
@@ -136,14 +133,13 @@ def export_checkpoint(
         else:
             written = agree(channel, "exporting", lambda: _write_files(staged.path, canonical, mine))
 
-        def finish() -> bytes:
+        def finish() -> None:
             if channel.rank == 0:
                 _finish(staged.path, target, small, files)
             elif channel.rank in staged.disks.of_leads:
                 discard(staged.path)  # An export is on one disk, that of the coordinator.
-            return b""
 
-        agree(channel, "finishing the export", finish)
+        together(channel, "finishing the export", finish)
     receipts = {
         receipt.path: receipt for payload in written for receipt in msgspec.json.decode(payload, type=list[FileReceipt])
     }
@@ -275,7 +271,7 @@ def _write_together(staging: Path, source: Source, files: list[_FilePlan], chann
             reads = LoadPlan(tuple(item for batch in own for item in batch.items), (), {}, Report())
             slots = {(MODEL_STATE, shard.name): ArraySlot(array) for shard, array in arrays}
             read_together(reads, storage, slots, channel)
-            agree(channel, "exporting", partial(output.write, own, arrays))
+            together(channel, "exporting", partial(output.write, own, arrays))
         return agree(channel, "collecting receipts", lambda: msgspec.json.encode(output.receipts))
 
 
@@ -294,7 +290,7 @@ class _Output:
     receipts: list[FileReceipt] = field(default_factory=list)
     _open: dict[str, SafetensorsWriter] = field(default_factory=dict)
 
-    def write(self, batches: list[_Batch], arrays: _Arrays) -> bytes:
+    def write(self, batches: list[_Batch], arrays: _Arrays) -> None:
         """Write the tensors of a batch, if there is one."""
         for batch in batches:
             name = batch.file.name
@@ -305,7 +301,6 @@ class _Output:
                 self._open[name].write(shard.name, array)
             if batch.tensors[-1] is batch.file.tensors[-1]:
                 self.receipts.append(self._open.pop(name).close())
-        return b""
 
 
 def _writer_of(staging: Path, file: _FilePlan) -> SafetensorsWriter:
@@ -385,16 +380,14 @@ def _small_files(checkpoint: FlexCheckpoint, channel: Channel) -> dict[str, byte
     """What describes the model, on the coordinator; another rank hands over what that one does not see."""
     names = [receipt.path for receipt in checkpoint.manifest.files if _describes_model(receipt.path)]
     handed = {name: own_file(checkpoint, channel, partial(_for_coordinator, name)) for name in names}
-    found: dict[str, bytes] = {}
 
-    def read() -> bytes:
-        if channel.rank == 0:
-            for name, data in handed.items():
-                found[name] = read_file(checkpoint.catalog.root / name) if data is None else data
-        return b""
+    def read() -> dict[str, bytes]:
+        mine = handed if channel.rank == 0 else {}
+        return {
+            name: read_file(checkpoint.catalog.root / name) if data is None else data for name, data in mine.items()
+        }
 
-    agree(channel, "reading what describes the model", read)
-    return found
+    return together(channel, "reading what describes the model", read)
 
 
 def _for_coordinator(name: str, rank: int) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc.catalog.flex import MAPPING_NAME
-from paddleformers_fc.execute.channel import Channel, agree, spread
+from paddleformers_fc.execute.channel import Channel, agree, spread, together
 from paddleformers_fc.execute.staging import Staged
 from paddleformers_fc.storage.commit import make_ready, take_name
 from paddleformers_fc.storage.files import read_file, write_file
@@ -78,7 +78,7 @@ def finish(
     got = spread(channel, common[0] if common else b"", told.size, leads)
     is_lead = channel.rank in leads
 
-    def make_whole() -> bytes:
+    def make_whole() -> None:
         if is_lead:
             shared = msgspec.msgpack.decode(got, type=dict[str, bytes]) if got else {}
             if channel.rank != 0:
@@ -92,7 +92,6 @@ def finish(
                 if lead != channel.rank
             ]
             make_ready(staged.path, directory, frozenset(elsewhere) - shared.keys())
-        return b""
 
     def commit() -> bytes:
         if not is_lead:
@@ -100,6 +99,6 @@ def finish(
         committed = take_name(staged.path, directory)
         return msgspec.json.encode([str(path) for path in (*committed.kept, *committed.left)])
 
-    agree(channel, "finishing", make_whole)
+    together(channel, "finishing", make_whole)
     set_aside = [path for payload in agree(channel, "committing", commit) for path in msgspec.json.decode(payload)]
     return Finished(told.manifest, tuple(map(Path, set_aside)))

@@ -19,7 +19,7 @@ import numpy as np
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_huggingface
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.channel import Channel, Roll, agree
+from paddleformers_fc.execute.channel import Channel, Roll, agree, together
 from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
 from paddleformers_fc.execute.integrity import check_numbers
 from paddleformers_fc.execute.memory import slots_of
@@ -190,22 +190,17 @@ def load_weights(
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
     """
     started = time.monotonic()
-    opened: list[Catalog] = []
-
-    def work() -> bytes:
-        opened.append(open_huggingface(directory))
-        return b""
-
-    agree(channel, f"opening {directory.name}", work, _roll(directory, config, {}))
+    roll = _roll(directory, config, {})
+    catalog = together(channel, f"opening {directory.name}", lambda: open_huggingface(directory), roll)
 
     def preflight() -> _Preflight:
         optional = OptionalNames(family_for(config), config)
         shards = describe_roles(roles)
-        source, report = huggingface_source(opened[0], model_rules(config, shards[MODEL_STATE]), optional)
+        source, report = huggingface_source(catalog, model_rules(config, shards[MODEL_STATE]), optional)
         plan = plan_reads(source, shards)
         return _Preflight(plan, plan.report.merge([report]), lambda role, name: name in optional)
 
-    return _load(opened[0], roles, channel, options, preflight, _nothing_recorded, started)
+    return _load(catalog, roles, channel, options, preflight, _nothing_recorded, started)
 
 
 def _nothing_recorded(plan: LoadPlan) -> int:

@@ -31,7 +31,7 @@ from paddleformers_fc.catalog.flex import (
     shards_of,
 )
 from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
-from paddleformers_fc.execute.channel import Bytes, Channel, Roll, agree, refuse_failed, spread
+from paddleformers_fc.execute.channel import Bytes, Channel, Roll, agree, refuse_failed, spread, together
 from paddleformers_fc.execute.integrity import check_beside_numbers, check_files
 from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.layout.codec import ShardRecord, record_of
@@ -142,17 +142,13 @@ def open_checkpoint(
             level = "off" if verify == "full" else verify
             opened.append(replace(open_seen(directory, own, level), unread=verify == "full"))
 
-    def open_checked() -> bytes:
-        open_alone(looked.own)
-        return b""
-
     # Nothing is made of a file's bytes before they are known to be those that were written.
     looked = _look(directory, channel, check_sizes if verify == "full" else open_alone, roll)
     if looked.alike:
         refuse_failed(channel, looked.faults)
         if verify == "full":
             check_beside_numbers(directory, looked.own, channel, threads)
-            agree(channel, f"opening {directory.name}", open_checked)
+            together(channel, f"opening {directory.name}", lambda: open_alone(looked.own))
         return opened[0]
     manifest = _common_manifest(directory, looked, channel)
     sight = Sight(manifest, looked.own.identities if looked.own else {})
@@ -181,11 +177,10 @@ def check_together(directory: Place, channel: Channel) -> None:
     seen_by = _seen_by(manifest, looked.sights)
     _refuse_lost(directory, seen_by, looked.sights)
 
-    def check() -> bytes:
+    def check() -> None:
         _verify_seen(directory, manifest, seen_by, channel.rank, "size")
-        return b""
 
-    agree(channel, f"looking at the files of {directory.name}", check)
+    together(channel, f"looking at the files of {directory.name}", check)
 
 
 def own_file(checkpoint: FlexCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:
@@ -209,15 +204,12 @@ def own_file(checkpoint: FlexCheckpoint, channel: Channel, name_of: Callable[[in
     }
     if not readers:
         return None
-    held: dict[int, Bytes] = {}
 
-    def read() -> bytes:
-        for rank, reader in readers.items():
-            if reader == channel.rank:
-                held[rank] = np.frombuffer(read_document(catalog.root / name_of(rank)), np.uint8)
-        return b""
+    def read() -> dict[int, Bytes]:
+        asking = [rank for rank, reader in readers.items() if reader == channel.rank]
+        return {rank: np.frombuffer(read_document(catalog.root / name_of(rank)), np.uint8) for rank in asking}
 
-    agree(channel, f"reading small files of {catalog.root.name}", read)
+    held = together(channel, f"reading small files of {catalog.root.name}", read)
     mine = readers.get(channel.rank)
     got = channel.pass_on(held, {} if mine is None else {mine: sizes[name_of(channel.rank)]})
     return None if mine is None else got[mine].tobytes()
@@ -314,17 +306,14 @@ def _open_divided(
 
     if verify == "full":
         check_files(directory, _share(manifest, seen_by, channel), sight.identities, channel, threads)
-    opened: list[FlexCheckpoint] = []
 
-    def put_together() -> bytes:
+    def put_together() -> FlexCheckpoint:
         catalog, faults = gathered(directory, manifest, shards)
         catalog = replace(catalog, identities=sight.identities, seen_by=seen_by)
         own = {name: read_beside(directory / name) for name in DOCUMENTS if name not in documents}
-        opened.append(described(catalog, faults, manifest, {**documents, **own}))
-        return b""
+        return described(catalog, faults, manifest, {**documents, **own})
 
-    agree(channel, f"opening {directory.name}", put_together)
-    return opened[0]
+    return together(channel, f"opening {directory.name}", put_together)
 
 
 def _verify_seen(directory: Place, manifest: Manifest, seen_by: SeenBy, rank: int, level: str) -> None:

@@ -27,7 +27,7 @@ import msgspec
 from paddleformers_fc import __version__
 from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.finishing import finish
 from paddleformers_fc.execute.memory import host_parts
@@ -220,14 +220,8 @@ def _new_plan(own: LiveRoles, config: Mapping[str, Any], max_file_bytes: int, ch
     payloads = agree(channel, "describing shards", lambda: encode_held(describe_roles(own)))
     # Ranks that hold the same say the same: it is read once, and looked at once.
     held = {payload: decode_held(payload) for payload in set(payloads)}
-    plans: list[SavePlan] = []
-
-    def plan() -> bytes:
-        plans.append(work_out([held[payload] for payload in payloads], config, channel.rank, max_file_bytes))
-        return b""
-
-    agree(channel, "planning the save", plan)
-    return plans[0]
+    everyone = [held[payload] for payload in payloads]
+    return together(channel, "planning the save", lambda: work_out(everyone, config, channel.rank, max_file_bytes))
 
 
 def _refuse_undescribed(files: Mapping[str, bytes]) -> None:

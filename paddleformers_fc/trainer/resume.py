@@ -15,7 +15,7 @@ import msgspec
 from paddleformers_fc.catalog.flex import MAPPING_NAME
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import CheckpointError, NotACheckpoint
-from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.opening import check_together
 from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
@@ -53,7 +53,12 @@ def _names(output_dir: Path, channel: Channel) -> list[str]:
     first = _listed(output_dir, channel)
     replaced = {rank for name, rank in first.items() if parse_beside(Path(name)) is not None}
     if replaced:
-        agree(channel, "recovering checkpoints", lambda: _recovered(output_dir, channel.rank in replaced))
+
+        def recover_own() -> None:
+            if channel.rank in replaced:
+                recover(output_dir)
+
+        together(channel, "recovering checkpoints", recover_own)
         first = _listed(output_dir, channel)
     return [path.name for path in candidates(output_dir / name for name in first)]
 
@@ -70,12 +75,6 @@ def _listed(output_dir: Path, channel: Channel) -> dict[str, int]:
         for name in msgspec.json.decode(payload, type=list[str]):
             first.setdefault(name, rank)
     return first
-
-
-def _recovered(output_dir: Path, mine: bool) -> bytes:
-    if mine:
-        recover(output_dir)
-    return b""
 
 
 def newest_or_refuse(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path:
@@ -102,13 +101,12 @@ def named(directory: Place, channel: Channel) -> Place:
     """
     seen = agree(channel, f"looking for {directory.name}", lambda: b"yes" if exists(directory / MANIFEST_NAME) else b"")
 
-    def refuse() -> bytes:
+    def refuse() -> None:
         if channel.rank == 0:
             refuse_no_checkpoint(directory)
-        return b""
 
     if not any(seen):
-        agree(channel, f"looking for {directory.name}", refuse)
+        together(channel, f"looking for {directory.name}", refuse)
     return directory
 
 

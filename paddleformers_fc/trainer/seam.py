@@ -29,7 +29,7 @@ from paddleformers.utils.log import logger
 
 from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.channel import Channel, together
 from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.export import save_weights
 from paddleformers_fc.execute.load import PLANS, load_checkpoint
@@ -209,7 +209,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     if progress is not None:
         _refuse_unlike(trainer, progress, directory)
     generators = own_file(checkpoint, channel, documents.rng_name) if continued else None
-    roles = _agreed(channel, "preparing the optimizer", lambda: _roles_to_fill(trainer, checkpoint, continued))
+    roles = together(channel, "preparing the optimizer", lambda: _roles_to_fill(trainer, checkpoint, continued))
     config = documents.model_config(trainer.model)
     options = _read_options(args)
     report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config, _plans(args))
@@ -330,7 +330,7 @@ def _load_best(trainer: Any, directory: Path) -> None:
     """The weights of the best checkpoint, once training has ended."""
     channel = _channel(trainer.args)
     checkpoint = open_checkpoint(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
-    roles = _agreed(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
+    roles = together(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
     options = _read_options(trainer.args)
     load_checkpoint(checkpoint, roles, documents.model_config(trainer.model), channel, options)
     if trainer.args.should_log:
@@ -373,7 +373,7 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
         return _roles_to_save(trainer), _files(trainer, channel)
 
-    roles, files = _agreed(channel, "preparing a checkpoint", prepare, roll)
+    roles, files = together(channel, "preparing a checkpoint", prepare, roll)
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args))
     bound = parse_size(args.flex_max_file_size)
     config, checked = documents.model_config(trainer.model), args.flex_check_replicas
@@ -551,7 +551,7 @@ def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
         arguments = documents.arguments_document(trainer.args)
         return roles, {**documents.model_files(trainer), documents.EXPORTED_ARGUMENTS: arguments}
 
-    roles, files = _agreed(channel, "preparing an export", prepare, roll)
+    roles, files = together(channel, "preparing an export", prepare, roll)
     config = documents.model_config(trainer.model)
     report = save_weights(roles[MODEL_STATE], config, files, directory, max_shard_bytes, channel)
     if trainer.args.should_log:
@@ -562,18 +562,6 @@ def _options(args: Any, doing: str) -> Called:
     """What ranks that were started alike have in common."""
     names = (*FIELD_NAMES, *_SHARED_OPTIONS)
     return Called(doing, {name: getattr(args, name) for name in names if hasattr(args, name)})
-
-
-def _agreed(channel: Channel, doing: str, work: Callable[[], Any], roll: Called | None = None) -> Any:
-    """What ``work`` returns on this rank, once it has succeeded on every rank."""
-    made: list[Any] = []
-
-    def run() -> bytes:
-        made.append(work())
-        return b""
-
-    agree(channel, doing, run, roll)
-    return made[0]
 
 
 def _channel(args: Any) -> Channel:
