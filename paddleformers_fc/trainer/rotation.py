@@ -2,6 +2,11 @@
 
 Only finished flex checkpoints are counted and deleted: what another program or another format left in the directory is
 not ours to remove. The newest one that is whole stays under every limit, and so does the best one.
+
+Whole is what ``flex_verify`` would find whole at a resume, and at least by the sizes of files. So a bit that has
+flipped in the newest one costs the older ones under ``size``, and under ``full`` it does not: then the newest one is
+read and hashed before anything older is deleted, by the process that deletes, which is one pass over it for every save
+that has something to delete.
 """
 
 from __future__ import annotations
@@ -34,14 +39,23 @@ def superfluous(checkpoints: Sequence[Path], limit: int, kept: frozenset[Path]) 
     return free[: max(0, len(checkpoints) - max(limit, len(kept)))]
 
 
-def rotate(output_dir: Path, limit: int | None, needed: Sequence[Path], say: Callable[[str], None]) -> None:
+def rotate(
+    output_dir: Path,
+    limit: int | None,
+    needed: Sequence[Path],
+    say: Callable[[str], None],
+    level: str = "size",
+    threads: int = 4,
+) -> None:
     """Delete the checkpoints of a run that are beyond its limit, and what crashed saves have left.
 
     Args:
         output_dir: where the run saves.
         limit: ``save_total_limit``; None deletes no checkpoint.
         needed: checkpoints that stay in any case: the one just saved, and the best so far if one is tracked.
-        say: gets one line per directory that is deleted.
+        say: gets one line per directory that is deleted, and per damaged one that an older one stays for.
+        level: how it is seen that the newest one is whole: ``full``, or else by the sizes of its files.
+        threads: how many read and hash under ``full``.
 
     Raises:
         StorageError: the operating system refused.
@@ -52,9 +66,14 @@ def rotate(output_dir: Path, limit: int | None, needed: Sequence[Path], say: Cal
     if limit is None:
         return
     checkpoints = [path for path in numbered(output_dir, "checkpoint") if _is_finished(path)]
-    newest, _ = newest_checkpoint(output_dir)
+    if len(checkpoints) <= limit:
+        return
+    newest, damaged = newest_checkpoint(output_dir, "full" if level == "full" else "size", threads=threads)
     wanted = {path.resolve() for path in (newest, *needed) if path is not None}
     kept = frozenset(path for path in checkpoints if path.resolve() in wanted)
+    for path, why in damaged:
+        if newest is not None and path in checkpoints:
+            say(f"{path} is not whole, so {newest} stays under every limit: {why}")
     for path in superfluous(checkpoints, limit, kept):
         remove_checkpoint(path)
         say(f"Deleted {path}, which is beyond save_total_limit: {limit}.")

@@ -46,6 +46,7 @@ from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import Manifest, newest_checkpoint
 from paddleformers_fc.storage.places import Place, local, place
 from paddleformers_fc.trainer import batches, documents, position, resume, rng, rotation, state
+from paddleformers_fc.trainer.best import BestCheckpoint
 from paddleformers_fc.trainer.callback import ATTENDED, CheckpointReport, FlexCheckpointCallback
 from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size, without_effect
 from paddleformers_fc.trainer.watch import patient_channel
@@ -72,9 +73,11 @@ class Run:
         saved: the last checkpoint that this run has saved.
         disks: which processes share the disk that they save on; known after the first save.
         told_of_differences: whether the log says that replicas differ.
+        best: keeps the name of the best checkpoint from PaddleFormers' loop.
     """
 
     tracker: batches.PositionTracker = field(default_factory=batches.PositionTracker)
+    best: BestCheckpoint = field(default_factory=BestCheckpoint)
     chosen: Place | None = None
     resumed_from: Place | None = None
     progress: documents.Progress | None = None
@@ -297,18 +300,19 @@ def inner_training_loop(
         epochs = position.epochs_left(start, num_train_epochs, args.max_steps > 0, done)
         loader = batches.ResumedBatches(train_dataloader, start, lambda: trainer._load_rng_state(str(run.resumed_from)))
     run.tracker.begin(order, start, run.progress is not None, num_train_epochs)
-    result = native(
-        args,
-        model,
-        loader,
-        len_dataloader,
-        max_steps,
-        epochs,
-        num_update_steps_per_epoch,
-        num_train_samples,
-        None,
-        ignore_keys_for_eval,
-    )
+    with run.best.kept_from(trainer):
+        result = native(
+            args,
+            model,
+            loader,
+            len_dataloader,
+            max_steps,
+            epochs,
+            num_update_steps_per_epoch,
+            num_train_samples,
+            None,
+            ignore_keys_for_eval,
+        )
     if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         _load_best(trainer, Path(trainer.state.best_model_checkpoint))
     return result
@@ -363,6 +367,11 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
     Raises:
         FlexError: the same on every rank; the previous checkpoints are untouched.
     """
+    with _run_of(trainer).best.shown_in(trainer):
+        _save(trainer, metrics)
+
+
+def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
     started = time.monotonic()
     args, channel = trainer.args, _channel(trainer.args)
     trainer.runtime_timer.start("checkpoint saving time")
@@ -481,11 +490,13 @@ def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, ou
     args, run = trainer.args, _run_of(trainer)
     if dist.get_rank() not in (run.disks.of_leads if run.disks is not None else (0,)):
         return
-    best = trainer.state.best_model_checkpoint
+    with run.best.shown_in(trainer):
+        best = trainer.state.best_model_checkpoint
     limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
     try:
         needed = [path for path in (run.saved, None if best is None else Path(best)) if path is not None]
-        rotation.rotate(Path(output_dir or args.output_dir), limit, needed, logger.info)
+        level, threads = args.flex_verify, args.flex_threads
+        rotation.rotate(Path(output_dir or args.output_dir), limit, needed, logger.info, level, threads)
     except StorageError as error:
         # The checkpoint is saved; that an old one resists is no reason to end the run.
         logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")

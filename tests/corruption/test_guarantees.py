@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.corruption import guarantees
 
-KNOWN = [*(f"S{number}" for number in range(1, 19)), *(f"T{number}" for number in range(1, 19))]
+KNOWN = [*(f"S{number}" for number in range(1, 19)), *(f"T{number}" for number in range(1, 20))]
 """The faults that this package promises to be free of."""
 
 

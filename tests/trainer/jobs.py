@@ -118,6 +118,13 @@ def refused_model(output_dir: str, model_type: str) -> str:
     return ""
 
 
+def rotate(output_dir: str, level: str) -> list[str]:
+    """Let a Trainer rotate the checkpoints that it finds; the names that are left."""
+    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, {"flex_verify": level, "save_total_limit": 1})
+    trainer._rotate_checkpoints(output_dir=output_dir)
+    return sorted(path.name for path in Path(output_dir).glob("checkpoint-*"))
+
+
 def refused_adapters(output_dir: str) -> str:
     """Make a Trainer for a model with LoRA adapters; the error."""
     from paddleformers.peft import LoRAConfig, LoRAModel

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
+from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.commit import create_staging
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import Manifest, write_manifest
@@ -70,6 +71,42 @@ def test_the_newest_whole_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
     (make_checkpoint(tmp_path, 6) / "config.json").write_bytes(b"longer than it was")
     rotate(tmp_path, 1, (), quiet)
     assert "checkpoint-4" in left(tmp_path)
+
+
+def rot(checkpoint: Path) -> None:
+    """Let a bit flip in a file, whose size stays."""
+    (checkpoint / "config.json").write_bytes(b"{|")
+
+
+def test_under_full_a_rotten_newest_one_does_not_cost_the_last_that_is_whole(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        make_checkpoint(tmp_path, step)
+    for step in (6, 8):
+        rot(tmp_path / f"checkpoint-{step}")
+    said: list[str] = []
+    rotate(tmp_path, 1, [tmp_path / "checkpoint-8"], said.append, "full")
+    assert left(tmp_path) == ["checkpoint-4", "checkpoint-8"]
+    assert "checkpoint-8 is not whole, so" in said[0]
+    assert "config.json" in said[0]
+
+
+def test_by_sizes_alone_a_flipped_bit_is_not_seen(tmp_path: Path) -> None:
+    for step in (2, 4):
+        make_checkpoint(tmp_path, step)
+    rot(tmp_path / "checkpoint-4")
+    rotate(tmp_path, 1, (), quiet, "size")
+    assert left(tmp_path) == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize(("level", "stay"), [("size", ["checkpoint-4"]), ("full", ["checkpoint-2"])])
+def test_a_run_rotates_by_what_it_would_resume_from(
+    ranks: ForkServer, tmp_path: Path, level: str, stay: list[str]
+) -> None:
+    for step in (2, 4):
+        make_checkpoint(tmp_path, step)
+    rot(tmp_path / "checkpoint-4")
+    (names,) = ranks.run("tests.trainer.jobs:rotate", 1, {"output_dir": str(tmp_path), "level": level}).values
+    assert names == stay
 
 
 def test_directories_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None:

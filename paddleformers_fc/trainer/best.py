@@ -1,0 +1,58 @@
+"""The best checkpoint so far, which PaddleFormers' training loop must not see.
+
+At the end of a training with ``load_best_model_at_end`` that loop unpickles ``model_state.pdparams`` in the directory
+which the Trainer's state names as the best. A flex checkpoint has no such file, and its weights are loaded by this
+package; but whoever puts the file there would have his code run. So the name is out of the state while the loop runs,
+and in it whenever anybody else looks: callbacks, and this package when it saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+class BestCheckpoint:
+    """Where the name is while the loop must not see it."""
+
+    def __init__(self) -> None:
+        self._hiding = False
+        self._name: str | None = None
+
+    @contextlib.contextmanager
+    def kept_from(self, trainer: Any) -> Iterator[None]:
+        """A block in which PaddleFormers' loop runs; callbacks see the name."""
+        handler = trainer.callback_handler
+        tell = handler.call_event
+
+        def call_event(*args: Any, **kwargs: Any) -> Any:
+            with self.shown_in(trainer):
+                return tell(*args, **kwargs)
+
+        handler.call_event = call_event
+        self._hide(trainer)
+        try:
+            yield
+        finally:
+            self._show(trainer)
+            handler.call_event = tell
+
+    @contextlib.contextmanager
+    def shown_in(self, trainer: Any) -> Iterator[None]:
+        """A block that sees the name, and may give another one."""
+        if not self._hiding:
+            yield
+            return
+        self._show(trainer)
+        try:
+            yield
+        finally:
+            self._hide(trainer)
+
+    def _hide(self, trainer: Any) -> None:
+        self._hiding, self._name = True, trainer.state.best_model_checkpoint
+        trainer.state.best_model_checkpoint = None
+
+    def _show(self, trainer: Any) -> None:
+        self._hiding, trainer.state.best_model_checkpoint = False, self._name

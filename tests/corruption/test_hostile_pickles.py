@@ -1,0 +1,157 @@
+"""Pickles that somebody has put into a checkpoint's directory: no way in runs them.
+
+Every file under a name that Paddle or PaddleFormers unpickles makes a file of its own beside the checkpoint when it is
+run, and then becomes what the original holds, so that stock goes on to the next one.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.runtime.forkserver import ForkServer
+from tests.cli.support import run
+from tests.corruption import ours
+from tests.corruption.guarantees import Observed, fault
+from tests.corruption.jobs import train
+from tests.execute.simulated import live
+from tests.harness.tiny import DP2
+
+JOB = f"{train.__module__}:{train.__name__}"
+NAMES = (
+    *("0.metadata", "0_0.distcp", "1_0.distcp", ".metadata"),
+    *(f"{role}/{name}" for role in ("model_state", "optimizer_state", "master_weight") for name in ("0.metadata",)),
+    *(f"{role}/{rank}_0.distcp" for role in ("model_state", "optimizer_state", "master_weight") for rank in (0, 1)),
+    *("model_state.pdparams", "model_state.tp00.pdparams", "lora_model_state.pdparams", "ema_state.pdparams"),
+    *("scheduler.pdparams", "scaler.pdparams", "optimizer.pdopt", "optimizer.tp00.pdopt", "rng_state_0.pth"),
+    *("rng_state_1.pth", "training_args.bin", "trainer_state.bin", "pytorch_model.bin", ".saving_info"),
+)
+"""What Paddle, PaddleFormers and others would unpickle in a directory of theirs."""
+
+
+class Trap:
+    """A pickle that leaves a mark, and is then what another file holds."""
+
+    def __init__(self, mark: Path, original: Path | None) -> None:
+        value = f"__import__('pickle').load(open({str(original)!r}, 'rb'), encoding='latin1')" if original else "None"
+        self.parts = (eval, (f"[open({str(mark)!r}, 'w').close(), {value}][1]",))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.parts
+
+
+def trapped(directory: Path, marks: Path) -> Path:
+    """The directory, with a trap under every name; what it held under such a name is kept beside it."""
+    marks.mkdir(exist_ok=True)
+    kept = marks.with_name(f"{marks.name}-originals")
+    for name in NAMES:
+        path, original = directory / name, kept / directory.name / name
+        held = path.exists()
+        if held:
+            original.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(original)
+        path.parent.mkdir(exist_ok=True)
+        mark = marks / f"{directory.name}-{name.replace('/', '-')}"
+        path.write_bytes(pickle.dumps(Trap(mark, original if held else None), 4))
+    return directory
+
+
+def sprung(marks: Path) -> list[str]:
+    """Which traps have gone off: names of their files."""
+    return sorted({path.name.split("-", 2)[-1] for path in marks.iterdir()})
+
+
+WORSE_AND_WORSE: dict[str, Any] = {
+    "save_steps": 1,
+    "evaluation_strategy": "steps",
+    "eval_steps": 1,
+    "do_eval": True,
+    "learning_rate": 0.3,
+    "load_best_model_at_end": True,
+}
+
+
+@fault("T19", "pickles that run code lie in the checkpoint that is resumed, and in the best one")
+def test_t19_a_resume_runs_no_pickle(ranks: ForkServer, tmp_path: Path) -> Observed:
+    seen = {}
+    for ours_too in (False, True):
+        there = tmp_path / f"{'ours' if ours_too else 'stock'}"
+        given = {"layout": DP2.to_json(), "output_dir": str(there), "evaluate": True, "ours": ours_too}
+        first = ranks.run(JOB, 2, {**given, "arguments": {**WORSE_AND_WORSE, "max_steps": 2}}).values[0]
+        assert first["step"] == 2, first
+        marks = tmp_path / f"marks-{ours_too}"
+        for step in (1, 2):
+            trapped(there / f"checkpoint-{step}", marks)
+        again = {**given, "resume": str(there / "checkpoint-2"), "arguments": {**WORSE_AND_WORSE, "max_steps": 3}}
+        ended = ranks.run(JOB, 2, again).values[0]
+        seen[ours_too] = sprung(marks), ended
+    stock, _ = seen[False]
+    assert {"model_state.pdparams", "scheduler.pdparams", "rng_state_0.pth", "trainer_state.bin"} <= set(stock), seen
+    found, ended = seen[True]
+    assert found == []
+    assert ended["step"] == 3
+    assert ended["at_end"] == pytest.approx(ended["best"], abs=1e-6)
+    run_by_stock = ", ".join(f"`{name}`" for name in sorted({name.rpartition("-")[2] for name in stock}))
+    return Observed(f"runs {run_by_stock}", "runs none; goes on, and ends with the best weights")
+
+
+VERBS = (
+    ("inspect", "--tensors"),
+    ("verify",),
+    ("verify", "--level", "size"),
+    ("plan", "--to", "tp=2"),
+)
+
+
+@pytest.mark.parametrize("kind", ["flex", "paddle", "open weights"])
+def test_no_verb_runs_a_pickle(kind: str, bare_ranks: ForkServer, tmp_path: Path) -> None:
+    directory, marks = tmp_path / "checkpoint-3", tmp_path / "marks"
+    if kind == "paddle":
+        save = {"directory": str(directory / "model_state"), "options": {}}
+        bare_ranks.run("tests.catalog.jobs:save", 1, save)
+        (directory / "config.json").write_bytes(ours.config_bytes(ours.CONFIG))
+    else:
+        ours.save(directory)
+    if kind == "open weights":
+        export_checkpoint(directory, tmp_path / "hf")
+        directory = (tmp_path / "hf").rename(tmp_path / "checkpoint-4")
+    trapped(directory, marks)
+    codes = [run(verb, directory, *options).code for verb, *options in VERBS]
+    codes += [run("diff", directory, directory).code, run("export", directory, tmp_path / "out").code]
+    assert set(codes) <= {0, 1, 2}
+    assert sprung(marks) == []
+    if kind == "open weights":
+        expected = {"model_state": live(ours.ARRAYS, 1, 0)["model_state"]}
+        assert ours.right(ours.load_open_weights(directory, ours.empty()), expected)
+    elif kind == "flex":
+        assert ours.right(ours.load(directory, ours.empty(), "full"), live(ours.ARRAYS, 1, 0))
+    assert sprung(marks) == []
+
+
+def test_a_checkpoint_of_paddle_is_not_resumed_and_not_run(tmp_path: Path) -> None:
+    directory, marks = tmp_path / "checkpoint-3", tmp_path / "marks"
+    directory.mkdir()
+    trapped(directory, marks)
+    yaml = tmp_path / "job.yaml"
+    yaml.write_text(f"output_dir: {tmp_path / 'out'}\nflex_checkpoint: true\ndevice: cpu\n")
+    refused = run("train", yaml, "--dry-run", f"resume_from_checkpoint={directory}")
+    assert refused.code != 0
+    assert "is not a flex checkpoint" in refused.err
+    assert sprung(marks) == []
+
+
+def test_a_trap_goes_off_when_it_is_unpickled(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint-3"
+    directory.mkdir()
+    np.save(directory / "other.npy", np.zeros(1))
+    trapped(directory, tmp_path / "marks")
+    for name in NAMES:
+        assert pickle.loads((directory / name).read_bytes()) is None
+    assert len(sprung(tmp_path / "marks")) == len(NAMES)
+    shutil.rmtree(directory)
