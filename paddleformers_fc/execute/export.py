@@ -43,20 +43,10 @@ from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
-from paddleformers_fc.storage.commit import discard, publish
+from paddleformers_fc.storage.commit import discard, publish, replace
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
-from paddleformers_fc.storage.files import (
-    files_within,
-    fsync_directory,
-    list_directory,
-    make_directories,
-    read_file,
-    remove_file,
-    rename,
-    write_file,
-)
+from paddleformers_fc.storage.files import list_directory, read_file, write_file
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, FileReceipt, verify_files
-from paddleformers_fc.storage.owner import OWNER_NAME
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.safetensors import SafetensorsWriter
 
@@ -405,30 +395,9 @@ def _finish(staging: Path, target: Path, small: Mapping[str, bytes], files: list
         }
         write_file(staging / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode(), root=staging)
     if target.is_dir() and list_directory(target):
-        _install(staging, target, {file.name for file in files})
+        replace(staging, target, (INDEX_NAME, SINGLE_NAME), _is_weight_file)
     else:
         publish(staging, target)
-
-
-def _install(staging: Path, target: Path, weights: set[str]) -> None:
-    """Move an export into a directory that holds other files, such as a run's output directory.
-
-    A rename of the directory is not possible here. The old index goes first, so that a crash in the midst leaves no
-    directory that looks whole and mixes two exports; the new index comes last.
-    """
-    make_directories(target)
-    remove_file(target / INDEX_NAME)
-    fsync_directory(target)
-    for path in list_directory(target):
-        if path.name not in weights and _is_weight_file(path.name):
-            remove_file(path)
-    moved = [path.relative_to(staging) for path in files_within(staging) if path.name != OWNER_NAME]
-    for path in sorted(moved, key=lambda path: (path.name == INDEX_NAME, path)):
-        make_directories((target / path).parent)
-        rename(staging / path, target / path)
-    for directory in {path.parent for path in moved}:
-        fsync_directory(target / directory)
-    discard(staging)
 
 
 def _describes_model(path: str) -> bool:
@@ -437,4 +406,4 @@ def _describes_model(path: str) -> bool:
 
 
 def _is_weight_file(name: str) -> bool:
-    return name == SINGLE_NAME or (name.startswith("model-") and name.endswith(".safetensors"))
+    return name in (INDEX_NAME, SINGLE_NAME) or (name.startswith("model-") and name.endswith(".safetensors"))

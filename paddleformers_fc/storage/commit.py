@@ -33,8 +33,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace as changed
 from pathlib import Path
 
 import msgspec
@@ -47,7 +47,9 @@ from paddleformers_fc.storage.files import (
     fsync_directory,
     fsync_file,
     is_directory,
+    link,
     list_directory,
+    look,
     make_directories,
     make_directory,
     remove_empty_directory,
@@ -205,6 +207,32 @@ def publish(staging: Path, target: Path) -> None:
     _settle(target)
 
 
+def replace(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
+    """Let a staging directory without a manifest (an export) take the place of an older one, durably.
+
+    Where the target holds nothing but files, it and the staging directory are exchanged in one step, and at every
+    instant one of the two is there as a whole. A target that holds directories (a run's output, with its checkpoints)
+    keeps its name: then the old export loses its mark first, and the new one gets its own last, so that a crash in the
+    midst leaves a directory that nobody takes for an export.
+
+    Args:
+        staging: from :func:`create_staging`, with all files written and synced.
+        target: the name it was created for; a directory that holds something.
+        marks: names of files by one of which an export is recognised; staging holds one of them.
+        is_old: whether a name in the target is that of a file of an export, which goes; all others stay.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    _check_pair(staging, target)
+    own = [path.relative_to(staging) for path in files_within(staging) if path.name != OWNER_NAME]
+    for directory in directories_within(staging):
+        fsync_directory(directory)
+    if not _exchanged(staging, target, {*map(str, own)}, is_old):
+        _moved_in(staging, target, own, marks, is_old)
+        discard(staging)
+
+
 def discard(staging: Path) -> None:
     """Delete the staging directory of a save that failed; harmless if it is gone.
 
@@ -266,7 +294,7 @@ def clean_unfinished(output_dir: Path) -> tuple[list[Leftover], list[Leftover]]:
             if _remove_nameless(one.path) if one.nameless else _remove_unless_gone(one.path):
                 removed.append(one)
         except StorageError as error:
-            left.append(replace(one, why=f"{one.why} It cannot be deleted: {error.what}"))
+            left.append(changed(one, why=f"{one.why} It cannot be deleted: {error.what}"))
     return removed, left
 
 
@@ -355,6 +383,70 @@ def _give_back(displaced: Sequence[Path], target: Path) -> None:
         with contextlib.suppress(StorageError):
             rename(old, target)
             return
+
+
+def _exchanged(staging: Path, target: Path, own: set[str], is_old: Callable[[str], bool]) -> bool:
+    """Whether an export and what is under its target's name could be exchanged; what is to stay is in both then."""
+    inside = list_directory(target)
+    if not _is_alike(staging, target) or any(path.is_symlink() or is_directory(path) for path in inside):
+        return False
+    stay = [path for path in inside if path.name not in (OWNER_NAME, PARTIAL_OWNER_NAME)]
+    stay = [path for path in stay if path.name not in own and not is_old(path.name)]
+    if not all(link(path, staging / path.name) for path in stay):
+        return False
+    fsync_directory(staging)
+    # From the exchange on the old one has the name of an unfinished directory; it must say whose it is, to be cleaned.
+    remove_file(target / PARTIAL_OWNER_NAME)  # A crash has left it.
+    write_owner(target)
+    if not exchange(staging, target):
+        remove_file(target / OWNER_NAME)
+        return False
+    try:
+        _settle(target)
+    except StorageError:
+        # The old one may be what is there after a crash; without its mark nobody deletes it.
+        remove_file(staging / OWNER_NAME)
+        raise
+    for path in list_directory(staging):
+        known = path.name in own or is_old(path.name) or path.name in (OWNER_NAME, PARTIAL_OWNER_NAME)
+        if not known and not _is_same(path, target / path.name):
+            rename(path, target / path.name)  # Somebody has put it there since the directory was listed.
+    _try_remove(staging)
+    return True
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    one, two = look(path), look(other)
+    return None not in (one, two) and all(getattr(one, name) == getattr(two, name) for name in ("st_dev", "st_ino"))
+
+
+def _is_alike(staging: Path, target: Path) -> bool:
+    """Whether a directory can stand in for another: that one is no link to it, and of the same owner and rights."""
+    if target.is_symlink():
+        return False
+    one, other = look(staging), look(target)
+    return all(getattr(one, name) == getattr(other, name) for name in ("st_mode", "st_uid", "st_gid", "st_dev"))
+
+
+def _moved_in(
+    staging: Path, target: Path, own: list[Path], marks: Sequence[str], is_old: Callable[[str], bool]
+) -> None:
+    """Move the files of an export, one by one, into a directory that holds others."""
+    for name in marks:
+        remove_file(target / name)
+    fsync_directory(target)
+    for path in list_directory(target):
+        if is_old(path.name):
+            remove_file(path)
+    last = [path for path in own if str(path) in marks]
+    for path in sorted(set(own).difference(last)):
+        make_directories((target / path).parent)
+        rename(staging / path, target / path)
+    for directory in {path.parent for path in own}:
+        fsync_directory(target / directory)
+    for path in last:
+        rename(staging / path, target / path)
+    fsync_directory(target)
 
 
 def _is_taken(target: Path) -> bool:

@@ -411,6 +411,15 @@ def exchange(one: Path, other: Path) -> bool:
     return _renameat2(os.fsencode(one), os.fsencode(other)) == 0
 
 
+def link(file: Path, name: Path) -> bool:
+    """Give a file a second name; False if the system did not do it, for file systems refuse with several numbers."""
+    try:
+        os.link(file, name, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
 def remove_file(path: Path) -> None:
     """Delete a file; one that is already gone is no fault.
 

@@ -15,6 +15,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from paddleformers_fc.execute.channel import Channel
 from paddleformers_fc.storage.commit import unfinished
@@ -201,7 +202,19 @@ def _ended(kill: Kill, ends: list[RankEnd]) -> None:
             raise Lost(f"rank {rank} ended with {end.code}: {end.text} {end.outside}")
 
 
-def prepared(scenario: Scenario, directory: Path, there: Path) -> Path:
+class Prepared(Protocol):
+    """What :func:`prepared` must know of a scenario."""
+
+    @property
+    def name(self) -> str:
+        """For a report; differs from all others."""
+
+    @property
+    def prepare(self) -> Callable[[Path], None]:
+        """Makes what is there before."""
+
+
+def prepared(scenario: Prepared, directory: Path, there: Path) -> Path:
     """A fresh copy, at ``there``, of what is there before a scenario's job."""
     template = directory / "prepared"
     name = template / "name"

@@ -10,6 +10,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "soak.md"
 _HEAD = "# The last soak\n\nWritten by `make soak`: every instant, where the ordinary tests try some.\n"
 _WHAT = {
     "kills": "SIGKILL of one rank, or of all ranks, of a save at an operation on files",
+    "exports": "SIGKILL of one rank, or of all ranks, of an export at an operation on files",
     "power": "losses of power at an instant of a run, each with another part of what was not synced",
     "races": "meetings of two jobs, one held at an operation while the other one runs",
     "refusals": "refusals of an operation by the system: no room, a broken device, a read-only mount",

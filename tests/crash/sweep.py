@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.crash import kills, power, races, refusals, worlds
+from tests.crash import exports, kills, power, races, refusals, worlds
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("kills", "races", "relays", "refusals", "power")
+KINDS = ("kills", "exports", "races", "relays", "refusals", "power")
 _WORKERS = 2
 _MEMORY = Path("/dev/shm")
 
@@ -84,6 +84,8 @@ def sweep(kind: str, each: int, worker: int, directory: Path) -> Tally:
         return _refusals(each, worker, directory)
     if kind == "kills":
         return _instants(kills.scenarios(), kills.operations, kills.carry_out, each, worker, directory)
+    if kind == "exports":
+        return _instants(exports.scenarios(), exports.operations, exports.carry_out, each, worker, directory)
     if kind == "races":
         return _instants(races.races(), races.meetings, races.carry_out, each, worker, directory)
     return _instants(races.short_races(), races.relays, races.carry_out_relay, each, worker, directory)

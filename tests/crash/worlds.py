@@ -77,7 +77,7 @@ def save(output_dir: Path, grid: str, step: int, generation: int, channel: Chann
     files = {f"trainer/rng-{channel.rank:05d}.json": json.dumps({"generation": generation}).encode()}
     if channel.rank == 0:
         files["config.json"] = config_bytes(CONFIG)
-    roles = _weights(grid, channel.rank, generation)
+    roles = weights_of(grid, channel.rank, generation)
     record = JobRecord(step, generation, {})
     save_checkpoint(output_dir / f"checkpoint-{step}", roles, CONFIG, files, record, channel)
 
@@ -214,7 +214,7 @@ def warm() -> None:
     for grid in GRIDS:
         for rank in range(ranks_of(grid)):
             for generation in (1, 2, 3, 11, 12):
-                _weights(grid, rank, generation)
+                weights_of(grid, rank, generation)
 
 
 @functools.cache
@@ -223,7 +223,8 @@ def _model(grid: str) -> SimulatedModel:
 
 
 @functools.cache
-def _weights(grid: str, rank: int, generation: int) -> Roles:
+def weights_of(grid: str, rank: int, generation: int) -> Roles:
+    """What a rank holds: every number is the generation."""
     return filled(_model(grid).roles(rank), functools.partial(_constant, generation))
 
 

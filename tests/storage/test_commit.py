@@ -19,6 +19,7 @@ from paddleformers_fc.storage.commit import (
     publish,
     recover,
     remove_checkpoint,
+    replace,
     unfinished,
 )
 from paddleformers_fc.storage.files import write_file
@@ -440,3 +441,89 @@ def test_a_checkpoint_that_came_under_the_name_meanwhile_is_replaced_and_not_tak
     with running_on(SlowMachine(can_exchange=False)):
         done = commit(staging, target)
     assert (done.kept, value_of(target), names_in(tmp_path)) == ((), 2, ["checkpoint-5"])
+
+
+# ---- Exports, which take the place of others.
+
+MARK = "model.safetensors"
+
+
+def exported(target: Path, value: str) -> Path:
+    """A staging directory with an export of two files."""
+    staging = create_staging(target)
+    for name in (MARK, "config.json"):
+        write_file(staging / name, value.encode())
+    return staging
+
+
+def older(target: Path) -> Path:
+    """An older export under the target's name, beside a file of somebody else."""
+    target.mkdir()
+    for name in (MARK, "config.json", "model-00001-of-00002.safetensors", "notes.txt"):
+        (target / name).write_text("old")
+    return target
+
+
+def replaced(staging: Path, target: Path) -> dict[str, str]:
+    """What is in a target after an export was let into it."""
+    replace(staging, target, (MARK,), lambda name: name.startswith("model"))
+    return {path.name: path.read_text() for path in target.iterdir() if path.is_file()}
+
+
+NEW = {MARK: "new", "config.json": "new", "notes.txt": "old"}
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_an_export_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: Path, can_exchange: bool) -> None:
+    target = older(tmp_path / "hf")
+    inode = (target / "notes.txt").stat().st_ino
+    with running_on(Machine(can_exchange=can_exchange)):
+        assert replaced(exported(target, "new"), target) == NEW
+    assert (target / "notes.txt").stat().st_ino == inode
+    assert names_in(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("form", ["a link", "with a directory", "of other rights"])
+def test_a_target_that_nothing_can_stand_in_for_keeps_its_identity(tmp_path: Path, form: str) -> None:
+    target = older(tmp_path / "hf")
+    if form == "a link":
+        target = target.rename(tmp_path / "elsewhere")
+        (tmp_path / "hf").symlink_to(target)
+    elif form == "with a directory":
+        (target / "checkpoint-5").mkdir()
+    else:
+        target.chmod(0o700)
+    before = target.stat().st_ino
+    assert replaced(exported(tmp_path / "hf", "new"), tmp_path / "hf") == NEW
+    assert target.stat().st_ino == before
+
+
+def test_a_file_that_comes_in_the_moment_of_the_exchange_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = older(tmp_path / "hf")
+
+    def late(one: Path, other: Path) -> bool:
+        (target / "late.txt").write_text("late")
+        (target / "new").write_text("newer")
+        os.replace(target / "new", target / "notes.txt")
+        return files.exchange(one, other)
+
+    monkeypatch.setattr(commit_module, "exchange", late)
+    assert replaced(exported(target, "new"), target) == {**NEW, "late.txt": "late", "notes.txt": "newer"}
+
+
+def test_an_older_export_stays_where_the_new_name_is_not_known_to_be_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = older(tmp_path / "hf")
+    staging = exported(target, "new")
+
+    def refuse(path: Path) -> None:
+        if path == tmp_path:
+            raise StorageError("no sync")
+
+    monkeypatch.setattr(commit_module, "fsync_directory", refuse)
+    with pytest.raises(StorageError, match="no sync"):
+        replaced(staging, target)
+    monkeypatch.undo()
+    discard(staging)
+    assert (staging / MARK).read_text() == "old"
