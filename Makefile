@@ -24,7 +24,7 @@ help:
 	@echo "make matrix   the verification matrices again: tables and pictures in docs/verification"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
-	@echo "make soak     10,000 random mutations, 36,000 hostile documents, every instant at which a save can meet an accident"
+	@echo "make soak     10,000 random mutations, 39,000 hostile documents, every instant at which a save can meet an accident"
 	@echo "make bench    saving, loading and exporting, beside a raw copy and other systems: docs/performance.md"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
 	@echo "make bench-planning  planning a load of 100,000 stored tensors for 8 ranks"
@@ -57,10 +57,12 @@ test: lint
 guarantees: $(STAMP)
 	@$(BIN)/python -m pytest -q -p tests.corruption.writing tests/corruption tests/crash
 
+# Documents are also chosen by coverage where atheris is installed: $(BIN)/pip install atheris
 soak: $(STAMP)
 	@FLEX_MUTATIONS=10000 $(BIN)/python -m pytest -q -s tests/corruption/test_mutations.py
 	@FLEX_ALL_INSTANTS=1 $(BIN)/python -m pytest -q -s tests/crash/test_sweeps.py
 	@FLEX_HOSTILE=3000 FLEX_HOSTILE_SEED=2 $(BIN)/python -m pytest -q -s tests/corruption/test_hostile_documents.py
+	@$(BIN)/python -m tests.corruption.guided
 
 # PyTorch takes part where it is installed: $(BIN)/pip install torch==2.13.0
 bench: $(STAMP)

@@ -53,6 +53,8 @@ setup(
             "safetensors",
         ],
         "docs": ["matplotlib"],
+        # What make soak uses where it is there; there is no release for every Python.
+        "fuzz": ["atheris"],
     },
     entry_points={"console_scripts": ["paddleformers-fc = paddleformers_fc.cli.main:main"]},
     classifiers=[

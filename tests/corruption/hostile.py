@@ -3,8 +3,9 @@
 ``python -m tests.corruption.hostile fuzz KIND DIRECTORY SEED COUNT`` changes nodes of a kind of document and gives each
 result to the reader that the product uses for it. What comes out is counted; anything but an error of ours, or success,
 is reported with the place it came from. The process may take :data:`SPARE_BYTES` beyond what it has after its imports,
-so that an allocation without a bound is a ``MemoryError``, which is none of ours, and its parent kills it at a
-deadline, so that time without a bound is a failure too.
+so that an allocation without a bound is a ``MemoryError``, which is none of ours, and it may compute for
+:data:`DEADLINE`, so that time without a bound is a failure too. Time is that of the processor, which does not depend on
+what else a machine does.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, manifest_
 from tests.corruption.nodes import TEXTS, mutated, written
 
 SPARE_BYTES = 1 << 30
-DEADLINE = 120.0
-"""Seconds that a process may take before it is killed."""
+DEADLINE = 120
+"""Seconds that a process may compute before the system kills it."""
+_PATIENCE = 290.0
+"""Seconds after which a process that computes nothing is killed too."""
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 
@@ -44,7 +47,7 @@ class Outcome(msgspec.Struct):
         tried: how many documents.
         refused: how many of them with an error of ours.
         strange: every other error with its place, each once.
-        slowest: seconds of the slowest document.
+        slowest: seconds of the processor for the slowest document.
     """
 
     tried: int = 0
@@ -60,10 +63,12 @@ class Target:
     Args:
         documents: valid ones, of JSON's own types.
         use: gives bytes to the reader of the product, and does with the result what the product does.
+        change: another document made of one, as bytes.
     """
 
     documents: tuple[Any, ...]
     use: Callable[[bytes], object]
+    change: Callable[[Any, random.Random], bytes] = mutated
 
 
 def fuzz(kind: str, directory: Path, seed: int, count: int) -> Outcome:
@@ -79,9 +84,9 @@ def fuzz(kind: str, directory: Path, seed: int, count: int) -> Outcome:
 
 
 def child(*arguments: object) -> bytes:
-    """What a process of this module prints; it is killed at the deadline."""
+    """What a process of this module prints."""
     command = [sys.executable, "-m", "tests.corruption.hostile", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, timeout=DEADLINE, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=_PATIENCE, check=False)
     if done.returncode:
         raise AssertionError(f"{' '.join(command)}\n{done.stderr.decode()[-4000:]}")
     return done.stdout.splitlines()[-1]
@@ -97,7 +102,7 @@ def bound_memory(spare: int = SPARE_BYTES) -> None:
 def judge(outcome: Outcome, work: Callable[[], object]) -> None:
     """Do something hostile and note how it ended."""
     outcome.tried += 1
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         try:
             work()
@@ -112,7 +117,7 @@ def judge(outcome: Outcome, work: Callable[[], object]) -> None:
         line = f"{type(error).__name__} in {place}: {str(error)[:120]}"
         if len(outcome.strange) < 20 and line not in outcome.strange:
             outcome.strange.append(line)
-    outcome.slowest = max(outcome.slowest, time.perf_counter() - began)
+    outcome.slowest = max(outcome.slowest, time.process_time() - began)
 
 
 # ---- The kinds of documents.
@@ -234,6 +239,21 @@ def _wire(directory: Path) -> Target:
     return Target((json.loads(error.to_wire()),), use)
 
 
+def _report(directory: Path) -> Target:
+    from paddleformers_fc.plan.report import Report
+
+    report = Report()
+    for kind in ("missing", "shape"):
+        for layer in range(3):
+            report.add(kind, f"model.layers.{layer}.mlp.gate_proj.weight")
+
+    def use(raw: bytes) -> None:
+        found = Report.from_wire(raw.decode("utf-8", "surrogateescape"))
+        Report().merge([found]).refuse("where")
+
+    return Target((json.loads(report.to_wire()),), use)
+
+
 def _codec(directory: Path) -> Target:
     from paddleformers_fc.trainer import codecs, position
 
@@ -267,21 +287,21 @@ def _statements(directory: Path) -> Target:
         ],
     }
 
-    chance = random.Random(1)
-
     def use(raw: bytes) -> None:
         try:
             value = json.loads(raw)
         except (ValueError, RecursionError):
             return
-        if not isinstance(value, dict):
-            return
-        statements = value.get("aoa_statements")
-        if isinstance(statements, list) and value != config:
-            value["aoa_statements"] = [_garbled(one, chance) for one in statements]
-        prove(parse_config(value, left, right))
+        if isinstance(value, dict):
+            prove(parse_config(value, left, right))
 
-    return Target((config,), use)
+    def change(document: Any, chance: random.Random) -> bytes:
+        statements = document.get("aoa_statements") if isinstance(document, dict) else None
+        if isinstance(statements, list):
+            document = {**document, "aoa_statements": [_garbled(one, chance) for one in statements]}
+        return mutated(document, chance)
+
+    return Target((config,), use, change)
 
 
 _WORDS = [
@@ -391,6 +411,7 @@ KINDS: dict[str, Callable[[Path], Target]] = {
     "indices of open weights": _index,
     "owner records": _owner,
     "errors of other ranks": _wire,
+    "reports of other ranks": _report,
     "data positions": _codec,
     "Trainer states": _trainer,
     "aoa_configs": _statements,
@@ -404,12 +425,12 @@ def _fuzz(kind: str, directory: Path, seed: int, count: int) -> Outcome:
     outcome = Outcome()
     for document in target.documents:
         judge(outcome, functools.partial(target.use, written(document).encode()))
-    if outcome.refused and kind not in ("errors of other ranks", "data positions"):
+    if outcome.refused and kind not in ("errors of other ranks", "reports of other ranks", "data positions"):
         outcome.strange.append("the valid document is refused")
     outcome = Outcome(strange=outcome.strange)
     bound_memory()
     for number in range(count):
-        raw = mutated(target.documents[number % len(target.documents)], chance)
+        raw = target.change(target.documents[number % len(target.documents)], chance)
         judge(outcome, functools.partial(target.use, raw))
     return outcome
 
@@ -565,7 +586,7 @@ class Blast(msgspec.Struct):
 
     Attributes:
         error: class of the error that refused it; empty where it was not refused.
-        seconds: until then.
+        seconds: of the processor until then.
         peak: most bytes that Python's allocator held beyond what it held before.
     """
 
@@ -585,7 +606,7 @@ def _bombs(place: Path) -> dict[str, Blast]:
     for name, bomb in BOMBS.items():
         print(name, file=sys.stderr, flush=True)
         tracemalloc.start()
-        began = time.perf_counter()
+        began = time.process_time()
         try:
             bomb(place)
             error = ""
@@ -593,13 +614,14 @@ def _bombs(place: Path) -> dict[str, Blast]:
             error = type(refused).__name__
         except BaseException as other:
             error = f"not ours: {type(other).__name__}: {str(other)[:200]}"
-        seen[name] = Blast(error, time.perf_counter() - began, tracemalloc.get_traced_memory()[1])
+        seen[name] = Blast(error, time.process_time() - began, tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     return seen
 
 
 if __name__ == "__main__":
     _, _verb, _kind, _directory, _seed, _count = sys.argv
+    resource.setrlimit(resource.RLIMIT_CPU, (DEADLINE, DEADLINE))
     if _verb == "bombs":
         bound_memory(4 * SPARE_BYTES)
         print(msgspec.json.encode(_bombs(Path(_directory))).decode())
