@@ -40,6 +40,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 _AT_FDCWD = -100
+_NO_TIME: int = getattr(os, "O_NOATIME", 0)
 _RENAME_EXCHANGE = 2
 _ADVICE = {
     errno.ENOSPC: "Free space on this file system, or save elsewhere, and try again.",
@@ -158,8 +159,7 @@ def open_regular(path: Place) -> OpenFile | RemoteFile:
 def open_local(path: Path) -> OpenFile:
     """As :func:`open_regular`, for a file of this machine."""
     try:
-        # O_NONBLOCK: a pipe in place of a file is refused below instead of waiting for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = _opened(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Corrupt(
             f"{path} is missing.", where=str(path), next_step="Restore the file or use another checkpoint."
@@ -175,6 +175,18 @@ def open_local(path: Path) -> OpenFile:
         os.close(descriptor)
         raise
     return OpenFile(path, descriptor, status.st_size)
+
+
+def _opened(path: Path) -> int:
+    # O_NONBLOCK: a pipe in place of a file is refused later instead of waiting for a writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        # To see whether the time of access is due takes a tenth of a read of a few KiB, and nobody asks for it.
+        return os.open(path, flags | _NO_TIME)
+    except PermissionError:
+        if not _NO_TIME:
+            raise
+    return os.open(path, flags)  # The file is somebody else's.
 
 
 def read_into(file: OpenFile | RemoteFile, offset: int, buffer: Any) -> None:

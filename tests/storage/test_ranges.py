@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -142,6 +143,30 @@ def test_an_error_of_the_operating_system_names_the_file(
     monkeypatch.setattr(files, "os", machine)
     with RangeReader() as reader, pytest.raises(StorageError, match=r"(?s)4\.bin: Input/output error.*EIO"):
         reader.read_into(data_files[4], 0, bytearray(1))
+    assert machine.still_open == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOATIME"), reason="the system has no such flag")
+def test_a_read_leaves_the_time_of_access_and_a_file_of_somebody_else_is_read_all_the_same(
+    data_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SomebodyElse(WatchedOs):
+        def open(self, *arguments: Any) -> int:
+            if arguments[1] & os.O_NOATIME:
+                raise PermissionError(errno.EPERM, "Operation not permitted")
+            return super().open(*arguments)
+
+    os.utime(data_files[0], (1, 2))
+    buffer = bytearray(4)
+    with RangeReader() as reader:
+        reader.read_into(data_files[0], 0, buffer)
+    assert data_files[0].stat().st_atime == 1
+    machine = SomebodyElse()
+    monkeypatch.setattr(files, "os", machine)
+    with RangeReader() as reader:
+        reader.read_into(data_files[1], 0, buffer)
+    assert bytes(buffer) == bytes([1, 2, 3, 4])
+    assert machine.opened == 1
     assert machine.still_open == 0
 
 
