@@ -4,7 +4,8 @@ A region and its target are reduced to the axes that matter: what is one run of 
 the region is cut into *blocks*, and there are three ways to read one:
 
 - **Direct**: runs of bytes that are the same in the target. They go from the file into the target, one by one or many
-  in a system call (:mod:`.scatter`), with no copy and not a byte too many: same layouts, rows, and column slices.
+  in a system call (:mod:`.scatter`), with no copy and not a byte too many: same layouts, rows, column slices, and
+  pieces of a file that are dealt out in runs of a KiB or more.
 - **Gathered**: transposes, casts, and interleavings finer than a run. The runs of a block are gathered in a small
   scratch memory and go on to the target in one strided copy. The scratch memory is reused, and so small that it stays
   in the cache of the processor: a fresh one of many MiB costs more in page faults than the copy itself. A block of a
@@ -13,6 +14,8 @@ the region is cut into *blocks*, and there are three ways to read one:
   another out of the cache.
 - **Spanned**: runs shorter than ``SHORT_RUN`` that lie close together. They are read with the gaps between them, as
   long as that is at most ``max_over_read`` times the bytes needed, and picked out.
+
+A checkpoint has few kinds of regions and very many regions: how a kind is read is worked out once.
 
 Blocks are independent, so that many threads can read one large region. Memory is one scratch memory per thread, of
 the size that the caller chose; what is read does not depend on that size, nor on how blocks are dealt to threads.
@@ -24,6 +27,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from operator import add
 from types import TracebackType
 from typing import Any, Protocol
@@ -48,10 +52,12 @@ MAX_OVER_READ = 2.0
 SHORT_RUN = 1024
 RUN_BYTES = 8192
 STRIPE = 128
-DEALT_RUN = 32 << 10
+DEALT_RUN = 1024
 _MOST_ROWS = 4096
 _MOST_LINES = 512
 _LINE = 64
+
+_BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 Sizes = tuple[int, ...]
 
@@ -201,8 +207,8 @@ def bytes_read(walk: Walk, width: int, scratch_bytes: int = HOT_BYTES, max_over_
 def is_direct(walk: Walk, width: int) -> bool:
     """Whether a region that is not cast goes from the file into the target, run by run.
 
-    Runs that follow one another in the file and go to short runs of the target do not: one read and a copy are faster
-    than many reads.
+    Runs that follow one another in the file and go to very short runs of the target do not: one read and a copy are
+    faster than a list of that many places.
 
     Args:
         walk: the region's axes.
@@ -276,25 +282,60 @@ def blocks_of(
     width = region.dtype.itemsize
     strides = row_major(region.shape, width)
     begin = region.begin + sum(low * stride for low, stride in zip(region.lo, strides, strict=True))
-    walk = walk_of(region.size, strides, out.strides, (width, out.dtype.itemsize))
-    # As plain bits: numpy copies them fast, and knows their type everywhere.
-    target = np.lib.stride_tricks.as_strided(out.view(f"u{out.itemsize}"), walk.sizes, walk.targets)
-    dtype = region.dtype
-    if out.dtype == dtype:
-        dtype = target.dtype
-    else:
+    cast = out.dtype != region.dtype
+    way = _way(region.size, strides, out.strides, (width, out.dtype.itemsize), cast, scratch_bytes, max_over_read)
+    # As plain bits: numpy copies them fast, and knows their type everywhere. To set a shape copies nothing, or fails.
+    target = out.view(_BITS[out.itemsize])
+    target.shape = way.walk.sizes
+    dtype = region.dtype if cast else target.dtype
+    if cast:
         target = target.view(out.dtype)
+    if way.kind == "spanned":
+        return Spanned(region.path, begin, way.walk, way.block, target, dtype)
+    if way.kind == "direct":
+        return Direct(region.path, begin, way.walk, way.block, target, dtype)
+    return Gathered(region.path, begin, way.walk, way.block, target, dtype, way.room)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How regions of one kind are read.
+
+    Args:
+        walk: their axes.
+        kind: ``spanned``, ``direct`` or ``gathered``.
+        block: lengths of a block.
+        room: bytes of the scratch memory that may be used.
+    """
+
+    walk: Walk
+    kind: str
+    block: Sizes
+    room: int = 0
+
+
+@lru_cache(maxsize=1024)
+def _way(
+    size: Sizes,
+    sources: Sizes,
+    targets: Sizes,
+    widths: tuple[int, int],
+    cast: bool,
+    scratch_bytes: int,
+    max_over_read: float,
+) -> _Way:
+    """See :func:`walk_of` for the first four, and :func:`blocks_of` for the others."""
+    walk, width = walk_of(size, sources, targets, widths), widths[0]
     spans = span_of(walk, scratch_bytes, max_over_read)
     if spans > 1:
         axes, _ = walk.run
         outer = (1,) * (len(walk.sizes) - axes - 1)
-        return Spanned(region.path, begin, walk, (*outer, spans, *walk.sizes[-axes:]), target, dtype)
-    if target.dtype == dtype and is_direct(walk, width):
-        block = _grown(walk.sizes, (1,) * len(walk.sizes), BLOCK_BYTES // width)
-        return Direct(region.path, begin, walk, block, target, dtype)
+        return _Way(walk, "spanned", (*outer, spans, *walk.sizes[-axes:]))
+    if not cast and is_direct(walk, width):
+        return _Way(walk, "direct", _grown(walk.sizes, (1,) * len(walk.sizes), BLOCK_BYTES // width))
     # Numbers of 8 bits are cast through an index of 8 bytes each.
-    room = scratch_bytes if width > 1 or target.dtype == dtype else scratch_bytes // 16
-    return Gathered(region.path, begin, walk, _gathered_block(walk, width, room), target, dtype, room)
+    room = scratch_bytes // 16 if cast and width == 1 else scratch_bytes
+    return _Way(walk, "gathered", _gathered_block(walk, width, room), room)
 
 
 def read_region(
@@ -388,7 +429,7 @@ class Direct(_Cut):
             outer = slice(0, len(size) - 1)
             rows = Rows(
                 _places(offset, size[outer], self.walk.sources[outer]),
-                _places(target.ctypes.data, size[outer], self.walk.targets[outer]),
+                _places(target.__array_interface__["data"][0], size[outer], self.walk.targets[outer]),
                 size[-1] * self.dtype.itemsize,
             )
             reader.read_rows(self.path, rows, workspace.scatter)
@@ -482,10 +523,19 @@ def _run(size: Sizes, strides: Sizes) -> tuple[int, int]:
 
 def _places(first: int, size: Sizes, strides: Sizes) -> np.ndarray[Any, Any]:
     """The byte positions of all rows of a block, in order."""
-    places = np.array([first], np.int64)
+    kept = math.prod(size) <= _MOST_ROWS
+    return (_kept_positions if kept else _positions)(size, strides) + first
+
+
+def _positions(size: Sizes, strides: Sizes) -> np.ndarray[Any, Any]:
+    places = np.zeros(1, np.int64)
     for length, stride in zip(size, strides, strict=True):
         places = (places[:, None] + np.arange(length, dtype=np.int64) * stride).ravel()
     return places
+
+
+# Blocks are alike; what is kept is 4 MiB at most.
+_kept_positions = lru_cache(maxsize=128)(_positions)
 
 
 def _is_transposing(walk: Walk) -> bool:

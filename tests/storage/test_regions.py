@@ -15,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import (
+    DEALT_RUN,
     Region,
     Workspace,
     blocks_of,
@@ -137,6 +138,19 @@ def test_a_contiguous_region_reads_exactly_its_bytes(tmp_path: Path) -> None:
     with RangeReader() as reader, Workspace() as workspace:
         assert read_region(reader, Region(path, 0, (8, 8), (2, 0), (3, 8), values.dtype), out, workspace) == 96
     assert (out == values[2:5]).all()
+
+
+def test_a_piece_of_a_file_is_dealt_out_to_long_rows_without_scratch_memory(tmp_path: Path) -> None:
+    path = tmp_path / "dealt"
+    values = np.random.default_rng(0).integers(0, 256, (3000, DEALT_RUN), dtype=np.uint8)
+    path.write_bytes(values.tobytes())
+    out = np.zeros((3000, 2 * DEALT_RUN), np.uint8)
+    with RangeReader() as reader, Workspace() as workspace:
+        for half in (0, DEALT_RUN):
+            region = Region(path, 0, values.shape, (0, 0), values.shape, values.dtype)
+            assert read_region(reader, region, out[:, half : half + DEALT_RUN], workspace) == values.nbytes
+        assert workspace._memory is None
+    assert (out.reshape(3000, 2, DEALT_RUN) == values[:, None]).all()
 
 
 def test_numbers_are_cast_while_they_are_read(tmp_path: Path) -> None:

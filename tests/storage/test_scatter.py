@@ -15,18 +15,21 @@ from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.storage import scatter
-from paddleformers_fc.storage.files import OpenFile, open_regular
+from paddleformers_fc.storage.files import MOST_BUFFERS, OpenFile, open_regular
 from paddleformers_fc.storage.scatter import BATCH, Rows, Scatter
 
 SIZE = 1 << 20
 PATIENCE = 60
+APART = [0, 9, 17, 30]
+"""Offsets of rows of 8 bytes that do not follow one another, so that they take a request each."""
 
 
 @pytest.fixture(params=["batches", "one by one"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the kernel's batches, and as on a system that has none to give."""
+    """With the kernel's batches and lists, and as on a system that has none to give."""
     if request.param == "one by one":
         monkeypatch.setattr(scatter, "_taken", lambda: None)
+        monkeypatch.setattr(scatter, "_vector", lambda: None)
     return str(request.param)
 
 
@@ -40,6 +43,11 @@ def file(tmp_path: Path, data: bytes) -> Iterator[OpenFile]:
     (tmp_path / "rows").write_bytes(data)
     with open_regular(tmp_path / "rows") as one:
         yield one
+
+
+def apart(data: bytes) -> bytes:
+    """What stands at these offsets."""
+    return b"".join(data[offset : offset + 8] for offset in APART)
 
 
 def rows_into(array: np.ndarray[Any, Any], offsets: list[int]) -> Rows:
@@ -60,6 +68,55 @@ def test_rows_arrive_where_they_belong(file: OpenFile, data: bytes, count: int, 
     one.close()
     assert [bytes(row[:length]) for row in array] == [data[offset : offset + length] for offset in offsets]
     assert not array[:, length:].any(), "not a byte too many"
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("count", [2, 3, MOST_BUFFERS, MOST_BUFFERS + 1, 3 * MOST_BUFFERS + 5])
+@pytest.mark.parametrize("length", [1, 300])
+def test_rows_that_follow_one_another_arrive_where_they_belong(
+    file: OpenFile, data: bytes, count: int, length: int
+) -> None:
+    array = np.zeros((count, length + 3), np.uint8)
+    one = Scatter()
+    one.read(file, rows_into(array[:, :length], list(range(5, 5 + count * length, length))))
+    assert array[:, :length].tobytes() == data[5 : 5 + count * length]
+    assert not array[:, length:].any(), "not a byte too many"
+    assert one._queue is None or scatter._vector() is None, "one read, and no request per row"
+    one.close()
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("missing", [1, 8, 9, 64, 8 * MOST_BUFFERS])
+def test_a_file_that_ends_within_successive_rows_is_named_with_the_byte(
+    tmp_path: Path, data: bytes, missing: int
+) -> None:
+    """Also where it shrank after it was opened."""
+    path, count = tmp_path / "rows", 2 * MOST_BUFFERS
+    path.write_bytes(data[: 8 * count])
+    array = np.zeros((count, 8), np.uint8)
+    one = Scatter()
+    with open_regular(path) as file:
+        os.truncate(path, 8 * count - missing)
+        with pytest.raises(Corrupt, match="ends too early") as caught:
+            one.read(file, rows_into(array, list(range(0, 8 * count, 8))))
+    one.close()
+    assert caught.value.where == f"{path}, byte {8 * count - missing}"
+    assert array.tobytes()[: 8 * count - missing] == data[: 8 * count - missing]
+
+
+def test_a_list_that_the_system_cuts_short_or_refuses_is_read_to_its_end(
+    file: OpenFile, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a signal, or of a file system that gives less at a time."""
+    answers = [-1, 0, 1, 12, 16]
+    for answer in answers:
+        monkeypatch.setattr(scatter, "_vector", lambda answer=answer: lambda *arguments: answer)
+        array = np.zeros((4, 8), np.uint8)
+        array.reshape(-1)[: max(0, answer)] = np.frombuffer(data, np.uint8, max(0, answer), 3)
+        one = Scatter()
+        one.read(file, rows_into(array, [3, 11, 19, 27]))
+        one.close()
+        assert array.tobytes() == data[3:35]
 
 
 @settings(max_examples=50, deadline=None)
@@ -89,11 +146,13 @@ def test_a_file_that_was_closed_and_memory_that_is_not_there_are_refused(tmp_pat
     array = np.zeros((3, 8), np.uint8)
     one = Scatter()
     with open_regular(tmp_path / "rows") as file:
-        nowhere = Rows(np.zeros(1, np.int64), np.array([4096], np.int64), 8)
-        with pytest.raises(StorageError, match="EFAULT"):
-            one.read(file, nowhere)
-    with pytest.raises(StorageError, match="EBADF"):
-        one.read(file, rows_into(array, [0, 8, 16]))
+        for count in (1, 2):
+            nowhere = Rows(8 * np.arange(count), np.full(count, 4096, np.int64), 8)
+            with pytest.raises(StorageError, match="EFAULT"):
+                one.read(file, nowhere)
+    for offsets in ([0, 8, 16], [0, 9, 18]):
+        with pytest.raises(StorageError, match="EBADF"):
+            one.read(file, rows_into(array, offsets))
     one.close()
 
 
@@ -101,16 +160,16 @@ def test_a_context_is_used_again_but_never_by_two_threads_at_a_time(file: OpenFi
     one, two = Scatter(), Scatter()
     array = np.zeros((4, 8), np.uint8)
     for reader in (one, two):
-        reader.read(file, rows_into(array, [0, 8, 16, 24]))
+        reader.read(file, rows_into(array, APART))
     assert one._queue is not two._queue or one._queue is None
     kept = one._queue
     one.close()
     third = Scatter()
-    third.read(file, rows_into(array, [0, 8, 16, 24]))
+    third.read(file, rows_into(array, APART))
     assert third._queue is kept
     two.close()
     third.close()
-    assert array.tobytes() == data[:32]
+    assert array.tobytes() == apart(data)
 
 
 @pytest.mark.timeout(PATIENCE)
@@ -134,7 +193,7 @@ def test_many_threads_read_rows_of_one_file(file: OpenFile, data: bytes) -> None
 def test_a_child_process_makes_contexts_of_its_own(file: OpenFile, data: bytes) -> None:
     array = np.zeros((4, 8), np.uint8)
     one = Scatter()
-    one.read(file, rows_into(array, [0, 8, 16, 24]))
+    one.read(file, rows_into(array, APART))
     one.close()
     array[:] = 0
     child = os.fork()
@@ -143,8 +202,8 @@ def test_a_child_process_makes_contexts_of_its_own(file: OpenFile, data: bytes) 
         try:
             spare = len(scatter._SPARE)
             one = Scatter()
-            one.read(file, rows_into(array, [0, 8, 16, 24]))
-            code = 0 if array.tobytes() == data[:32] and spare == 0 else 2
+            one.read(file, rows_into(array, APART))
+            code = 0 if array.tobytes() == apart(data) and spare == 0 else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -154,12 +213,12 @@ def test_a_child_process_makes_contexts_of_its_own(file: OpenFile, data: bytes) 
 def test_an_interrupted_read_leaves_no_results_for_the_next(file: OpenFile, data: bytes) -> None:
     array = np.zeros((4, 8), np.uint8)
     one = Scatter()
-    one.read(file, rows_into(array, [0, 8, 16, 24]))
+    one.read(file, rows_into(array, APART))
     kept = one._queue
     with pytest.raises(Corrupt):
         one.read(file, rows_into(array, [0, SIZE, 16, 24]))
     assert one._queue is None
     assert kept not in scatter._SPARE
-    one.read(file, rows_into(array, [32, 40, 48, 56]))
+    one.read(file, rows_into(array, APART))
     one.close()
-    assert array.tobytes() == data[32:64]
+    assert array.tobytes() == apart(data)
