@@ -24,11 +24,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from paddleformers_fc.errors import FlexError, PeerError, from_wire
-from paddleformers_fc.execute.channel import Bytes, Channel
+from paddleformers_fc.execute.channel import Channel, GuardedChannel
 from paddleformers_fc.execute.told import spelled
 
 LONGEST_MUSTER = 5.0
@@ -76,7 +76,6 @@ class Attendance:
         self._lock = threading.Lock()
         self._rank = rank
         self._size = world_size
-        self.patience = patience
         self._muster = min(LONGEST_MUSTER, patience / 4)
         self._patience = patience - self._muster
         self._interval = max(_SHORTEST_LOOK, world_size * _LOOK_PER_RANK)
@@ -94,6 +93,20 @@ class Attendance:
             raise self._nobody_answers() from error
         if why:
             raise self.report(f"{why} The job cannot go on.")
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Meet, and then do what all ranks have come for.
+
+        Raises:
+            PeerError: the same on every rank that is alive: who did not come, or that what they did broke off.
+        """
+        self.meet()
+        try:
+            yield
+        except Exception as error:  # Whatever ends a collective here leaves the others waiting in theirs.
+            self.give_up()
+            raise self.report(f"An exchange between the ranks broke off: {error}") from error
 
     def is_lost(self) -> bool:
         """Whether some rank has found that the job cannot go on."""
@@ -199,56 +212,13 @@ class Attendance:
         return True
 
 
-class AttendedChannel:
+def attended(channel: Channel, attendance: Attendance) -> Channel:
     """A channel on which no rank begins an exchange that another will not come to.
 
     Args:
         channel: all ranks.
         attendance: who has come.
+    Returns:
+        a channel that raises as :meth:`Attendance.together` does.
     """
-
-    def __init__(self, channel: Channel, attendance: Attendance) -> None:
-        self._channel = channel
-        self._attendance = attendance
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._channel.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._channel.world_size
-
-    @property
-    def patience(self) -> float:
-        """Seconds that this rank waits for the others."""
-        return self._attendance.patience
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank.
-
-        Raises:
-            PeerError: the same on every rank that is alive: who did not come, or that the exchange broke off.
-        """
-        with self._together():
-            return self._channel.exchange(payload)
-
-    def pass_on(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """Bytes to and from some ranks.
-
-        Raises:
-            PeerError: as in :meth:`exchange`.
-        """
-        with self._together():
-            return self._channel.pass_on(outgoing, sizes)
-
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        self._attendance.meet()
-        try:
-            yield
-        except Exception as error:  # Whatever ends a collective here leaves the others waiting in theirs.
-            self._attendance.give_up()
-            raise self._attendance.report(f"An exchange between the ranks broke off: {error}") from error
+    return GuardedChannel(channel, attendance.together)

@@ -13,6 +13,7 @@ padded payloads where some rank says more. What is passed on is an all-to-all of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -151,6 +152,39 @@ def _padded(data: bytes, size: int) -> Bytes:
     padded = np.zeros(size, np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     return padded
+
+
+class GuardedChannel:
+    """A channel each of whose operations happens within something that guards it.
+
+    Args:
+        channel: all ranks.
+        guard: makes what one operation happens within.
+    """
+
+    def __init__(self, channel: Channel, guard: Callable[[], AbstractContextManager[None]]) -> None:
+        self._channel = channel
+        self._guard = guard
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._channel.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._channel.world_size
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, by rank; raises what the guard raises."""
+        with self._guard():
+            return self._channel.exchange(payload)
+
+    def pass_on(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """Bytes to and from some ranks; raises what the guard raises."""
+        with self._guard():
+            return self._channel.pass_on(outgoing, sizes)
 
 
 def job_channel() -> Channel:

@@ -19,11 +19,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from paddleformers_fc.errors import FlexError, PeerError
-from paddleformers_fc.execute.attendance import Attendance, AttendedChannel, Board
-from paddleformers_fc.execute.channel import Bytes, Channel, job_channel
+from paddleformers_fc.execute.attendance import Attendance, Board, attended
+from paddleformers_fc.execute.channel import Channel, GuardedChannel, job_channel
 
 EXIT_CODE = 75
 """The exit code of a process that gave up; ``EX_TEMPFAIL``, for starting again may help."""
@@ -34,53 +34,35 @@ DEFAULT_PATIENCE = 1800.0
 _LOOK_SECONDS = 1.0
 
 
-class WatchedChannel:
-    """A channel on which no rank waits longer than it was told to.
+class Watchman:
+    """Sees to it that no exchange of this rank takes longer than it was told.
 
     Args:
-        channel: the channel.
+        rank: this rank.
+        world_size: number of ranks.
         patience: how many seconds an exchange may take.
         attendance: where another rank may say that the job is lost; None where ranks have no board.
     """
 
-    def __init__(self, channel: Channel, patience: float, attendance: Attendance | None = None) -> None:
-        self._channel = channel
-        self.patience = patience
+    def __init__(self, rank: int, world_size: int, patience: float, attendance: Attendance | None = None) -> None:
+        self._rank, self._size = rank, world_size
+        self._patience = patience
         self._attendance = attendance
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._channel.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._channel.world_size
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank; the process ends if they do not come in time."""
-        with self._watched():
-            return self._channel.exchange(payload)
-
-    def pass_on(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """Bytes to and from some ranks; the process ends if they do not come in time."""
-        with self._watched():
-            return self._channel.pass_on(outgoing, sizes)
-
     @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
+        """While this lasts the clock is watched; the process ends if it lasts too long."""
         done = threading.Event()
-        watchman = threading.Thread(target=self._watch, args=(done,), name="flex-watch", daemon=True)
-        watchman.start()
+        thread = threading.Thread(target=self._watch, args=(done,), name="flex-watch", daemon=True)
+        thread.start()
         try:
             yield
         finally:
             done.set()
-            watchman.join()
+            thread.join()
 
     def _watch(self, done: threading.Event) -> None:
-        end = time.monotonic() + self.patience
+        end = time.monotonic() + self._patience
         while not done.wait(min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))):
             if time.monotonic() >= end:
                 self._leave(self._time_is_over())
@@ -90,10 +72,10 @@ class WatchedChannel:
     def _time_is_over(self) -> FlexError:
         if self._attendance is not None:
             self._attendance.give_up()
-            return self._attendance.report(f"An exchange between the ranks has not ended within {self.patience:g} s.")
+            return self._attendance.report(f"An exchange between the ranks has not ended within {self._patience:g} s.")
         return PeerError(
-            f"Rank {self.rank} has waited {self.patience} s for the other ranks and gives up.",
-            where=f"rank {self.rank} of {self.world_size}",
+            f"Rank {self._rank} has waited {self._patience} s for the other ranks and gives up.",
+            where=f"rank {self._rank} of {self._size}",
             next_step="Find the rank that failed in the other ranks' logs, or raise flex_timeout if they are slow.",
         )
 
@@ -113,10 +95,11 @@ def watched(channel: Channel, patience: float, board: Board | None = None) -> Ch
     """
     if channel.world_size == 1:
         return channel
+    rank, ranks = channel.rank, channel.world_size
     if board is None:
-        return WatchedChannel(channel, patience)
-    attendance = Attendance(board, channel.rank, channel.world_size, patience)
-    return AttendedChannel(WatchedChannel(channel, patience, attendance), attendance)
+        return GuardedChannel(channel, Watchman(rank, ranks, patience).watching)
+    attendance = Attendance(board, rank, ranks, patience)
+    return attended(GuardedChannel(channel, Watchman(rank, ranks, patience, attendance).watching), attendance)
 
 
 def patient_channel(patience: float = DEFAULT_PATIENCE) -> Channel:

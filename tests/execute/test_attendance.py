@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.errors import FlexError, PeerError
-from paddleformers_fc.execute.attendance import Attendance, AttendedChannel
+from paddleformers_fc.execute.attendance import Attendance, attended
+from paddleformers_fc.execute.channel import Channel
 from tests.execute.simulated import ThreadChannel, job
 
 PATIENCE = 1.0
@@ -48,14 +49,14 @@ class Gone(Counters):
         raise ValueError("(InvalidArgument) TCP send error. Details: Broken pipe.")
 
 
-def attended(channel: ThreadChannel, board: Counters, patience: float = PATIENCE) -> AttendedChannel:
+def with_board(channel: ThreadChannel, board: Counters, patience: float = PATIENCE) -> Channel:
     """A rank's channel with a board."""
-    return AttendedChannel(channel, Attendance(board, channel.rank, channel.world_size, patience))
+    return attended(channel, Attendance(board, channel.rank, channel.world_size, patience))
 
 
-def outcomes(board: Counters, ranks: int, work: Callable[[AttendedChannel], Any], patience: float = PATIENCE) -> list:
+def outcomes(board: Counters, ranks: int, work: Callable[[Channel], Any], patience: float = PATIENCE) -> list:
     """What every rank returned or raised."""
-    return job(ranks, lambda channel: work(attended(channel, board, patience)))
+    return job(ranks, lambda channel: work(with_board(channel, board, patience)))
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
@@ -71,7 +72,7 @@ def test_ranks_that_all_come_exchange_as_often_as_they_like(ranks: int) -> None:
 def test_ranks_that_do_not_come_are_named_to_all_others_and_the_job_stays_lost(missing: set[int]) -> None:
     board = Counters()
 
-    def work(channel: AttendedChannel) -> Any:
+    def work(channel: Channel) -> Any:
         channel.exchange(b"")
         if channel.rank in missing:
             return "gone"
@@ -97,7 +98,7 @@ def test_a_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
     board = Counters()
     over = threading.Event()
 
-    def work(channel: AttendedChannel) -> None:
+    def work(channel: Channel) -> None:
         if channel.rank == 1:
             assert over.wait(30)
         try:
@@ -115,7 +116,7 @@ def test_the_least_patient_rank_gives_up_for_all() -> None:
     board = Counters()
 
     def work(channel: ThreadChannel) -> Any:
-        return None if channel.rank == 2 else attended(channel, board, (0.4, 10_000.0)[channel.rank]).exchange(b"")
+        return None if channel.rank == 2 else with_board(channel, board, (0.4, 10_000.0)[channel.rank]).exchange(b"")
 
     first, second, _ = job(3, work)
     assert isinstance(first, PeerError)
@@ -138,7 +139,7 @@ def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
 
     come, came = threading.Event(), threading.Event()
 
-    def work(channel: AttendedChannel) -> Any:
+    def work(channel: Channel) -> Any:
         if channel.rank == 1:
             assert come.wait(30)
         return channel.exchange(b"x")
@@ -164,7 +165,7 @@ def test_whoever_comes_whenever_either_all_go_on_or_none(seed: int) -> None:
     delays = [[rng.choice([0.0, 0.0, 0.04, 0.05, 0.06]) for _ in range(6)] for _ in range(ranks)]
     nothing = threading.Event()
 
-    def work(channel: AttendedChannel) -> int:
+    def work(channel: Channel) -> int:
         for number, delay in enumerate(delays[channel.rank]):
             nothing.wait(delay)
             try:
@@ -191,7 +192,7 @@ def test_a_rank_that_dies_in_the_exchange_is_named_to_all_others() -> None:
         if channel.rank == 1:
             attendance.meet()
             return all_in.wait()
-        return AttendedChannel(Torn(channel, all_in), attendance).exchange(b"")
+        return attended(Torn(channel, all_in), attendance).exchange(b"")
 
     first, _, third = job(3, work)
     assert isinstance(first, FlexError)

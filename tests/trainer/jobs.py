@@ -414,14 +414,17 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def patience(output_dir: str) -> list[Any]:
-    """The channel over which a Trainer of two ranks talks."""
-    from paddleformers_fc.execute.attendance import AttendedChannel
+def left_alone(output_dir: str) -> str:
+    """Rank 0 wants to exchange something and rank 1 does not; what rank 0 is told."""
+    from paddleformers_fc.errors import PeerError
     from paddleformers_fc.trainer import seam
 
-    trainer = flex_trainer(tiny.DP2.to_json(), output_dir, {"flex_timeout": 123})
+    trainer = flex_trainer(tiny.DP2.to_json(), output_dir, {"flex_timeout": 2})
     channel = seam._channel(trainer.args)
-    return [isinstance(channel, AttendedChannel), channel.patience, channel.rank, channel.world_size]
+    try:
+        return "" if channel.rank else str(channel.exchange(b""))
+    except PeerError as error:
+        return str(error)
 
 
 # ---- The stock command line.
