@@ -11,8 +11,9 @@ understood, spelled again, must be the very text, so that nothing was passed ove
 piece by piece, to be refused by name, or to be taken if it is sound all the same.
 
 The writer takes names, dtypes and shapes first and the bytes afterwards, in the declared order, straight from the
-caller's memory. The tensors start at a multiple of 64 bytes, so that the first is aligned for any dtype and for vector
-loads; the format wants no gaps between tensors, so a caller that declares wide dtypes first keeps all of them aligned.
+caller's memory. The tensors start at a whole page: where a page of the file and the memory it is copied to lie in step,
+the system copies a tenth faster than where the memory is some hundred bytes ahead. The format wants no gaps between
+tensors, so a caller that declares wide dtypes first keeps all of them aligned.
 
 Memory: the header (at most 100 MB, as in the library, about ten times that while it is parsed). Time: linear in the
 header for reading, one pass over the bytes for writing.
@@ -50,7 +51,7 @@ METADATA_KEY = "__metadata__"
 _LENGTH_BYTES = 8
 # Read at once: most headers are shorter, and every read of a remote file costs a request.
 _FIRST_BYTES = 32 * 1024
-_ALIGNMENT = 64
+_ALIGNMENT = 4096
 _MAX_COUNT = 2**64 - 1
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 

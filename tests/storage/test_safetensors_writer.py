@@ -81,7 +81,7 @@ def test_whatever_is_written_is_read_alike_by_the_library_and_by_us(
 
 
 def test_tensors_lie_in_the_declared_order_from_an_aligned_start(tmp_path: Path) -> None:
-    for length in range(70):
+    for length in range(0, 4200, 61):
         entries = [("z" * length, "F64", (1,)), ("a", "F32", (1,))]
         path = tmp_path / str(length)
         with SafetensorsWriter(path, entries, {}) as writer:
@@ -89,7 +89,7 @@ def test_tensors_lie_in_the_declared_order_from_an_aligned_start(tmp_path: Path)
             writer.write("a", np.zeros(1, np.float32))
         header = read_header(path)
         assert list(header.tensors) == ["z" * length, "a"]
-        assert header.tensors["z" * length].begin % 64 == 0
+        assert header.tensors["z" * length].begin % 4096 == 0
 
 
 def test_the_receipt_states_size_and_checksums_of_the_bytes_on_disk(tmp_path: Path) -> None:
