@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import msgspec
 import xxhash
@@ -72,8 +72,14 @@ def software() -> dict[str, str]:
     if paddle is not None:
         found["paddle"] = str(paddle.__version__)
     if "paddleformers" in sys.modules:
-        found["paddleformers"] = importlib.metadata.version("paddleformers")
+        found["paddleformers"] = _installed("paddleformers")
     return found
+
+
+@lru_cache
+def _installed(name: str) -> str:
+    """A distribution's version, which its metadata says: a file that is parsed once."""
+    return importlib.metadata.version(name)
 
 
 def comparable(config: Mapping[str, object]) -> dict[str, object]:
