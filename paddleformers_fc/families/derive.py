@@ -1,9 +1,10 @@
 """Rules for a model that no family declares: from names, shapes and kinds of layers, and nothing that is guessed.
 
-Every tensor of the model has *options*: the layouts that its name, its shape and its layer allow. One option is taken.
-Of several, a user's line decides, or a hint that is proved, or the same layer elsewhere in the model for which that is
-decided. What is then open is a *question*, and nothing is derived while there is one; what has no option, on either
-side, is a question as well. The rules are proved in the end like those of any family, forward and reversed.
+Every tensor of the model has *options* (:mod:`.claims`): the layouts that its name, its shape and its layer allow. One
+option is taken. Of several, a user's line decides, or a hint that is proved, or the same layer elsewhere in the model
+for which that is decided. What is then open is a *question*, and nothing is derived while there is one; what has no
+option, on either side, is a question as well. The rules are proved in the end like those of any family, forward and
+reversed.
 
 A proof shows that every number has its place, not that it is the right one: two tensors of equal shape can be exchanged
 and all is proved. What tells them apart is their names, so names are evidence only as :mod:`.naming` says, and the
@@ -21,44 +22,16 @@ from itertools import islice, permutations
 from typing import Any
 
 from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families.claims import Claim, Evidence
 from paddleformers_fc.families.hints import Pieces, Reader, Said, pieces_of, rules_of
 from paddleformers_fc.families.kinds import LayeredTensor, LayerKind
-from paddleformers_fc.families.naming import (
-    FFN,
-    PARTS,
-    CanonicalNames,
-    Fusion,
-    Level,
-    carvings,
-    filled,
-    fused_kind,
-    fusions,
-    layer_name,
-    prefix_of,
-    shifts_of,
-    split,
-    stacks,
-)
-from paddleformers_fc.families.options import (
-    CUT_AS_STORED,
-    PER_HEAD,
-    PER_RANK,
-    STRAIGHT,
-    Conventions,
-    Option,
-    Source,
-    carved,
-    head_counts,
-    joined,
-    moved,
-    stacked,
-)
+from paddleformers_fc.families.naming import PARTS, Fusion, Level, fused_kind, layer_name, prefix_of, split
+from paddleformers_fc.families.options import CUT_AS_STORED, PER_HEAD, PER_RANK, STRAIGHT, Option, joined, moved
 from paddleformers_fc.families.wording import answer_lines
 from paddleformers_fc.mapping import Correspondence, Rule, RuleSet, Shape, TensorSpec, Tie, prove
 from paddleformers_fc.mapping.folding import fold
 
 _FUSED_LAYOUTS = frozenset({PER_HEAD, PER_RANK, STRAIGHT, CUT_AS_STORED})
-
 
 _MOST_ANSWERS = 6
 _MOST_LINES = 4
@@ -120,23 +93,10 @@ class Derivation:
 
 
 @dataclass(frozen=True)
-class _Claim:
-    """Tensors that are decided together, and their options."""
-
-    targets: tuple[str, ...]
-    options: tuple[Option, ...]
-    reason: str
-
-    @property
-    def sources(self) -> set[str]:
-        return {name for option in self.options for rule in option.rules for name in rule.sources}
-
-
-@dataclass(frozen=True)
 class _Open:
     """A claim that is not decided, and why; contested where the hint speaks against the evidence."""
 
-    claim: _Claim
+    claim: Claim
     why: str
     contested: bool = False
 
@@ -182,12 +142,9 @@ class _Study:
         self._model = model
         self._canonical = canonical
         self._config = config
-        self._shapes = {name: one.tensor.shape for name, one in model.items()}
-        self._sources = {name: spec.shape for name, spec in canonical.items()}
-        self._names = CanonicalNames(canonical, shifts_of(model, canonical))
-        self._conventions = Conventions(head_counts(config), self._are_linears_turned())
+        self._seen = Evidence(model, canonical, config)
+        self._shapes, self._sources = self._seen.shapes, self._seen.sources
         self._state = _State()
-        self._taught: dict[str, tuple[str, ...]] = {}
         self._offered: set[str] = set()
         self._settled: set[str] = set()
 
@@ -210,24 +167,15 @@ class _Study:
         questions += self._unread(dropped)
         return self._finished(ties, fresh, dropped, questions, said.unused)
 
-    # Evidence for the whole model.
-
-    def _are_linears_turned(self) -> bool:
-        """False where the weight of a linear layer has, and is not square, the very shape that its file has."""
-        for name, one in self._model.items():
-            shape = one.tensor.shape
-            if one.kind is not LayerKind.LINEAR or len(shape) != 2 or shape[0] == shape[1]:
-                continue
-            for other in self._named(name, Level.EQUAL):
-                if self._sources[other] == shape:
-                    return False
-        return True
+    # Ties.
 
     def _ties(self) -> tuple[list[Tie], list[Question]]:
         """The head, where the configuration ties it: what has the embedding's shape and no canonical tensor."""
         if not self._config.get("tie_word_embeddings"):
             return [], []
-        owners = [name for name, one in self._model.items() if one.kind is LayerKind.EMBEDDING and self._found(name)]
+        owners = [
+            name for name, one in self._model.items() if one.kind is LayerKind.EMBEDDING and self._seen.is_named(name)
+        ]
         ties: list[Tie] = []
         for owner in owners:
             heads = [
@@ -236,7 +184,7 @@ class _Study:
                 if name != owner
                 and one.kind is not LayerKind.EMBEDDING
                 and self._shapes[name] == self._shapes[owner]
-                and (not self._found(name) or "head" in layer_name(split(name)[0]))
+                and (not self._seen.is_named(name) or "head" in layer_name(split(name)[0]))
             ]
             if len(heads) == 1:
                 ties.append(Tie(owner, heads[0]))
@@ -244,19 +192,16 @@ class _Study:
                 return [], [Question((owner, *heads), "the configuration ties one of these to the first one", ())]
         return ties, []
 
-    def _found(self, name: str) -> bool:
-        return any(self._named(name, level) for level in Level)
-
     def _tied_copies(self, ties: Sequence[Tie]) -> frozenset[str]:
         """Canonical tensors that repeat a tied one."""
-        copies = (self._named(tie.alias, level) for tie in ties for level in Level)
+        copies = (self._seen.named(tie.alias, level) for tie in ties for level in Level)
         return frozenset(name for names in copies for name in names if name not in self._state.taken)
 
     # Options.
 
-    def _claims(self, names: Sequence[str]) -> list[_Claim]:
+    def _claims(self, names: Sequence[str]) -> list[Claim]:
         """The options of every tensor, by the best level of names at which it has any."""
-        claims: list[_Claim] = []
+        claims: list[Claim] = []
         done: set[str] = set()
         for level in Level:
             found = [claim for name in names if name not in done and (claim := self._claim(name, level)) is not None]
@@ -270,67 +215,15 @@ class _Study:
                     self._state.taken |= claim.sources
         return claims
 
-    def _claim(self, name: str, level: Level) -> _Claim | None:
-        return next((claim for claim in self._ways(name, level) if not claim.sources & self._state.taken), None)
-
-    def _ways(self, name: str, level: Level) -> Iterator[_Claim]:
-        """What a tensor may be, by its name, the likeliest first."""
-        target = self._model[name]
-        template, numbers = split(name)
-        reason = f"{level.name.lower()} names"
-        fused = fused_kind(template)
-        if level is Level.EQUAL and template in self._taught:
-            yield from _claimed((name,), self._as_taught(target), "as a settling line names it")
-        options = [
-            option
-            for other in self._names.named(template, numbers, level)
-            for option in moved(target, self._source(other), fused, self._conventions)
-        ]
-        yield from _claimed((name,), options, reason)
-        for fusion in fusions(template):
-            found = [self._names.named(part, numbers, level) for part in fusion.parts]
-            if all(len(names) == 1 for names in found):
-                sources = [self._source(names[0]) for names in found]
-                yield from _claimed(
-                    (name,), joined(target, sources, fusion, self._conventions), f"{reason} of its parts"
-                )
-        for parts in stacks(template):
-            every = [self._names.experts(part, numbers, level) for part in parts]
-            if all(len(names) == 1 for names in every):
-                experts = [[self._source(one) for one in names[0]] for names in every]
-                yield from _claimed((name,), stacked(target, experts, self._conventions), f"{reason} of its experts")
-        for whole, fusion in carvings(template):
-            siblings = tuple(part.format(*numbers) for part in fusion.parts)
-            for other in self._names.named(whole, numbers, level):
-                if all(part in self._model for part in siblings):
-                    targets = [self._model[part] for part in siblings]
-                    options = carved(targets, self._source(other), fusion, self._conventions)
-                    yield from _claimed(siblings, options, f"{reason} of what it is a part of")
-
-    def _as_taught(self, target: LayeredTensor) -> list[Option]:
-        template, numbers = split(target.tensor.name)
-        names = [filled(part, self._names.moved(template, numbers)) for part in self._taught[template]]
-        if any(name not in self._sources for name in names):
-            return []
-        sources = [self._source(name) for name in names]
-        kind = fused_kind(template)
-        if len(sources) == 1:
-            return moved(target, sources[0], kind, self._conventions)
-        fusion = Fusion(kind or FFN, layer_name(template), self._taught[template])
-        return joined(target, sources, fusion, self._conventions)
-
-    def _named(self, name: str, level: Level) -> list[str]:
-        return self._names.named(*split(name), level)
-
-    def _source(self, name: str) -> Source:
-        return Source(name, self._sources[name])
+    def _claim(self, name: str, level: Level) -> Claim | None:
+        return next((claim for claim in self._seen.ways(name, level) if not claim.sources & self._state.taken), None)
 
     # Decisions.
 
     def _settle(self, own: Said) -> list[Question]:
         """Take what the user's lines say; the names and layouts that they choose are remembered for other layers."""
         for name, pieces in own.pieces.items():
-            self._learn(name, list(dict.fromkeys(item.source for item in sorted(pieces, key=_place))))
+            self._seen.learn(name, list(dict.fromkeys(item.source for item in sorted(pieces, key=_place))))
         questions: list[Question] = []
         for name, pieces in own.pieces.items():
             if name in self._state.reasons:
@@ -346,26 +239,20 @@ class _Study:
         self._settled = set(self._state.layouts)
         return questions
 
-    def _learn(self, name: str, sources: Sequence[str]) -> None:
-        template, numbers = split(name)
-        moved_numbers = self._names.moved(template, numbers)
-        if all(_numbers(source) == moved_numbers for source in sources):
-            self._taught[template] = tuple(split(source)[0] for source in sources)
-
-    def _claim_like(self, name: str, pieces: Mapping[str, Pieces]) -> _Claim | None:
+    def _claim_like(self, name: str, pieces: Mapping[str, Pieces]) -> Claim | None:
         """The claim with the one option that is just what a text says of its tensors."""
         for level in Level:
-            for claim in self._ways(name, level):
+            for claim in self._seen.ways(name, level):
                 said = {target: pieces.get(target) for target in claim.targets}
                 for option in claim.options:
                     if pieces_of(option.rules, self._shapes) == said:
-                        return _Claim(claim.targets, (option,), "a settling line")
+                        return Claim(claim.targets, (option,), "a settling line")
         return None
 
-    def _decide(self, claim: _Claim, said: Said) -> Iterator[_Open]:
+    def _decide(self, claim: Claim, said: Said) -> Iterator[_Open]:
         """Take the one option, or the one that the hint is; what is open comes back with why."""
         hinted = {name: said.pieces[name] for name in claim.targets if name in said.pieces}
-        if self._kind(claim) in self._settled or split(claim.targets[0])[0] in self._taught:
+        if self._kind(claim) in self._settled or self._seen.is_taught(claim.targets[0]):
             hinted = {}
         agreeing = [option for option in claim.options if self._agrees(option, hinted)] if hinted else []
         if hinted and not agreeing:
@@ -386,7 +273,7 @@ class _Study:
 
     def _same_elsewhere(self, waiting: Sequence[_Open]) -> list[Question]:
         """Tensors of one kind lie alike in one model: one that is decided decides the others."""
-        groups: dict[tuple[str, str], list[_Claim]] = {}
+        groups: dict[tuple[str, str], list[Claim]] = {}
         for one in waiting:
             known = self._state.layouts.get(self._kind(one.claim), set())
             fitting = [option for option in one.claim.options if option.layout in known]
@@ -396,7 +283,7 @@ class _Study:
                 groups.setdefault((self._kind(one.claim), one.why), []).append(one.claim)
         return [self._question(claims, why) for (_, why), claims in groups.items()]
 
-    def _question(self, claims: Sequence[_Claim], why: str) -> Question:
+    def _question(self, claims: Sequence[Claim], why: str) -> Question:
         template = split(claims[0].targets[0])[0]
         first = [claim for claim in claims if split(claim.targets[0])[0] == template]
         count = len(first[0].options)
@@ -409,13 +296,13 @@ class _Study:
     def _cuts(self) -> dict[str, Shape]:
         return {name: one.tensor.cuts for name, one in self._model.items()}
 
-    def _kind(self, claim: _Claim) -> str:
+    def _kind(self, claim: Claim) -> str:
         """What lies alike in one model: fused layers of one name, weight and bias; else the tensors of one template."""
         template = split(claim.targets[0])[0]
         fused = _FUSED_LAYOUTS.issuperset(option.layout for option in claim.options)
         return layer_name(template) if fused and fused_kind(template) else template
 
-    def _take(self, claim: _Claim, option: Option) -> None:
+    def _take(self, claim: Claim, option: Option) -> None:
         self._record(claim.targets, option.rules, claim.reason)
         self._state.layouts.setdefault(self._kind(claim), set()).add(option.layout)
 
@@ -441,7 +328,7 @@ class _Study:
     def _missing(self, names: tuple[str, ...]) -> Question:
         first = names[0]
         shape = list(self._shapes[first])
-        named = sorted({other for level in Level for other in self._named(first, level)})
+        named = sorted({other for level in Level for other in self._seen.named(first, level)})
         if named:
             shapes = ", ".join(f"{other} {list(self._sources[other])}" for other in named)
             why = f"shape {shape} is no layout of {shapes}, or that belongs to another tensor"
@@ -456,11 +343,11 @@ class _Study:
         """Options of tensors of one template by shapes alone; of no use but to be shown."""
         free = [name for name in self._canonical if name not in self._state.taken]
         held = {split(group[0])[0]: dict(zip(map(_numbers, group), group, strict=True)) for group in _by_template(free)}
-        wanted = [self._names.moved(*split(name)) for name in names]
+        wanted = [self._seen.names.moved(*split(name)) for name in names]
         fitting = {template: sources for template, sources in held.items() if sources.keys() >= set(wanted)}
         for sources in fitting.values():
             columns = [
-                moved(self._model[name], self._source(sources[at]), None, self._conventions)
+                moved(self._model[name], self._seen.source(sources[at]), None, self._seen.conventions)
                 for name, at in zip(names, wanted, strict=True)
             ]
             yield from zip(*columns, strict=False)
@@ -471,7 +358,12 @@ class _Study:
                 continue
             fusion = Fusion(kind or "", layer_name(template), parts)
             columns = [
-                joined(self._model[name], [self._source(held[part][at]) for part in parts], fusion, self._conventions)
+                joined(
+                    self._model[name],
+                    [self._seen.source(held[part][at]) for part in parts],
+                    fusion,
+                    self._seen.conventions,
+                )
                 for name, at in zip(names, wanted, strict=True)
             ]
             yield from zip(*columns, strict=False)
@@ -515,11 +407,6 @@ class _Study:
         mapping = replace(mapping, sources=dict(self._canonical))
         prove(mapping, "The derived mapping")
         prove(mapping.reversed(), "The reverse of the derived mapping")
-
-
-def _claimed(targets: tuple[str, ...], options: Sequence[Option], reason: str) -> Iterator[_Claim]:
-    if options:
-        yield _Claim(targets, tuple(options), reason)
 
 
 def _place(item: Correspondence) -> tuple[int, ...]:

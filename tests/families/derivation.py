@@ -33,7 +33,7 @@ HEAD = """\
 # Derivation
 
 What a model's mapping is, where no family declares it, is derived from the names, shapes and layers of both sides. The
-rules of evidence are in `families/derive.py`, `naming.py` and `options.py`. What they leave open is asked, with the
+rules of evidence are in `families/claims.py`, `naming.py` and `options.py`. What they leave open is asked, with the
 candidates as AOA lines; a line that is given back settles it. What is derived is proved like the rules of any family.
 
 ```
