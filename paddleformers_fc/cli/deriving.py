@@ -105,7 +105,7 @@ def _model(directory: Path, native: bool) -> tuple[list[LayeredTensor], list[str
         shards = describe_roles({MODEL_STATE: model.sharded_state_dict()})[MODEL_STATE]
         kinds = layer_kinds(model)
         hint = list(model._gen_aoa_config(model.config)["aoa_statements"]) if native else []
-    except Exception as error:
+    except Exception as error:  # The code of a model's class may fail in any way.
         raise FlexError(
             "PaddleFormers cannot build this model.",
             where=str(directory / CONFIG_NAME),

@@ -388,7 +388,7 @@ def _result(failures: list[Exception], one: _Begun, piece: Piece) -> tuple[Array
     """What was read, or zeros in its place: the others wait for so many bytes."""
     try:
         return one[0], one[1].result()
-    except Exception as error:
+    except Exception as error:  # Raised when all ranks have left the rounds.
         failures.append(error)
         return np.zeros(piece.box.shape, _dtype(piece)), 0
 
@@ -399,7 +399,7 @@ def _attempt(failures: list[Exception], work: Callable[[], None]) -> None:
         return
     try:
         work()
-    except Exception as error:
+    except Exception as error:  # As above.
         failures.append(error)
 
 

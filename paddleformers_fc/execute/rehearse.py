@@ -380,7 +380,7 @@ def together(ranks: int, work: Callable[[Channel], None]) -> None:
             work(_ThreadChannel(table, rank))
         except threading.BrokenBarrierError:
             pass  # Another rank failed by itself, and says why.
-        except Exception as error:
+        except Exception as error:  # It is raised by the caller; here it would end a thread alone.
             raised.append(error)
             table.barrier.abort()
 

@@ -175,7 +175,7 @@ def _load(entry: EntryPoint) -> None:
         register(family)
     except FlexError as error:
         raise _not_loaded(entry, [error.what, *error.evidence]) from error
-    except Exception as error:
+    except Exception as error:  # The code of another distribution may fail in any way.
         raise _not_loaded(entry, [f"{type(error).__name__}: {error}"]) from error
 
 

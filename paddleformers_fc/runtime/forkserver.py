@@ -295,7 +295,7 @@ class _Server:
         try:
             self._become_rank(request, rank, environment)
             code = _run_job(request, rank)
-        except BaseException:
+        except BaseException:  # A forked rank must never come back into the server's code.
             traceback.print_exc()
         finally:
             sys.stdout.flush()

@@ -88,7 +88,7 @@ def _serve(group_id: int) -> tuple[Any, str]:
             port = probe.getsockname()[1]
         try:
             return stores.open_store("127.0.0.1", port, is_master=True), f"127.0.0.1:{port}"
-        except Exception as refusal:
+        except Exception as refusal:  # Paddle says in no type of its own that a port is taken.
             refusals.append(f"port {port}: {refusal}")
     raise errors.PeerError(
         f"No port could be bound for the store of process group {group_id}.",

@@ -115,7 +115,7 @@ class RemoteFile:
         begins, ends = [begin for begin, _ in ranges], [end for _, end in ranges]
         try:
             answers = system.cat_ranges([inner] * len(ranges), begins, ends, on_error="raise")
-        except Exception as error:
+        except Exception as error:  # Every backend has exceptions of its own.
             self._refuse_changed()
             raise refused("read", self.path, error, offset=begins[0], secrets=_secrets(system)) from None
         for (begin, end), answer in zip(ranges, answers, strict=True):
@@ -213,7 +213,7 @@ def list_remote(path: RemotePath) -> list[RemotePath]:
             if _hides_refusal(error):
                 raise error.__cause__ or error from None
             return []
-        except Exception as error:
+        except Exception as error:  # Every backend has exceptions of its own.
             if _cannot_list(path, error):
                 return []
             raise
@@ -231,7 +231,7 @@ def is_remote_directory(path: RemotePath) -> bool:
         try:
             system.invalidate_cache(inner)
             return bool(system.isdir(inner))
-        except Exception as error:
+        except Exception as error:  # Every backend has exceptions of its own.
             if _cannot_list(path, error):
                 return False
             raise
@@ -283,7 +283,7 @@ def _asking(action: str, path: RemotePath) -> Iterator[tuple[Any, str]]:
         yield system, inner
     except FlexError:
         raise
-    except Exception as error:
+    except Exception as error:  # Every backend has exceptions of its own.
         raise refused(action, path, error, secrets=_secrets(system)) from None
 
 
@@ -300,7 +300,7 @@ def _reached(path: RemotePath) -> tuple[Any, str]:
             evidence=[masked(str(error))],
             next_step="Install it in the version that belongs to the installed fsspec.",
         ) from None
-    except Exception as error:
+    except Exception as error:  # Every backend has exceptions of its own.
         raise OptionError(
             f"fsspec cannot make anything of {path}.",
             where=str(path),
