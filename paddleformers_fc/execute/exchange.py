@@ -296,7 +296,7 @@ class _Filling:
         self._left: dict[Key, int] = {}
         self._own: dict[Key, list[ReadItem]] = {}
         self._buffers: dict[Key, Array] = {}
-        for item in plan.items:
+        for item in plan.items if arriving else ():
             key = (item.role, item.name)
             if item.stored in arriving:
                 self._arriving.setdefault(item.stored, []).append(item)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError
@@ -45,9 +45,11 @@ def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:
     Args:
         tensor: a ``paddle.Tensor``.
     """
-    if not tensor.place.is_cpu_place() or not tensor.is_contiguous():
-        return None
-    return _memory(tensor)
+    return _memory(tensor) if _has_view(tensor) else None
+
+
+def _has_view(tensor: Any) -> bool:
+    return bool(tensor.place.is_cpu_place() and tensor.is_contiguous())
 
 
 def _memory(tensor: Any) -> np.ndarray[Any, Any]:
@@ -124,32 +126,35 @@ def _without_leading_ones(tensor: Any) -> Any:
     return tensor
 
 
-@dataclass(slots=True)
-class TensorSlot:
+class TensorSlot(msgspec.Struct, eq=False, gc=False):
     """The memory of one live tensor.
+
+    A struct, because there are as many as tensors: it remembers what is dear to ask, and no collector walks it.
 
     Args:
         tensor: the ``paddle.Tensor`` to be filled.
     """
 
     tensor: Any
-    _staged: Any = field(default=None, repr=False)
-    _arrival: Any = field(default=None, repr=False)
+    _in_place: bool | None = None
+    _staged: Any = None
+    _arrival: Any = None
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the array that stands in for the tensor; 0 where its own memory is filled."""
-        if self.tensor.place.is_cpu_place() and self.tensor.is_contiguous():
+        if self._in_place is None:
+            self._in_place = _has_view(self.tensor)
+        if self._in_place:
             return 0
-        return math.prod(int(n) for n in self.tensor.shape) * to_numpy(to_safetensors(dtype_name(self.tensor))).itemsize
+        return math.prod(int(n) for n in self.tensor.shape) * _numpy_of(self.tensor.dtype).itemsize
 
     def open(self) -> np.ndarray[Any, Any]:
         """The tensor's own memory, or a host array that stands in for it."""
-        view = host_view(self.tensor)
-        if view is None:
-            self._staged = _host_tensor(self.tensor)
-            view = _memory(self._staged)
-        return view
+        if self.host_bytes == 0:
+            return _memory(self.tensor)
+        self._staged = _host_tensor(self.tensor)
+        return _memory(self._staged)
 
     def close(self) -> None:
         """Begin to copy a host array into the tensor, which keeps its dtype, place and strides."""

@@ -67,7 +67,7 @@ class Slot(Protocol):
         """A one-dimensional array of the shard's dtype and size, to be filled."""
 
     def close(self) -> None:
-        """The array is full, and may begin to travel to the shard's own memory."""
+        """The array that stands in for the shard is full, and may begin to travel to the shard's own memory."""
 
     def settle(self) -> None:
         """Wait until the shard has its numbers, and give the array back; after ``close``."""
@@ -120,6 +120,8 @@ class Job(Protocol):
 
 
 Task = list[Job]
+_Target = tuple[np.ndarray[Any, Any], memoryview]
+_Straight = tuple[int, int, int]
 
 
 class _Gate:
@@ -319,6 +321,9 @@ def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], room: int) -
 
     All that are filled in place are one group; of the others as many as there is room for.
     """
+    if not any(slot.host_bytes for slot in slots.values()):
+        yield list(items), 0
+        return
     in_place: list[ReadItem] = []
     staged: dict[Key, list[ReadItem]] = {}
     sizes: dict[Key, int] = {}
@@ -342,22 +347,35 @@ def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], room: int) -
 
 
 class _Targets:
-    """The memory of slots, opened when it is first asked for."""
+    """The memory of slots, opened when it is asked for.
+
+    What is filled in place is handed over to nobody. It is forgotten when the next shard's turn comes: views of all of
+    a hundred thousand tensors would be looked through by every collection of garbage.
+    """
 
     def __init__(self, slots: Mapping[Key, Slot]) -> None:
         self._slots = slots
-        self._open: dict[Key, tuple[np.ndarray[Any, Any], memoryview]] = {}
+        self._open: dict[Key, _Target] = {}
+        self._last: tuple[Key, _Target] | None = None
 
-    def __getitem__(self, key: Key) -> tuple[np.ndarray[Any, Any], memoryview]:
+    def __getitem__(self, key: Key) -> _Target:
         """A shard's array, and its bytes."""
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
         found = self._open.get(key)
-        if found is None:
-            array = self._slots[key].open()
-            found = self._open[key] = array, array.view(np.uint8).data
+        if found is not None:
+            return found
+        slot = self._slots[key]
+        array = slot.open()
+        found = array, array.view(np.uint8).data
+        if slot.host_bytes:
+            self._open[key] = found
+        else:
+            self._last = key, found
         return found
 
     def close(self) -> None:
-        """All of them are full."""
+        """All that stand in for a shard are full."""
         for key in self._open:
             self._slots[key].close()
 
@@ -403,17 +421,25 @@ def _jobs(items: list[ReadItem], root: Place, targets: _Targets, options: ReadOp
     """Jobs and their bytes, in the order of files: what a disk reads fastest, and what lets neighbours be joined."""
     paths: dict[str, Place] = {}
     run: Run | None = None
+    # Items that are alike share their boxes, and what follows from those is worked out once.
+    alike: dict[tuple[int, ...], _Straight | None] = {}
     for item in items:
         stored = item.stored
         path = paths.get(stored.file)
         if path is None:
             path = paths[stored.file] = root / stored.file
         array, data = targets[item.role, item.name]
-        straight = _straight(item, array.dtype)
-        if straight is None:
+        dtype = array.dtype
+        boxes = (id(stored.shape), id(stored.part), id(item.shape), id(item.part), id(item.axes))
+        if boxes not in alike:
+            alike[boxes] = _straight(item)
+        straight = alike[boxes]
+        if straight is None or _dtype(stored.dtype) != dtype:
             yield from _parts(path, item, array, options)
             continue
-        begin, start, size = straight
+        source, target, count = straight
+        width = dtype.itemsize
+        begin, start, size = stored.begin + source * width, (item.start + target) * width, count * width
         for low in range(start, start + size, BLOCK_BYTES):
             length = min(BLOCK_BYTES, start + size - low)
             if run is None or not _goes_on(run, path, begin, length):
@@ -435,16 +461,13 @@ def _goes_on(run: Run, path: Place, begin: int, length: int) -> bool:
     )
 
 
-def _straight(item: ReadItem, dtype: np.dtype[Any]) -> tuple[int, int, int] | None:
-    """Where an item that is one run on both sides begins in its file and in its buffer, and its length, in bytes."""
+def _straight(item: ReadItem) -> _Straight | None:
+    """Where an item that is one run on both sides begins in its stored box and in its fragment, and its length."""
     stored = item.stored
-    if item.axes != _in_order(len(stored.shape)) or _dtype(stored.dtype) != dtype:
+    if item.axes != tuple(range(len(stored.shape))):
         return None
     source, target = _flat_start(stored.shape, stored.part), _flat_start(item.shape, item.part)
-    if source is None or target is None:
-        return None
-    width = dtype.itemsize
-    return stored.begin + source * width, (item.start + target) * width, stored.part.volume * width
+    return None if source is None or target is None else (source, target, stored.part.volume)
 
 
 def _flat_start(shape: Shape, part: Box) -> int | None:
@@ -458,11 +481,6 @@ def _flat_start(shape: Shape, part: Box) -> int | None:
         inside = inside or high - low > 1
         start = start * length + low
     return start
-
-
-@lru_cache
-def _in_order(count: int) -> tuple[int, ...]:
-    return tuple(range(count))
 
 
 @lru_cache

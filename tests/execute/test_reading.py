@@ -8,6 +8,7 @@ import resource
 import signal
 import threading
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,6 +175,28 @@ class CountingOs:
 
 
 @pytest.mark.timeout(PATIENCE)
+def test_items_that_share_some_of_their_boxes_are_each_filled_by_all_of_theirs(tmp_path: Path) -> None:
+    values = matrix(tmp_path, 4, 4)
+    shape, straight, across, all_of_it = (4, 4), (0, 1), (1, 0), whole((4, 4))
+    rows = [Box((row, 0), (row + 1, 4)) for row in range(4)]
+    items, expected = [], {}
+    for source in range(4):
+        for target in range(4):
+            stored = StoredPart("matrix", 0, shape, rows[source], "float32")
+            items.append(ReadItem(ROLE, f"{source}{target}", stored, 0, shape, rows[target], straight))
+            expected[f"{source}{target}"] = np.zeros(shape, np.float32)
+            expected[f"{source}{target}"][target] = values[source]
+    for name, axes in (("straight", straight), ("across", across)):
+        items.append(
+            ReadItem(ROLE, name, StoredPart("matrix", 0, shape, all_of_it, "float32"), 0, shape, all_of_it, axes)
+        )
+        expected[name] = values.transpose(axes)
+    slots = empty_slots(items)
+    carry_out(plan_of(items), tmp_path, slots)
+    for name, filled in expected.items():
+        assert slots[ROLE, name].array.tobytes() == filled.tobytes(), name
+
+
 def test_one_large_tensor_is_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = matrix(tmp_path, 4, BLOCK_BYTES // 4)
     machine = CountingOs(threading.Barrier(4))
@@ -333,6 +356,45 @@ def nothing_left() -> Iterator[None]:
         thread.join(PATIENCE)
     assert set(threading.enumerate()) == threads
     assert descriptors() == files_before
+
+
+@dataclass
+class Watched:
+    """A slot that is filled in place, and knows which views of all such slots are still held.
+
+    Args:
+        views: of all slots, as they were opened.
+        alive: how many were held at every opening.
+    """
+
+    views: list[weakref.ref[np.ndarray[Any, Any]]]
+    alive: list[int]
+    host_bytes: int = 0
+    memory: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(4, np.float32))
+
+    def open(self) -> np.ndarray[Any, Any]:
+        self.alive.append(sum(view() is not None for view in self.views))
+        view = self.memory[:]
+        self.views.append(weakref.ref(view))
+        return view
+
+    def close(self) -> None:
+        """Nothing to hand over."""
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
+
+def test_what_is_filled_in_place_is_forgotten_when_it_is_full(tmp_path: Path) -> None:
+    values = matrix(tmp_path, 2000, 8)
+    items = [item_of(values.shape, Box((row, 0), (row + 1, 4)), (0, 1), f"{row:04}") for row in range(2000)]
+    views: list[weakref.ref[np.ndarray[Any, Any]]] = []
+    alive: list[int] = []
+    slots = {(ROLE, item.name): Watched(views, alive) for item in items}
+    carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads=1))
+    assert all(slots[ROLE, f"{row:04}"].memory.tobytes() == values[row, :4].tobytes() for row in range(2000))
+    assert len(alive) == 2000
+    assert max(alive) < 200, "those of a task or two"
 
 
 @dataclass
