@@ -39,6 +39,7 @@ from paddleformers_fc.cli.screen import COLOUR, DEBUG, Screen
 from paddleformers_fc.errors import FlexError, OptionError, PeerError, from_wire
 from paddleformers_fc.runtime.launch import launch
 from paddleformers_fc.runtime.ranks import rank_environments, tail
+from paddleformers_fc.storage import files
 from paddleformers_fc.storage.documents import parse_json, read_document
 from paddleformers_fc.storage.places import local
 from paddleformers_fc.trainer import register
@@ -140,6 +141,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
         OptionError: a file or option that cannot be used, or options that contradict each other.
         NotACheckpoint: what is to be resumed from is none.
         EnvironmentMismatch: PaddleFormers is not installed.
+        StorageError: the output directory cannot be made, or takes nothing.
     """
     starting.require_paddleformers("Training")
     settings = {**read_settings(config), **parse_overrides(overrides)}
@@ -153,7 +155,9 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
     if "device" not in settings and device == CPU:
         added.append(f"device={CPU}")
     arguments = ("train", str(config), *passed, *added)
-    log_dir = _log_dir(_output_dir(settings, config))
+    output_dir = _output_dir(settings, config)
+    files.try_directory(output_dir)
+    log_dir = _log_dir(output_dir)
     environment |= {register.ERRORS: str(log_dir)}
     flex = bool(settings.get("flex_checkpoint"))
     if device == CPU:
@@ -296,7 +300,7 @@ def run(job: Job, echo: IO[str]) -> tuple[Ended, FlexError | None]:
         how it ended, and the error of ours by which it ended, or None.
     """
     screen = Screen(echo)
-    job.log_dir.mkdir(parents=True, exist_ok=True)
+    files.make_directories(job.log_dir)
     started = time.monotonic()
     if job.ranks is None:
         code, logs, failed = _run_launcher(job, screen), [job.log_dir], None

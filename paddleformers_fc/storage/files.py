@@ -16,6 +16,7 @@ import errno
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -384,12 +385,26 @@ def make_directories(path: Path) -> None:
     Raises:
         StorageError: one of them cannot be created.
     """
-    missing = [path, *path.parents]
-    for directory in reversed([one for one in missing if not one.is_dir()]):
+    with _naming("create", path):
+        missing = [one for one in (path, *path.parents) if not one.is_dir()]
+    for directory in reversed(missing):
         with _naming("create", directory):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)
         fsync_directory(directory.parent)
+
+
+def try_directory(path: Path) -> None:
+    """See whether a directory can be made and written into, without leaving a trace.
+
+    Only the system knows, so a directory with a name that nobody else has is made, and deleted, in what there is of it.
+
+    Raises:
+        StorageError: what :func:`make_directories` would meet, or a directory that takes nothing new.
+    """
+    with _naming("create", path):
+        ground = next(one for one in (path, *path.parents) if one.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".trial-", dir=ground))
 
 
 def make_directory(path: Path) -> None:

@@ -158,6 +158,27 @@ def test_what_cannot_be_resumed_from_is_refused_before_anything_starts(tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("verb", [["train", "--dry-run"], ["train"], ["demo"]])
+@pytest.mark.parametrize(("inside", "reason"), [("/proc/x", "No such file"), ("job.yaml/x", "Not a directory")])
+def test_an_output_directory_that_cannot_be_made_is_refused(
+    tmp_path: Path, on: Any, verb: list[str], inside: str, reason: str
+) -> None:
+    path = config(tmp_path)
+    output = tmp_path / inside  # An absolute path stays what it is.
+    named = ["--output", output] if verb == ["demo"] else [path, f"output_dir={output}"]
+    outcome = run(*verb, *named)
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"The operating system refused to create {output}")
+    assert reason in outcome.err
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_a_start_leaves_nothing_in_an_output_directory_before_its_logs(tmp_path: Path, on: Any) -> None:
+    (tmp_path / "out").mkdir()
+    prepare(config(tmp_path), None, [])
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_every_start_has_its_own_logs(tmp_path: Path, on: Any) -> None:
     path = config(tmp_path)
     for name in ("log", "log-2", "log-3"):

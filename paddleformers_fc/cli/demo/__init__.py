@@ -41,6 +41,7 @@ from paddleformers_fc.cli.output import console, print_json
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.storage.files import make_directories
 
 DEFAULT_OUTPUT = Path("demo_out")
 SUMMARY = "summary.json"
@@ -84,6 +85,7 @@ def demo(output: Path = DEFAULT_OUTPUT, as_json: bool = False) -> int:
 
     Raises:
         OptionError: the directory holds something else.
+        StorageError: it cannot be made.
         FlexError: a training failed.
     """
     progress = console(stderr=True)
@@ -195,7 +197,7 @@ def _prepare(output: Path, say: Say) -> Workplace:
             next_step="Name an empty or a new directory with --output.",
         )
     shutil.rmtree(root, ignore_errors=True)
-    (root / "runs").mkdir(parents=True)
+    make_directories(root / "runs")
     (root / _MARKER).touch()
     assets = prepare(root / "assets")
     say(f"Prepared a corpus, a tokenizer and two models in {root / 'assets'}.")
