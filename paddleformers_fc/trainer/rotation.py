@@ -66,9 +66,8 @@ def rotate(
     if limit is None:
         return
     checkpoints = [path for path in numbered(output_dir, "checkpoint") if _is_finished(path)]
-    if len(checkpoints) <= limit:
-        return
-    newest, damaged = newest_checkpoint(output_dir, "full" if level == "full" else "size", threads=threads)
+    read = level == "full" and len(checkpoints) > limit
+    newest, damaged = newest_checkpoint(output_dir, "full" if read else "size", threads=threads)
     wanted = {path.resolve() for path in (newest, *needed) if path is not None}
     kept = frozenset(path for path in checkpoints if path.resolve() in wanted)
     for path, why in damaged:
