@@ -9,10 +9,11 @@ import difflib
 import importlib.util
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paddleformers_fc.cli.stock_keys import stock_keys
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
 from paddleformers_fc.storage.places import place
 from paddleformers_fc.trainer.options import FIELD_NAMES
@@ -43,29 +44,36 @@ def require_paddleformers(doing: str) -> None:
         )
 
 
-def refuse_unknown_keys(settings: Mapping[str, Any]) -> None:
-    """Refuse keys that begin like ours and are not.
+def refuse_unknown_keys(settings: Mapping[str, Any], may_be_more: bool) -> None:
+    """Refuse keys that neither PaddleFormers nor this package knows.
+
+    Args:
+        settings: the configuration with its overrides.
+        may_be_more: a file of the user's runs first and may add keys; then only those that begin like ours are judged.
 
     Raises:
         OptionError: with all of them, and for each the key that it resembles.
     """
-    # PaddleFormers has keys of its own that begin with flex_ckpt.
-    unknown = [
-        key
-        for key in settings
-        if key.startswith("flex_") and not key.startswith("flex_ckpt") and key not in FIELD_NAMES
-    ]
+    # A dot or a bracket in an override reaches into the value of a key.
+    names = sorted({re.split(r"[.\[]", str(key))[0] for key in settings} - set(FIELD_NAMES))
+    stock = None if may_be_more else stock_keys()
+    if stock is None:
+        # PaddleFormers has keys of its own that begin with flex_ckpt.
+        unknown = [name for name in names if name.startswith("flex_") and not name.startswith("flex_ckpt")]
+    else:
+        unknown = [name for name in names if name not in stock]
     if unknown:
+        known = (*FIELD_NAMES, *sorted(stock or ()))
         raise OptionError(
             "The configuration has a key that does not exist.",
             where="training arguments",
-            evidence=[_suggestion(key) for key in unknown],
-            next_step=f"The keys are {', '.join(FIELD_NAMES)}.",
+            evidence=[_suggestion(name, known) for name in unknown],
+            next_step=f"Correct the key or remove it. This package has {', '.join(FIELD_NAMES)}.",
         )
 
 
-def _suggestion(key: str) -> str:
-    close = difflib.get_close_matches(key, FIELD_NAMES, n=1)
+def _suggestion(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key.lower(), known, n=1)
     return f"{key}: is {close[0]} meant?" if close else key
 
 

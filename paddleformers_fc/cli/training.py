@@ -145,7 +145,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
     """
     starting.require_paddleformers("Training")
     settings = {**read_settings(config), **parse_overrides(overrides)}
-    starting.refuse_unknown_keys(settings)
+    starting.refuse_unknown_keys(settings, may_be_more=_own_registration(settings.get(REGISTER_KEY)) is not None)
     check_options(SimpleNamespace(**{**vars(FlexFields()), **settings}))
     starting.refuse_missing_paths(settings)
     starting.refuse_resume(settings)
@@ -259,12 +259,18 @@ def _device(named: Any) -> str:
 
 def _registration(own: Any) -> tuple[list[str], dict[str, str]]:
     """The override that registers this package, and the environment that goes with it."""
-    if own is None or Path(str(own)).resolve() == register.PATH:
+    path = _own_registration(own)
+    if path is None:
         return [f"{REGISTER_KEY}={register.PATH}"], {}
-    path = Path(str(own)).resolve()
     if not path.is_file():
         raise OptionError(f"{REGISTER_KEY} names a file that does not exist.", where=str(path))
     return [f"{REGISTER_KEY}={REGISTER_BOTH}"], {OWN_REGISTRATION: str(path)}
+
+
+def _own_registration(named: Any) -> Path | None:
+    """The registration file of the user's own, if one was named."""
+    path = None if named is None else Path(str(named)).resolve()
+    return None if path == register.PATH else path
 
 
 def _output_dir(settings: Mapping[str, Any], config: Path) -> Path:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from paddleformers_fc.cli import training
 from paddleformers_fc.cli.demo.assets import prepare as prepare_assets
 from paddleformers_fc.cli.demo.settings import SINGLE, settings
 from paddleformers_fc.cli.screen import Screen
+from paddleformers_fc.cli.stock_keys import stock_keys
 from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, parse_overrides, prepare, read_settings
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.trainer import register
@@ -129,6 +131,13 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({}, ["max_steps", "=3", "save_steps=1"], "- 'max_steps'\n  - '=3'\n"),
         ({}, ["max_steps=[3"], "The value of an override is no YAML."),
         ({}, ["flex_verfy=full"], "flex_verfy: is flex_verify meant?"),
+        ({"flexcheckpoint": True}, [], "flexcheckpoint: is flex_checkpoint meant?"),
+        (
+            {"FLEX_verify": "full"},
+            ["flex-verify=full"],
+            "- FLEX_verify: is flex_verify meant?\n  - flex-verify: is flex",
+        ),
+        ({}, ["save_total_limt=2", "--dry-run"], "save_total_limt: is save_total_limit meant?"),
         ({"model_name_or_path": "./nowhere"}, [], "model_name_or_path: ./nowhere"),
         ({"train_dataset_path": "/dev/null,/nowhere/a.jsonl"}, [], "- train_dataset_path: /nowhere/a.jsonl"),
         ({"tensor_model_parallel_size": 4}, ["--nproc", "2"], "2 ranks cannot be divided into groups of 4"),
@@ -147,6 +156,30 @@ def test_a_layout_that_divides_the_ranks_and_a_model_of_a_hub_are_let_through(tm
     keys = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": -1, "sharding_parallel_size": 3}
     path = config(tmp_path, model_name_or_path="owner/name", flex_ckpt_comm_method="broadcast", **keys)
     assert prepare(path, 4, []).ranks == 4
+
+
+def test_a_key_that_a_registration_of_the_users_may_add_is_let_through(tmp_path: Path, on: Any) -> None:
+    (tmp_path / "own.py").touch()
+    own = {"custom_register_path": str(tmp_path / "own.py"), "device": "cpu"}
+    assert prepare(config(tmp_path, new_key=1, **own), None, ["another.one=2"]).ranks == 1
+    with pytest.raises(OptionError, match="flex_verfy"):
+        prepare(config(tmp_path, flex_verfy="full", **own), None, [])
+
+
+ALL_KEYS = """
+import dataclasses
+from paddleformers.cli.hparams import parser
+print(*[field.name for kind in parser._TRAIN_ARGS for field in dataclasses.fields(kind)])
+"""
+
+
+def test_every_key_that_paddleformers_takes_is_known_without_importing_it() -> None:
+    known = stock_keys()
+    assert known is not None
+    done = subprocess.run([sys.executable, "-c", ALL_KEYS], capture_output=True, text=True, timeout=300, check=True)
+    taken = set(done.stdout.splitlines()[-1].split())
+    assert {"save_total_limit", "tensor_model_parallel_size", "model_name_or_path", "template"} <= taken
+    assert sorted(taken - known) == []
 
 
 def test_what_cannot_be_resumed_from_is_refused_before_anything_starts(tmp_path: Path, on: Any) -> None:
@@ -326,10 +359,11 @@ def facts_of_weights(directory: Path) -> int:
 
 
 def test_a_training_that_fails_returns_the_code_of_its_rank_and_shows_why(tmp_path: Path) -> None:
-    outcome = run("train", config(tmp_path, device="cpu", no_such_key=1))
+    (tmp_path / "own.py").write_text("raise RuntimeError('no luck today')\n")
+    outcome = run("train", config(tmp_path, device="cpu", custom_register_path=str(tmp_path / "own.py")))
     assert outcome.code == 1
-    assert "no_such_key" in outcome.out
-    assert "no_such_key" in outcome.err
+    assert "no luck today" in outcome.out
+    assert "no luck today" in outcome.err
     assert "failed with code 1; " in outcome.out
     assert outcome.out.splitlines()[-1] == f"  log: {tmp_path / 'out/log/rank-00000.log'}"
 
