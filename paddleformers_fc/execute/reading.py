@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain, islice
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -171,13 +172,15 @@ class Crew:
         self._idle: list[Workspace] = []
 
     def run(self, tasks: Iterator[Task]) -> int:
-        """Do all tasks, in any order; bytes read from storage.
+        """Do all tasks, in any order; bytes read from storage. One task is done here, for it is not worth a thread.
 
         Raises:
             Corrupt, StorageError: of the first thread that failed. No other has begun a task after that.
         """
-        if self.options.threads == 1:
-            return self.run_here(tasks)
+        first = list(islice(tasks, 2))
+        tasks = chain(first, tasks)
+        if self.options.threads == 1 or len(first) < 2:
+            return self._work(lambda: next(tasks, None))
         lock, gate = threading.Lock(), _Gate()
 
         def draw() -> Task | None:
@@ -195,18 +198,15 @@ class Crew:
 
         futures: list[Future[int]] = []
         try:
-            for _ in range(self.options.threads):
+            for _ in range(self.options.threads - 1):
                 futures.append(self._pool.submit(work))
-            wait(futures)
+            # This thread is one of them, and waits for none to be started. It passes no gate: its end is seen here.
+            total = self._work(draw)
         finally:
             # An interrupt, even one between the start of a thread and our knowing of it, ends the work after the tasks
             # that are under way: nothing is written after this returns.
             gate.close()
-        return sum(future.result() for future in futures)
-
-    def run_here(self, tasks: Iterator[Task]) -> int:
-        """As :meth:`run`, in the calling thread."""
-        return self._work(lambda: next(tasks, None))
+        return total + sum(future.result() for future in futures if not future.cancel())
 
     def expect(self, root: Place, parts: Iterable[StoredPart]) -> None:
         """Announce what will be read, so that the small reads of a remote directory come in few requests.
@@ -685,7 +685,4 @@ def fill_arrays(crew: Crew, root: Place, items: Sequence[ReadItem], arrays: Mapp
 
 def _fill_arrays(crew: Crew, root: Place, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]) -> int:
     targets = _Targets({key: ArraySlot(array) for key, array in arrays.items()})
-    tasks = _tasks(_jobs(list(items), root, targets, crew.options))
-    # Threads are not worth waking for less than a task.
-    few = sum(array.nbytes for array in arrays.values()) <= BLOCK_BYTES
-    return crew.run_here(tasks) if few else crew.run(tasks)
+    return crew.run(_tasks(_jobs(list(items), root, targets, crew.options)))

@@ -455,6 +455,40 @@ def test_too_many_open_files_are_said_to_be_so(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@dataclass
+class Meeting:
+    """A job that lasts until as many are under way as the barrier counts."""
+
+    barrier: threading.Barrier
+    by: list[threading.Thread]
+
+    def read(self, *_: object) -> int:
+        """Come, and be written down."""
+        self.by.append(threading.current_thread())
+        self.barrier.wait(PATIENCE)
+        return 1
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_as_many_tasks_are_under_way_as_there_are_threads_and_one_of_them_is_the_callers(count: int) -> None:
+    by: list[threading.Thread] = []
+    meeting = Meeting(threading.Barrier(count), by)
+    with Crew(ReadOptions(threads=count)) as crew:
+        assert crew.run(iter([[meeting]] * count)) == count
+    assert threading.current_thread() in by
+    assert len(set(by)) == count
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_one_task_wakes_no_thread() -> None:
+    by: list[threading.Thread] = []
+    with Crew(ReadOptions(threads=4)) as crew:
+        assert crew.run(iter([[Meeting(threading.Barrier(1), by)] * 3])) == 3
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("flex-read")]
+    assert by == [threading.current_thread()] * 3
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Python's own way with an interrupt; a process that a shell has started in the background ignores it."""
