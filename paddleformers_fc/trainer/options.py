@@ -26,6 +26,9 @@ REPLICA_WAYS = ("off", "warn", "refuse")
 READ_WAYS = ("each", "once")
 """Who reads what several processes need."""
 
+_MAY_BE_OFF = {"flex_verify": LEVELS, "flex_check_replicas": REPLICA_WAYS}
+"""Keys with the value ``off``, which YAML reads as false where no quotes are about it."""
+
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SMALLEST_SIZE = 10**6
@@ -108,6 +111,9 @@ class FlexFields:
 
     def __post_init__(self) -> None:
         check_options(self)
+        for name in _MAY_BE_OFF:
+            if getattr(self, name) is False:
+                setattr(self, name, "off")
         parent = getattr(super(), "__post_init__", None)
         if parent is not None:
             parent()
@@ -174,10 +180,10 @@ def _range_faults(options: Any) -> list[str]:
     faults = []
     if not isinstance(options.flex_checkpoint, bool):
         faults.append(f"flex_checkpoint: {options.flex_checkpoint!r} is neither true nor false")
-    if options.flex_verify not in LEVELS:
-        faults.append(f"flex_verify: {options.flex_verify!r} is none of {', '.join(LEVELS)}")
-    if options.flex_check_replicas not in REPLICA_WAYS:
-        faults.append(f"flex_check_replicas: {options.flex_check_replicas!r} is none of {', '.join(REPLICA_WAYS)}")
+    for name, ways in _MAY_BE_OFF.items():
+        value = getattr(options, name)
+        if value is not False and value not in ways:
+            faults.append(f"{name}: {value!r} is none of {', '.join(ways)}")
     if options.flex_read not in READ_WAYS:
         faults.append(f"flex_read: {options.flex_read!r} is none of {', '.join(READ_WAYS)}")
     for name, largest in (("flex_threads", _MOST_THREADS), ("flex_timeout", _LONGEST_TIMEOUT)):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.trainer.options import (
@@ -75,6 +76,8 @@ def test_the_defaults_are_in_range() -> None:
         ("flex_checkpoint", "yes"),
         ("flex_verify", "everything"),
         ("flex_verify", True),
+        ("flex_verify", 0),
+        ("flex_check_replicas", True),
         ("flex_threads", 0),
         ("flex_threads", 257),
         ("flex_threads", True),
@@ -199,3 +202,10 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_the_fields_check_themselves_when_they_are_made() -> None:
     with pytest.raises(OptionError, match="not possible"):
         FlexFields(flex_threads=0)
+
+
+@pytest.mark.parametrize("name", ["flex_verify", "flex_check_replicas"])
+def test_off_without_quotes_is_what_yaml_makes_of_it(name: str) -> None:
+    value = yaml.safe_load(f"{name}: off")[name]
+    check_options(options(**{name: value}))
+    assert getattr(FlexFields(**{name: value}), name) == "off"
