@@ -8,7 +8,8 @@
 ``equal values``  tied tensors, and numbers stored several times, are equal bit for bit (level ``full``)
 ================  ==================================================================================================
 
-Each check rests on the ones before it, so the first that fails is the last that is made; it reports all it finds.
+Each check rests on the ones before it, so the first that fails is the last that is made; it reports all it finds. What
+the system or a store does not let be read is not known to be wrong: such a check counts as not made.
 Open weights have no checksums: their index, headers and ranges are checked, which is all that can be.
 
 Time: at level ``full`` one pass over the files, by a few threads; memory: one block per thread.
@@ -25,7 +26,7 @@ import msgspec
 from paddleformers_fc.catalog import FlexCheckpoint, open_flex
 from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, Kind, kind_of, open_directory
 from paddleformers_fc.cli.output import count_text, size_text
-from paddleformers_fc.errors import FlexError
+from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, MismatchError
 from paddleformers_fc.execute.reading import verify_equal
 from paddleformers_fc.plan import LoadPlan, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.storage.files import each, size_of
@@ -69,9 +70,10 @@ class Verification(msgspec.Struct, frozen=True):
         kind: ``flex_checkpoint``, ``huggingface`` or ``paddle``.
         path: the directory as it was named.
         level: ``off``, ``size`` or ``full``.
-        passed: whether everything that was checked is right.
+        passed: whether everything that was to be checked is right.
         checks: in the order in which they were made.
-        not_checked: the checks that were not made, because one before them failed or the level has them not.
+        not_checked: the checks that were not made, because one before them failed, because what they look at may not be
+            read, or because the level has them not.
         files: files of the checkpoint.
         bytes: their sizes together.
         tensors: stored tensors, of all roles.
@@ -98,10 +100,10 @@ class _Protocol:
         self.files = self.bytes = self.tensors = 0
 
     def check(self, name: str, work: Callable[[], _T], detail: Callable[[_T], str]) -> _T:
-        """Make one check: note what it found, or its fault, which is raised again."""
+        """Make one check: note what it found, or its fault, which is raised again; a refusal to be read is no fault."""
         try:
             found = work()
-        except FlexError as error:
+        except (CheckpointError, MappingError, MismatchError) as error:
             self.checks.append(Check(name, False, error.what))
             raise
         self.checks.append(Check(name, True, detail(found)))
@@ -221,5 +223,12 @@ def show(outcome: Verification, console: Console) -> None:
     for name in outcome.not_checked:
         table.add_row(Text("  -", "dim"), name, Text("not checked", "dim"))
     console.print(table)
-    verdict = Text("right", "bold green") if outcome.passed else Text("found wrong", "bold red")
-    console.print(Text.assemble(verdict, f": level {outcome.level}, {outcome.seconds:.2f} s"))
+    console.print(Text.assemble(_verdict(outcome), f": level {outcome.level}, {outcome.seconds:.2f} s"))
+
+
+def _verdict(outcome: Verification) -> tuple[str, str]:
+    if outcome.passed:
+        return "right", "bold green"
+    if all(check.passed for check in outcome.checks):
+        return "could not be checked", "bold yellow"
+    return "found wrong", "bold red"

@@ -17,7 +17,7 @@ import msgspec
 
 from paddleformers_fc.catalog.flex import DOCUMENTS, FlexCheckpoint, Sight
 from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.execute.channel import Channel, agree, refuse_failed
 from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.plan import LoadPlan
@@ -31,6 +31,14 @@ from paddleformers_fc.storage.receipts import FileReceipt
 _LENGTH = struct.Struct("<Q")
 
 
+class _Said(msgspec.Struct, frozen=True):
+    """What a rank has found: whether anything is damaged, a line per file, and the refusal of what it may not read."""
+
+    damaged: bool
+    evidence: list[str]
+    refusal: str
+
+
 def check_beside_numbers(directory: Place, sight: Sight | None, channel: Channel, threads: int) -> None:
     """Compare what is not a tensor's number; the ranks share the work. Every rank must call.
 
@@ -41,6 +49,7 @@ def check_beside_numbers(directory: Place, sight: Sight | None, channel: Channel
         threads: how many threads of this rank hash.
     Raises:
         Corrupt: the same on every rank, naming all files and blocks that are not what was written.
+        StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
 
     def share() -> Found:
@@ -69,6 +78,7 @@ def check_files(
         threads: how many threads of this rank hash.
     Raises:
         Corrupt: the same on every rank, naming all files and blocks that are not what was written.
+        StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
 
     def share() -> Found:
@@ -89,6 +99,7 @@ def check_numbers(checkpoint: FlexCheckpoint, plan: LoadPlan, channel: Channel, 
         bytes that this rank has hashed.
     Raises:
         Corrupt: the same on every rank, naming all files and blocks that are not what was written.
+        StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
     root, receipts = checkpoint.catalog.root, checkpoint.manifest.files
 
@@ -106,11 +117,18 @@ def _compare_together(directory: Place, channel: Channel, share: Callable[[], Fo
 
     def work() -> bytes:
         found.append(share())
-        return msgspec.msgpack.encode(found[0].faults)
+        refusal = found[0].refusal
+        return msgspec.msgpack.encode(
+            _Said(bool(found[0].faults), found[0].evidence, refusal.to_wire() if refusal else "")
+        )
 
+    payloads = agree(channel, f"comparing checksums of {directory.name}", work)
+    said = [msgspec.msgpack.decode(payload, type=_Said) for payload in payloads]
+    if not any(one.damaged for one in said):
+        refuse_failed(channel, [one.refusal for one in said])
     finders: dict[str, list[int]] = {}
-    for rank, payload in enumerate(agree(channel, f"comparing checksums of {directory.name}", work)):
-        for fault in msgspec.msgpack.decode(payload, type=list[str]):
+    for rank, one in enumerate(said):
+        for fault in one.evidence:
             finders.setdefault(fault, []).append(rank)
     if finders:
         raise Corrupt(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from paddleformers_fc.errors import FlexError
+from paddleformers_fc.errors import FlexError, StorageError
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.places import Place, RemotePath
 from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
@@ -38,11 +38,31 @@ class Found:
 
     Args:
         bytes: how many were read and hashed.
-        faults: one line per file whose blocks are not those that were written, or that cannot be read to the end.
+        faults: one line per file whose blocks are not those that were written, or that ends too early.
+        refusals: by file, why the system or the store did not let it be read; that is no damage.
     """
 
     bytes: int = 0
     faults: list[str] = field(default_factory=list)
+    refusals: dict[str, StorageError] = field(default_factory=dict)
+
+    @property
+    def evidence(self) -> list[str]:
+        """One line per file that is damaged, and then per file that nothing is known of."""
+        return [*self.faults, *(_unread_line(path, error.what) for path, error in sorted(self.refusals.items()))]
+
+    @property
+    def refusal(self) -> StorageError | None:
+        """The first refusal, with a line for every other file that was refused."""
+        if not self.refusals:
+            return None
+        (_, first), *others = sorted(self.refusals.items())
+        return StorageError(
+            first.what,
+            where=first.where,
+            evidence=[*first.evidence, *(_unread_line(path, error.what) for path, error in others)],
+            next_step=first.next_step,
+        )
 
 
 def compare(
@@ -77,6 +97,9 @@ def compare(
                     return
                 try:
                     blocks, count = check.differing(span, buffer)
+                except StorageError as error:
+                    with lock:
+                        found.refusals[span.receipt.path] = error
                 except FlexError as error:
                     with lock:
                         unreadable[span.receipt.path] = error.what
@@ -93,7 +116,7 @@ def compare(
                 # An interrupt ends the check after the spans in work, not after the last one.
                 stop.set()
     found.faults += [_block_line(receipt, sorted(bad[receipt.path])) for receipt, _ in files if bad[receipt.path]]
-    found.faults += [f"{path} cannot be read to the end: {what}" for path, what in sorted(unreadable.items())]
+    found.faults += [_unread_line(path, what) for path, what in sorted(unreadable.items())]
     return found
 
 
@@ -145,6 +168,10 @@ class _SpanCheck:
             state.update(chunk)
             position += len(chunk)
         return state.hexdigest(), end - begin
+
+
+def _unread_line(path: str, what: str) -> str:
+    return f"{path} cannot be read to the end: {what}"
 
 
 def _block_line(receipt: FileReceipt, blocks: Numbers) -> str:

@@ -210,7 +210,7 @@ def verify_files(directory: Place, manifest: Manifest, level: str, *, threads: i
     Raises:
         Corrupt: with every fault of the checkpoint as evidence.
         OptionError: the level is unknown.
-        StorageError: the operating system refused to look.
+        StorageError: the operating system refused to look or to read, and nothing else is wrong.
     """
     if level not in LEVELS:
         raise OptionError(f"The verification level {level!r} is unknown.", evidence=[f"known: {', '.join(LEVELS)}"])
@@ -220,7 +220,10 @@ def verify_files(directory: Place, manifest: Manifest, level: str, *, threads: i
     faults = [*faulty.values(), *_extra_files(directory, manifest)]
     if level == "full":
         whole = [(one, range(len(one.blocks))) for one in manifest.files if one.path not in faulty]
-        faults += compare(directory, whole, threads).faults
+        found = compare(directory, whole, threads)
+        if found.refusal and not (faults or found.faults):
+            raise found.refusal
+        faults += found.evidence
     if faults:
         raise Corrupt(
             f"{directory} is damaged: {len(faults)} {'fault' if len(faults) == 1 else 'faults'} found.",

@@ -109,6 +109,32 @@ def test_a_store_that_refuses_is_trouble_and_no_verdict(served: Served) -> None:
     assert (outcome.code, "Protocol not known" in outcome.err) == (2, True)
 
 
+@pytest.mark.parametrize("ranges_of", ["mapping.json", "model_state/rank-00000.safetensors"])
+def test_a_file_that_cannot_be_read_is_not_called_wrong(served: Served, ranges_of: str) -> None:
+    size = (served.root / "checkpoint-3" / ranges_of).stat().st_size
+    served.answer = lambda data: data + b"more" if len(data) == size else data
+    outcome = run("verify", f"{served.url}/checkpoint-3")
+    assert outcome.code == 2
+    assert "does not answer range requests" in outcome.err
+    assert "could not be checked: level full" in outcome.out
+    assert not any(word in outcome.out + outcome.err for word in ("WRONG", "found wrong", "damaged"))
+    document = run("verify", f"{served.url}/checkpoint-3", "--json").document
+    assert (document["error"], document["passed"]) == ("StorageError", False)
+    assert "files" in document["not_checked"]
+    assert all(check["passed"] for check in document["checks"])
+
+
+def test_damage_is_told_before_what_cannot_be_read(served: Served) -> None:
+    path = served.root / "checkpoint-3/model_state/rank-00000.safetensors"
+    flip(path, path.stat().st_size - 1)
+    size = (served.root / "checkpoint-3/mapping.json").stat().st_size
+    served.answer = lambda data: data + b"more" if len(data) == size else data
+    outcome = run("verify", f"{served.url}/checkpoint-3")
+    assert outcome.code == 1
+    assert "rank-00000.safetensors does not match its checksum" in outcome.err
+    assert "mapping.json cannot be read to the end" in outcome.err
+
+
 def test_a_password_in_a_url_is_not_printed() -> None:
     outcome = run("verify", "nosuch://ann:secret@host/run")
     assert outcome.code == 2

@@ -104,6 +104,15 @@ def test_a_store_that_fails_is_one_error_on_every_rank(served: Served) -> None:
 HEIGHT, WIDTH = 64, 256 * 1024
 
 
+def test_a_store_without_ranges_is_no_damage_for_a_load_that_verifies(served: Served) -> None:
+    size = (served.root / "checkpoint-3/mapping.json").stat().st_size
+    served.answer = lambda data: data + b"more" if len(data) == size else data
+    outcomes = job(2, lambda channel: open_checkpoint(place(f"{served.url}/checkpoint-3"), channel, "full"))
+    assert [type(outcome) for outcome in outcomes] == [StorageError, StorageError]
+    assert str(outcomes[0]) == str(outcomes[1])
+    assert "does not answer range requests" in str(outcomes[0])
+
+
 def test_a_tensor_parallel_slice_takes_its_bytes_and_a_bounded_number_of_requests(tmp_path: Path) -> None:
     """Rows of half a MiB each, cut in two: what one of two ranks reads, and how often it asks."""
     arrays = {"long": np.arange(HEIGHT * WIDTH, dtype=np.float32).reshape(HEIGHT, WIDTH)}
