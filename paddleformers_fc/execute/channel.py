@@ -12,6 +12,7 @@ padded payloads where some rank says more. What is passed on is an all-to-all of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import FlexError, PeerError, from_wire
-from paddleformers_fc.execute.told import spelled, told_apart
+from paddleformers_fc.execute.told import MOST_VALUES, spelled, told_apart
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """Bytes on their way, one-dimensional."""
@@ -307,10 +308,41 @@ def _merged(failed: dict[int, FlexError], world_size: int) -> FlexError:
         who = "every rank" if len(failed) == world_size else spelled(failed)
         where = f"{first.where} (on {who})" if first.where else f"on {who}"
         return type(first)(first.what, where=where, evidence=first.evidence, next_step=first.next_step)
+    if len({_apart_from_its_path(error) for error in failed.values()}) == 1:
+        return _merged_paths(failed, world_size)
+    steps = {error.next_step for error in failed.values()}
+    if len(steps) == 1:
+        # Said once for all of them, and not by each.
+        groups = {text.removesuffix(f"\n  next: {first.next_step}"): ranks for text, ranks in groups.items()}
     evidence = [f"{spelled(ranks)}: {text}" for text, ranks in groups.items()]
     kind = type(first) if len({type(error) for error in failed.values()}) == 1 else PeerError
     return kind(
         f"{len(failed)} of {world_size} ranks failed, for different reasons.",
         evidence=evidence,
-        next_step=first.next_step,
+        next_step=first.next_step if len(steps) == 1 else "Do for each of these ranks what is said there.",
     )
+
+
+def _merged_paths(failed: dict[int, FlexError], world_size: int) -> FlexError:
+    """One error for ranks that met the same, each at a path of its own."""
+    first = failed[min(failed)]
+    kind, what, evidence, next_step = _apart_from_its_path(first)
+    places: dict[str, list[int]] = {}
+    for rank, error in failed.items():
+        places.setdefault(error.where, []).append(rank)
+    lines = [f"{spelled(ranks)}: {where}" for where, ranks in places.items()]
+    if len(lines) > MOST_VALUES:
+        lines[MOST_VALUES - 1 :] = [f"{len(lines) - MOST_VALUES + 1} more paths on other ranks"]
+    who = "every rank" if len(failed) == world_size else spelled(failed)
+    return kind(what[:1].upper() + what[1:], where=f"on {who}", evidence=[*evidence, *lines], next_step=next_step)
+
+
+def _apart_from_its_path(error: FlexError) -> tuple[type[FlexError], str, tuple[str, ...], str]:
+    """What an error says, whatever the path that it says it of."""
+    path = error.where.partition(", byte ")[0]
+    if "/" not in path:
+        return type(error), error.what, error.evidence, error.next_step
+    # Not where it is the beginning of a longer path.
+    said = re.compile(re.escape(path) + r"(?![\w/-])")
+    what, *evidence = (said.sub("each path below", text) for text in (error.what, *error.evidence))
+    return type(error), what, tuple(evidence), error.next_step

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from paddleformers_fc.execute.channel import ALONE, spread
+from paddleformers_fc.errors import FlexError, StorageError
+from paddleformers_fc.execute.channel import ALONE, spread, together
 from paddleformers_fc.runtime.forkserver import ForkServer
-from tests.execute.simulated import canonical, succeed
+from paddleformers_fc.storage.files import refused
+from tests.execute.simulated import canonical, job, succeed
 from tests.execute.test_save_and_load import save
 
 JOBS = "tests.execute.channel_jobs"
@@ -28,6 +33,57 @@ def test_one_ranks_bytes_reach_the_others_that_are_named(ranks_of_the_job: int, 
 
     known = succeed(ranks_of_the_job, work)
     assert known == [b"what all shall know" if rank in members else b"" for rank in range(ranks_of_the_job)]
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def failing(errors: list[FlexError]) -> FlexError:
+    """What every rank raises where each has one of these errors."""
+
+    def work(channel: Any) -> None:
+        def fail() -> None:
+            raise errors[channel.rank]
+
+        together(channel, "saving", fail)
+
+    outcomes = job(len(errors), work)
+    assert all(isinstance(outcome, FlexError) for outcome in outcomes), outcomes
+    assert len({outcome.to_wire() for outcome in outcomes}) == 1
+    return outcomes[0]
+
+
+def test_ranks_that_fail_alike_at_paths_of_their_own_have_one_reason() -> None:
+    error = failing([refused("write", Path(f"/run/rank-{rank}"), FULL, offset=4096 * rank) for rank in range(3)])
+    assert isinstance(error, StorageError)
+    assert error.what == "The operating system refused to write each path below: No space left on device."
+    assert error.where == "on every rank"
+    assert error.evidence == (
+        "errno 28 (ENOSPC)",
+        "rank 0: /run/rank-0, byte 0",
+        "rank 1: /run/rank-1, byte 4096",
+        "rank 2: /run/rank-2, byte 8192",
+    )
+    assert error.render().count("next:") == 1
+
+
+def test_paths_of_many_ranks_are_told_up_to_a_number() -> None:
+    error = failing([refused("write", Path(f"/run/rank-{rank}"), FULL) for rank in range(12)])
+    assert error.evidence[-1] == "5 more paths on other ranks"
+    assert len(error.evidence) == 9
+
+
+def test_a_next_step_that_all_ranks_share_is_said_once() -> None:
+    error = failing([refused(action, Path(f"/run/{action}"), FULL) for action in ("write", "sync")])
+    assert "for different reasons" in error.what
+    assert error.render().count("Free space on this file system") == 1
+
+
+def test_next_steps_that_differ_stay_with_their_ranks() -> None:
+    readonly = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    text = failing([refused("write", Path("/run/a"), FULL), refused("write", Path("/run/b"), readonly)]).render()
+    assert text.count("Free space on this file system") == 1
+    assert text.count("mounted read-only") == 1
 
 
 def test_a_process_alone_passes_on_to_itself() -> None:
