@@ -11,7 +11,9 @@ there is no accelerator and the YAML names no device. Then, on a machine
 
 What can be seen to be wrong is refused before a process is started (:mod:`.starting`). What is shown while the ranks
 run, and what is remembered of it, is in :mod:`.screen`. An error of ours by which ranks ended is said once, at the end:
-the ranks leave it beside their logs. Every start has a directory for its logs: ``log``, ``log-2``, ...
+the ranks leave it beside their logs. A rank that a signal ended can leave nothing, so the supervisor names it, and a
+training that is told to stop (Ctrl-C, SIGTERM) ends its ranks; both say from where the command goes on. Every start has
+a directory for its logs: ``log``, ``log-2``, ...
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ import importlib.util
 import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -37,10 +42,11 @@ from paddleformers_fc.cli import starting
 from paddleformers_fc.cli.output import count_text
 from paddleformers_fc.cli.screen import COLOUR, DEBUG, Screen
 from paddleformers_fc.errors import FlexError, OptionError, PeerError, from_wire
-from paddleformers_fc.runtime.launch import launch
+from paddleformers_fc.runtime.launch import LaunchResult, launch
 from paddleformers_fc.runtime.ranks import rank_environments, tail
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.documents import parse_json, read_document
+from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
 from paddleformers_fc.storage.places import local
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FlexFields, check_options
@@ -55,6 +61,7 @@ OWN_REGISTRATION = "PADDLEFORMERS_FC_OWN_REGISTRATION"
 
 CPU = "cpu"
 _TAIL_LINES = 25
+_OUTSIDE = {"SIGKILL": ": somebody killed it, or the system did, which it does when memory runs out"}
 _MAX_ERROR_BYTES = 256 * 1024 * 1024
 
 
@@ -68,6 +75,8 @@ class Job:
         environment: variables on top of this process' environment.
         log_dir: gets the logs of all ranks.
         flex: whether the run saves flex checkpoints.
+        output_dir: where it saves; None where nobody will ask.
+        to_go_on: what to add to the same command so that it goes on from the newest checkpoint; mostly nothing.
     """
 
     argv: tuple[str, ...]
@@ -75,6 +84,8 @@ class Job:
     environment: Mapping[str, str]
     log_dir: Path
     flex: bool
+    output_dir: Path | None = None
+    to_go_on: tuple[str, ...] = ()
 
     @property
     def command(self) -> list[str]:
@@ -99,6 +110,13 @@ class Planned(msgspec.Struct, frozen=True):
     log_dir: str
 
 
+class Signalled(msgspec.Struct, frozen=True):
+    """A rank that a signal ended, such as ``SIGKILL``; not those that were stopped because another had failed."""
+
+    rank: int
+    signal: str
+
+
 class Ended(msgspec.Struct, frozen=True):
     """How a training ended.
 
@@ -112,6 +130,9 @@ class Ended(msgspec.Struct, frozen=True):
         step: the last step; None when none was made.
         loss: as it was last logged.
         checkpoint: the last one that was saved.
+        stopped_by: the signal by which the training itself was told to stop; else empty.
+        signalled: the ranks that signals ended, the first of them first, where that is how the failure began.
+        goes_on: how to go on after such an end, as a sentence; else empty.
     """
 
     returncode: int
@@ -123,6 +144,9 @@ class Ended(msgspec.Struct, frozen=True):
     step: int | None = None
     loss: str = ""
     checkpoint: str = ""
+    stopped_by: str = ""
+    signalled: tuple[Signalled, ...] = ()
+    goes_on: str = ""
 
     @property
     def steps(self) -> int:
@@ -160,9 +184,18 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
     log_dir = _log_dir(output_dir)
     environment |= {register.ERRORS: str(log_dir)}
     flex = bool(settings.get("flex_checkpoint"))
+    to_go_on = _to_go_on(settings)
     if device == CPU:
         starting.refuse_layout(settings, nproc or 1)
-        return Job(("-m", "paddleformers.cli.launcher", *arguments), nproc or 1, environment, log_dir, flex)
+        return Job(
+            ("-m", "paddleformers.cli.launcher", *arguments),
+            nproc or 1,
+            environment,
+            log_dir,
+            flex,
+            output_dir,
+            to_go_on,
+        )
     if nproc is not None:
         raise OptionError(
             f"--nproc is for machines without an accelerator, and this run uses {device}.",
@@ -174,7 +207,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
         # PaddleFormers starts its ranks as plain `python`, which must be this one.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
-    return Job(("-m", "paddleformers.cli.cli", *arguments), None, environment, log_dir, flex)
+    return Job(("-m", "paddleformers.cli.cli", *arguments), None, environment, log_dir, flex, output_dir, to_go_on)
 
 
 def read_settings(config: Path) -> dict[str, Any]:
@@ -284,6 +317,14 @@ def _output_dir(settings: Mapping[str, Any], config: Path) -> Path:
     return local(named, "A checkpoint").expanduser()
 
 
+def _to_go_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """PaddleFormers goes on by itself from what is in ``output_dir``, unless it is told otherwise."""
+    named = settings.get("resume_from_checkpoint")
+    anew = ["overwrite_output_dir=false"] if settings.get("overwrite_output_dir") else []
+    by_itself = named is True or (named is None and settings.get("do_train"))
+    return (*anew, *([] if by_itself else ["resume_from_checkpoint=true"]))
+
+
 def _log_dir(output_dir: Path) -> Path:
     """``log``, or the first of ``log-2``, ``log-3``, ... that no earlier start has used."""
     names = ("log" if number == 1 else f"log-{number}" for number in count(1))
@@ -308,13 +349,21 @@ def run(job: Job, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     screen = Screen(echo)
     files.make_directories(job.log_dir)
     started = time.monotonic()
-    if job.ranks is None:
-        code, logs, failed = _run_launcher(job, screen), [job.log_dir], None
-    else:
-        # A launcher writes to what has write and flush.
-        result = launch(job.argv, job.ranks, job.log_dir, math.inf, job.environment, cast(IO[str], screen))
-        code, logs = result.returncode, list(result.logs)
-        failed = next((log for log, one in zip(logs, result.returncodes, strict=True) if one != 0), None)
+    failed, stopped_by = None, ""
+    signalled: tuple[Signalled, ...] = ()
+    try:
+        with _sigterm_raises():
+            if job.ranks is None:
+                code, logs = _run_launcher(job, screen), [job.log_dir]
+            else:
+                # A launcher writes to what has write and flush.
+                result = launch(job.argv, job.ranks, job.log_dir, math.inf, job.environment, cast(IO[str], screen))
+                code, logs, signalled = result.returncode, list(result.logs), _signalled(result)
+                failed = next((log for log, one in zip(logs, result.returncodes, strict=True) if one != 0), None)
+    except (KeyboardInterrupt, _Terminated) as stop:
+        number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
+        code, stopped_by = 128 + number, number.name
+        logs = sorted(job.log_dir.glob("rank-*.log")) or [job.log_dir]
     screen.close()
     error = _left_error(job.log_dir) if code else None
     report = "" if error is not None or failed is None else _last_lines(failed)
@@ -329,8 +378,62 @@ def run(job: Job, echo: IO[str]) -> tuple[Ended, FlexError | None]:
         screen.step,
         screen.loss,
         screen.checkpoint,
+        stopped_by,
+        signalled,
+        _goes_on(job) if stopped_by or signalled else "",
     )
     return ended, error
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as ``KeyboardInterrupt`` is SIGINT."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM raise meanwhile. Only the main thread of a process hears of signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _Terminated
+
+    earlier = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def _signalled(result: LaunchResult) -> tuple[Signalled, ...]:
+    """The ranks that signals ended, if the first failure was one: a rank also aborts because another one raised."""
+    failed = [(rank, code) for rank in result.alone if (code := result.returncodes[rank])]
+    if not failed or failed[0][1] > 0:
+        return ()
+    return tuple(Signalled(rank, _signal_name(-code)) for rank, code in failed if code < 0)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # A real-time signal has no name.
+        return f"signal {number}"
+
+
+def _goes_on(job: Job) -> str:
+    """From where the command goes on; empty for checkpoints that are none of ours, or that cannot be looked at."""
+    if not job.flex or job.output_dir is None:
+        return ""
+    try:
+        newest, _ = newest_checkpoint(job.output_dir)
+        step = None if newest is None else read_manifest(newest).step
+    except FlexError:
+        return ""
+    if step is None:
+        return "start the same command again; it begins anew, for no checkpoint was finished"
+    added = f" with {' '.join(job.to_go_on)}" if job.to_go_on else ""
+    return f"start the same command again{added}; it goes on from step {step}"
 
 
 def _run_launcher(job: Job, screen: Screen) -> int:
@@ -343,6 +446,10 @@ def _run_launcher(job: Job, screen: Screen) -> int:
             returncode = process.wait()
         except KeyboardInterrupt:
             # The launcher has had the same signal from the terminal and ends its ranks.
+            process.wait()
+            raise
+        except _Terminated:
+            process.terminate()
             process.wait()
             raise
     return returncode if returncode >= 0 else 128 - returncode
@@ -390,13 +497,21 @@ def show(ended: Ended, console: Console) -> None:
 
     if ended.returncode == 0:
         console.print(Text.assemble(("trained", "bold green"), f" {_steps_text(ended)}; {ended.seconds:.1f} s"))
+    elif ended.stopped_by:
+        console.print(Text.assemble(("stopped", "bold red"), f" by {ended.stopped_by}; {ended.seconds:.1f} s"))
     else:
         console.print(Text.assemble(("failed", "bold red"), f" with code {ended.returncode}; {ended.seconds:.1f} s"))
     for log in ended.logs:
         console.print(Text(f"  log: {log}"), soft_wrap=True)
+    for one in ended.signalled:
+        console.print(
+            Text(f"  rank {one.rank} was ended by {one.signal}{_OUTSIDE.get(one.signal, '')}"), soft_wrap=True
+        )
     if ended.checkpoint:
         console.print(Text(f"  checkpoint: {ended.checkpoint}"), soft_wrap=True)
         console.print(Text(f"  next: paddleformers-fc verify {shlex.quote(ended.checkpoint)}"), soft_wrap=True)
+    if ended.goes_on:
+        console.print(Text(f"  next: {ended.goes_on}"), soft_wrap=True)
     if ended.returncode == 0 and not ended.steps and ended.resumed is not None:
         console.print(
             Text("  next: raise max_steps to train on; overwrite_output_dir=true or another output_dir begins anew")

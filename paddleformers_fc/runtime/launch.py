@@ -36,12 +36,14 @@ class LaunchResult:
         returncodes: by rank, negative for a signal.
         logs: by rank, output and errors of that rank.
         seconds: from start to end.
+        alone: the ranks that ended by themselves or by somebody else's hand, in the order in which they did.
     """
 
     returncode: int
     returncodes: tuple[int, ...]
     logs: tuple[Path, ...]
     seconds: float
+    alone: tuple[int, ...] = ()
 
     def report(self) -> str:
         """The end of every failed rank's log, as a person reads it; of all logs when time was over."""
@@ -95,7 +97,7 @@ def launch(
         copy = _Echo(stack.enter_context(logs[0].open("rb")), echo)
         outcome = ranks.supervise(processes, timeout, grace, copy.forward)
         copy.forward()
-    return LaunchResult(outcome.returncode, outcome.returncodes, logs, outcome.seconds)
+    return LaunchResult(outcome.returncode, outcome.returncodes, logs, outcome.seconds, outcome.alone)
 
 
 def _start(argv: Sequence[str], log: Path, lifeline: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

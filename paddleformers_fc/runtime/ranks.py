@@ -52,11 +52,13 @@ class Outcome:
         returncodes: by rank; negative for a signal, as in :mod:`subprocess`.
         timed_out: the time was over before the last rank had ended.
         seconds: from the first rank's start to the last one's end.
+        alone: the ranks that were not ended by the supervisor, in the order in which they ended, as far as it is known.
     """
 
     returncodes: tuple[int, ...]
     timed_out: bool
     seconds: float
+    alone: tuple[int, ...] = ()
 
     @property
     def returncode(self) -> int:
@@ -130,9 +132,11 @@ def supervise(
     start = time.monotonic()
     deadline = start + timeout
     failed_at: float | None = None
+    alone: list[int] = []
     try:
         while any(process.poll() is None for process in processes):
             now = time.monotonic()
+            alone += _newly_ended(processes, alone)
             if now > deadline or (failed_at is not None and now > failed_at + grace):
                 break
             if failed_at is None and any(process.poll() for process in processes):
@@ -142,7 +146,8 @@ def supervise(
     except BaseException:
         kill(processes)
         raise
-    hung = [process for process in processes if process.poll() is None]
+    alone += _newly_ended(processes, alone)
+    hung = [process for rank, process in enumerate(processes) if rank not in alone]
     if hung:
         dump_stacks(hung)
     kill(processes)
@@ -151,7 +156,14 @@ def supervise(
         returncodes=tuple(-signal.SIGKILL if code is None else code for code in codes),
         timed_out=bool(hung) and failed_at is None,
         seconds=time.monotonic() - start,
+        alone=tuple(alone),
     )
+
+
+def _newly_ended(processes: Sequence[RankProcess], known: Sequence[int]) -> list[int]:
+    """The ranks that have ended since; first those that were killed, which no rank is because another one ended."""
+    ended = {rank: code for rank, one in enumerate(processes) if rank not in known and (code := one.poll()) is not None}
+    return sorted(ended, key=lambda rank: ended[rank] != -signal.SIGKILL)
 
 
 def dump_stacks(processes: Sequence[RankProcess]) -> None:

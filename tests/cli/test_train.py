@@ -7,8 +7,10 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,15 @@ import yaml
 from paddleformers_fc.cli import training
 from paddleformers_fc.cli.demo.assets import prepare as prepare_assets
 from paddleformers_fc.cli.demo.settings import SINGLE, settings
+from paddleformers_fc.cli.output import console
 from paddleformers_fc.cli.screen import Screen
 from paddleformers_fc.cli.stock_keys import stock_keys
 from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, parse_overrides, prepare, read_settings
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.runtime.launch import LaunchResult
 from paddleformers_fc.trainer import register
-from tests.cli.support import Outcome, run
+from tests.cli.support import Outcome, run, save
+from tests.execute.simulated import canonical
 
 OURS = f"custom_register_path={register.PATH}"
 LAUNCHER = ("-m", "paddleformers.cli.launcher", "train")
@@ -113,6 +118,73 @@ def test_a_job_that_was_handed_over_returns_its_code(tmp_path: Path) -> None:
             job = training.Job(("-c", code), None, {}, tmp_path, True)
             assert training.run(job, log)[0].returncode == returned
         assert (tmp_path / "log").read_text() == "here\n"
+
+
+KILLED = """
+import os, signal
+if os.environ["PADDLE_TRAINER_ID"] == "1":
+    os.kill({of}, signal.{name})
+signal.pause()
+"""
+
+
+def job_of_two(directory: Path, of: str, name: str, to_go_on: tuple[str, ...] = ()) -> training.Job:
+    """Two ranks that wait for ever, of which the second sends a signal to a process."""
+    (directory / "script.py").write_text(KILLED.format(of=of, name=name))
+    argv = (str(directory / "script.py"),)
+    return training.Job(argv, 2, {}, directory / "out/log", True, directory / "out", to_go_on)
+
+
+def shown(ended: training.Ended) -> list[str]:
+    """What a person reads of an end."""
+    with redirect_stdout(io.StringIO()) as out:
+        training.show(ended, console())
+    return out.getvalue().splitlines()
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal_and_the_step_to_go_on_from(tmp_path: Path) -> None:
+    save(tmp_path / "out/checkpoint-3", canonical())
+    ended, _ = training.run(job_of_two(tmp_path, "os.getpid()", "SIGKILL"), io.StringIO())
+    assert ended.signalled == (training.Signalled(1, "SIGKILL"),)
+    lines = shown(ended)
+    assert lines[-2].startswith("  rank 1 was ended by SIGKILL: ")
+    assert lines[-1] == "  next: start the same command again; it goes on from step 3"
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_training_that_is_told_to_stop_says_from_where_it_goes_on(tmp_path: Path, name: str, code: int) -> None:
+    save(tmp_path / "out/checkpoint-3", canonical())
+    job = job_of_two(tmp_path, "os.getppid()", name, ("resume_from_checkpoint=true",))
+    before = signal.getsignal(signal.SIGTERM)
+    ended, _ = training.run(job, io.StringIO())
+    assert (ended.returncode, ended.stopped_by, signal.getsignal(signal.SIGTERM)) == (code, name, before)
+    lines = shown(ended)
+    assert lines[0].startswith(f"stopped by {name}; ")
+    assert lines[1:3] == [f"  log: {tmp_path / 'out/log' / f'rank-0000{rank}.log'}" for rank in (0, 1)]
+    added = "with resume_from_checkpoint=true"
+    assert lines[3:] == [f"  next: start the same command again {added}; it goes on from step 3"]
+
+
+def test_a_rank_that_aborts_because_another_raised_is_not_taken_for_the_cause(tmp_path: Path) -> None:
+    logs = (tmp_path, tmp_path)
+    assert training._signalled(LaunchResult(134, (-6, 1), logs, 1.0, (1, 0))) == ()
+    both = training._signalled(LaunchResult(134, (-6, -9), logs, 1.0, (1, 0)))
+    assert both == (training.Signalled(1, "SIGKILL"), training.Signalled(0, "SIGABRT"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "added"),
+    [
+        ({"do_train": True}, ()),
+        ({"resume_from_checkpoint": True}, ()),
+        ({"do_train": True, "overwrite_output_dir": True}, ("overwrite_output_dir=false",)),
+        ({}, ("resume_from_checkpoint=true",)),
+    ],
+)
+def test_what_a_command_needs_to_go_on_follows_from_its_keys(
+    tmp_path: Path, on: Any, keys: dict[str, Any], added: tuple[str, ...]
+) -> None:
+    assert prepare(config(tmp_path, **keys), None, []).to_go_on == added
 
 
 def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on: Any) -> None:

@@ -80,6 +80,7 @@ def test_a_failed_rank_decides_the_return_code_and_is_reported(tmp_path: Path) -
 def test_a_killed_rank_does_not_leave_the_others_hanging(tmp_path: Path) -> None:
     result = launch([*MODULE, "die", "0"], 2, tmp_path, timeout=60, grace=0.2)
     assert result.returncodes == (-9, -9)
+    assert result.alone == (0,)
     assert result.returncode == 128 + signal.SIGKILL
     assert "wait_for_a_sign_that_never_comes" in result.logs[1].read_text()
 
