@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,7 +152,14 @@ def load_checkpoint(
     def check(plan: LoadPlan) -> int:
         return check_numbers(checkpoint, plan, channel, options.threads) if checkpoint.unread else 0
 
-    return _load(checkpoint.catalog, roles, channel, options, preflight, check, started, roll)
+    why = _families_apart(checkpoint.config, config)
+    return _load(checkpoint.catalog, roles, channel, options, preflight, check, started, roll, why)
+
+
+def _families_apart(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """What explains most differences between a checkpoint and a model, where it is so."""
+    one, other = stored.get("model_type"), wanted.get("model_type")
+    return [] if one == other else [f"the checkpoint is of family {one}, the model is {other}"]
 
 
 def _roll(directory: Place, config: Mapping[str, Any], facts: Mapping[str, object]) -> Called:
@@ -217,6 +224,7 @@ def _load(
     check: Callable[[LoadPlan], int],
     started: float,
     roll: Roll | None = None,
+    why: Sequence[str] = (),
 ) -> LoadReport:
     done: list[_Preflight] = []
     slots: dict[Key, Slot] = {}
@@ -236,7 +244,7 @@ def _load(
     for role, name in untouched:
         if not may_drop(role, name):
             merged.add("unexpected", name)
-    merged.refuse(str(catalog.root))
+    merged.refuse(str(catalog.root), why)
     dropped = tuple(name for _, name in untouched)
     checked = check(plan)
     storage = Storage(catalog.root, catalog.identities, catalog.seen_by)

@@ -7,7 +7,7 @@ same text. Indices are folded: ``layers.{0...31}``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -69,8 +69,12 @@ class Report:
                 text.extend(f"  {line}" for line in fold(states_joined(sorted(self.lines[kind], key=natural))))
         return text
 
-    def refuse(self, where: str) -> None:
+    def refuse(self, where: str, why: Sequence[str] = ()) -> None:
         """Raise what the report holds.
+
+        Args:
+            where: the checkpoint.
+            why: lines that explain the rest, said first.
 
         Raises:
             MismatchError: unless the report is empty.
@@ -80,7 +84,7 @@ class Report:
             raise MismatchError(
                 f"The checkpoint and the model do not fit: {count} differences. No weight was changed.",
                 where=where,
-                evidence=self.evidence(),
+                evidence=[*why, *self.evidence()],
                 next_step=_DTYPE_STEP if self._of_dtypes() else _MODEL_STEP,
             )
 

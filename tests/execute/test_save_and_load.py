@@ -259,6 +259,20 @@ def test_a_file_that_is_replaced_between_check_and_read_is_refused(tmp_path: Pat
     assert "rank-00000.safetensors was replaced or changed after it was checked" in str(error)
 
 
+def test_a_model_of_another_family_is_said_before_all_that_follows_from_it(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+
+    def work(channel: Any) -> None:
+        wanted = live({"model.embed_tokens.weight": ARRAYS["model.embed_tokens.weight"]}, 1, channel.rank, empty=True)
+        config = {**CONFIG, "model_type": "qwen2"}
+        load_checkpoint(open_checkpoint(tmp_path / "checkpoint-3", channel), wanted, config, channel)
+
+    (error,) = job(1, work)
+    assert isinstance(error, MismatchError)
+    assert error.evidence[0] == "the checkpoint is of family ernie4_5, the model is qwen2"
+    assert len(error.evidence) > 1
+
+
 def test_names_missing_on_both_sides_come_in_one_report(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint-3"
     save(directory, canonical(layers=3), 1, 1)
