@@ -14,6 +14,7 @@ import msgspec
 
 from paddleformers_fc.catalog import open_huggingface
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.cli.opening import refuse_other_kinds
 from paddleformers_fc.cli.output import count_text, size_text
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.export import export_checkpoint
@@ -73,6 +74,7 @@ def export(source: Place, target: Path, max_shard_bytes: int, verify: str, repla
     """
     started = time.monotonic()
     _refuse_target(target, replace)
+    refuse_other_kinds(source)
     report = export_checkpoint(source, target, max_shard_bytes, verify=verify)
     return Exported(
         source=str(source),

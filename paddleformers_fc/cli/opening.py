@@ -67,6 +67,23 @@ def kind_of(directory: Place) -> Kind:
     )
 
 
+def refuse_other_kinds(directory: Place) -> None:
+    """Go on only with a flex checkpoint.
+
+    Raises:
+        NotACheckpoint: it is something else, which is said with the checkpoints that lie inside it.
+    """
+    kind = kind_of(directory)
+    if kind != FLEX:
+        raise NotACheckpoint(
+            f"{directory} holds {'open weights' if kind == HUGGINGFACE else 'a checkpoint of Paddle'} and is no flex "
+            "checkpoint.",
+            where=str(directory),
+            evidence=[f"{MANIFEST_NAME} is not there"],
+            next_step=_advice(directory, "Name a finished checkpoint-N directory."),
+        )
+
+
 def open_directory(directory: Place, verify: str) -> Opened:
     """Open a flex checkpoint or a directory of open weights.
 
@@ -96,7 +113,10 @@ def config_beside(directory: Place) -> dict[str, Any]:
     return read_config(path) if exists(path) else {}
 
 
-def _advice(directory: Place) -> str:
+_OTHERWISE = "Name a finished checkpoint-N directory, or a directory with safetensors files and their index."
+
+
+def _advice(directory: Place, otherwise: str = _OTHERWISE) -> str:
     inside = sorted(
         (step, path.name)
         for path in list_directory(directory)
@@ -104,4 +124,4 @@ def _advice(directory: Place) -> str:
     )
     if inside:
         return f"Name a checkpoint inside it: {', '.join(name for _, name in inside)}."
-    return "Name a finished checkpoint-N directory, or a directory with safetensors files and their index."
+    return otherwise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def test_sizes_are_read_in_both_kinds_of_units(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
+def test_an_output_directory_is_not_exported_and_its_checkpoints_are_named(four: Path, tmp_path: Path) -> None:
+    run_directory = tmp_path / "run"
+    assert run("export", four, run_directory).code == 0
+    shutil.copytree(four, run_directory / "checkpoint-3")
+    outcome = run("export", run_directory, tmp_path / "export")
+    assert outcome.code == 1
+    assert "holds open weights and is no flex checkpoint" in outcome.err
+    assert "Name a checkpoint inside it: checkpoint-3." in outcome.err
+
+
 def test_weights_that_are_there_are_not_replaced_unasked(four: Path, tmp_path: Path) -> None:
     target = tmp_path / "export"
     target.mkdir()
@@ -95,7 +106,7 @@ def test_a_checkpoint_is_not_written_into(one: Path, copy: Path) -> None:
 def test_open_weights_are_no_checkpoint_to_export(weights: Path, tmp_path: Path) -> None:
     outcome = run("export", weights, tmp_path / "export")
     assert outcome.code == 1
-    assert "not a finished checkpoint" in outcome.err
+    assert "holds open weights and is no flex checkpoint" in outcome.err
 
 
 def test_nothing_is_written_below_a_checkpoint_either(copy: Path) -> None:
