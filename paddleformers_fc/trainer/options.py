@@ -171,7 +171,8 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise OptionError(
-            f"{text!r} is not a size in bytes.", next_step="Write a number and a unit, such as 500MB, 5GB or 4GiB."
+            f"{text!r} is not a size{_unit_missing(text)}.",
+            next_step="Write a number and a unit, such as 500MB, 5GB or 4GiB.",
         )
     return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].upper()])
 
@@ -199,10 +200,15 @@ def _range_faults(options: Any) -> list[str]:
 
 def _size_faults(text: Any) -> list[str]:
     if not isinstance(text, str) or _SIZE.fullmatch(text) is None:
-        return [f"{text!r} is not a size such as 500MB, 5GB or 4GiB"]
+        return [f"{text!r} is not a size such as 500MB, 5GB or 4GiB{_unit_missing(text)}"]
     if parse_size(text) < _SMALLEST_SIZE:
         return [f"{text!r} is smaller than 1MB"]
     return []
+
+
+def _unit_missing(text: Any) -> str:
+    """What else there is to say of a number that stands alone; YAML makes an int of it."""
+    return ": it has no unit" if re.fullmatch(r"\s*[0-9.]+\s*", str(text)) else ""
 
 
 @dataclass(frozen=True)

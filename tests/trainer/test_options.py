@@ -199,6 +199,15 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize("text", ["5", " 64 ", "1.5"])
+def test_a_size_without_its_unit_is_told_so(text: str) -> None:
+    with pytest.raises(OptionError, match="is not a size: it has no unit"):
+        parse_size(text)
+    for value in (text, 64):
+        with pytest.raises(OptionError, match=r"flex_staging_size: .* it has no unit"):
+            check_options(options(flex_staging_size=value))
+
+
 def test_the_fields_check_themselves_when_they_are_made() -> None:
     with pytest.raises(OptionError, match="not possible"):
         FlexFields(flex_threads=0)
