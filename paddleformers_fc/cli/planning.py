@@ -75,6 +75,10 @@ def plan(directory: Place, to: str, dtype: str | None = None) -> Plan:
         OptionError: the grid cannot be read, or the model cannot have it.
         FlexError: the directory cannot be opened, or what is stored does not fit the target.
     """
+    if not to.strip():
+        raise OptionError(
+            "The grid to plan for is empty.", where="--to", next_step="Write it as in tp=2,pp=2, or dp=1 for one rank."
+        )
     grid = parse_grid(to)
     if dtype not in (None, *DTYPES):
         raise OptionError(f"The dtype {dtype!r} is unknown.", evidence=[f"known: {', '.join(DTYPES)}"])

@@ -146,6 +146,8 @@ def parse_grid(text: str) -> ParallelGrid:
                 faults.append(f"{name}: {value!r} is neither true nor false")
         elif value.isdecimal():
             values[name] = int(value)
+        elif value.startswith("-") and value[1:].isdecimal():
+            faults.append(f"{name}: {value} is below {0 if name == 'slice_above' else 1}")
         else:
             faults.append(f"{name}: {value!r} is no whole number")
     if faults:

@@ -95,6 +95,13 @@ def test_a_grid_that_cannot_be_is_misuse_and_said_with_the_numbers(stored: Path,
     assert said in run("plan", stored, "--to", grid).err
 
 
+@pytest.mark.parametrize("grid", ["", " "])
+def test_an_empty_grid_is_not_taken_for_one_rank(stored: Path, grid: str) -> None:
+    outcome = run("plan", stored, "--to", grid)
+    assert outcome.code == 2
+    assert "The grid to plan for is empty." in outcome.err
+
+
 def test_a_refused_grid_opens_no_file_but_the_configuration(stored: Path, tmp_path: Path) -> None:
     broken = tmp_path / "checkpoint-3"
     shutil.copytree(stored, broken)
