@@ -156,7 +156,8 @@ def show(found: Plan, console: Console) -> None:
         console.print(f"and {count_text(len(rows) - _SHOWN, 'row')} more; --json has all ranks")
     casts = [f"{cast.name}: {cast.stored} to {cast.wanted}" for cast in found.cast]
     for heading, lines in (("fresh", found.fresh), ("dropped", found.dropped), ("cast", casts)):
-        console.print(Text.assemble((f"{heading}  ", "dim"), count_text(len(lines), "tensor")))
+        if lines:
+            console.print(Text.assemble((f"{heading}  ", "dim"), count_text(len(lines), "tensor")))
         for line in fold(lines):
             console.print(Text(f"  {line}"), soft_wrap=True)
 
