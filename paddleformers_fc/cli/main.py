@@ -250,7 +250,8 @@ def train(
         _present(training.plan(job), training.show_plan, as_json)
         return RIGHT
     if not job.flex:
-        sys.stderr.write(f"{PROGRAM}: flex_checkpoint is not true, so checkpoints are PaddleFormers' own.\n")
+        idle = f", and without effect: {', '.join(job.idle)}" if job.idle else ""
+        sys.stderr.write(f"{PROGRAM}: flex_checkpoint is not true, so checkpoints are PaddleFormers' own{idle}.\n")
     ended, problem = training.run(job, echo=sys.stderr if as_json else sys.stdout)
     if as_json:
         import msgspec

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from paddleformers_fc.cli.stock_keys import stock_keys
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
+from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.storage.places import place
 from paddleformers_fc.trainer.options import FIELD_NAMES
 from paddleformers_fc.trainer.resume import refuse_no_checkpoint
@@ -126,12 +128,22 @@ def refuse_layout(settings: Mapping[str, Any], ranks: int) -> None:
 
 
 def refuse_resume(settings: Mapping[str, Any]) -> None:
-    """Refuse to resume from what is no flex checkpoint.
+    """Refuse to resume from what is no flex checkpoint, or lacks what the ranks would miss at the first look.
 
     Raises:
         NotACheckpoint: a directory was named that is none.
+        Corrupt: a file of it is missing or of another size, which is looked at unless ``flex_verify`` is off.
     """
     named = settings.get("resume_from_checkpoint")
-    if settings.get("flex_checkpoint") and isinstance(named, str) and named:
-        found = place(named)
-        refuse_no_checkpoint(found.expanduser() if isinstance(found, Path) else found)
+    if not (settings.get("flex_checkpoint") and isinstance(named, str) and named):
+        return
+    found = place(named)
+    if not isinstance(found, Path):
+        refuse_no_checkpoint(found)
+        return
+    found = found.expanduser()
+    refuse_no_checkpoint(found)
+    # What is not on this machine's disk may be on another's.
+    alone = os.environ.get("NNODES", "1") == "1"
+    if alone and settings.get("flex_verify", "size") not in ("off", False):
+        verify_files(found, read_manifest(found), "size")

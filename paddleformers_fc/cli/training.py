@@ -49,7 +49,7 @@ from paddleformers_fc.storage.documents import parse_json, read_document
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
 from paddleformers_fc.storage.places import local
 from paddleformers_fc.trainer import register
-from paddleformers_fc.trainer.options import FlexFields, check_options
+from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,6 +77,7 @@ class Job:
         flex: whether the run saves flex checkpoints.
         output_dir: where it saves; None where nobody will ask.
         to_go_on: what to add to the same command so that it goes on from the newest checkpoint; mostly nothing.
+        idle: keys of this package that are set and mean nothing, because the run does not use it.
     """
 
     argv: tuple[str, ...]
@@ -86,6 +87,7 @@ class Job:
     flex: bool
     output_dir: Path | None = None
     to_go_on: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
 
     @property
     def command(self) -> list[str]:
@@ -185,6 +187,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
     environment |= {register.ERRORS: str(log_dir)}
     flex = bool(settings.get("flex_checkpoint"))
     to_go_on = _to_go_on(settings)
+    idle = () if flex else tuple(name for name in FIELD_NAMES if name in settings and name != "flex_checkpoint")
     if device == CPU:
         starting.refuse_layout(settings, nproc or 1)
         return Job(
@@ -195,6 +198,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
             flex,
             output_dir,
             to_go_on,
+            idle,
         )
     if nproc is not None:
         raise OptionError(
@@ -207,7 +211,9 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
         # PaddleFormers starts its ranks as plain `python`, which must be this one.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
-    return Job(("-m", "paddleformers.cli.cli", *arguments), None, environment, log_dir, flex, output_dir, to_go_on)
+    return Job(
+        ("-m", "paddleformers.cli.cli", *arguments), None, environment, log_dir, flex, output_dir, to_go_on, idle
+    )
 
 
 def read_settings(config: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ with a warning that names it, if the newest one was asked for; if it was asked f
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,8 @@ from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates
 from paddleformers_fc.storage.names import UNFINISHED, parse_beside, parse_step
 from paddleformers_fc.storage.places import Place
+
+_MOST_NAMED = 3
 
 
 def newest(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path | None:
@@ -138,7 +141,9 @@ def refuse_no_checkpoint(directory: Place) -> None:
         f"{directory} is an unfinished checkpoint." if unfinished else f"{directory} is not a flex checkpoint.",
         where=str(directory),
         evidence=[f"{MANIFEST_NAME}, which is written last, is not there"],
-        next_step=choose or "Set resume_from_checkpoint: true for the newest finished one in output_dir.",
+        next_step=choose
+        or _advice_from_deeper(directory)
+        or "Set resume_from_checkpoint: true for the newest finished one in output_dir.",
     )
 
 
@@ -146,6 +151,15 @@ def is_unfinished(directory: Place) -> bool:
     """Whether a directory without a manifest is what a save left that did not come to its end."""
     beside = parse_beside(directory)
     return (beside is not None and beside[1] == UNFINISHED) or exists(directory / MAPPING_NAME)
+
+
+def _advice_from_deeper(directory: Place) -> str:
+    """For a directory with output directories in it, as the demo's: some of the checkpoints in those."""
+    if not isinstance(directory, Path):
+        return ""
+    deeper = (path for above in ("*", "*/*") for path in directory.glob(f"{above}/checkpoint-*/{MANIFEST_NAME}"))
+    some = sorted(str(path.parent) for path in islice(deeper, _MOST_NAMED))
+    return f"Name a checkpoint inside it, such as {', '.join(some)}." if some else ""
 
 
 def _checkpoints_in(directory: Place) -> list[str]:

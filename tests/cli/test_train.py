@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,28 @@ def test_an_output_directory_that_cannot_be_made_is_refused(
     assert sorted(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("change", [lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink])
+def test_a_checkpoint_with_a_file_of_another_size_is_refused_before_anything_starts(
+    tmp_path: Path, on: Any, change: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(tmp_path / "run/checkpoint-3", canonical())
+    resumed = [config(tmp_path), f"resume_from_checkpoint={checkpoint}"]
+    assert run("train", *resumed, "--dry-run").code == 0
+    change(checkpoint / "config.json")
+    outcome = run("train", *resumed, "--dry-run")
+    assert outcome.code == 1
+    assert "config.json" in outcome.err
+    assert run("train", *resumed, "flex_verify=off", "--dry-run").code == 0
+    monkeypatch.setenv("NNODES", "2")
+    assert run("train", *resumed, "--dry-run").code == 0
+
+
+def test_checkpoints_deeper_in_what_was_named_to_resume_from_are_offered(tmp_path: Path, on: Any) -> None:
+    checkpoint = save(tmp_path / "all/runs/one/checkpoint-3", canonical())
+    outcome = run("train", config(tmp_path), f"resume_from_checkpoint={tmp_path / 'all'}")
+    assert f"  next: Name a checkpoint inside it, such as {checkpoint}." in outcome.err
+
+
 def test_a_start_leaves_nothing_in_an_output_directory_before_its_logs(tmp_path: Path, on: Any) -> None:
     (tmp_path / "out").mkdir()
     prepare(config(tmp_path), None, [])
@@ -477,6 +500,9 @@ def test_a_run_without_flex_checkpoints_is_told(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(training, "run", pretend)
     silent = run("train", config(tmp_path, device="cpu"))
     told = run("train", config(tmp_path, device="cpu"), "flex_checkpoint=false")
+    idle = run("train", config(tmp_path, device="cpu"), "flex_checkpoint=false", "flex_verify=full", "flex_threads=2")
+    assert "without effect: flex_verify, flex_threads." in idle.err
+    assert "without effect" not in told.err
     assert silent.err == ""
     assert "flex_checkpoint is not true" in told.err
     assert silent.out == told.out
