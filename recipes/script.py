@@ -73,6 +73,7 @@ def main():
         fuse_rms_norm=False,  # A kernel for GPUs only, and the default.
     )
     config._attn_implementation = "sdpa"
+    paddle.seed(arguments.seed)  # The Trainer seeds too, but the weights are drawn before it is made.
     model = LlamaForCausalLM.from_config(config, dtype="float32")
     trainer = FlexTrainer(model=model, args=arguments, train_dataset=Counting(), data_collator=collate)
     trainer.train(resume_from_checkpoint=True if options.resume == "newest" else options.resume)
