@@ -17,6 +17,7 @@ from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.codec import decode_rules
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.documents import parse_json, read_document
@@ -223,7 +224,8 @@ def shards_of(directory: Place, path: str) -> Iterator[StoredShard]:
         Corrupt, FormatError: it is missing, truncated, or does not follow its format.
     """
     header = read_header(directory / path)
-    dtypes = {key: from_safetensors(entry.dtype) for key, entry in header.tensors.items()}
+    types = {code: (from_safetensors(code), item_size(code)) for code in {one.dtype for one in header.tensors.values()}}
+    dtypes = {key: types[entry.dtype][0] for key, entry in header.tensors.items()}
     text = header.metadata.get(HEADER_KEY)
     if text is None:
         raise FormatError(
@@ -231,10 +233,15 @@ def shards_of(directory: Place, path: str) -> Iterator[StoredShard]:
             where=str(directory / path),
             evidence=[f"__metadata__ has no {HEADER_KEY}"],
         )
+    sizes: dict[tuple[Box, tuple[int, int] | None], int] = {}
     for key, shard in decode_shards(text, dtypes, str(directory / path)).items():
         entry = header.tensors[key]
-        width = item_size(entry.dtype)
-        if (entry.end - entry.begin) != shard.size * width:
+        width = types[entry.dtype][1]
+        where = (shard.box, shard.flat)
+        size = sizes.get(where)
+        if size is None:
+            size = sizes[where] = shard.size
+        if (entry.end - entry.begin) != size * width:
             raise FormatError(
                 f"{key} holds {(entry.end - entry.begin) // width} elements, its shard {shard.size}.",
                 where=str(directory / path),

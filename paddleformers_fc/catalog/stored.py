@@ -167,7 +167,10 @@ def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[s
                 f"another file {known.dtype} {list(known.global_shape)}"
             )
     gatherer = _Gatherer()
-    return {name: gatherer.tensor(several.get(name) or (part,)) for name, part in only.items()}, faults
+    tensors = {
+        name: gatherer.tensor(several[name]) if name in several else gatherer.alone(part) for name, part in only.items()
+    }
+    return tensors, faults
 
 
 class _Gatherer:
@@ -176,6 +179,18 @@ class _Gatherer:
     def __init__(self) -> None:
         self._cuts: dict[tuple[Box, tuple[int, int] | None], tuple[Fragment, ...]] = {}
         self._forms: dict[tuple[object, ...], StoredForm] = {}
+        self._alone: dict[tuple[object, ...], tuple[StoredForm, list[int]]] = {}
+
+    def alone(self, part: tuple[Shard, str, int, int]) -> StoredTensor:
+        """The tensor that one shard is of: as most are, and so what is alike is looked up once."""
+        shard, file, begin, width = part
+        kind = (shard.dtype, shard.global_shape, shard.box, shard.flat)
+        known = self._alone.get(kind)
+        if known is None:
+            form = self.tensor([part]).form
+            known = self._alone[kind] = form, [fragment.start for fragment in shard.fragments]
+        form, starts = known
+        return StoredTensor(shard.name, form, tuple([(file, begin + start * width) for start in starts]))
 
     def tensor(self, parts: Sequence[tuple[Shard, str, int, int]]) -> StoredTensor:
         """The tensor that some shards are of."""
