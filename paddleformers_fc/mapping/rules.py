@@ -27,6 +27,7 @@ checked before anything is made of it: a set of rules is at most :data:`MAX_STRE
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping as MappingABC
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -345,6 +346,11 @@ class RuleSet:
     fresh: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     cuts: dict[str, Shape] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all of it: blake2b, 32 hex digits; equal for equal rules in equal order."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
 
     def casting(self, stored: MappingABC[str, str]) -> RuleSet:
         """The same rules, with a declared cast wherever a stored floating dtype is not the model's.

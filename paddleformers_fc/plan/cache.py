@@ -122,7 +122,7 @@ def plan_key(
         version=__version__,
         manifest=_digest(msgspec.msgpack.encode(checkpoint.manifest)),
         stored=_digest(_spelled(checkpoint.catalog)),
-        rules=_digest(msgspec.msgpack.encode(checkpoint.rules)),
+        rules=checkpoint.rules.digest,
         models=_digest(_json([checkpoint.config, dict(config), families])),
         wanted=_digest(msgspec.msgpack.encode([(role, list(one), list(one.values())) for role, one in wanted.items()])),
         statements=_digest(_json(aoa_config and dict(aoa_config)) + msgspec.msgpack.encode(model)),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from paddleformers_fc.errors import MappingError
+from paddleformers_fc.errors import FormatError, MappingError
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec, Tie, prove
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.codec import decode_rules, encode_rules
@@ -194,6 +196,20 @@ def test_rules_survive_json() -> None:
         ("dropped",),
     )
     assert decode_rules(encode_rules(rules), "here") == rules
+
+
+def test_equal_texts_are_read_once_and_no_other_is_taken_for_them() -> None:
+    rules = RuleSet({"b": TensorSpec((2,), "float32")}, (Rule(("a",), ("b",), (2,), 0, (0,)),))
+    other = replace(rules, fresh=("b",))
+    first = decode_rules(encode_rules(rules), "here")
+    assert decode_rules(encode_rules(rules), "there") is first
+    found = decode_rules(encode_rules(other), "here")
+    assert (found, found.digest) == (other, other.digest)
+    assert found.digest != first.digest
+    for _ in range(2):
+        with pytest.raises(FormatError, match="cannot be read"):
+            decode_rules(encode_rules(rules)[:-2], "here")
+    assert encode_rules(first) == encode_rules(rules), "what is remembered of rules is not written"
 
 
 def test_a_rule_that_does_not_fit_is_named_with_the_numbers() -> None:
