@@ -1,7 +1,7 @@
 """What is saved and loaded: models of given sizes, laid over ranks, with numbers that depend on their names alone.
 
 Three models: 1 GiB in 65 matrices of 16 MiB (a Llama of nine square layers), 1 GiB in some 20,000 tensors (a mixture
-with 6,656 small experts), and Llama-2-7B, of which two layers have bytes and the rest is a hole in a sparse file.
+with 9,728 small experts, two tensors each), and Llama-2-7B, of which two layers have bytes and the rest is a hole in a sparse file.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ MODELS: Mapping[str, Model] = {
             "model_type": "qwen3_moe",
             "hidden_size": 128,
             "intermediate_size": 128,
-            "num_hidden_layers": 52,
+            "num_hidden_layers": 76,
             "num_attention_heads": 2,
             "num_key_value_heads": 2,
             "head_dim": 64,
             "vocab_size": 512,
             "num_experts": 128,
-            "moe_intermediate_size": 104,
+            "moe_intermediate_size": 72,
             "mlp_only_layers": [],
             "tie_word_embeddings": False,
         },
