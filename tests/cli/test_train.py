@@ -10,7 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,15 @@ def test_a_rank_that_is_killed_is_named_with_its_signal_and_the_step_to_go_on_fr
     assert lines[-1] == "  next: start the same command again; it goes on from step 3"
 
 
+@pytest.fixture
+def heeding() -> Iterator[None]:
+    """A process that an interrupt interrupts; a shell may start those in its background so that they ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeding")
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_training_that_is_told_to_stop_says_from_where_it_goes_on(tmp_path: Path, name: str, code: int) -> None:
     save(tmp_path / "out/checkpoint-3", canonical())
