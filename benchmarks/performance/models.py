@@ -1,7 +1,8 @@
 """What is saved and loaded: models of given sizes, laid over ranks, with numbers that depend on their names alone.
 
 Three models: 1 GiB in 65 matrices of 16 MiB (a Llama of nine square layers), 1 GiB in some 20,000 tensors (a mixture
-with 9,728 small experts, two tensors each), and Llama-2-7B, of which two layers have bytes and the rest is a hole in a sparse file.
+with 9,728 small experts, two tensors each), and Llama-2-7B, of which two layers have bytes and the rest is a hole in a
+sparse file.
 """
 
 from __future__ import annotations
