@@ -127,17 +127,29 @@ def _prepared(case: Case, places: dict[str, Path], logs: Path) -> dict[str, str]
             (place / "open").symlink_to(shared)
         return failures
     # A raw read takes what this layout needs; everybody else reads what the other layout saved.
-    savers = [name for name in places if name != "raw"]
-    for name in savers:
-        with _pools([name], case.saved_ranks, logs) as pools:
+    left = [name for name in places if name != "raw"]
+    while left:
+        left = _saved(case, left, places, logs, failures)
+    return failures
+
+
+def _saved(case: Case, savers: list[str], places: dict[str, Path], logs: Path, failures: dict[str, str]) -> list[str]:
+    """Let one after the other save what it will read; those that are left once one has failed.
+
+    The ranks of one that failed may wait for each other for ever, so that others begin again without it.
+    """
+    with _pools(savers, case.saved_ranks, logs) as pools:
+        for pool in set(pools.values()):
+            pool.run(do="build", model=case.model, layout=case.saved_layout)
+        for number, name in enumerate(savers):
+            if case.verb == "export" and name != "ours":
+                continue
             try:
-                pools[name].run(do="build", model=case.model, layout=case.saved_layout)
-                if case.verb == "export" and name != "ours":
-                    continue
                 pools[name].run(do="save", contender=name, places=[str(places[name])])
             except RuntimeError as error:
                 failures[name] = _reason(error)
-    return failures
+                return savers[number + 1 :]
+    return []
 
 
 def _rounds(case: Case, contenders: list[str], rounds: int, places: dict[str, Path], logs: Path) -> Outcome:
