@@ -22,11 +22,12 @@ from benchmarks.performance.files import FILE, is_transposed
 from benchmarks.performance.models import MODELS, Array
 from paddleformers_fc.catalog import open_huggingface
 from paddleformers_fc.execute.channel import Channel
+from paddleformers_fc.execute.crew import DEFAULT_OPTIONS
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import host_view, slots_of
 from paddleformers_fc.execute.opening import open_checkpoint
-from paddleformers_fc.execute.reading import DEFAULT_OPTIONS, carry_out
+from paddleformers_fc.execute.reading import carry_out
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.families import OptionalNames, family_for

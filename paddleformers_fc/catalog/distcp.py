@@ -32,6 +32,7 @@ from paddleformers_fc.storage.files import list_directory
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle
 from paddleformers_fc.storage.safetensors import read_header
+from paddleformers_fc.wording import count_text
 
 _ROLES = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE)
 _METADATA = re.compile(r"[0-9]{1,9}\.metadata")
@@ -165,7 +166,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
         yield shard, (place / file).relative_to(directory).as_posix(), piece.begin, piece.width
     if missing:
         raise Corrupt(
-            f"{len(missing)} files of {place} are missing.",
+            f"{count_text(len(missing), 'file')} of {place} cannot be found.",
             where=str(place),
             evidence=fold(sorted(missing)),
             next_step=_AGAIN,

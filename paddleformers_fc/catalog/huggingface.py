@@ -22,6 +22,7 @@ from paddleformers_fc.storage.files import each, exists, is_file
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.safetensors import Header, read_header
+from paddleformers_fc.wording import count_text
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -90,7 +91,7 @@ def _indexed(index: Place) -> dict[str, list[str]]:
     missing = sorted(name for name, found in zip(files, there, strict=True) if not found)
     if missing:
         raise Corrupt(
-            f"{len(missing)} files of the index are missing.",
+            f"{count_text(len(missing), 'file')} of the index cannot be found.",
             where=str(index),
             evidence=missing,
             next_step="Fetch the missing files; nothing was loaded.",

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paddleformers_fc.cli.opening import HUGGINGFACE, PADDLE, Kind, kind_of
-from paddleformers_fc.cli.output import count_text
+from paddleformers_fc.cli.opening import HUGGINGFACE, PADDLE, Kind, config_beside, kind_of
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
@@ -22,6 +21,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.report import states_joined
 from paddleformers_fc.storage.files import is_directory
 from paddleformers_fc.storage.places import Place
+from paddleformers_fc.wording import count_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,10 +29,17 @@ if TYPE_CHECKING:
 
 
 class Side(msgspec.Struct, frozen=True):
-    """One of the two directories: its path as it was named, and what it is."""
+    """One of the two directories.
+
+    Attributes:
+        path: as it was named.
+        kind: what it is.
+        model_type: of its ``config.json``; empty where there is none, or it names none.
+    """
 
     path: str
     kind: Kind
+    model_type: str
 
 
 class Form(msgspec.Struct, frozen=True):
@@ -113,7 +120,7 @@ def diff(a: Place, b: Place, role: str | None = None) -> Difference:
         FlexError: a directory cannot be opened, proved or read.
     """
     started = time.monotonic()
-    sides = (Side(str(a), kind_of(a)), Side(str(b), kind_of(b)))
+    sides = (_side(a), _side(b))
     roles = _compared_roles(sides, role)
     first, second = ({(one.role, one.name): one for one in canonical_digests(path, roles=roles)} for path in (a, b))
     present = [name for name in roles if any(key[0] == name for key in (*first, *second))]
@@ -127,6 +134,11 @@ def diff(a: Place, b: Place, role: str | None = None) -> Difference:
     left_out = _left_out((a, b), sides) if role is None else []
     equal = all(one.same for one in found.values())
     return Difference(equal, *sides, found, left_out, round(time.monotonic() - started, 3))
+
+
+def _side(directory: Place) -> Side:
+    kind = kind_of(directory)
+    return Side(str(directory), kind, str(config_beside(directory).get("model_type") or ""))
 
 
 def _left_out(places: Sequence[Place], sides: Sequence[Side]) -> list[str]:
@@ -191,6 +203,9 @@ def show(found: Difference, console: Console) -> None:
         _show_lines(console, f"{role}: different", len(one.different), _reasons(one.different))
         _show_lines(console, f"{role}: only in A", len(one.only_in_a), states_joined(one.only_in_a))
         _show_lines(console, f"{role}: only in B", len(one.only_in_b), states_joined(one.only_in_b))
+    families = (found.a.model_type, found.b.model_type)
+    if not found.equal and all(families) and families[0] != families[1]:
+        console.print(Text(f"A is a model of family {families[0]}, B of {families[1]}."))
     if found.not_compared:
         console.print(Text(f"Not compared, because open weights do not have it: {', '.join(found.not_compared)}."))
     equal = sum(one.equal for one in found.roles.values())

@@ -15,7 +15,6 @@ import msgspec
 from paddleformers_fc.catalog import open_huggingface
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.cli.opening import refuse_other_kinds
-from paddleformers_fc.cli.output import count_text, size_text
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
@@ -23,6 +22,7 @@ from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.wording import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console

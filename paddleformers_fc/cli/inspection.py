@@ -14,12 +14,12 @@ import msgspec
 from paddleformers_fc.catalog import StoredTensor
 from paddleformers_fc.cli.listing import TensorFacts, list_tensors, show_tensors
 from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, Kind, Opened, open_directory
-from paddleformers_fc.cli.output import count_text, size_text
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import each, size_of
 from paddleformers_fc.storage.places import Place
+from paddleformers_fc.wording import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -21,13 +21,13 @@ import msgspec
 
 from paddleformers_fc.catalog import Catalog
 from paddleformers_fc.cli.opening import Opened
-from paddleformers_fc.cli.output import size_text
 from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
 from paddleformers_fc.storage.safetensors import read_header
+from paddleformers_fc.wording import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _UNWRAPPED = 1000
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def print_json(document: Any) -> None:
@@ -68,16 +67,3 @@ def working(doing: str) -> Iterator[None]:
         return
     with console(stderr=True).status(f"{doing} …"):
         yield
-
-
-def size_text(count: int) -> str:
-    """A number of bytes as a person reads it, in powers of 1000: ``1.5 GB``."""
-    size, unit = float(count), 0
-    while size >= 999.5 and unit + 1 < len(_UNITS):
-        size, unit = size / 1000, unit + 1
-    return f"{count} B" if unit == 0 else f"{size:.3g} {_UNITS[unit]}"
-
-
-def count_text(count: int, noun: str) -> str:
-    """A count with its noun: ``1 tensor``, ``1,024 tensors``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

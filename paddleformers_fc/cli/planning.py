@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paddleformers_fc.cli.opening import Opened, config_beside, kind_of, open_directory
-from paddleformers_fc.cli.output import count_text, size_text
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import OptionalNames, family_for
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
@@ -22,6 +21,7 @@ from paddleformers_fc.plan import huggingface_source, resume_source
 from paddleformers_fc.plan.forecast import CastFacts, Forecast, RankForecast, forecast
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
 from paddleformers_fc.storage.places import Place
+from paddleformers_fc.wording import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,7 +141,9 @@ def show(found: Plan, console: Console) -> None:
     facts.add_row("  held", f"{size_text(found.bytes)} by all ranks together")
     facts.add_row("  read", f"{size_text(found.read)}, {found.amplification:.3g} times what is held")
     facts.add_row("  items", f"{found.items:,}")
-    facts.add_row("  peak", f"{size_text(found.peak)} on the rank that needs most")
+    facts.add_row(
+        "  peak", f"{size_text(found.peak)} on the rank that needs most: what it holds, and scratch memory to read it"
+    )
     console.print(facts)
     console.print()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True)

@@ -39,7 +39,6 @@ import msgspec
 import yaml
 
 from paddleformers_fc.cli import starting
-from paddleformers_fc.cli.output import count_text
 from paddleformers_fc.cli.screen import COLOUR, DEBUG, Screen
 from paddleformers_fc.errors import FlexError, OptionError, PeerError, from_wire
 from paddleformers_fc.runtime.launch import LaunchResult, launch
@@ -50,6 +49,7 @@ from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
 from paddleformers_fc.storage.places import local
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options
+from paddleformers_fc.wording import count_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -25,13 +25,13 @@ import msgspec
 
 from paddleformers_fc.catalog import FlexCheckpoint, open_flex
 from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, Kind, kind_of, open_directory
-from paddleformers_fc.cli.output import count_text, size_text
 from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, MismatchError
 from paddleformers_fc.execute.reading import verify_equal
 from paddleformers_fc.plan import LoadPlan, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.storage.files import each, size_of
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
 from paddleformers_fc.storage.places import Place
+from paddleformers_fc.wording import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,7 +14,8 @@ import numpy as np
 
 from paddleformers_fc.catalog import open_huggingface
 from paddleformers_fc.errors import NotACheckpoint
-from paddleformers_fc.execute.reading import Crew, read_tensors, verify_equal
+from paddleformers_fc.execute.crew import Crew
+from paddleformers_fc.execute.reading import read_tensors, verify_equal
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping import Mapping, TensorSpec
 from paddleformers_fc.mapping.correspondences import Made

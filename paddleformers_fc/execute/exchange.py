@@ -28,19 +28,9 @@ import xxhash
 
 from paddleformers_fc.catalog.stored import EVERYONE
 from paddleformers_fc.execute.channel import Bytes, Channel, agree, together
-from paddleformers_fc.execute.reading import (
-    DEFAULT_OPTIONS,
-    ArraySlot,
-    Crew,
-    Key,
-    ReadOptions,
-    Slot,
-    carry_out,
-    item_view,
-    refuse_unequal,
-    region_of,
-    verify_equal,
-)
+from paddleformers_fc.execute.crew import DEFAULT_OPTIONS, Crew, ReadOptions
+from paddleformers_fc.execute.jobs import Key, item_view, region_of
+from paddleformers_fc.execute.reading import ArraySlot, Slot, carry_out, refuse_unequal, verify_equal
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.routes import (
@@ -187,7 +177,7 @@ def go_through(
     with Crew(options, storage.identities) as crew:
         source = _Source(crew, storage.root, channel.rank)
         mine = (piece for pieces in schedule.rounds for piece in pieces if piece.move.owner == channel.rank)
-        crew.expect(storage.root, (piece.stored for piece in mine))
+        crew.expect(region_of(storage.root, piece.stored) for piece in mine)
         begun = [source.begin(pieces) for pieces in schedule.rounds[:1]]
         for number, pieces in enumerate(schedule.rounds):
             begun.extend(source.begin(later) for later in schedule.rounds[number + 1 : number + 2])
@@ -217,33 +207,36 @@ def compare_together(checks: Sequence[EqualCheck], storage: Storage, channel: Ch
     """
     digests: dict[StoredPart, bytes] = {}
     if storage.seen_by or options.once:
-        digests = _agreed_digests([side for check in checks for side in (check.left, check.right)], storage, channel)
+        digests = _agreed_digests(
+            [side for check in checks for side in (check.left, check.right)], storage, channel, options
+        )
 
     def compare() -> None:
         if digests:
             refuse_unequal([check for check in checks if digests[check.left] != digests[check.right]], storage.root)
         else:
-            verify_equal(tuple(checks), storage.root, identities=storage.identities)
+            verify_equal(tuple(checks), storage.root, options, storage.identities)
 
     together(channel, "comparing tied tensors", compare)
 
 
-def _agreed_digests(wanted: Sequence[StoredPart], storage: Storage, channel: Channel) -> dict[StoredPart, bytes]:
+def _agreed_digests(
+    wanted: Sequence[StoredPart], storage: Storage, channel: Channel, options: ReadOptions
+) -> dict[StoredPart, bytes]:
     """The digests of all ranges that any rank asks for; each is read by one rank."""
     asked = agree(channel, "asking for tied tensors", lambda: _encoded(wanted))
     parts = (part for payload in asked for part in _decoded(payload))
     owners = readers(parts, storage.seen_by, channel.world_size)
     mine = [part for part, owner in owners.items() if owner == channel.rank]
-    answers = agree(channel, "reading tied tensors", lambda: msgspec.msgpack.encode(_digests(mine, storage)))
+    answers = agree(channel, "reading tied tensors", lambda: msgspec.msgpack.encode(_digests(mine, storage, options)))
     left = [iter(msgspec.msgpack.decode(answer, type=list[bytes])) for answer in answers]
     return {part: next(left[owner]) for part, owner in owners.items()}
 
 
-def _digests(parts: Iterable[StoredPart], storage: Storage) -> list[bytes]:
+def _digests(parts: Sequence[StoredPart], storage: Storage, options: ReadOptions) -> list[bytes]:
     found: list[bytes] = []
-    with Crew(DEFAULT_OPTIONS, storage.identities) as crew:
-        parts = list(parts)
-        crew.expect(storage.root, parts)
+    with Crew(options, storage.identities) as crew:
+        crew.expect(region_of(storage.root, part) for part in parts)
         for part in parts:
             state = xxhash.xxh3_128()
             for box in boxes_within(part.part, _DIGEST_ELEMENTS):

@@ -2,7 +2,7 @@
 
 Canonical tensors are put into files in natural order; every rank on the coordinator's disk writes some of the files,
 reading just the ranges that its tensors are made of, and reads the next tensors while it writes the last ones. Memory
-is twice the largest tensor (32 MiB where all are small) plus scratch memory, whatever the size of the model. The same
+is twice the largest tensor (64 MiB where all are small) plus scratch memory, whatever the size of the model. The same
 checkpoint content gives the same bytes whatever layout it was saved under.
 
 Where no rank sees all of the checkpoint, the ranks go from batch to batch together, and get from each other what they
@@ -32,10 +32,11 @@ from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree, together
+from paddleformers_fc.execute.crew import Crew
 from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.exchange import Storage, read_together
 from paddleformers_fc.execute.opening import open_checkpoint, own_file
-from paddleformers_fc.execute.reading import ArraySlot, Crew, fill_arrays
+from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
 from paddleformers_fc.execute.rollcall import Called, software
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging import staging_beside
@@ -54,7 +55,7 @@ DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 TRAINER_DIRECTORY = "trainer"
 """Where the trainer keeps its own state inside a checkpoint."""
 
-_LEAST_ROOM = 16 * 1024 * 1024
+_LEAST_ROOM = 32 * 1024 * 1024
 _ALIGNMENT = 64
 
 

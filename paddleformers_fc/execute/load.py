@@ -20,10 +20,12 @@ import numpy as np
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_huggingface
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import Channel, Roll, agree, together
+from paddleformers_fc.execute.crew import DEFAULT_OPTIONS, ReadOptions
 from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
 from paddleformers_fc.execute.integrity import check_numbers
+from paddleformers_fc.execute.jobs import Key
 from paddleformers_fc.execute.memory import slots_of
-from paddleformers_fc.execute.reading import DEFAULT_OPTIONS, Key, ReadOptions, Slot
+from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.execute.rollcall import Called, comparable, software
 from paddleformers_fc.execute.save import Roles
 from paddleformers_fc.execute.saveplan import model_rules
@@ -52,6 +54,7 @@ class LoadReport:
         dropped: stored tensors that no rank wanted, by declaration.
         bytes_received: bytes this rank got from other ranks instead of reading them.
         bytes_hashed: bytes of tensors whose checksums this rank compared before anything was read.
+        known_plan: whether this rank had its plan from before.
     """
 
     directory: Place
@@ -61,6 +64,7 @@ class LoadReport:
     dropped: tuple[str, ...] = ()
     bytes_received: int = 0
     bytes_hashed: int = 0
+    known_plan: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,13 @@ class _Preflight:
         plan: its reads.
         report: what does not fit.
         may_drop: whether a stored tensor, by role and name, may be wanted by nobody.
+        known: whether the plan is from before.
     """
 
     plan: LoadPlan
     report: Report
     may_drop: Callable[[str, str], bool]
+    known: bool = False
 
 
 class _Tensor(msgspec.Struct):
@@ -135,6 +141,7 @@ def load_checkpoint(
         shards = describe_roles(roles)
         key = plan_key(checkpoint, config, shards, aoa_config, model)
         planned, report = plans.find(key, lambda found: fits(found, shards, checkpoint.files)), Report()
+        known = planned is not None
         if planned is None:
             rules = model_rules(config, shards[MODEL_STATE])
             if aoa_config:
@@ -147,7 +154,7 @@ def load_checkpoint(
             if report.empty:
                 plans.keep(key, planned)
         may_be_left = planned.unwanted
-        return _Preflight(planned.plan, report, lambda role, name: parameter_of(role, name) in may_be_left)
+        return _Preflight(planned.plan, report, lambda role, name: parameter_of(role, name) in may_be_left, known)
 
     def check(plan: LoadPlan) -> int:
         return check_numbers(checkpoint, plan, channel, options.threads) if checkpoint.unread else 0
@@ -254,7 +261,7 @@ def _load(
     filled = {(item.role, item.name) for item in plan.items}
     fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)
     seconds = time.monotonic() - started
-    return LoadReport(catalog.root, traffic.read, seconds, fresh, dropped, traffic.received, checked)
+    return LoadReport(catalog.root, traffic.read, seconds, fresh, dropped, traffic.received, checked, done[0].known)
 
 
 def _refuse_different_ways(verdicts: list[_Verdict]) -> None:

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.reading import Key, Slot
+from paddleformers_fc.execute.jobs import Key
+from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 
 _PIECE_BYTES = 16 * 1024 * 1024

@@ -44,6 +44,7 @@ from paddleformers_fc.storage.documents import read_document
 from paddleformers_fc.storage.manifest import Manifest, manifest_seal, read_manifest, verify_files
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.receipts import FileReceipt
+from paddleformers_fc.wording import count_text
 
 SeenBy = Mapping[str, Sequence[int]]
 
@@ -254,7 +255,8 @@ def _told_of(directory: Place, sight: Sight | None) -> _Sight:
         return _Sight()
     manifest, missing = sight.manifest, set(sight.missing(directory))
     bits = np.packbits([receipt.path in missing for receipt in manifest.files]).tobytes() if missing else b""
-    saved = f"step {manifest.step}, {manifest.world_size} ranks, {len(manifest.files)} files"
+    ranks, files = count_text(manifest.world_size, "rank"), count_text(len(manifest.files), "file")
+    saved = f"step {manifest.step}, {ranks}, {files}"
     return _Sight(manifest_seal(manifest), len(msgspec.msgpack.encode(manifest)), saved, bits)
 
 

@@ -182,7 +182,7 @@ def _opened(path: Path) -> int:
     # O_NONBLOCK: a pipe in place of a file is refused later instead of waiting for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        # To see whether the time of access is due takes a tenth of a read of a few KiB, and nobody asks for it.
+        # To see whether the time of access is due takes 8 % of a read of a few KiB, and nobody asks for it.
         return os.open(path, flags | _NO_TIME)
     except PermissionError:
         if not _NO_TIME:

@@ -47,9 +47,10 @@ class ResumedBatches:
     The Trainer's loop does not know that anything was skipped; what it knows of a data loader's sampler is done here.
 
     Args:
-        loader: the data loader. start: where to begin. on_first_batch: called once, when the first batch has been taken
-        from the loader and before it is trained. Shuffling
-            draws from the global random generators, so they are restored here and not earlier.
+        loader: the data loader.
+        start: where to begin.
+        on_first_batch: called once, when the first batch has been taken from the loader and before it is trained.
+            Shuffling draws from the global random generators, so they are restored here and not earlier.
     """
 
     def __init__(self, loader: Any, start: Start, on_first_batch: Callable[[], None]) -> None:

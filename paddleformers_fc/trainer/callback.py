@@ -13,6 +13,7 @@ from paddleformers.trainer import TrainerCallback
 from paddleformers.utils.log import logger
 
 from paddleformers_fc.storage.places import Place
+from paddleformers_fc.wording import size_text
 
 ATTENDED = "_flex_attended"
 """The attribute by which the training arguments say that their Trainer goes through this package."""
@@ -28,6 +29,7 @@ class CheckpointReport:
         seconds: wall time on this rank.
         bytes: bytes of the whole checkpoint after a save; bytes that this rank read after a load.
         differences: after a save, where ranks held different numbers of the same part of a tensor; normally none.
+        known_plan: after a load, whether this rank had its plan from before, from ``flex_plan_cache`` or this process.
     """
 
     step: int
@@ -35,6 +37,7 @@ class CheckpointReport:
     seconds: float
     bytes: int
     differences: tuple[str, ...] = ()
+    known_plan: bool = False
 
 
 class FlexCheckpointCallback(TrainerCallback):
@@ -71,17 +74,8 @@ class FlexCheckpointCallback(TrainerCallback):
 
     def _say(self, args: Any, done: str, where: str, report: CheckpointReport) -> None:
         if args.should_log:
+            known = ", as planned before" if report.known_plan else ""
             logger.info(
                 f"{done} step {report.step} {where} {report.directory}: "
-                f"{readable_bytes(report.bytes)} in {report.seconds:.2f} s"
+                f"{size_text(report.bytes)} in {report.seconds:.2f} s{known}"
             )
-
-
-def readable_bytes(count: int) -> str:
-    """``count`` bytes with a unit that leaves one to three digits before the point."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -47,6 +47,7 @@ EXPORTED_ARGUMENTS = "training_args.json"
 # What PaddleFormers' pipeline and expert-parallel models write into their configuration when they are built.
 _LAYOUT_KEYS = frozenset({"moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"})
 _MAX_BYTES = 512 * 1024 * 1024  # A state holds its history: half a kilobyte for every line of the log.
+_MOST_STEPS = 1 << 53
 _SECRET_ENDINGS = ("_token", "_api_key", "password", "secret")
 
 
@@ -227,12 +228,18 @@ def refuse_unlike(saved: dict[str, Any], current: dict[str, Any], where: Place) 
         where: the file.
 
     Raises:
-        FormatError: a value is missing, or is of another kind.
+        FormatError: a value is missing, is of another kind, or is no count where there is one.
     """
     faults = [
         f"{name}: {type(saved.get(name)).__name__} in place of {type(value).__name__}"
         for name, value in current.items()
         if name not in saved or not _of_one_kind(saved[name], value)
+    ]
+    # What these objects keep as whole numbers are counts of steps. A learning rate is worked out from them.
+    faults += [
+        f"{name}: is not a number that steps can have"
+        for name, value in current.items()
+        if type(value) is int and _is_number(saved.get(name)) and not -1 <= saved[name] < _MOST_STEPS
     ]
     if faults:
         raise FormatError(
@@ -241,6 +248,10 @@ def refuse_unlike(saved: dict[str, Any], current: dict[str, Any], where: Place) 
             evidence=faults,
             next_step="Resume with the same scheduler and precision, or from another checkpoint.",
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def _of_one_kind(one: Any, other: Any) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.mapping.aoa import statements_of
 from paddleformers_fc.storage.manifest import LEVELS
 from paddleformers_fc.storage.places import local
 
@@ -131,6 +132,7 @@ def check_options(options: Any) -> None:
 
     Raises:
         OptionError: with every fault found; or ``output_dir`` is a URL, which nothing can be saved to.
+        MappingError: ``aoa_config`` holds no statements.
     """
     faults = list(_range_faults(options))
     if faults:
@@ -143,6 +145,8 @@ def check_options(options: Any) -> None:
     if not options.flex_checkpoint:
         return
     local(getattr(options, "output_dir", None) or ".", "A checkpoint")
+    if getattr(options, "aoa_config", None) is not None:
+        statements_of(options.aoa_config)
     conflicts = [conflict.describe(options) for conflict in CONFLICTS if conflict.holds(options)]
     if conflicts:
         raise OptionError(

@@ -13,8 +13,8 @@ from typing import Any
 
 from paddleformers.utils.log import logger
 
+from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.load import LoadReport, load_weights
-from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.places import RemotePath, place
 from paddleformers_fc.trainer import documents, state

@@ -30,11 +30,11 @@ from paddleformers.utils.log import logger
 from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.channel import Channel, together
+from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.export import save_weights
 from paddleformers_fc.execute.load import PLANS, load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint, own_file
-from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.execute.rollcall import Called
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.told import spelled
@@ -50,6 +50,7 @@ from paddleformers_fc.trainer.best import BestCheckpoint
 from paddleformers_fc.trainer.callback import ATTENDED, CheckpointReport, FlexCheckpointCallback
 from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size, without_effect
 from paddleformers_fc.trainer.watch import patient_channel
+from paddleformers_fc.wording import count_text
 
 Native = Callable[..., Any]
 
@@ -219,7 +220,13 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     run.resumed_from, run.progress, run.generators = directory, progress, generators
     if progress is not None:
         _take_over(trainer, progress)
-    loaded = CheckpointReport(checkpoint.manifest.step, directory, time.monotonic() - started, report.bytes_read)
+    loaded = CheckpointReport(
+        step=checkpoint.manifest.step,
+        directory=directory,
+        seconds=time.monotonic() - started,
+        bytes=report.bytes_read,
+        known_plan=report.known_plan,
+    )
     for reporter in _reporters(trainer):
         reporter.on_checkpoint_loaded(args, loaded)
 
@@ -355,7 +362,7 @@ def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None
     )
     if not restored and args.should_log:
         logger.warning(
-            f"Random generators start anew: {checkpoint} has none for {args.world_size} ranks. "
+            f"Random generators start anew: {checkpoint} has none for {count_text(args.world_size, 'rank')}. "
             "Dropout and other randomness differ from the run that was saved."
         )
 
@@ -566,7 +573,8 @@ def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
     config = documents.model_config(trainer.model)
     report = save_weights(roles[MODEL_STATE], config, files, directory, max_shard_bytes, channel)
     if trainer.args.should_log:
-        logger.info(f"Exported {report.tensors} tensors to {directory} in {len(report.files)} files.")
+        tensors, files_made = count_text(report.tensors, "tensor"), count_text(len(report.files), "file")
+        logger.info(f"Exported {tensors} to {directory} in {files_made}.")
 
 
 def _options(args: Any, doing: str) -> Called:

@@ -129,6 +129,17 @@ def test_another_shape_or_dtype_of_the_same_bytes_is_a_difference(tmp_path: Path
     assert "w: dtype float32 and int32" in outcome.out
 
 
+def test_models_of_different_families_are_named_as_that(tmp_path: Path) -> None:
+    for name, family in (("a", "llama"), ("b", "qwen3")):
+        (tmp_path / name).mkdir()
+        save_file({f"{name}.weight": np.zeros(2, np.float32)}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": family}))
+    outcome = run("diff", tmp_path / "a", tmp_path / "b")
+    assert outcome.code == 1
+    assert "A is a model of family llama, B of qwen3.\n" in outcome.out
+    assert "family" not in run("diff", tmp_path / "a", tmp_path / "a").out
+
+
 def test_open_weights_are_compared_with_open_weights(weights: Path, tmp_path: Path) -> None:
     tensors = {}
     for path in weights.glob("*.safetensors"):

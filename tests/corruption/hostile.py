@@ -155,8 +155,8 @@ def _sealed(raw: bytes) -> bytes:
         document = json.loads(raw)
         document.pop("seal", None)
         return sealed(msgspec.convert(document, Manifest))
-    except Exception:
-        return raw
+    except (ValueError, TypeError, AttributeError, RecursionError, msgspec.MsgspecError):
+        return raw  # What has no manifest's form has no seal.
 
 
 def sealed(manifest: Manifest) -> bytes:

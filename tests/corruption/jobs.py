@@ -11,6 +11,16 @@ from typing import Any
 
 from tests.harness import tiny
 
+WORSE_AND_WORSE: dict[str, Any] = {
+    "save_steps": 1,
+    "evaluation_strategy": "steps",
+    "eval_steps": 1,
+    "do_eval": True,
+    "learning_rate": 0.3,
+    "load_best_model_at_end": True,
+}
+"""Arguments of a run whose model gets worse with every step, so that its first checkpoint stays the best."""
+
 
 def train(
     layout: Mapping[str, Any],

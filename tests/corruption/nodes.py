@@ -4,7 +4,8 @@ Random bytes are refused by the first check of every reader. What finds faults i
 in it: a node that is missing, there twice, of another type, larger than anything, or swapped with another; and a text
 that says the same thing in a way that readers differ about (a key twice, numbers beyond every type, another encoding).
 
-Everything is drawn from a seeded generator. Time and memory are linear in the document.
+Everything is drawn from a seeded generator. A node is never in two places: changed in one it would change in the other,
+or come to hold itself. Time and memory are linear in the document.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _replaced(chance: random.Random, value: Any, paths: list[Path]) -> Any:
     path = chance.choice(paths)
     old = _node(value, path)
     own: tuple[Any, ...] = NUMBERS if isinstance(old, (int, float)) else TEXTS if isinstance(old, str) else ODD
-    return _put(value, path, chance.choice(own if chance.random() < 0.7 else (*NUMBERS, *TEXTS, *ODD)))
+    return _put(value, path, copy.deepcopy(chance.choice(own if chance.random() < 0.7 else (*NUMBERS, *TEXTS, *ODD))))
 
 
 def _moved(chance: random.Random, value: Any, paths: list[Path]) -> Any:
@@ -147,13 +148,13 @@ def _doubled(chance: random.Random, value: Any, paths: list[Path]) -> Any:
     """An entry of a list is there many times, an entry of an object under another key or under its own twice."""
     path = chance.choice(paths)
     if not path:
-        return [value, value]
+        return [value, copy.deepcopy(value)]
     parent, old = _node(value, path[:-1]), _node(value, path)
     if isinstance(parent, list):
-        parent[path[-1] : path[-1]] = [old] * chance.choice((1, 2, 40))
+        parent[path[-1] : path[-1]] = [copy.deepcopy(old) for _ in range(chance.choice((1, 2, 40)))]
         return value
     if chance.random() < 0.5:
-        parent[chance.choice((*TEXTS, f"{path[-1]}x"))] = old
+        parent[chance.choice((*TEXTS, f"{path[-1]}x"))] = copy.deepcopy(old)
         return value
     return _put(value, path[:-1], Pairs((*parent.items(), (path[-1], old))))
 

@@ -19,7 +19,7 @@ from paddleformers_fc.runtime.forkserver import ForkServer
 from tests.cli.support import run
 from tests.corruption import ours
 from tests.corruption.guarantees import Observed, fault
-from tests.corruption.jobs import train
+from tests.corruption.jobs import WORSE_AND_WORSE, train
 from tests.execute.simulated import live
 from tests.harness.tiny import DP2
 
@@ -65,16 +65,6 @@ def trapped(directory: Path, marks: Path) -> Path:
 def sprung(marks: Path) -> list[str]:
     """Which traps have gone off: names of their files."""
     return sorted({path.name.split("-", 2)[-1] for path in marks.iterdir()})
-
-
-WORSE_AND_WORSE: dict[str, Any] = {
-    "save_steps": 1,
-    "evaluation_strategy": "steps",
-    "eval_steps": 1,
-    "do_eval": True,
-    "learning_rate": 0.3,
-    "load_best_model_at_end": True,
-}
 
 
 @fault("T19", "pickles that run code lie in the checkpoint that is resumed, and in the best one")

@@ -11,6 +11,7 @@ import pytest
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
+from tests.corruption.jobs import WORSE_AND_WORSE
 from tests.harness.tiny import DP2, SINGLE, TP2, Layout
 from tests.trainer.jobs import every_sample
 
@@ -109,17 +110,7 @@ def test_t4_weights_saved_without_the_optimizer_can_be_used(ranks: ForkServer, t
 
 @fault("T5", "`load_best_model_at_end: true`")
 def test_t5_training_ends_with_the_best_weights(bare_ranks: ForkServer, ranks: ForkServer, tmp_path: Path) -> Observed:
-    arguments = {
-        "max_steps": 3,
-        "save_steps": 1,
-        "evaluation_strategy": "steps",
-        "eval_steps": 1,
-        "do_eval": True,
-        # The model gets worse with every step.
-        "learning_rate": 0.3,
-        "load_best_model_at_end": True,
-    }
-    given = {"arguments": arguments, "evaluate": True}
+    given = {"arguments": {**WORSE_AND_WORSE, "max_steps": 3}, "evaluate": True}
     (found,) = trained(bare_ranks, SINGLE, tmp_path / "stock", **given)
     assert found["at_end"] > found["best"] + 1
     (ended,) = trained(ranks, SINGLE, tmp_path / "ours", **given, ours=True)

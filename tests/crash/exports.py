@@ -1,6 +1,6 @@
 """An export is killed at every operation on files that it makes.
 
-As in :mod:`tests.crash.kills`, a job is run through once and then once for each of its operations. Here the job writes
+As :mod:`tests.crash.killing` says, a job is run through once and then for each of its operations. Here the job writes
 open weights: from a checkpoint or from live memory, into a new directory, in place of an older export, or into a run's
 output directory. What must hold after each kill: under the target's name there is the older export or the new one,
 every tensor and every small file of it, or, where the target cannot be exchanged as a whole, something that nobody
@@ -12,7 +12,6 @@ Time: a kill takes 80 ms. Memory and disk: a few checkpoints and exports of 20 k
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +28,8 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.commit import unfinished
 from paddleformers_fc.storage.dtypes import to_numpy
 from paddleformers_fc.storage.safetensors import read_header
-from tests.crash.groups import BROKEN, DONE, Group, KillAt, RankEnd
-from tests.crash.kills import prepared
+from tests.crash.groups import DONE
+from tests.crash.killing import Kill, every_kill, prepared, run_alone, run_killed
 from tests.crash.worlds import CONFIG, ONE, Lost, names_in, weights_of, whole
 
 OLD, NEW, NEXT = 1, 2, 3
@@ -91,21 +90,6 @@ class Scenario:
             export_checkpoint(there / f"checkpoint-{NEW}", target_of(there), self.bound, channel)
 
 
-@dataclass(frozen=True)
-class Kill:
-    """One accident; as in :mod:`tests.crash.kills`."""
-
-    scenario: Scenario
-    rank: int
-    number: int
-    kind: str
-    all_ranks: bool
-
-    def __str__(self) -> str:
-        who = "all ranks" if self.all_ranks else f"rank {self.rank}"
-        return f"{self.scenario.name}: {who} killed at operation {self.number} ({self.kind}) of rank {self.rank}"
-
-
 def scenarios() -> Iterator[Scenario]:
     """Every way in which an export meets what is there."""
     yield Scenario("an export to a new directory", 1, None, MANY)
@@ -121,29 +105,20 @@ def scenarios() -> Iterator[Scenario]:
     yield Scenario("an export into a run's directory with an older one", 2, SINGLE, SINGLE, inside=True)
 
 
-def operations(scenario: Scenario, directory: Path) -> list[Kill]:
+def operations(scenario: Scenario, directory: Path) -> list[Kill[Scenario]]:
     """Every kill of a scenario, from running it through once.
 
     Raises:
-        Lost: it does not run through, or does something to files that the net does not see.
+        Lost: it does not run through, or something else is there afterwards than should be.
     """
     there = prepared(scenario, directory, directory / "counted")
-    ends = _ends(scenario, there, {})
-    for rank, end in enumerate(ends):
-        if end.code != DONE or end.outside or end.unseen:
-            raise Lost(f"{scenario.name}: rank {rank} alone does not work: {end}")
+    ends = run_alone(scenario, there)
     if found(scenario, there) != NEW:
         raise Lost(f"{scenario.name}: {found(scenario, there)} is there")
-    return [
-        Kill(scenario, rank, number, kind, all_ranks)
-        for all_ranks in ((False, True) if scenario.ranks > 1 else (True,))
-        for rank, end in enumerate(ends)
-        for number, kind in enumerate(end.kinds)
-        if kind != "look"
-    ]
+    return every_kill(scenario, ends)
 
 
-def carry_out(kill: Kill, directory: Path) -> None:
+def carry_out(kill: Kill[Scenario], directory: Path) -> None:
     """One accident, and everything that must hold after it.
 
     Raises:
@@ -151,11 +126,7 @@ def carry_out(kill: Kill, directory: Path) -> None:
     """
     scenario = kill.scenario
     there = prepared(scenario, directory, directory / "killed")
-    ends = _ends(scenario, there, {kill.rank: KillAt(kill.number, kill.all_ranks)})
-    for rank, end in enumerate(ends):
-        killed = end.code == -signal.SIGKILL and (kill.all_ranks or rank == kill.rank)
-        if not killed and (rank == kill.rank or end.code == BROKEN or end.code < 0 or end.outside):
-            raise Lost(f"rank {rank} ended with {end.code}: {end.text} {end.outside}")
+    ends = run_killed(kill, there)
     seen = found(scenario, there)
     in_one_step = scenario.can_exchange and not scenario.inside
     if seen not in (scenario.before, NEW, *(() if in_one_step else (UNFINISHED,))):
@@ -223,12 +194,6 @@ def _generation(target: Path, files: list[str]) -> int:
 def target_of(there: Path) -> Path:
     """Where the job exports to."""
     return there / "hf"
-
-
-def _ends(scenario: Scenario, there: Path, gates: dict[int, KillAt]) -> list[RankEnd]:
-    return Group(
-        scenario.ranks, lambda channel: scenario.job(there, channel), there, dict(gates), scenario.can_exchange
-    ).end()
 
 
 def _described(generation: int) -> dict[str, bytes]:

@@ -10,16 +10,14 @@ Time: a kill of four ranks takes 60 ms. Memory and disk: a few checkpoints of 10
 
 from __future__ import annotations
 
-import shutil
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from paddleformers_fc.execute.channel import Channel
 from paddleformers_fc.storage.commit import unfinished
-from tests.crash.groups import BROKEN, DONE, Group, KillAt, RankEnd
+from tests.crash.groups import DONE, Group, KillAt
+from tests.crash.killing import Kill, every_kill, prepared, run_alone, run_killed
 from tests.crash.worlds import (
     GRIDS,
     ONE,
@@ -28,7 +26,6 @@ from tests.crash.worlds import (
     Lost,
     chosen,
     cleaned_by_the_next_save,
-    copy,
     ranks_of,
     resume_and_save,
     rotate_alone,
@@ -64,29 +61,6 @@ class Scenario:
     after: Found
     untouched: str | None = None
     can_exchange: bool = True
-
-
-@dataclass(frozen=True)
-class Kill:
-    """One accident.
-
-    Args:
-        scenario: the job.
-        rank: who comes to its operation.
-        number: of the operation.
-        kind: of the operation.
-        all_ranks: whether the others are killed too.
-    """
-
-    scenario: Scenario
-    rank: int
-    number: int
-    kind: str
-    all_ranks: bool
-
-    def __str__(self) -> str:
-        who = "all ranks" if self.all_ranks else f"rank {self.rank}"
-        return f"{self.scenario.name}: {who} killed at operation {self.number} ({self.kind}) of rank {self.rank}"
 
 
 def scenarios() -> Iterator[Scenario]:
@@ -141,31 +115,20 @@ def scenarios() -> Iterator[Scenario]:
     )
 
 
-def operations(scenario: Scenario, directory: Path) -> list[Kill]:
+def operations(scenario: Scenario, directory: Path) -> list[Kill[Scenario]]:
     """Every kill of a scenario, from running it through once.
 
     Raises:
-        Lost: it does not run through, or does something to files that the net does not see.
+        Lost: it does not run through, or another checkpoint is taken afterwards than should be.
     """
     there = prepared(scenario, directory, directory / "counted")
-    ends = Group(
-        scenario.ranks, lambda channel: scenario.job(there, channel), there, can_exchange=scenario.can_exchange
-    ).end()
-    for rank, end in enumerate(ends):
-        if end.code != DONE or end.outside or end.unseen:
-            raise Lost(f"{scenario.name}: rank {rank} alone does not work: {end}")
+    ends = run_alone(scenario, there)
     if chosen(there) != scenario.after:
         raise Lost(f"{scenario.name}: {chosen(there)} is taken")
-    return [
-        Kill(scenario, rank, number, kind, all_ranks)
-        for all_ranks in ((False, True) if scenario.ranks > 1 else (True,))
-        for rank, end in enumerate(ends)
-        for number, kind in enumerate(end.kinds)
-        if kind != "look"
-    ]
+    return every_kill(scenario, ends)
 
 
-def carry_out(kill: Kill, directory: Path) -> None:
+def carry_out(kill: Kill[Scenario], directory: Path) -> None:
     """One accident, and everything that must hold after it.
 
     Raises:
@@ -173,11 +136,7 @@ def carry_out(kill: Kill, directory: Path) -> None:
     """
     scenario = kill.scenario
     there = prepared(scenario, directory, directory / "killed")
-    gates = {kill.rank: KillAt(kill.number, kill.all_ranks)}
-    ends = Group(
-        scenario.ranks, lambda channel: scenario.job(there, channel), there, gates, scenario.can_exchange
-    ).end()
-    _ended(kill, ends)
+    ends = run_killed(kill, there)
     found = chosen(there)
     untouched = scenario.untouched
     if untouched not in (None, f"checkpoint-{found.step}") and whole(there / untouched) != OLD:
@@ -191,39 +150,6 @@ def carry_out(kill: Kill, directory: Path) -> None:
 
 def _rotates(scenario: Scenario) -> bool:
     return scenario.before == scenario.after
-
-
-def _ended(kill: Kill, ends: list[RankEnd]) -> None:
-    """The victim was killed, and the others have ended by themselves."""
-    for rank, end in enumerate(ends):
-        if (kill.all_ranks and end.code == -signal.SIGKILL) or (rank == kill.rank and end.code == -signal.SIGKILL):
-            continue
-        if rank == kill.rank or end.code == BROKEN or end.code < 0 or end.outside:
-            raise Lost(f"rank {rank} ended with {end.code}: {end.text} {end.outside}")
-
-
-class Prepared(Protocol):
-    """What :func:`prepared` must know of a scenario."""
-
-    @property
-    def name(self) -> str:
-        """For a report; differs from all others."""
-
-    @property
-    def prepare(self) -> Callable[[Path], None]:
-        """Makes what is there before."""
-
-
-def prepared(scenario: Prepared, directory: Path, there: Path) -> Path:
-    """A fresh copy, at ``there``, of what is there before a scenario's job."""
-    template = directory / "prepared"
-    name = template / "name"
-    if not name.exists() or name.read_text() != scenario.name:
-        shutil.rmtree(template, ignore_errors=True)
-        (template / "there").mkdir(parents=True)
-        scenario.prepare(template / "there")
-        name.write_text(scenario.name)
-    return copy(template / "there", there)
 
 
 def _steps(there: Path, grid: str, *steps: int) -> None:

@@ -80,10 +80,10 @@ class Operation:
 
     Args:
         number: from 0, in the order of one process.
-        kind: ``create``, ``write``, ``sync``, ``mkdir``, ``rename``, ``exchange``, ``unlink``, ``rmdir``; ``look`` for
-            one that changes nothing.
-        path: the file or directory; of a rename the new name.
-        other: of a rename the old name, of an exchange the other one.
+        kind: ``create``, ``write``, ``sync``, ``mkdir``, ``rename``, ``link``, ``exchange``, ``unlink``, ``rmdir``;
+            ``look`` for one that changes nothing.
+        path: the file or directory; of a rename or link the new name.
+        other: of a rename or link the old name, of an exchange the other one.
         tear: carries out the first half of a write.
         data: of a write, what is written.
     """
@@ -168,7 +168,7 @@ class Net:
         subject = args[0] if args else "."
         path = self._paths.get(subject, f"descriptor {subject}") if isinstance(subject, int) else os.fspath(subject)
         kind = CHANGES.get(name, "look")
-        if kind == "rename":
+        if name in ("rename", "replace", "renames", "link"):
             return self._pass(kind, str(os.fspath(args[1])), lambda: real(*args, **kwargs), str(path))
         if name != "write":
             return self._pass(kind, str(path), lambda: real(*args, **kwargs))

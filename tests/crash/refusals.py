@@ -23,7 +23,8 @@ from pathlib import Path
 from paddleformers_fc.execute.channel import Channel
 from paddleformers_fc.storage.names import parse_beside
 from tests.crash.groups import BROKEN, DONE, REFUSED, Group, RankEnd, RefuseAt
-from tests.crash.kills import NEW, NEXT, OLD, Kill, Scenario, operations, prepared
+from tests.crash.killing import Kill, prepared
+from tests.crash.kills import NEW, NEXT, OLD, Scenario, operations
 from tests.crash.net import Gate
 from tests.crash.worlds import (
     Found,
@@ -55,7 +56,7 @@ class Refusal:
         lasting: whether all that follows is refused too.
     """
 
-    at: Kill
+    at: Kill[Scenario]
     reason: int
     lasting: bool
 

@@ -139,17 +139,20 @@ def _refusals(each: int, worker: int, directory: Path) -> Tally:
 
 def _power(each: int, worker: int, directory: Path) -> Tally:
     tally = Tally()
-    for grid, can_exchange in [(one, both) for one in kills.SOME_GRIDS for both in (True, False)][worker::_WORKERS]:
-        instants = power.record(grid, directory, can_exchange)
-        count = sum(1 for _ in power.remains(instants))
+    stories = [power.saves(one, both) for one in kills.SOME_GRIDS for both in (True, False)]
+    # What is exported from live memory is exported from a checkpoint within the staging directory.
+    stories += [power.exported(one) for one in exports.scenarios() if not one.live]
+    for story in stories[worker::_WORKERS]:
+        recording = power.record(story, directory)
+        count = sum(1 for _ in power.remains(recording))
         picked = set(random.Random(1).sample(range(count), min(count, each or count)))
         tally += Tally(1, count, len(picked))
-        for number, left in enumerate(power.remains(instants)):
+        for number, left in enumerate(power.remains(recording)):
             if number in picked:
                 try:
                     power.look(left, directory)
                 except worlds.Lost as error:
-                    tally.lost.append(f"{grid}: {left}: {error}")
+                    tally.lost.append(f"{left}: {error}")
     return tally
 
 

@@ -42,9 +42,9 @@ def load_once(source: str) -> list[int]:
     """Load a checkpoint on every rank, each byte read once; bytes read and received, and whether anything is wrong."""
     from pathlib import Path
 
+    from paddleformers_fc.execute.crew import ReadOptions
     from paddleformers_fc.execute.load import load_checkpoint
     from paddleformers_fc.execute.opening import open_checkpoint
-    from paddleformers_fc.execute.reading import ReadOptions
     from tests.execute.simulated import CONFIG, canonical, live, same_values
 
     channel = started()

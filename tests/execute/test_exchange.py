@@ -11,12 +11,12 @@ import pytest
 
 from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.errors import Corrupt, FlexError, OptionError
+from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.exchange import Storage, read_together
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.opening import open_checkpoint
-from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
+from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.opening import check_together, open_checkpoint
-from paddleformers_fc.execute.reading import ReadOptions
 from paddleformers_fc.execute.told import spelled
 from tests.execute.simulated import CONFIG, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save

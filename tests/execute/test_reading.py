@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import Corrupt, MismatchError, OptionError, StorageError
-from paddleformers_fc.execute.reading import ArraySlot, Crew, ReadOptions, carry_out, read_tensors, verify_equal
+from paddleformers_fc.execute.crew import Crew, ReadOptions
+from paddleformers_fc.execute.reading import ArraySlot, carry_out, read_tensors, verify_equal
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart

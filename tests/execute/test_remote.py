@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.errors import Corrupt, StorageError
+from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_checkpoint
-from paddleformers_fc.execute.reading import ArraySlot, ReadOptions, carry_out
+from paddleformers_fc.execute.reading import ArraySlot, carry_out
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report
 from paddleformers_fc.plan.items import StoredPart

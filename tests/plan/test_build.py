@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.catalog.stored import Catalog, StoredFragment
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.reading import ArraySlot, ReadOptions, carry_out
+from paddleformers_fc.execute.crew import ReadOptions
+from paddleformers_fc.execute.reading import ArraySlot, carry_out
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole

@@ -69,20 +69,9 @@ CASES: list[tuple[str, Layout, dict[str, Any]]] = [
 
 
 def grid_of(layout: Layout) -> ParallelGrid:
-    """The grid of a live layout."""
-    return ParallelGrid(
-        dp=layout.nproc // (layout.tp * layout.pp * layout.sharding),
-        tp=layout.tp,
-        pp=layout.pp,
-        vpp=layout.vpp,
-        ep=layout.ep,
-        sharding=layout.sharding,
-        stage=layout.stage,
-        split=layout.split_param,
-        slice_above=tiny.SEGMENT,
-        # Stage 3 asks what the device wants, and the others take it for an accelerator.
-        alignment=4096 if layout.stage == 3 else 256,
-    )
+    """The grid of a live layout, with the segments and alignment that the live ranks have."""
+    # Stage 3 asks what the device wants, and the others take it for an accelerator.
+    return replace(layout.grid, slice_above=tiny.SEGMENT, alignment=4096 if layout.stage == 3 else 256)
 
 
 def described(roles: dict[str, dict[str, Shard]]) -> dict[str, dict[str, list[Any]]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.trainer.options import (
     CONFLICTS,
     WITHOUT_EFFECT,
@@ -164,6 +164,13 @@ def test_all_contradictions_are_named_at_once() -> None:
 
 def test_the_values_that_mean_the_same_are_accepted() -> None:
     check_options(options(flex_checkpoint=True, **HARMLESS))
+
+
+@pytest.mark.parametrize("given", ["foo", {"statements": []}, {"aoa_statements": "a -> b"}])
+def test_statements_that_are_none_are_refused_before_anything_starts(given: Any) -> None:
+    with pytest.raises(MappingError, match="aoa_config"):
+        check_options(options(flex_checkpoint=True, aoa_config=given))
+    check_options(options(flex_checkpoint=False, aoa_config=given))
 
 
 def test_an_option_without_effect_is_said_and_not_refused() -> None:

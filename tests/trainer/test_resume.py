@@ -87,7 +87,7 @@ def test_a_step_that_was_replaced_on_some_disks_only_is_passed_over_and_named(tm
     said: list[str] = []
     assert together(outputs, said) == [output / "checkpoint-5" for output in outputs]
     assert "different checkpoints under one name.; rank 0: step 9, 3 ranks" in said[0]
-    assert "ranks 1-2: step 9, 1 ranks" in said[0]
+    assert "ranks 1-2: step 9, 1 rank," in said[0]
 
 
 def test_an_interrupted_replacement_is_finished_on_the_disk_that_has_it(tmp_path: Path) -> None:

@@ -150,15 +150,18 @@ def test_a_run_that_resumes_again_takes_its_plans_from_the_directory(
 ) -> None:
     plans = tmp_path / "plans"
     arguments = {**SIX_STEPS, "flex_plan_cache": str(plans)}
-    losses, written = [], []
+    losses, written, said = [], [], []
     for output in ("once", "again"):
         found = ranks.run(f"{JOBS}:run", 2, settings(TP2, tmp_path / output, saved.third, **arguments))
+        (line,) = [line for line in found.logs[0].read_text().splitlines() if "Resumed step 3" in line]
+        said.append("planned before" in line)
         losses.append(found.values[0]["losses"])
         written.append({path.name: path.stat().st_mtime_ns for path in plans.iterdir()})
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
     assert len(written[0]) == 2
     assert written[0] == written[1]
+    assert said == [False, True]
 
 
 def test_the_state_of_a_resumed_run_is_that_of_the_uninterrupted_one(ranks: ForkServer, tmp_path: Path) -> None:

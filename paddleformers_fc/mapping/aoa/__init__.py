@@ -4,9 +4,9 @@
 a mapping as text that Paddle's own engine reads the same way. The language is described in ``docs/aoa.md``.
 """
 
-from paddleformers_fc.mapping.aoa.parsing import parse, parse_config
+from paddleformers_fc.mapping.aoa.parsing import parse, parse_config, statements_of
 from paddleformers_fc.mapping.aoa.rendering import normal, render
 from paddleformers_fc.mapping.aoa.runs import Hints
 from paddleformers_fc.mapping.aoa.tensors import AoaTensor, uncut
 
-__all__ = ["AoaTensor", "Hints", "normal", "parse", "parse_config", "render", "uncut"]
+__all__ = ["AoaTensor", "Hints", "normal", "parse", "parse_config", "render", "statements_of", "uncut"]

@@ -68,17 +68,7 @@ def parse_config(
     Raises:
         MappingError: for a key that is not known, a value of another type, and for the faults of all statements.
     """
-    for key, value in config.items():
-        if key not in _CONFIG or not isinstance(value, _CONFIG[key]):
-            wanted_type = _CONFIG[key].__name__ if key in _CONFIG else "no key of it"
-            raise MappingError(
-                f"aoa_config has an entry {key!r} that cannot be used.",
-                where="aoa_config",
-                evidence=[f"{key} is {type(value).__name__}, wanted {wanted_type}"],
-                next_step=f"The keys are {', '.join(_CONFIG)}.",
-            )
-    raw = config.get("aoa_statements", [])
-    statements = [_statement(entry) for entry in raw] if isinstance(raw, list) else []
+    statements = statements_of(config)
     if not config.get("aoa_config_reverse", False):
         return parse(statements, stored, wanted, ties)
     if wanted is None:
@@ -89,6 +79,33 @@ def parse_config(
             next_step="Give the names, shapes and dtypes of the tensors on the left of the arrows.",
         )
     return parse(statements, wanted, stored, ties).reversed()
+
+
+def statements_of(config: object) -> list[str]:
+    """The text of an ``aoa_config``; what it means can be said only beside the tensors.
+
+    Args:
+        config: as it stands in a configuration, whatever that is.
+    Raises:
+        MappingError: it is no mapping, has a key that is not known, or a value of another type.
+    """
+    if not isinstance(config, MappingABC):
+        raise MappingError(
+            "aoa_config is no mapping of keys to values.",
+            where="aoa_config",
+            evidence=[f"it is {type(config).__name__}"],
+            next_step=f"The keys are {', '.join(_CONFIG)}.",
+        )
+    for key, value in config.items():
+        if key not in _CONFIG or not isinstance(value, _CONFIG[key]):
+            wanted_type = _CONFIG[key].__name__ if key in _CONFIG else "no key of it"
+            raise MappingError(
+                f"aoa_config has an entry {key!r} that cannot be used.",
+                where="aoa_config",
+                evidence=[f"{key} is {type(value).__name__}, wanted {wanted_type}"],
+                next_step=f"The keys are {', '.join(_CONFIG)}.",
+            )
+    return [_statement(entry) for entry in config.get("aoa_statements", [])]
 
 
 def _statement(entry: object) -> str:

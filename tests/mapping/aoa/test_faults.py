@@ -6,7 +6,7 @@ import pytest
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Tie, prove
-from paddleformers_fc.mapping.aoa import AoaTensor, parse, parse_config
+from paddleformers_fc.mapping.aoa import AoaTensor, parse, parse_config, statements_of
 from tests.mapping.aoa.spaces import side
 
 LEFT = {
@@ -237,3 +237,11 @@ def test_a_configuration_with_a_key_or_value_that_is_not_known_is_refused(
 ) -> None:
     with pytest.raises(MappingError, match=f"has an entry '{entry}'"):
         parse_config(config, {}, {})
+    with pytest.raises(MappingError, match=f"has an entry '{entry}'"):
+        statements_of(config)
+
+
+@pytest.mark.parametrize("config", ["a -> b", ["a -> b"], 3])
+def test_a_configuration_that_is_no_mapping_is_refused(config: object) -> None:
+    with pytest.raises(MappingError, match="no mapping of keys to values"):
+        statements_of(config)

@@ -1,0 +1,21 @@
+"""Numbers as a person reads them, in messages, logs and tables alike.
+
+Nothing is looked up or remembered: time and memory are those of one short string.
+"""
+
+from __future__ import annotations
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def size_text(count: int) -> str:
+    """A number of bytes with three digits, in powers of 1000: ``1.5 GB``."""
+    size, unit = float(count), 0
+    while size >= 999.5 and unit + 1 < len(_UNITS):
+        size, unit = size / 1000, unit + 1
+    return f"{count} B" if unit == 0 else f"{size:.3g} {_UNITS[unit]}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A count with its noun: ``1 tensor``, ``1,024 tensors``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

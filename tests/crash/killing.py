@@ -1,0 +1,125 @@
+"""What every job that is killed has in common: it is prepared, run through once, and run again for each operation.
+
+:mod:`tests.crash.kills` says it of saves and rotation, :mod:`tests.crash.exports` of exports. Each knows what must hold
+afterwards; here is who is killed when, and that nobody else ends in a way of their own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from tests.crash.groups import BROKEN, DONE, Group, KillAt, RankEnd
+from tests.crash.worlds import Lost, copy
+
+
+class Scenario(Protocol):
+    """One job that is killed."""
+
+    @property
+    def name(self) -> str:
+        """For a report; differs from all others."""
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+
+    @property
+    def can_exchange(self) -> bool:
+        """Whether the file system can exchange two names."""
+
+    @property
+    def prepare(self) -> Any:
+        """Called with a directory; makes what is there before."""
+
+    @property
+    def job(self) -> Any:
+        """Called with that directory and a rank's channel; what each rank does."""
+
+
+S = TypeVar("S", bound=Scenario)
+
+
+@dataclass(frozen=True)
+class Kill(Generic[S]):
+    """One accident.
+
+    Args:
+        scenario: the job.
+        rank: who comes to its operation.
+        number: of the operation.
+        kind: of the operation.
+        all_ranks: whether the others are killed too.
+    """
+
+    scenario: S
+    rank: int
+    number: int
+    kind: str
+    all_ranks: bool
+
+    def __str__(self) -> str:
+        who = "all ranks" if self.all_ranks else f"rank {self.rank}"
+        return f"{self.scenario.name}: {who} killed at operation {self.number} ({self.kind}) of rank {self.rank}"
+
+
+def run(scenario: Scenario, there: Path, gates: Mapping[int, KillAt]) -> list[RankEnd]:
+    """How every rank of the job has ended."""
+    return Group(
+        scenario.ranks, lambda channel: scenario.job(there, channel), there, dict(gates), scenario.can_exchange
+    ).end()
+
+
+def run_alone(scenario: Scenario, there: Path) -> list[RankEnd]:
+    """How every rank of the job has ended where nobody was killed.
+
+    Raises:
+        Lost: it does not run through, or does something to files that the net does not see.
+    """
+    ends = run(scenario, there, {})
+    for rank, end in enumerate(ends):
+        if end.code != DONE or end.outside or end.unseen:
+            raise Lost(f"{scenario.name}: rank {rank} alone does not work: {end}")
+    return ends
+
+
+def every_kill(scenario: S, ends: Sequence[RankEnd]) -> list[Kill[S]]:
+    """Each rank alone, and all of them, at each operation of each rank that changes something."""
+    return [
+        Kill(scenario, rank, number, kind, all_ranks)
+        for all_ranks in ((False, True) if scenario.ranks > 1 else (True,))
+        for rank, end in enumerate(ends)
+        for number, kind in enumerate(end.kinds)
+        if kind != "look"
+    ]
+
+
+def run_killed(kill: Kill[S], there: Path) -> list[RankEnd]:
+    """How every rank has ended: the victims were killed, and the others have ended by themselves.
+
+    Raises:
+        Lost: one has not, or has touched files past the net.
+    """
+    ends = run(kill.scenario, there, {kill.rank: KillAt(kill.number, kill.all_ranks)})
+    for rank, end in enumerate(ends):
+        if end.code == -signal.SIGKILL and (kill.all_ranks or rank == kill.rank):
+            continue
+        if rank == kill.rank or end.code == BROKEN or end.code < 0 or end.outside:
+            raise Lost(f"rank {rank} ended with {end.code}: {end.text} {end.outside}")
+    return ends
+
+
+def prepared(scenario: Scenario, directory: Path, there: Path) -> Path:
+    """A fresh copy, at ``there``, of what is there before a scenario's job."""
+    template = directory / "prepared"
+    name = template / "name"
+    if not name.exists() or name.read_text() != scenario.name:
+        shutil.rmtree(template, ignore_errors=True)
+        (template / "there").mkdir(parents=True)
+        scenario.prepare(template / "there")
+        name.write_text(scenario.name)
+    return copy(template / "there", there)
