@@ -5,6 +5,8 @@ VENV   := .venv
 # The interpreter to make .venv with; by default the first of python3, python3.12, python3.11, python3.10 that will do.
 PYTHON ?=
 OUTPUT ?= demo_out
+# How many processes share the tests; each may start four ranks of its own, of some 300 MB.
+WORKERS ?= 2
 
 BIN    := $(VENV)/bin
 # Installed again when, and only when, what is to be installed changes.
@@ -51,8 +53,9 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
+# The tests of a file stay together: they share the ranks that were started for them.
 test: lint
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 guarantees: $(STAMP)
 	@$(BIN)/python -m pytest -q -p tests.corruption.writing tests/corruption tests/crash

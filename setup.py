@@ -48,6 +48,7 @@ setup(
             "mypy",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "s3fs",
             "safetensors",

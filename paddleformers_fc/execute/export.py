@@ -2,8 +2,8 @@
 
 Canonical tensors are put into files in natural order; every rank on the coordinator's disk writes some of the files,
 reading just the ranges that its tensors are made of, and reads the next tensors while it writes the last ones. Memory
-is twice the largest tensor (64 MiB where all are small) plus scratch memory, whatever the size of the model. The same
-checkpoint content gives the same bytes whatever layout it was saved under.
+is twice the largest tensor (where all are small, half a file and at most 64 MiB) plus scratch memory, whatever the size
+of the model. The same checkpoint content gives the same bytes whatever layout it was saved under.
 
 Where no rank sees all of the checkpoint, the ranks go from batch to batch together, and get from each other what they
 do not see.
@@ -55,7 +55,9 @@ DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 TRAINER_DIRECTORY = "trainer"
 """Where the trainer keeps its own state inside a checkpoint."""
 
-_LEAST_ROOM = 32 * 1024 * 1024
+_ROOM = 32 * 1024 * 1024
+_BATCHES_PER_FILE = 4
+"""Two batches are in memory at a time; four in a file leave half the size of a file for everything else."""
 _ALIGNMENT = 64
 
 
@@ -115,14 +117,14 @@ def export_checkpoint(
     checkpoint = open_checkpoint(source, channel, verify, roll=roll)
     canonical = together(channel, f"preparing an export to {target.name}", prepare)
     layout = canonical_layout(canonical).get(MODEL_STATE, {})
-    files = _divided(layout, max_shard_bytes)
+    files, room = _divided(layout, max_shard_bytes), _room(layout, max_shard_bytes)
     small = _small_files(checkpoint, channel)
     with staging_beside(target, channel, _nothing) as staged:
         mine = _share(files, staged.disks, channel.rank)
         if canonical.catalog.seen_by:
-            written = _write_together(staged.path, canonical, mine, channel)
+            written = _write_together(staged.path, canonical, mine, room, channel)
         else:
-            written = agree(channel, "exporting", lambda: _write_files(staged.path, canonical, mine))
+            written = agree(channel, "exporting", lambda: _write_files(staged.path, canonical, mine, room))
 
         def finish() -> None:
             if channel.rank == 0:
@@ -227,9 +229,8 @@ class _Batch:
 _Arrays = list[tuple[Shard, np.ndarray[Any, Any]]]
 
 
-def _write_files(staging: Path, source: Source, files: list[_FilePlan]) -> bytes:
+def _write_files(staging: Path, source: Source, files: list[_FilePlan], room: int) -> bytes:
     receipts: list[FileReceipt] = []
-    room = _room(files)
     with (
         Crew(identities=source.catalog.identities) as crew,
         closing(_read_ahead(_batches(source, files, room), crew, source.catalog.root, room)) as reading,
@@ -243,9 +244,9 @@ def _write_files(staging: Path, source: Source, files: list[_FilePlan]) -> bytes
     return msgspec.json.encode(receipts)
 
 
-def _write_together(staging: Path, source: Source, files: list[_FilePlan], channel: Channel) -> list[bytes]:
+def _write_together(staging: Path, source: Source, files: list[_FilePlan], room: int, channel: Channel) -> list[bytes]:
     """As :func:`_write_files`, all ranks in step; every rank's receipts. One with nothing to write reads for others."""
-    room, batches = _room(files), list[_Batch]()
+    batches: list[_Batch] = []
 
     def plan() -> bytes:
         batches.extend(_batches(source, files, room))
@@ -299,9 +300,9 @@ def _writer_of(staging: Path, file: _FilePlan) -> SafetensorsWriter:
     return SafetensorsWriter(staging / file.name, entries, {"format": "pt"}, root=staging)
 
 
-def _room(files: list[_FilePlan]) -> int:
-    """How many bytes of tensors are read at a time."""
-    return max([_LEAST_ROOM, *[_nbytes(shard) for file in files for shard in file.tensors]])
+def _room(layout: Mapping[str, Shard], max_shard_bytes: int) -> int:
+    """How many bytes of tensors are read at a time: few beside a file's, so that the bound on files bounds memory."""
+    return max([min(_ROOM, max_shard_bytes // _BATCHES_PER_FILE), *[_nbytes(shard) for shard in layout.values()]])
 
 
 def _batches(source: Source, files: list[_FilePlan], room: int) -> Iterator[_Batch]:

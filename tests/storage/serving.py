@@ -49,6 +49,8 @@ class Served:
 
 class _Handler(SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Head and body of an answer are two packets; the second would wait for the first to be acknowledged.
+    disable_nagle_algorithm = True
 
     def __init__(self, *arguments: object, served: Served) -> None:
         self._served = served
