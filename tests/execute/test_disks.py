@@ -111,7 +111,7 @@ def test_every_disk_gets_the_files_of_its_ranks_and_all_that_is_small(
 def test_an_export_lies_whole_on_the_first_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: tuple[int, ...], max_shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(export, "_LEAST_ROOM", 3000)
+    monkeypatch.setattr(export, "_ROOM", 3000)
     places = [tmp_path / f"disk-{lead}" for lead in leads]
 
     def work(channel: Any) -> None:

@@ -88,7 +88,7 @@ def test_the_export_of_every_layout_is_the_same_file(
     assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
     save(tmp_path / "checkpoint-4", ARRAYS, 1, 1)
     # In more and smaller pieces.
-    monkeypatch.setattr(export, "_LEAST_ROOM", 512)
+    monkeypatch.setattr(export, "_ROOM", 512)
     again = export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "again")
     assert report.files[name].digest == again.files[name].digest
     assert json.loads((tmp_path / "export/config.json").read_text()) == CONFIG
@@ -142,7 +142,7 @@ def test_an_export_over_an_older_one_leaves_nothing_of_it(tmp_path: Path) -> Non
 def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(export, "_LEAST_ROOM", 512)
+    monkeypatch.setattr(export, "_ROOM", 512)
     save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
     threads = threading.active_count()
     original, calls = getattr(os, call), []

@@ -104,11 +104,16 @@ class _Handler(SimpleHTTPRequestHandler):
         self.wfile.write(data)
 
 
+class _Server(ThreadingHTTPServer):
+    # With the five of the library, a client that opens more connections at once waits for seconds to try again.
+    request_queue_size = 128
+
+
 @contextmanager
 def serving(root: Path) -> Iterator[Served]:
     """Serve a directory on this machine while the block runs."""
     served = Served(root)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, served=served))
+    server = _Server(("127.0.0.1", 0), partial(_Handler, served=served))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
