@@ -30,7 +30,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import list_directory
 from paddleformers_fc.storage.identity import identities_of
-from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle
+from paddleformers_fc.storage.pickles import PickledArray, Record, quoted, read_pickle
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.wording import count_text
 
@@ -198,13 +198,13 @@ def _described(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
     known = _known(path, tensors)
     for index, file in stored.items():
         if not isinstance(index, Record) or not isinstance(file, str) or not _DATA.fullmatch(file):
-            raise _malformed(path, f"a tensor is said to be in {str(file)[:100]!r}")
+            raise _malformed(path, f"a tensor is said to be in {quoted(file)!r}")
         if index.fields.get("replica_id"):
             continue
         key = index.fields.get("tensor_key")
         shard = known.get((key, _place(index))) if isinstance(key, str) else None
         if not isinstance(key, str) or shard is None:
-            raise _malformed(path, f"{str(key)[:100]} is in {file}, and nothing says what it is")
+            raise _malformed(path, f"{quoted(key)} is in {file}, and nothing says what it is")
         yield key, file, shard
 
 
@@ -215,7 +215,7 @@ def _known(path: Path, tensors: dict[Any, Any]) -> dict[Any, Shard]:
     for name, pieces in tensors.items():
         # Lists that are one list would be gone through once for each name.
         if not isinstance(name, str) or not isinstance(pieces, list) or id(pieces) in seen:
-            raise _malformed(path, f"{str(name)[:100]} is described by no list of its own")
+            raise _malformed(path, f"{quoted(name)} is described by no list of its own")
         seen.add(id(pieces))
         for piece in pieces:
             shard = _shard(name, piece) if isinstance(piece, Record) else None
@@ -273,7 +273,7 @@ def _pieces(path: Path) -> dict[str, _Piece]:
     found: dict[str, _Piece] = {}
     for key, one in arrays.items():
         if not isinstance(key, str) or not isinstance(one, PickledArray):
-            raise _malformed(path, f"{str(key)[:100]} is no tensor")
+            raise _malformed(path, f"{quoted(key)} is no tensor")
         found[key] = _Piece(one.begin, one.length, int(one.code[1:]))
     return found
 

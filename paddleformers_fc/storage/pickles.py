@@ -39,6 +39,8 @@ MAX_AXES = 32
 _WINDOW = 1 << 20
 _SMALL = 32
 """Bytes up to this length are kept, because numbers are written so; longer ones are only located."""
+_QUOTED = 100
+"""How many characters of a text an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,14 @@ def read_pickle(path: Path) -> Any:
     """
     with open_local(path) as file:
         return _Machine(_Tape(file)).run()
+
+
+def quoted(value: Any) -> str:
+    """What an error says of a value that a pickle holds: of a text its beginning, of anything else what it is.
+
+    A list that holds another one twice, which does the same, is written out in no memory that there is.
+    """
+    return value[:_QUOTED] if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 class _Tape:
@@ -352,7 +362,7 @@ class _Machine:
         """Look a global name up."""
         known = _WORDS.get((module, name)) if isinstance(module, str) and isinstance(name, str) else None
         if known is None:
-            self._tape.refuse(f"it asks for {str(module)[:100]}.{str(name)[:100]}, which is not data")
+            self._tape.refuse(f"it asks for {quoted(module)}.{quoted(name)}, which is not data")
         self.push(known)
 
     def new(self) -> None:

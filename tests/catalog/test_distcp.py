@@ -153,6 +153,13 @@ def _shared_lists(fields: dict[str, Any]) -> None:
     fields["state_dict_metadata"] = dict.fromkeys(fields["state_dict_metadata"], first)
 
 
+def _named_by_a_bomb(fields: dict[str, Any]) -> None:
+    deep: Any = ""
+    for _ in range(20):
+        deep = [deep, deep]  # Its text has a million parts; that of twice the depth fits into no memory.
+    fields["storage_metadata"] = dict.fromkeys(fields["storage_metadata"], deep)
+
+
 def _linked(copy: Path) -> None:
     elsewhere = copy.parent / "elsewhere.distcp"
     (copy / WEIGHTS).rename(elsewhere)
@@ -183,6 +190,7 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
     "a file outside": (forged(lambda fields: _renamed(fields, "../../0_0.distcp")), FormatError, r"\.\./\.\./0_0"),
     "a file by its whole path": (forged(lambda fields: _renamed(fields, "/etc/passwd")), FormatError, "passwd"),
     "a file of no kind": (forged(lambda fields: _renamed(fields, "0_0.distcp\n")), FormatError, "is said to be in"),
+    "a file whose name is a memo bomb": (forged(_named_by_a_bomb), FormatError, "said to be in 'a list'"),
     "one list for all": (forged(_shared_lists), FormatError, "no list of its own"),
     "no tensors": (forged(lambda fields: fields["storage_metadata"].clear()), Corrupt, "no tensor is stored"),
 }

@@ -234,6 +234,20 @@ def test_a_depth_of_100000_is_no_recursion(tmp_path: Path) -> None:
     assert isinstance(read_pickle(written(tmp_path / "x", raw)), list)
 
 
+@pytest.mark.parametrize("name", ["a memo bomb", "a depth of 100000"])
+def test_a_name_that_is_no_text_is_refused_without_being_written_out(tmp_path: Path, name: str) -> None:
+    # As text the bomb would have 2^22 times the length of an empty list: enough to be seen, and not to harm the tests.
+    twice = b"".join(b"](h" + bytes([at]) + b"h" + bytes([at]) + b"e\x94" for at in range(22))
+    module = b"]\x94" + twice if name == "a memo bomb" else b"]" + b"\x85" * 100_000
+    path = written(tmp_path / "x", b"\x80\x04" + module + b"\x8c\x06system\x93.")
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=r"it asks for a (list|tuple)\.system"):
+        read_pickle(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * path.stat().st_size + (4 << 20)
+
+
 def test_any_change_of_a_real_pickle_is_refused_or_data(tmp_path: Path) -> None:
     value = {"w": np.arange(6, dtype="f4").reshape(2, 3), "n": {"a": (1, 2), "b": [None, 0.5]}, "s": np.float32(1)}
     real = pickle.dumps(value, 4)
