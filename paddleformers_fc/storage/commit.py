@@ -266,10 +266,10 @@ def unfinished(output_dir: Path) -> list[Leftover]:
     """Every hidden directory beside the checkpoints of ``output_dir``: saves that run now, and what crashes left.
 
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system refused to look into ``output_dir``.
     """
     found = [(path, parse_beside(path)) for path in list_directory(output_dir)]
-    return [_judge(path, *parsed) for path, parsed in found if parsed is not None and is_directory(path)]
+    return [_judged(path, *parsed) for path, parsed in found if parsed is not None and is_directory(path)]
 
 
 def clean_unfinished(output_dir: Path) -> tuple[list[Leftover], list[Leftover]]:
@@ -529,6 +529,14 @@ def _life(directory: Path) -> Life | None:
     """Whether the directory's owner lives; None if it has no readable record."""
     owner = read_owner(directory)
     return None if owner is None else life_of(owner)
+
+
+def _judged(path: Path, target: Path, state: str) -> Leftover:
+    try:
+        return _judge(path, target, state)
+    except StorageError as error:
+        # Another user's, in a directory of several users, or on a part of the disk that is broken: it stops no save.
+        return Leftover(path, target, f"It cannot be looked at: {error.what}", False)
 
 
 def _judge(path: Path, target: Path, state: str) -> Leftover:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -398,6 +400,30 @@ def test_a_leftover_that_cannot_be_deleted_is_told_and_stops_nobody(
     removed, (left,) = clean_unfinished(tmp_path)
     assert (removed, left.path) == ([], leftover)
     assert "It cannot be deleted: a reader holds a file" in left.why
+
+
+@pytest.mark.parametrize("closed", ["its record", "its manifest"])
+def test_a_leftover_that_cannot_be_looked_at_is_told_and_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    theirs = leftover_of(a_dead_process(), tmp_path / "theirs")
+    mine = leftover_of(a_dead_process(), tmp_path / "checkpoint-1")
+    (theirs / OWNER_NAME).unlink()
+    secret = theirs / OWNER_NAME if closed == "its record" else theirs / MANIFEST_NAME
+    open_file = os.open
+
+    def refuse(path: Any, *arguments: Any, **named: Any) -> int:
+        # The tests may run as a user who may read everything.
+        if Path(path) == secret:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_file(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    removed, (left,) = clean_unfinished(tmp_path)
+    assert ([one.path for one in removed], left.path, left.disposable) == ([mine], theirs, False)
+    assert left.why.startswith("It cannot be looked at: ")
+    assert "Permission denied" in left.why
+    save(tmp_path / "checkpoint-2", 1)
 
 
 def test_discard_leaves_what_another_process_has_made(tmp_path: Path) -> None:
