@@ -19,6 +19,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.ranges import RangeReader
@@ -88,7 +89,7 @@ def export(source: Place, target: Path, max_shard_bytes: int, verify: str, repla
 
 
 def _refuse_target(target: Path, replace: bool) -> None:
-    inside = next((path for path in (target, *target.resolve().parents) if (path / MANIFEST_NAME).exists()), None)
+    inside = next((path for path in (target, *real_path(target).parents) if (path / MANIFEST_NAME).exists()), None)
     if inside is not None:
         raise OptionError(
             "An export is not written into a checkpoint.",

@@ -44,9 +44,9 @@ from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
-from paddleformers_fc.storage.commit import discard, publish, replace
+from paddleformers_fc.storage.commit import discard, place_of, publish, replace
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
-from paddleformers_fc.storage.files import list_directory, read_file, write_file
+from paddleformers_fc.storage.files import list_directory, read_file, real_path, write_file
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, FileReceipt, verify_files
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.safetensors import SafetensorsWriter
@@ -119,7 +119,7 @@ def export_checkpoint(
     layout = canonical_layout(canonical).get(MODEL_STATE, {})
     files, room = _divided(layout, max_shard_bytes), _room(layout, max_shard_bytes)
     small = _small_files(checkpoint, channel)
-    with staging_beside(target, channel, _nothing) as staged:
+    with staging_beside(target, channel, _nothing, place_of) as staged:
         mine = _share(files, staged.disks, channel.rank)
         if canonical.catalog.seen_by:
             written = _write_together(staged.path, canonical, mine, room, channel)
@@ -128,7 +128,7 @@ def export_checkpoint(
 
         def finish() -> None:
             if channel.rank == 0:
-                _finish(staged.path, target, small, files)
+                _finish(staged.path, real_path(target), small, files)
             elif channel.rank in staged.disks.of_leads:
                 discard(staged.path)  # An export is on one disk, that of the coordinator.
 
@@ -160,7 +160,7 @@ def save_weights(
     Raises:
         FlexError: the same on every rank; older weights in the target are untouched.
     """
-    with staging_beside(target, channel, _nothing) as staged:
+    with staging_beside(target, channel, _nothing, place_of) as staged:
         passage = staged.path / "weights"
         save_checkpoint(passage, {MODEL_STATE: weights}, config, files, JobRecord(0, 0, {}), channel)
         report = export_checkpoint(passage, target, max_shard_bytes, channel)

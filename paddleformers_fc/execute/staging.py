@@ -33,14 +33,21 @@ class Staged:
     disks: Disks
 
 
+def _itself(target: Path) -> Path:
+    return target
+
+
 @contextlib.contextmanager
-def staging_beside(target: Path, channel: Channel, before: Callable[[], None]) -> Iterator[Staged]:
+def staging_beside(
+    target: Path, channel: Channel, before: Callable[[], None], place_of: Callable[[Path], Path] = _itself
+) -> Iterator[Staged]:
     """A fresh staging directory for ``target`` on every disk; discarded when the block raises.
 
     Args:
         target: what will be written.
         channel: all ranks; every rank must enter.
         before: what must hold before anything is created; run on the coordinator.
+        place_of: the name beside which the target of this rank is staged.
     Raises:
         FlexError: the same on every rank.
     """
@@ -49,15 +56,19 @@ def staging_beside(target: Path, channel: Channel, before: Callable[[], None]) -
     def make() -> str:
         if channel.rank == 0:
             before()
-        clean_unfinished(target.parent)
-        made.append(create_staging(target))
+        place = place_of(target)
+        clean_unfinished(place.parent)
+        made.append(create_staging(place))
         return made[0].name
+
+    def staging_of(name: str) -> Path:
+        return place_of(target).with_name(name)
 
     try:
         disks = find_disks(
-            channel, f"preparing to write {target.name}", make, lambda name: is_directory(_named(target, name))
+            channel, f"preparing to write {target.name}", make, lambda name: is_directory(staging_of(name))
         )
-        staging = _named(target, disks.token)
+        staging = staging_of(disks.token)
         if made and made[0] != staging:
             discard(made.pop())  # Another rank, on another host, was the first on this disk.
         yield Staged(staging, disks)
@@ -67,7 +78,3 @@ def staging_beside(target: Path, channel: Channel, before: Callable[[], None]) -
             with contextlib.suppress(StorageError):
                 discard(staging)
         raise
-
-
-def _named(target: Path, name: str) -> Path:
-    return target.with_name(name)

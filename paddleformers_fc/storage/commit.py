@@ -52,10 +52,12 @@ from paddleformers_fc.storage.files import (
     look,
     make_directories,
     make_directory,
+    real_path,
     remove_empty_directory,
     remove_file,
     remove_tree,
     rename,
+    stands_apart,
 )
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.storage.names import ASIDE, REMOVED, UNFINISHED, beside, kept, parse_beside
@@ -105,6 +107,19 @@ class Leftover:
     why: str
     disposable: bool
     nameless: bool = False
+
+
+def place_of(target: Path) -> Path:
+    """The name beside which an export to ``target`` is staged, so that its files can be renamed to where they belong.
+
+    Links are followed: what is staged beside a link may be on another file system than what it leads to. For a
+    directory that is mounted, or whose parent belongs to somebody else, it is a name inside of it.
+
+    Raises:
+        StorageError: the operating system refused to look.
+    """
+    real = real_path(target)
+    return real / (real.name or "export") if is_directory(real) and stands_apart(real) else real
 
 
 def create_staging(target: Path) -> Path:
@@ -217,14 +232,14 @@ def replace(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[
 
     Args:
         staging: from :func:`create_staging`, with all files written and synced.
-        target: the name it was created for; a directory that holds something.
+        target: the name it was created for, or the directory that it was created in; one that holds something.
         marks: names of files by one of which an export is recognised; staging holds one of them.
         is_old: whether a name in the target is that of a file of an export, which goes; all others stay.
 
     Raises:
         StorageError: the operating system refused.
     """
-    _check_pair(staging, target)
+    _check_pair(staging, target if staging.parent != target else target / (target.name or "export"))
     own = [path.relative_to(staging) for path in files_within(staging) if path.name != OWNER_NAME]
     for directory in directories_within(staging):
         fsync_directory(directory)

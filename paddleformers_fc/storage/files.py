@@ -407,6 +407,29 @@ def try_directory(path: Path) -> None:
         os.rmdir(tempfile.mkdtemp(prefix=".trial-", dir=ground))
 
 
+def real_path(path: Path) -> Path:
+    """The absolute path that a name leads to through all links, also where nothing is there.
+
+    Raises:
+        StorageError: the operating system refused to look.
+    """
+    with _naming("look at", path):
+        return Path(os.path.realpath(path))
+
+
+def stands_apart(path: Path) -> bool:
+    """Whether a directory can neither be replaced by one beside it nor take what is renamed from there.
+
+    It is mounted, or this process works in it, or what it is in takes nothing new from this user.
+
+    Raises:
+        StorageError: the operating system refused to look.
+    """
+    with _naming("look at", path):
+        used = os.path.ismount(path) or os.path.samefile(path, os.curdir)
+        return used or not os.access(path.parent, os.W_OK | os.X_OK)
+
+
 def make_directory(path: Path) -> None:
     """Create one directory that must not exist.
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +96,63 @@ def test_other_files_in_the_directory_are_kept(four: Path, tmp_path: Path) -> No
     (target / "README.md").write_text("mine")
     assert run("export", four, target).code == 0
     assert (target / "README.md").read_text() == "mine"
+
+
+def test_a_link_to_another_file_system_is_followed_and_stays(four: Path, tmp_path: Path) -> None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("this machine has one file system")
+    link = tmp_path / "export"
+    with tempfile.TemporaryDirectory(dir=memory) as real:
+        link.symlink_to(real)
+        for size in ("8kB", "5GB"):
+            outcome = run("export", four, link, "--max-shard-size", size, "--replace", "--json")
+            assert outcome.document["md5"] == md5_of_arrays()
+            (Path(real) / "notes.txt").write_text("mine")
+        assert sorted(os.listdir(real)) == ["config.json", "model.safetensors", "notes.txt"]
+        assert link.is_symlink()
+    assert os.listdir(tmp_path) == ["export"]
+
+
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize("why", ["mounted", "below a directory of somebody else", "where the process is"])
+def test_a_directory_that_cannot_be_replaced_is_written_into(
+    four: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, older: bool
+) -> None:
+    target = tmp_path / "output"
+    target.mkdir()
+    if older:
+        assert run("export", four, target, "--max-shard-size", "8kB").code == 0
+        (target / "checkpoint-5").mkdir()
+    named, inode = target, target.stat().st_ino
+    if why == "mounted":
+        monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == str(target))
+    elif why == "where the process is":
+        monkeypatch.chdir(target)
+        named = Path()
+    else:
+        may = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and may(path, mode))
+    make = os.mkdir
+
+    def refuse(path: Any, *arguments: Any) -> None:
+        if Path(path).parent == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        make(path, *arguments)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    outcome = run("export", four, named, "--replace", "--json")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.document["md5"] == md5_of_arrays()
+    assert sorted(os.listdir(target)) == [*(["checkpoint-5"] if older else []), "config.json", "model.safetensors"]
+    assert (os.listdir(tmp_path), target.stat().st_ino) == (["output"], inode)
+
+
+def test_a_link_that_leads_nowhere_else_is_an_error_with_a_reason(four: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    outcome = run("export", four, tmp_path / "loop")
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err
 
 
 def test_a_checkpoint_is_not_written_into(one: Path, copy: Path) -> None:

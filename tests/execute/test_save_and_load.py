@@ -182,6 +182,35 @@ def test_a_live_model_is_exported_without_gathering(tmp_path: Path, tp: int) -> 
 
 
 @pytest.mark.parametrize("tp", [1, 2])
+def test_a_live_model_is_exported_into_the_output_directory_where_that_is_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    output = tmp_path / "output"
+    save(output / "checkpoint-3", ARRAYS, 1, 1)
+    rename = os.rename
+
+    def refuse(source: Any, new: Any) -> None:
+        if output in Path(new).parents and output not in Path(source).parents:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        rename(source, new)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == str(output))
+
+    def work(channel: Any) -> None:
+        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        weights = live(ARRAYS, tp, channel.rank)["model_state"]
+        save_weights(weights, CONFIG, files, output, 10**9, channel)
+
+    for _ in range(2):
+        succeed(tp, work)
+    loaded = load_file(output / "model.safetensors")
+    assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
+    assert sorted(path.name for path in output.iterdir()) == ["checkpoint-3", "config.json", "model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
 def test_open_weights_are_loaded_into_a_fused_model(tmp_path: Path, tp: int) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, 2, 1)
     export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000)
