@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -30,7 +30,7 @@ import numpy as np
 
 from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree, together
 from paddleformers_fc.execute.crew import Crew
 from paddleformers_fc.execute.disks import Disks
@@ -130,7 +130,7 @@ def export_checkpoint(
             if channel.rank == 0:
                 _finish(staged.path, real_path(target), small, files)
             elif channel.rank in staged.disks.of_leads:
-                discard(staged.path)  # An export is on one disk, that of the coordinator.
+                _try_discard(staged.path)  # An export is on one disk, that of the coordinator.
 
         together(channel, "finishing the export", finish)
     receipts = {
@@ -165,8 +165,14 @@ def save_weights(
         save_checkpoint(passage, {MODEL_STATE: weights}, config, files, JobRecord(0, 0, {}), channel)
         report = export_checkpoint(passage, target, max_shard_bytes, channel)
         if channel.rank in staged.disks.of_leads:
-            discard(staged.path)
+            _try_discard(staged.path)
     return report
+
+
+def _try_discard(staging: Path) -> None:
+    """Delete a directory that has served; one that resists goes with the next export, for this one is there."""
+    with suppress(StorageError):
+        discard(staging)
 
 
 def _nothing() -> None:

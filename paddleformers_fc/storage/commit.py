@@ -245,7 +245,9 @@ def replace(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[
         fsync_directory(directory)
     if not _exchanged(staging, target, {*map(str, own)}, is_old):
         _moved_in(staging, target, own, marks, is_old)
-        discard(staging)
+        # The export is there; what is left of its staging directory goes with the next one.
+        with contextlib.suppress(StorageError):
+            discard(staging)
 
 
 def discard(staging: Path) -> None:

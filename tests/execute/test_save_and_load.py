@@ -24,6 +24,7 @@ from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoi
 from paddleformers_fc.execute.shares import divide
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.storage.owner import OWNER_NAME
 from tests.execute.simulated import CONFIG, Arrays, Roles, canonical, job, live, same_values, succeed
 
 ARRAYS = canonical()
@@ -208,6 +209,38 @@ def test_a_live_model_is_exported_into_the_output_directory_where_that_is_mounte
     assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
     assert sorted(path.name for path in output.iterdir()) == ["checkpoint-3", "config.json", "model.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("inside", ["weights", OWNER_NAME])
+def test_an_export_that_is_there_does_not_fail_by_what_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, inside: str
+) -> None:
+    save(tmp_path / "hf" / "checkpoint-3", ARRAYS, 1, 1)  # It is written into, for it holds a directory.
+    unlink = os.unlink
+
+    def refuse(path: Any) -> None:
+        parts = Path(path).relative_to(tmp_path).parts
+        if ".removed-" in parts[0] and parts[1] == inside:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        unlink(path)
+
+    def work(channel: Any) -> None:
+        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        weights = live(ARRAYS, tp, channel.rank)["model_state"]
+        save_weights(weights, CONFIG, files, tmp_path / "hf", 10**9, channel)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        succeed(tp, work)
+    assert any(".removed-" in path.name for path in tmp_path.iterdir())
+    succeed(tp, work)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
+        "checkpoint-3",
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
