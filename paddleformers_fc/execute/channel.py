@@ -77,6 +77,9 @@ class _Outcome(msgspec.Struct):
     roll: bytes = b""
 
 
+_outcomes = msgspec.msgpack.Decoder(_Outcome)
+
+
 class LocalChannel:
     """The channel of a job with one process."""
 
@@ -291,7 +294,7 @@ def spread(channel: Channel, data: bytes, size: int, members: Sequence[int]) -> 
 def _decoded(payload: bytes) -> _Outcome:
     """What a rank said; a rank that speaks another language is doing something else."""
     try:
-        return msgspec.msgpack.decode(payload, type=_Outcome)
+        return _outcomes.decode(payload)
     except msgspec.MsgspecError:
         return _Outcome("something that cannot be understood here")
 

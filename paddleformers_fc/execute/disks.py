@@ -45,6 +45,9 @@ class _Answer(msgspec.Struct, frozen=True):
     host: str
 
 
+_answer = msgspec.msgpack.Decoder(_Answer)
+
+
 def find_disks(channel: Channel, doing: str, put: Callable[[], str], sees: Callable[[str], bool]) -> Disks:
     """Find out which ranks share a disk.
 
@@ -86,4 +89,4 @@ def _answers(
         lead = next((maker for maker in sorted(makers) if sees(tokens[maker]) or maker == channel.rank), None)
         return msgspec.msgpack.encode(_Answer(lead, socket.gethostname()))
 
-    return [msgspec.msgpack.decode(payload, type=_Answer) for payload in agree(channel, doing, look)]
+    return [_answer.decode(payload) for payload in agree(channel, doing, look)]

@@ -99,6 +99,9 @@ class _Part(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
 
 
+_parts = msgspec.msgpack.Decoder(dict[str, list[tuple[int, _Part]]])
+
+
 def agreed_schedule(wants: Sequence[StoredPart], storage: Storage, channel: Channel, limit: int) -> Schedule:
     """This rank's part in the rounds that all ranks work out from their wants.
 
@@ -406,7 +409,7 @@ def _encoded(parts: Iterable[StoredPart]) -> bytes:
 
 def _decoded(payload: bytes) -> list[StoredPart]:
     found: list[tuple[int, StoredPart]] = []
-    for file, parts in msgspec.msgpack.decode(payload, type=dict[str, list[tuple[int, _Part]]]).items():
+    for file, parts in _parts.decode(payload).items():
         for position, one in parts:
             found.append((position, StoredPart(file, one.begin, one.shape, Box(one.lo, one.hi), one.dtype)))
     return [part for _, part in sorted(found, key=itemgetter(0))]

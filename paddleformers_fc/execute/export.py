@@ -55,6 +55,7 @@ DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 TRAINER_DIRECTORY = "trainer"
 """Where the trainer keeps its own state inside a checkpoint."""
 
+_receipts = msgspec.json.Decoder(list[FileReceipt])
 _ROOM = 32 * 1024 * 1024
 _BATCHES_PER_FILE = 4
 """Two batches are in memory at a time; four in a file leave half the size of a file for everything else."""
@@ -133,9 +134,7 @@ def export_checkpoint(
                 _try_discard(staged.path)  # An export is on one disk, that of the coordinator.
 
         together(channel, "finishing the export", finish)
-    receipts = {
-        receipt.path: receipt for payload in written for receipt in msgspec.json.decode(payload, type=list[FileReceipt])
-    }
+    receipts = {receipt.path: receipt for payload in written for receipt in _receipts.decode(payload)}
     total = sum(_nbytes(shard) for shard in layout.values())
     return ExportReport(target, receipts, len(layout), total)
 

@@ -42,6 +42,9 @@ class _Record(msgspec.Struct):
     size: int
 
 
+_records = msgspec.msgpack.Decoder(_Record)
+
+
 def finish(
     staged: Staged,
     directory: Path,
@@ -74,7 +77,7 @@ def finish(
             common.append(msgspec.msgpack.encode(everywhere))
         return msgspec.msgpack.encode(_Record(manifest, sum(map(len, common))))
 
-    told = msgspec.msgpack.decode(agree(channel, "describing the checkpoint", record)[0], type=_Record)
+    told = _records.decode(agree(channel, "describing the checkpoint", record)[0])
     got = spread(channel, common[0] if common else b"", told.size, leads)
     is_lead = channel.rank in leads
 

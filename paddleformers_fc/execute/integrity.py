@@ -39,6 +39,9 @@ class _Said(msgspec.Struct, frozen=True):
     refusal: str
 
 
+_said = msgspec.msgpack.Decoder(_Said)
+
+
 def check_beside_numbers(directory: Place, sight: Sight | None, channel: Channel, threads: int) -> None:
     """Compare what is not a tensor's number; the ranks share the work. Every rank must call.
 
@@ -123,7 +126,7 @@ def _compare_together(directory: Place, channel: Channel, share: Callable[[], Fo
         )
 
     payloads = agree(channel, f"comparing checksums of {directory.name}", work)
-    said = [msgspec.msgpack.decode(payload, type=_Said) for payload in payloads]
+    said = [_said.decode(payload) for payload in payloads]
     if not any(one.damaged for one in said):
         refuse_failed(channel, [one.refusal for one in said])
     finders: dict[str, list[int]] = {}

@@ -92,6 +92,9 @@ class _Tensor(msgspec.Struct):
     cuts: tuple[int, ...]
 
 
+_tensors = msgspec.json.Decoder(dict[str, _Tensor])
+
+
 class _Verdict(msgspec.Struct):
     """One rank's preflight on its way to the others.
 
@@ -106,6 +109,9 @@ class _Verdict(msgspec.Struct):
     touched: dict[str, str]
     once: bool
     compares: bool
+
+
+_verdicts = msgspec.json.Decoder(_Verdict)
 
 
 def load_checkpoint(
@@ -184,7 +190,7 @@ def _whole_model(roles: Roles, channel: Channel, roll: Roll) -> dict[str, AoaTen
 
     tensors: dict[str, AoaTensor] = {}
     for payload in agree(channel, "describing the model", describe, roll):
-        for name, one in msgspec.json.decode(payload, type=dict[str, _Tensor]).items():
+        for name, one in _tensors.decode(payload).items():
             tensors[name] = AoaTensor(one.shape, one.dtype, one.cuts)
     return tensors
 
@@ -243,7 +249,7 @@ def _load(
         verdict = _Verdict(report.to_wire(), _bitmaps(catalog, plan, roles), options.once, bool(plan.checks))
         return msgspec.json.encode(verdict)
 
-    verdicts = [msgspec.json.decode(payload, type=_Verdict) for payload in agree(channel, "planning", prepare, roll)]
+    verdicts = [_verdicts.decode(payload) for payload in agree(channel, "planning", prepare, roll)]
     _refuse_different_ways(verdicts)
     merged = Report().merge([Report.from_wire(verdict.report) for verdict in verdicts])
     untouched = _untouched(catalog, verdicts)

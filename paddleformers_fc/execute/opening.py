@@ -77,6 +77,9 @@ class _Look(msgspec.Struct):
     fault: str
 
 
+_looks = msgspec.msgpack.Decoder(_Look)
+
+
 @dataclass(frozen=True)
 class _Looked:
     """What all ranks have told.
@@ -111,6 +114,10 @@ class _Told(msgspec.Struct):
 
     shards: dict[str, list[_Described]]
     documents: dict[str, bytes]
+
+
+_told = msgspec.msgpack.Decoder(_Told)
+_manifests = msgspec.msgpack.Decoder(Manifest)
 
 
 def open_checkpoint(
@@ -239,7 +246,7 @@ def _look(
         return msgspec.msgpack.encode(_Look(_told_of(directory, own[0]), fault))
 
     payloads = agree(channel, f"opening {directory.name}", look, roll)
-    looks = [msgspec.msgpack.decode(payload, type=_Look) for payload in payloads]
+    looks = [_looks.decode(payload) for payload in payloads]
     return _Looked(own[0], [one.sight for one in looks], [one.fault for one in looks])
 
 
@@ -278,7 +285,7 @@ def _common_manifest(directory: Place, looked: _Looked, channel: Channel) -> Man
     lacking = [rank for rank, sight in enumerate(sights) if not sight.seal]
     data = msgspec.msgpack.encode(own.manifest) if own is not None else b""
     raw = spread(channel, data, sights[holders[0]].size, [holders[0], *lacking]) if lacking else b""
-    return own.manifest if own is not None else msgspec.msgpack.decode(raw, type=Manifest)
+    return own.manifest if own is not None else _manifests.decode(raw)
 
 
 def _open_divided(
@@ -299,7 +306,7 @@ def _open_divided(
     told: dict[str, list[_Described]] = {}
     documents: dict[str, bytes] = {}
     for payload in agree(channel, f"opening {directory.name}", tell):
-        one = msgspec.msgpack.decode(payload, type=_Told)
+        one = _told.decode(payload)
         told.update(one.shards)
         documents.update(one.documents)
 

@@ -101,6 +101,10 @@ class _Introduction(msgspec.Struct, array_like=True):
     known: list[bytes]
 
 
+_written = msgspec.msgpack.Decoder(_Written)
+_introductions = msgspec.msgpack.Decoder(_Introduction)
+
+
 def save_checkpoint(
     directory: Path,
     roles: Roles,
@@ -137,10 +141,7 @@ def save_checkpoint(
         own.update(_without_aliases(roles, config))
         return msgspec.msgpack.encode(_Introduction(_facts(own, config, max_file_bytes), list(kept)))
 
-    everyone = [
-        msgspec.msgpack.decode(payload, type=_Introduction)
-        for payload in agree(channel, "looking at the shards", introduce, roll)
-    ]
+    everyone = [_introductions.decode(payload) for payload in agree(channel, "looking at the shards", introduce, roll)]
     key = digest(*(one.facts for one in everyone))
     known = all(key in one.known for one in everyone)
     plan = kept[key] if known else _new_plan(own, config, max_file_bytes, channel)
@@ -174,7 +175,7 @@ def _write_together(
         hashed.append(hash_replicas(own, checked, step))
         return msgspec.msgpack.encode(_Written(_write_share(staging, own, plan, files), hashed[0].groups))
 
-    everyone = [msgspec.msgpack.decode(payload, type=_Written) for payload in agree(channel, "writing", write)]
+    everyone = [_written.decode(payload) for payload in agree(channel, "writing", write)]
     differences = differing(channel, [one.replicas for one in everyone], hashed[0])
     return [one.receipts for one in everyone], differences
 

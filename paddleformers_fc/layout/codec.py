@@ -31,6 +31,9 @@ class ShardRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
     flat: tuple[int, int] | None = None
 
 
+_records = msgspec.json.Decoder(dict[str, ShardRecord])
+
+
 class _Place(msgspec.Struct, frozen=True, array_like=True):
     """Where shards lie, without their names. Lengths and offsets are in elements."""
 
@@ -46,6 +49,9 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
 
     places: list[_Place]
     roles: dict[str, tuple[list[str], list[int]]]
+
+
+_held = msgspec.msgpack.Decoder(_Held)
 
 
 def encode_held(held: Mapping[str, Mapping[str, Shard]]) -> bytes:
@@ -65,7 +71,7 @@ def encode_held(held: Mapping[str, Mapping[str, Shard]]) -> bytes:
 
 def decode_held(data: bytes) -> dict[str, dict[str, Shard]]:
     """What :func:`encode_held` was given: role -> full name -> shard. It comes from this very job, and is trusted."""
-    found = msgspec.msgpack.decode(data, type=_Held)
+    found = _held.decode(data)
     boxes = [Box(place.lo, place.hi) for place in found.places]
 
     def shard(name: str, number: int) -> Shard:
@@ -99,7 +105,7 @@ def decode_shards(text: str, dtypes: Mapping[str, str], where: str) -> dict[str,
         FormatError: malformed JSON, keys that are not the file's, or a shard outside its tensor.
     """
     try:
-        records = msgspec.json.decode(text, type=dict[str, ShardRecord])
+        records = _records.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise FormatError(
             "The shard description in this header cannot be read.", where=where, evidence=[str(error)]

@@ -22,6 +22,7 @@ from paddleformers_fc.mapping.rules import RuleSet
 _last: dict[bytes, RuleSet] = {}
 """The rules that were read last, by a digest of their text that nobody can forge."""
 
+_rules = msgspec.json.Decoder(RuleSet)
 _RESTORE = "The file is damaged or written by another version; restore it from a copy."
 
 
@@ -50,7 +51,7 @@ def decode_rules(data: bytes, where: str) -> RuleSet:
 
 def _decoded(data: bytes, where: str) -> RuleSet:
     try:
-        rules = msgspec.json.decode(data, type=RuleSet)
+        rules = _rules.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
             "The mapping of this checkpoint cannot be read.", where=where, evidence=[str(error)], next_step=_RESTORE

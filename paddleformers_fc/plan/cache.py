@@ -249,6 +249,9 @@ class _Document(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     unwanted: list[str]
 
 
+_documents = msgspec.msgpack.Decoder(_Document)
+
+
 def encode_plan(key: PlanKey, planned: Planned) -> bytes:
     """A plan as the bytes of a file."""
     names: dict[str, int] = {}
@@ -281,7 +284,7 @@ def decode_plan(data: bytes, key: PlanKey) -> Planned:
     body = memoryview(data)[start:]
     if data[:start] != _MAGIC + xxhash.xxh3_128_digest(body):
         raise ValueError("The file is not what was written.")
-    document = msgspec.msgpack.decode(body, type=_Document)
+    document = _documents.decode(body)
     if document.key != key:
         raise ValueError("The file is of another key.")
     if min((*document.name, *document.file, *document.begin, *document.form), default=0) < 0:

@@ -131,6 +131,10 @@ class _Head(msgspec.Struct, frozen=True):
     version: int
 
 
+_sealed = msgspec.json.Decoder(_Sealed)
+_heads = msgspec.json.Decoder(_Head)
+
+
 def read_manifest(directory: Place) -> Manifest:
     """Read and validate the manifest of a checkpoint.
 
@@ -284,7 +288,7 @@ def manifest_seal(manifest: Manifest) -> str:
 
 def _check_head(path: Place, raw: bytes) -> None:
     try:
-        head = msgspec.json.decode(raw, type=_Head)
+        head = _heads.decode(raw)
     except _UNREADABLE as error:
         raise FormatError(f"{path} is not a manifest: {error}.", where=str(path), next_step=_ANOTHER) from error
     if head.format != FORMAT or head.version != VERSION:
@@ -298,7 +302,7 @@ def _check_head(path: Place, raw: bytes) -> None:
 
 def _decode(path: Place, raw: bytes) -> _Sealed:
     try:
-        return msgspec.json.decode(raw, type=_Sealed)
+        return _sealed.decode(raw)
     except _UNREADABLE as error:
         raise FormatError(f"{path} is not a valid manifest: {error}.", where=str(path), next_step=_ANOTHER) from error
 

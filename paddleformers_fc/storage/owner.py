@@ -59,6 +59,9 @@ class Owner(msgspec.Struct, frozen=True):
     started: str
 
 
+_owners = msgspec.json.Decoder(Owner)
+
+
 def this_process() -> Owner:
     """The process that runs this code."""
     pid = os.getpid()
@@ -80,7 +83,7 @@ def write_owner(directory: Path) -> None:
 def read_owner(directory: Path) -> Owner | None:
     """The owner recorded in ``directory``; None if there is no readable record."""
     try:
-        return msgspec.json.decode(read_document(directory / OWNER_NAME, _MAX_BYTES), type=Owner)
+        return _owners.decode(read_document(directory / OWNER_NAME, _MAX_BYTES))
     except (CheckpointError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

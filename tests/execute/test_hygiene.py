@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from tests.execute.simulated import CONFIG, canonical, job, live, same_values, s
 
 ARRAYS = canonical()
 RANKS = 2
+ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = "model_state/rank-00000.safetensors"
 
 
@@ -274,3 +277,34 @@ def test_open_weights_are_never_written_to(place: Path) -> None:
     assert ours.load_open_weights(place / "open", ours.empty()).error is None
     assert ours.load_open_weights(place / "open", live(canonical(layers=3), 1, 0, empty=True)).error is not None
     assert facts(place / "open") == before
+
+
+_FIRST = """
+import os, sys, threading
+from pathlib import Path
+from paddleformers_fc.catalog.flex import open_flex
+
+sys.setswitchinterval(1e-6)
+for _ in range(40):
+    child = os.fork()
+    if child == 0:
+        barrier = threading.Barrier(8)
+        def work():
+            barrier.wait()
+            open_flex(Path(sys.argv[1]))
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for one in threads: one.start()
+        for one in threads: one.join()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit("a process ended by a signal")
+"""
+
+
+def test_threads_may_be_the_first_to_open_a_checkpoint(tmp_path: Path) -> None:
+    # What msgspec knows of a type it works out when it first decodes one, and another thread that comes meanwhile
+    # takes half of that for the whole, and ends the process. So every decoder is made when its module is imported.
+    save(tmp_path / "checkpoint-3")
+    command = [sys.executable, "-c", _FIRST, str(tmp_path / "checkpoint-3")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
