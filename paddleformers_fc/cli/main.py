@@ -365,6 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
     command = typer.main.get_command(app)
+    output.escape_what_is_no_text()
     try:
         return int(command.main(args=arguments, prog_name=PROGRAM, standalone_mode=False) or RIGHT)
     except FlexError as error:

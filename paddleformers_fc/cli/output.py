@@ -9,6 +9,8 @@ A terminal sets the width of the text. A file or a pipe has no width, so lines a
 
 from __future__ import annotations
 
+import io
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,13 +26,24 @@ if TYPE_CHECKING:
 _UNWRAPPED = 1000
 
 
+def escape_what_is_no_text() -> None:
+    """Let both streams escape what they cannot write, such as the name of a file that is just bytes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def print_json(document: Any) -> None:
     """Print the one document of a verb.
 
     Args:
         document: a msgspec Struct, or anything JSON can hold.
     """
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
+    try:
+        text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+    except UnicodeEncodeError:  # The name of a file that is no text: Python's own encoder escapes what is none.
+        text = json.dumps(msgspec.to_builtins(document), indent=2)
+    sys.stdout.write(text + "\n")
 
 
 def print_error(error: FlexError, as_json: bool) -> None:
@@ -41,7 +54,7 @@ def print_error(error: FlexError, as_json: bool) -> None:
         as_json: whether the verb was called with ``--json``.
     """
     if as_json:
-        print_json(msgspec.json.decode(error.to_wire()))
+        print_json(json.loads(error.to_wire()))
     else:
         sys.stderr.write(error.render() + "\n")
 

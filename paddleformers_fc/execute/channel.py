@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import FlexError, PeerError, from_wire
-from paddleformers_fc.execute.told import MOST_VALUES, spelled, told_apart
+from paddleformers_fc.execute.told import MOST_VALUES, plain, spelled, told_apart
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """Bytes on their way, one-dimensional."""
@@ -214,6 +214,7 @@ def agree(channel: Channel, doing: str, work: Callable[[], bytes], roll: Roll | 
             error of the rank that failed, or of all ranks that did.
     """
     failure: BaseException | None = None
+    doing = plain(doing)
     try:
         outcome = _Outcome(doing, result=work())
     except FlexError as error:

@@ -7,6 +7,7 @@ a lead. On one shared disk these are two agreements, on disks of single hosts fo
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,8 +76,8 @@ def find_disks(channel: Channel, doing: str, put: Callable[[], str], sees: Calla
 
 def _tokens(channel: Channel, doing: str, makers: list[int], put: Callable[[], str]) -> list[str]:
     """What some ranks have put down, by rank."""
-    payloads = agree(channel, doing, lambda: put().encode() if channel.rank in makers else b"")
-    return [payload.decode() for payload in payloads]
+    payloads = agree(channel, doing, lambda: os.fsencode(put()) if channel.rank in makers else b"")
+    return [os.fsdecode(payload) for payload in payloads]
 
 
 def _answers(

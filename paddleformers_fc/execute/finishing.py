@@ -8,6 +8,7 @@ that some disks hold and others do not, or hold of an earlier save; it is not wh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,10 +99,11 @@ def finish(
 
     def commit() -> bytes:
         if not is_lead:
-            return msgspec.json.encode([])
+            return msgspec.msgpack.encode([])
         committed = take_name(staged.path, directory)
-        return msgspec.json.encode([str(path) for path in (*committed.kept, *committed.left)])
+        return msgspec.msgpack.encode([os.fsencode(path) for path in (*committed.kept, *committed.left)])
 
     together(channel, "finishing", make_whole)
-    set_aside = [path for payload in agree(channel, "committing", commit) for path in msgspec.json.decode(payload)]
-    return Finished(told.manifest, tuple(map(Path, set_aside)))
+    payloads = agree(channel, "committing", commit)
+    set_aside = [Path(os.fsdecode(path)) for payload in payloads for path in msgspec.msgpack.decode(payload)]
+    return Finished(told.manifest, tuple(set_aside))

@@ -22,7 +22,7 @@ import xxhash
 from paddleformers_fc import __version__
 from paddleformers_fc.errors import PeerError
 from paddleformers_fc.execute.channel import Channel, agree
-from paddleformers_fc.execute.told import told_apart
+from paddleformers_fc.execute.told import plain, told_apart
 
 NOT_SET = "not set"
 _LONGEST = 200
@@ -62,7 +62,8 @@ class Called:
 
     @cached_property
     def _told(self) -> dict[str, str]:
-        return {path: text for subject, value in self.facts.items() for path, text in _flat(value, subject)}
+        told = (leaf for subject, value in self.facts.items() for leaf in _flat(value, subject))
+        return {plain(path): plain(text) for path, text in told}
 
 
 def software() -> dict[str, str]:

@@ -41,3 +41,8 @@ def told_apart(values: Sequence[str] | Mapping[int, str]) -> str:
 
 def _most_first(entry: tuple[str, list[int]]) -> tuple[int, int]:
     return -len(entry[1]), entry[1][0]
+
+
+def plain(text: str) -> str:
+    """A text that can travel: what in it is no character is escaped, as in the name of a file that is just bytes."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 
 from paddleformers_fc import __version__, errors
 from paddleformers_fc.cli import inspection
-from paddleformers_fc.cli.main import exit_code
+from paddleformers_fc.cli.main import exit_code, main
 from tests.cli.support import run
 
 VERBS = ("inspect", "verify", "diff", "plan", "export", "train", "demo", "matrix", "register-path")
@@ -217,3 +220,29 @@ def test_the_demo_gets_its_directory_and_returns_its_code(monkeypatch: pytest.Mo
     assert run("demo").code == 1
     assert run("demo", "--output", tmp_path, "--json").code == 1
     assert calls == [(Path("demo_out"), False), (tmp_path, True)]
+
+
+@pytest.fixture
+def nameless(four: Path, tmp_path: Path) -> Path:
+    """A checkpoint in a directory whose name is bytes and no text."""
+    directory = tmp_path / os.fsdecode(b"out\xff")
+    try:
+        directory.mkdir()
+    except OSError:
+        pytest.skip("names are text on this file system")
+    return Path(shutil.copytree(four, directory / os.fsdecode(b"checkpoint-3\xfe")))
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "diff", "export"])
+def test_a_name_that_is_no_text_is_as_good_as_another(nameless: Path, verb: str) -> None:
+    more = {"diff": [nameless], "export": [nameless.parent / os.fsdecode(b"hf\xfd")]}.get(verb, [])
+    outcome = run(verb, nameless, *more, "--json")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert str(nameless) in outcome.document.values() or verb == "diff"
+
+
+def test_a_stream_of_text_gets_such_a_name_escaped(nameless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="utf-8", errors="strict", write_through=True))
+    assert main(["inspect", str(nameless)]) == 0
+    assert rb"out\udcff/checkpoint-3\udcfe" in shown.getvalue()

@@ -244,6 +244,26 @@ def test_an_export_that_is_there_does_not_fail_by_what_cannot_be_deleted(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_kept_beside_a_checkpoint_may_have_a_name_that_is_no_text(tmp_path: Path, tp: int) -> None:
+    output = tmp_path / os.fsdecode(b"out\xff")
+    try:
+        (output / "checkpoint-3").mkdir(parents=True)
+    except OSError:
+        pytest.skip("names are text on this file system")
+    (output / "checkpoint-3" / "notes").write_text("theirs")
+
+    def work(channel: Any) -> tuple[Path, ...]:
+        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        record = JobRecord(3, 24, {"tensor": tp})
+        held = live(ARRAYS, tp, channel.rank)
+        return save_checkpoint(output / "checkpoint-3", held, CONFIG, files, record, channel).set_aside
+
+    (kept,) = next(iter({tuple(found) for found in succeed(tp, work)}))
+    assert [path.name for path in kept.iterdir()] == ["notes"]
+    load(output / "checkpoint-3", tp, 1)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
 def test_open_weights_are_loaded_into_a_fused_model(tmp_path: Path, tp: int) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, 2, 1)
     export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000)
