@@ -568,7 +568,10 @@ def _judge(path: Path, target: Path, state: str) -> Leftover:
     if life is None and _is_finished(path):
         if _is_finished(target):
             return Leftover(path, target, "It was replaced by a newer save of the same step.", True)
-        return Leftover(path, target, f"It is complete; recover() gives it the name {target.name} back.", False)
+        if state == ASIDE:
+            return Leftover(path, target, f"It is complete; recover() gives it the name {target.name} back.", False)
+        why = f"It is complete, and the save that replaced it is gone; rename it to {target.name}, or delete it."
+        return Leftover(path, target, why, False)
     if life is Life.DEAD:
         return Leftover(path, target, "Its process died before it was finished.", True)
     if state == UNFINISHED and all(entry.name == PARTIAL_OWNER_NAME for entry in list_directory(path)):

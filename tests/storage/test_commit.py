@@ -426,6 +426,23 @@ def test_a_leftover_that_cannot_be_looked_at_is_told_and_stops_nobody(
     save(tmp_path / "checkpoint-2", 1)
 
 
+def test_a_replaced_checkpoint_whose_successor_is_gone_stays_and_says_what_can_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "checkpoint-5"
+    save(target, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(commit_module, "_try_remove", lambda directory: directory)
+        (old,) = save(target, 2).left
+    shutil.rmtree(target)
+    assert recover(tmp_path) == []
+    (left,) = unfinished(tmp_path)
+    assert (left.path, left.disposable) == (old, False)
+    assert left.why.endswith("rename it to checkpoint-5, or delete it.")
+    old.rename(target)
+    assert newest_checkpoint(tmp_path) == (target, [])
+
+
 def test_discard_leaves_what_another_process_has_made(tmp_path: Path) -> None:
     theirs = leftover_of(a_dead_process(), tmp_path / "checkpoint-5")
     discard(theirs)
