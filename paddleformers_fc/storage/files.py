@@ -501,16 +501,26 @@ def remove_tree(path: Path) -> None:
     Raises:
         StorageError: the operating system refused.
     """
-    if path.is_symlink():
+    if _is_link(path):
         remove_file(path)
         return
-    for entry in list_directory(path):
-        if is_directory(entry):
-            remove_tree(entry)
-        else:
-            remove_file(entry)
-    with _naming("delete", path), contextlib.suppress(FileNotFoundError):
-        os.rmdir(path)
+    # Not by recursion: somebody's files may be nested more deeply than Python's stack is high.
+    waiting, emptied = [path], []
+    while waiting:
+        emptied.append(waiting.pop())
+        for entry in list_directory(emptied[-1]):
+            if is_directory(entry) and not _is_link(entry):
+                waiting.append(entry)
+            else:
+                remove_file(entry)
+    for directory in reversed(emptied):
+        with _naming("delete", directory), contextlib.suppress(FileNotFoundError):
+            os.rmdir(directory)
+
+
+def _is_link(path: Path) -> bool:
+    with _naming("look at", path):
+        return path.is_symlink()
 
 
 @overload

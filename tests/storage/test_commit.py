@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +442,24 @@ def test_a_replaced_checkpoint_whose_successor_is_gone_stays_and_says_what_can_b
     assert left.why.endswith("rename it to checkpoint-5, or delete it.")
     old.rename(target)
     assert newest_checkpoint(tmp_path) == (target, [])
+
+
+def test_an_old_checkpoint_with_a_thousand_nested_directories_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "checkpoint-5"
+    save(target, 1)
+    monkeypatch.chdir(target)
+    for _ in range(1100):  # Of names this short, so many make a path that the system still takes.
+        os.mkdir("a")
+        os.chdir("a")
+    os.chdir(tmp_path)
+    try:
+        assert save(target, 2).left == ()
+        assert (names_in(tmp_path), value_of(target)) == (["checkpoint-5"], 2)
+    finally:
+        # What deletes the directories of tests would recurse.
+        subprocess.run(["rm", "-rf", *map(str, tmp_path.iterdir())], check=True)
 
 
 def test_discard_leaves_what_another_process_has_made(tmp_path: Path) -> None:
