@@ -4,7 +4,8 @@
 job                               mapping
 ================================  ==========================================================================
 resume under any layout           reverse(stored model -> canonical), then canonical -> live model
-resume with a user's statements   the statements for the tensors they name, the above for all others
+resume with a user's statements   the statements for the tensors they name, the above for all others, and for the order
+                                  inside fused tensors
 start from open weights           canonical -> live model, with casts to the model's dtype declared
 export, digest, diff              reverse(stored model -> canonical)
 ================================  ==========================================================================
@@ -13,7 +14,7 @@ export, digest, diff              reverse(stored model -> canonical)
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping as MappingABC
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paddleformers_fc.catalog.flex import FlexCheckpoint
 from paddleformers_fc.catalog.stored import Catalog
@@ -63,7 +64,8 @@ def stated_source(
     """From a flex checkpoint to a live model, with statements that a user wrote for some of the tensors.
 
     What the statements leave to equal names is taken from the derived mapping instead, because a fused tensor under
-    another tensor-parallel degree has the same name and shape and another layout.
+    another tensor-parallel degree has the same name and shape and another layout. For the same reason a fused tensor
+    that a statement renames, as a layer that moves, is dealt anew for the live model's degree.
 
     Args:
         checkpoint: what is stored.
@@ -82,7 +84,8 @@ def stated_source(
     }
     stated = parse_config(aoa_config, held, {name: one for name, one in model.items() if name not in owners}, live.ties)
     left_to_names = {name: derived.mapping.made[name] for name in derived.mapping.made if _is_implicit(stated, name)}
-    merged = replace(stated, made={**stated.made, **left_to_names})
+    renamed = _dealt_anew({name: stated.made[name] for name in stated.made if name not in left_to_names}, rules, live)
+    merged = replace(stated, made={**stated.made, **left_to_names, **renamed})
     prove(merged, "The mapping of aoa_config")
     canonical = live.mapping().made
     read = {source for name in left_to_names if name in canonical for source in canonical[name].names}
@@ -102,6 +105,47 @@ def _is_implicit(mapping: Mapping, name: str) -> bool:
         and made.names == (name,)
         and made.stencil.links == identity(spec.shape).links
     )
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """How the parts of a fused tensor lie in it.
+
+    Args:
+        parts: length of every part, in elements.
+        axis: the axis along which they lie.
+        blocks: the rounds in which they are dealt.
+    """
+
+    parts: tuple[int, ...]
+    axis: int
+    blocks: int
+
+
+def _dealt_anew(stated: MappingABC[str, Made], stored: RuleSet, live: RuleSet) -> dict[str, Made]:
+    """What statements take as a whole from a tensor of the same parts, where the two models deal these otherwise."""
+    before, after = _fused(stored), _fused(live)
+    rules: list[Rule] = []
+    for name, made in stated.items():
+        links, now, then = made.stencil.links, after.get(name), before.get(made.names[0])
+        if now is None or then is None or len(links) != 1 or now.parts != then.parts or now.blocks == then.blocks:
+            continue
+        (link,) = links
+        is_whole = link.source_box == whole(stored.targets[made.names[0]].shape)
+        if is_whole and link.axes[now.axis] == then.axis:
+            rules.append(
+                Rule(made.names, (name,), now.parts, now.axis, link.axes, then.blocks, now.blocks, cast=link.cast)
+            )
+    return RuleSet({rule.targets[0]: live.targets[rule.targets[0]] for rule in rules}, tuple(rules)).mapping().made
+
+
+def _fused(rules: RuleSet) -> dict[str, _Dealt]:
+    """The fused tensors of a model. The layers that are stacked in one tensor are fused alike."""
+    return {
+        rule.targets[0]: _Dealt(rule.parts, rule.axis, rule.target_blocks)
+        for rule in rules.rules
+        if len(rule.targets) == 1 and len(rule.parts) > 1
+    }
 
 
 def stored_mapping(checkpoint: FlexCheckpoint) -> Mapping:

@@ -401,21 +401,24 @@ def test_a_users_statements_drop_a_layer_and_the_rest_is_derived(tmp_path: Path,
         assert same_values(live(two, tp, rank), got)
 
 
-def test_a_users_statements_move_a_layer_with_its_moments_and_leave_a_new_one_fresh(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+@pytest.mark.parametrize(("stored", "tp"), [(1, 1), (1, 2), (2, 1)])
+def test_a_users_statements_move_a_layer_with_its_moments_and_leave_a_new_one_fresh(
+    tmp_path: Path, stored: int, tp: int
+) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, stored, 1)
     statements = []
     for name in FUSED_NAMES:
         statements.append(f"model.layers.1.{name}.weight -> model.layers.2.{name}.weight")
         statements.append(f"_ -> model.layers.1.{name}.weight")
     three = {name.replace("layers.1.", "layers.2."): array for name, array in ARRAYS.items()}
     zeros = {name: np.zeros_like(array) for name, array in ARRAYS.items() if "layers.1." in name}
-    (got,) = load_with(tmp_path / "checkpoint-3", statements, {**three, **zeros}, 1)
-    expected = live({**three, **zeros}, 1, 0)
-    powers = {name for name in expected["optimizer_state"] if "layers.1." in name and "pow_acc" in name}
-    for role, names in expected.items():
-        for name, weight in names.items():
-            if name not in powers:
-                assert np.array_equal(weight.local_tensor.numpy(), got[role][name].local_tensor.numpy()), name
+    for rank, got in enumerate(load_with(tmp_path / "checkpoint-3", statements, {**three, **zeros}, tp)):
+        expected = live({**three, **zeros}, tp, rank)
+        powers = {name for name in expected["optimizer_state"] if "layers.1." in name and "pow_acc" in name}
+        for role, names in expected.items():
+            for name, weight in names.items():
+                if name not in powers:
+                    assert np.array_equal(weight.local_tensor.numpy(), got[role][name].local_tensor.numpy()), name
 
 
 def test_a_users_statement_that_cannot_be_proved_is_refused_on_every_rank(tmp_path: Path) -> None:
