@@ -37,7 +37,8 @@ def resume_source(checkpoint: FlexCheckpoint, live: RuleSet) -> tuple[Source, Re
         checkpoint: what is stored.
         live: the rules of the live model, or of one rank's part of it.
     Returns:
-        the source, and a report of canonical tensors whose shape differs between the two.
+        the source, and a report of canonical tensors, and of those without a canonical form, whose shape differs
+        between the two.
     Raises:
         MappingError: where either side's rules cannot be proved.
     """
@@ -45,13 +46,22 @@ def resume_source(checkpoint: FlexCheckpoint, live: RuleSet) -> tuple[Source, Re
     prove(wanted, "The model's mapping")
     composed = _with_own_tensors(stored.reversed().then(wanted), checkpoint.rules, live)
     source = Source(checkpoint.catalog, composed, _aliases(checkpoint.rules), _aliases(live))
-    return source, _shape_report(stored, wanted)
+    return source, _shape_report(stored, wanted, _own_names(checkpoint.rules, live))
+
+
+def _own_names(stored: RuleSet, live: RuleSet) -> list[str]:
+    """The tensors that have no canonical form on either side."""
+    kept = frozenset(stored.fresh)
+    return [name for name in live.fresh if name in kept]
 
 
 def _with_own_tensors(composed: Mapping, stored: RuleSet, live: RuleSet) -> Mapping:
     """Also the tensors that have no canonical form on either side: a resume takes them over as they are."""
-    kept = frozenset(stored.fresh)
-    own = {name: Made(identity(live.targets[name].shape), (name,)) for name in live.fresh if name in kept}
+    own = {
+        name: Made(identity(live.targets[name].shape), (name,))
+        for name in _own_names(stored, live)
+        if stored.targets[name].shape == live.targets[name].shape
+    }
     return replace(composed, made={**composed.made, **own}, fresh=composed.fresh - own.keys())
 
 
@@ -243,9 +253,10 @@ def _aliases(rules: RuleSet) -> dict[str, str]:
     return {tie.alias: tie.owner for tie in rules.ties}
 
 
-def _shape_report(stored: Mapping, wanted: Mapping) -> Report:
+def _shape_report(stored: Mapping, wanted: Mapping, own: Collection[str]) -> Report:
     report = Report()
-    for name, spec in wanted.sources.items():
-        if name in stored.sources and stored.sources[name].shape != spec.shape:
-            report.add("shape", f"{name}: stored {list(stored.sources[name].shape)}, wanted {list(spec.shape)}")
+    canonical = [(name, stored.sources[name], spec) for name, spec in wanted.sources.items() if name in stored.sources]
+    for name, held, spec in [*canonical, *((name, stored.targets[name], wanted.targets[name]) for name in own)]:
+        if held.shape != spec.shape:
+            report.add("shape", f"{name}: stored {list(held.shape)}, wanted {list(spec.shape)}")
     return report

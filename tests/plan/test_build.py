@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.catalog.stored import Catalog, StoredFragment
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.crew import ReadOptions
@@ -16,8 +17,9 @@ from paddleformers_fc.execute.reading import ArraySlot, carry_out
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
-from paddleformers_fc.plan import LoadPlan, Source, plan_reads
+from paddleformers_fc.plan import LoadPlan, Source, plan_reads, resume_source
 from paddleformers_fc.plan.report import Report
+from paddleformers_fc.storage.manifest import Manifest
 from tests.mapping.numbers import moved, numbered, slices
 from tests.plan.stored import stored_tensor
 
@@ -137,3 +139,24 @@ def test_trouble_with_dtypes_alone_is_answered_with_the_options_that_set_them() 
     with pytest.raises(MismatchError) as caught:
         report.refuse("checkpoint-3")
     assert "compute_type" not in caught.value.next_step
+
+
+@pytest.mark.parametrize("shape", [(6,), (10,), (8, 1)])
+def test_a_tensor_without_a_canonical_form_is_taken_over_whole_or_refused(shape: tuple[int, ...]) -> None:
+    def model(of: tuple[int, ...]) -> RuleSet:
+        return RuleSet({"table": TensorSpec(of, "float32")}, (), fresh=("table",))
+
+    tensor = stored_tensor("table", "float32", (8,), [StoredFragment("file", 0, whole((8,)))])
+    manifest = Manifest(
+        written_by="", step=1, consumed_samples=1, world_size=1, parallel={}, family="acorn", aoa={}, files=[]
+    )
+    catalog = Catalog(Path("none"), {"model_state": {"table": tensor}})
+    checkpoint = FlexCheckpoint(catalog, manifest, model((8,)), {"model_type": "acorn"})
+    for wanted in ((8,), shape):
+        source, report = resume_source(checkpoint, model(wanted))
+        plan = plan_reads(source, {"model_state": {"table": Shard("table", "float32", wanted, whole(wanted))}})
+        if wanted == (8,):
+            assert report.empty
+            assert len(plan.items) == 1
+        else:
+            assert report.lines["shape"] == {f"table: stored [8], wanted {list(shape)}"}
