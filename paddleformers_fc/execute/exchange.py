@@ -197,7 +197,9 @@ def go_through(
     return Traffic(read, received)
 
 
-def compare_together(checks: Sequence[EqualCheck], storage: Storage, channel: Channel, options: ReadOptions) -> None:
+def compare_together(
+    checks: Sequence[EqualCheck], storage: Storage, channel: Channel, options: ReadOptions = DEFAULT_OPTIONS
+) -> None:
     """Compare both sides of every check; sides that may lie on different disks by their digests.
 
     Args:

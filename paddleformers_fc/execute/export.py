@@ -34,7 +34,7 @@ from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree, together
 from paddleformers_fc.execute.crew import Crew
 from paddleformers_fc.execute.disks import Disks
-from paddleformers_fc.execute.exchange import Storage, read_together
+from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
 from paddleformers_fc.execute.opening import open_checkpoint, own_file
 from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
 from paddleformers_fc.execute.rollcall import Called, software
@@ -118,6 +118,7 @@ def export_checkpoint(
     checkpoint = open_checkpoint(source, channel, verify, roll=roll)
     canonical = together(channel, f"preparing an export to {target.name}", prepare)
     layout = canonical_layout(canonical).get(MODEL_STATE, {})
+    _refuse_untied(canonical, layout, channel)
     files, room = _divided(layout, max_shard_bytes), _room(layout, max_shard_bytes)
     small = _small_files(checkpoint, channel)
     with staging_beside(target, channel, _nothing, place_of) as staged:
@@ -185,6 +186,17 @@ def _refuse_checkpoint(target: Path) -> None:
             where=str(target),
             next_step="Name another directory.",
         )
+
+
+def _refuse_untied(source: Source, layout: Mapping[str, Shard], channel: Channel) -> None:
+    """An export holds a tied weight once, so what is stored of it under two names must be equal."""
+    stored, read = source.catalog.roles.get(MODEL_STATE, {}), source.mapping.read
+    owners = {owner for alias, owner in source.stored_aliases.items() if alias in stored and owner in read}
+    held = [name for owner in sorted(owners) for name in read[owner].names]
+    checks = plan_reads(source, {MODEL_STATE: {name: layout[name] for name in held}}).checks
+    if checks:
+        storage = Storage(source.catalog.root, source.catalog.identities, source.catalog.seen_by)
+        compare_together(checks if channel.rank == 0 else (), storage, channel)
 
 
 def _share(files: list[_FilePlan], disks: Disks, rank: int) -> list[_FilePlan]:

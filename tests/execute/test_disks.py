@@ -223,14 +223,37 @@ def test_tied_weights_on_different_disks_are_compared_and_loaded(tmp_path: Path)
     assert all(received > 0 for received in tied(places[::-1], "pp=2", load_only=True))
 
 
-def test_tied_weights_that_differ_between_disks_are_refused_on_every_rank(tmp_path: Path) -> None:
-    places = [tmp_path / "disk-0", tmp_path / "disk-1"]
-    tied(places, "pp=2")
+def part(places: list[Path]) -> None:
+    """Give a tied weight other numbers under its second name."""
     victim = alias_file(places)
     entry = read_header(victim).tensors[LM_HEAD]
     data = bytearray(victim.read_bytes())
     data[entry.begin] ^= 1
     victim.write_bytes(data)
+
+
+@pytest.mark.parametrize("disks", [1, 2])
+def test_an_export_of_tied_weights_takes_what_is_equal_and_refuses_what_differs(tmp_path: Path, disks: int) -> None:
+    places = [tmp_path / f"disk-{rank % disks}" for rank in range(2)]
+    tied(places, "pp=2")
+    targets = [place / "export" for place in places]
+
+    def work(channel: Any) -> Any:
+        return export.export_checkpoint(places[channel.rank] / STEP, targets[channel.rank], channel=channel)
+
+    assert all(outcome.tensors for outcome in succeed(2, work))
+    before = (targets[0] / "model.safetensors").read_bytes()
+    part(list(dict.fromkeys(places)))
+    for error in job(2, work):
+        assert isinstance(error, MismatchError)
+        assert f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000" in str(error)
+    assert (targets[0] / "model.safetensors").read_bytes() == before
+
+
+def test_tied_weights_that_differ_between_disks_are_refused_on_every_rank(tmp_path: Path) -> None:
+    places = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    tied(places, "pp=2")
+    part(places)
     first, second = tied(places, "pp=2", load_only=True)
     for error in (first, second):
         assert isinstance(error, MismatchError)
