@@ -79,20 +79,20 @@ def stated_source(
 
     Args:
         checkpoint: what is stored.
-        live: the rules of one rank's part of the live model.
+        live: the rules of the live model, on all ranks: statements speak of all of it, and so does their proof.
         aoa_config: statements from stored names to the model's.
         model: every tensor of the live model, on all ranks.
     Raises:
         MappingError: where the statements cannot be read, or what they and the derived mapping say cannot be proved.
     """
     derived, report = resume_source(checkpoint, live)
-    rules, owners = checkpoint.rules, derived.wanted_aliases
+    rules = checkpoint.rules
     held = {
         name: AoaTensor(spec.shape, spec.dtype, rules.cuts.get(name, (1,) * len(spec.shape)))
         for name, spec in rules.targets.items()
         if name not in derived.stored_aliases
     }
-    stated = parse_config(aoa_config, held, {name: one for name, one in model.items() if name not in owners}, live.ties)
+    stated = parse_config(aoa_config, held, model, live.ties)
     left_to_names = {name: derived.mapping.made[name] for name in derived.mapping.made if _is_implicit(stated, name)}
     renamed = _dealt_anew({name: stated.made[name] for name in stated.made if name not in left_to_names}, rules, live)
     merged = replace(stated, made={**stated.made, **left_to_names, **renamed})
@@ -103,7 +103,7 @@ def stated_source(
     for line in report.lines["shape"]:
         if line.partition(":")[0] in read:
             kept.add("shape", line)
-    return Source(checkpoint.catalog, merged, derived.stored_aliases, owners), kept
+    return Source(checkpoint.catalog, merged, derived.stored_aliases, derived.wanted_aliases), kept
 
 
 def _is_implicit(mapping: Mapping, name: str) -> bool:

@@ -184,7 +184,7 @@ def tied_value(role: str, shard: Shard) -> Any:
     return rehearse.value_of(role, Shard(name, shard.dtype, shard.global_shape, shard.box, shard.flat))
 
 
-def tied(places: list[Path], grid: str, load_only: bool = False) -> list[Any]:
+def tied(places: list[Path], grid: str, load_only: bool = False, aoa_config: Any = None) -> list[Any]:
     """Save a tied model over a grid, each rank to its place, or load it there and compare; what every rank did."""
     model = declared_model(family_for(TIED), TIED, parse_grid(grid), "float32")
 
@@ -196,7 +196,7 @@ def tied(places: list[Path], grid: str, load_only: bool = False) -> list[Any]:
             save_checkpoint(directory, expected, TIED, files, JobRecord(3, 24, {}), channel)
             return 0
         zeros = rehearse.filled(model.roles(channel.rank), lambda role, shard: 0 * tied_value(role, shard))
-        report = load_checkpoint(open_checkpoint(directory, channel), zeros, TIED, channel)
+        report = load_checkpoint(open_checkpoint(directory, channel), zeros, TIED, channel, aoa_config=aoa_config)
         for role, names in expected.items():
             for name, weight in names.items():
                 assert np.array_equal(zeros[role][name].local_tensor.array, weight.local_tensor.array), name
@@ -259,3 +259,10 @@ def test_tied_weights_that_differ_between_disks_are_refused_on_every_rank(tmp_pa
         assert isinstance(error, MismatchError)
         assert f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000" in str(error)
         assert "moment" not in str(error)
+
+
+@pytest.mark.parametrize("statement", [f"{EMBEDDING} -> {EMBEDDING}", f"{EMBEDDING} -> {LM_HEAD}", f"_ -> {LM_HEAD}"])
+def test_a_users_statements_go_with_weights_that_are_tied_across_a_pipeline(tmp_path: Path, statement: str) -> None:
+    places = [tmp_path, tmp_path]
+    tied(places, "pp=2")
+    assert tied(places, "pp=2", load_only=True, aoa_config={"aoa_statements": [statement]}) == [0, 0]
