@@ -6,7 +6,7 @@ A grid that the model cannot have is refused by the configuration alone, before 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +15,7 @@ from paddleformers_fc.cli.opening import Opened, config_beside, kind_of, open_di
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import OptionalNames, family_for
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
-from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, split_state_name
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan import huggingface_source, resume_source
 from paddleformers_fc.plan.forecast import CastFacts, Forecast, RankForecast, forecast
@@ -120,11 +120,15 @@ def _planned(opened: Opened, grid: ParallelGrid, dtype: str | None) -> tuple[For
         model = declared_model(family, opened.config, grid, used)
         optional = OptionalNames(family, opened.config)
         source, report = huggingface_source(opened.catalog, model.rules, optional)
-        return forecast(source, model, report, lambda name: name in optional), used
+        return forecast(source, model, report, lambda untouched: optional.missed(untouched, stored)), used
     model = stored_model(family, opened.config, grid, checkpoint.rules.targets, dtype)
     source, report = resume_source(checkpoint, model.rules)
     fresh = frozenset(checkpoint.rules.fresh)
-    return forecast(source, model, report, lambda name: name in fresh), used
+
+    def unexpected(untouched: Sequence[str]) -> list[str]:
+        return [name for name in untouched if split_state_name(MASTER_WEIGHT, name).parameter not in fresh]
+
+    return forecast(source, model, report, unexpected), used
 
 
 def show(found: Plan, console: Console) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,9 @@ from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_rea
 from paddleformers_fc.plan.cache import PlanCache, Planned, fits, plan_key
 from paddleformers_fc.storage.manifest import manifest_seal
 from paddleformers_fc.storage.places import Place
+
+Stored = tuple[str, str]
+"""Role and name of a stored tensor."""
 
 PLANS = PlanCache()
 """Plans that this process keeps where nobody names another cache."""
@@ -75,13 +78,14 @@ class _Preflight:
     Args:
         plan: its reads.
         report: what does not fit.
-        may_drop: whether a stored tensor, by role and name, may be wanted by nobody.
+        unexpected: of what is stored and no rank reads, by role and name, the names that somebody should have wanted;
+            the same on every rank.
         known: whether the plan is from before.
     """
 
     plan: LoadPlan
     report: Report
-    may_drop: Callable[[str, str], bool]
+    unexpected: Callable[[Sequence[Stored]], Iterable[str]]
     known: bool = False
 
 
@@ -160,7 +164,11 @@ def load_checkpoint(
             if report.empty:
                 plans.keep(key, planned)
         may_be_left = planned.unwanted
-        return _Preflight(planned.plan, report, lambda role, name: parameter_of(role, name) in may_be_left, known)
+
+        def unexpected(untouched: Sequence[Stored]) -> list[str]:
+            return [name for role, name in untouched if parameter_of(role, name) not in may_be_left]
+
+        return _Preflight(planned.plan, report, unexpected, known)
 
     def check(plan: LoadPlan) -> int:
         return check_numbers(checkpoint, plan, channel, options.threads) if checkpoint.unread else 0
@@ -224,7 +232,11 @@ def load_weights(
         shards = describe_roles(roles)
         source, report = huggingface_source(catalog, model_rules(config, shards[MODEL_STATE]), optional)
         plan = plan_reads(source, shards)
-        return _Preflight(plan, plan.report.merge([report]), lambda role, name: name in optional)
+
+        def unexpected(untouched: Sequence[Stored]) -> list[str]:
+            return optional.missed([name for _, name in untouched], catalog.roles[MODEL_STATE])
+
+        return _Preflight(plan, plan.report.merge([report]), unexpected)
 
     return _load(catalog, roles, channel, options, preflight, _nothing_recorded, started)
 
@@ -259,10 +271,9 @@ def _load(
     _refuse_different_ways(verdicts)
     merged = Report().merge([Report.from_wire(verdict.report) for verdict in verdicts])
     untouched = _untouched(catalog, verdicts)
-    plan, may_drop = done[0].plan, done[0].may_drop
-    for role, name in untouched:
-        if not may_drop(role, name):
-            merged.add("unexpected", name)
+    plan = done[0].plan
+    for name in done[0].unexpected(untouched):
+        merged.add("unexpected", name)
     merged.refuse(str(catalog.root), why)
     dropped = tuple(name for _, name in untouched)
     checked = check(plan)
@@ -297,9 +308,9 @@ def _bitmaps(catalog: Catalog, plan: LoadPlan, roles: Roles) -> dict[str, str]:
     return maps
 
 
-def _untouched(catalog: Catalog, verdicts: list[_Verdict]) -> list[tuple[str, str]]:
+def _untouched(catalog: Catalog, verdicts: list[_Verdict]) -> list[Stored]:
     """Role and name of what is stored, of a wanted role, and read by no rank."""
-    left: list[tuple[str, str]] = []
+    left: list[Stored] = []
     for role in sorted({role for verdict in verdicts for role in verdict.touched}):
         names = catalog.sorted_names.get(role, [])
         reads = np.zeros(len(names), np.uint8)

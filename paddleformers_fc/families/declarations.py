@@ -137,7 +137,8 @@ class Family:
         tied: aliases under ``tie_word_embeddings``.
         optional: beginnings of canonical names that a file may hold or lack, with placeholders: what is absent keeps
             its initial values, what the model does not want is dropped; both are said. The names of one beginning and
-            one number are all there or all absent. An earlier beginning wins.
+            one number are all there or all absent, and what lies in a file beside a weight that the model reads, as its
+            bias, it wants too. An earlier beginning wins.
         sizes: the family's own sizes, beside and before :data:`SIZES`.
         numbers: the family's own numbers, beside and before :data:`NUMBERS`.
         defaults: what the model's class takes for configuration keys that a ``config.json`` does not hold.

@@ -8,7 +8,7 @@ A file that holds a part of a group is not one that lacks it, and what is missin
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paddleformers_fc.families.bind import family_numbers, family_sizes
@@ -46,8 +46,26 @@ class OptionalNames:
                 return (index, *numbers)
         return None
 
+    def missed(self, untouched: Sequence[str], stored: Iterable[str]) -> list[str]:
+        """What a model leaves of a file and may not leave.
+
+        Of optional names, that is what belongs to a layer of which something is read: a bias that the model does not
+        have, or the scales of numbers that would be taken as they are.
+
+        Args:
+            untouched: the names that nobody reads.
+            stored: all names of the file.
+        """
+        left = set(untouched)
+        layers = {_layer(name) for name in stored if name not in left}
+        return [name for name in untouched if name not in self or _layer(name) in layers]
+
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self.group(name) is not None
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _escaped(text: str) -> str:

@@ -9,13 +9,13 @@ Time: linear in the distinct shards of the grid, plus one sum per rank. Memory: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
-from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, split_state_name
+from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.build import Filling, Pattern, Planner, Source
 from paddleformers_fc.plan.items import ReadItem
@@ -109,7 +109,10 @@ class Cost:
 
 
 def forecast(
-    source: Source, model: SimulatedModel, report: Report, may_drop: Callable[[str], bool] = lambda name: False
+    source: Source,
+    model: SimulatedModel,
+    report: Report,
+    unexpected: Callable[[Sequence[str]], Iterable[str]] = lambda untouched: untouched,
 ) -> Forecast:
     """Plan a load for every rank of a grid.
 
@@ -117,7 +120,7 @@ def forecast(
         source: what is stored, and how its names lead to the model's.
         model: the model over its grid.
         report: what was found not to fit before.
-        may_drop: whether a stored parameter may be read by nobody; by default none may.
+        unexpected: of the stored tensors that no rank reads, those that somebody should; by default all of them.
     Raises:
         MismatchError: stored and wanted do not fit, as a load would say it.
     """
@@ -125,9 +128,8 @@ def forecast(
     ranks = [_of_rank(rank, costs.of_rank(model, rank)) for rank in range(model.grid.world_size)]
     merged = costs.planner.report.merge([report])
     dropped = sorted(costs.untouched(), key=natural)
-    for name in dropped:
-        if not may_drop(split_state_name(MASTER_WEIGHT, name).parameter):
-            merged.add("unexpected", name)
+    for name in unexpected(dropped):
+        merged.add("unexpected", name)
     merged.refuse(str(source.catalog.root))
     return Forecast(ranks, sorted(costs.fresh, key=natural), dropped, list(costs.cast.values()))
 

@@ -115,6 +115,17 @@ def test_what_deepseek_repeats_in_its_prediction_layer_is_dropped_and_the_bias_i
     assert held(found, {f"{layer}.eh_proj.bias"})
 
 
+@pytest.mark.parametrize("leaf", ["o_proj.weight_scale_inv", "q_b_proj.bias"])
+def test_what_belongs_to_a_layer_that_is_read_is_not_dropped_from_a_prediction_layer(tmp_path: Path, leaf: str) -> None:
+    name = f"model.layers.2.self_attn.{leaf}"
+    stored = canonical("deepseek_v3") | {name: np.ones(1)}
+    with pytest.raises(MismatchError, match=name):
+        load(tmp_path, "deepseek_v3", stored)
+    report, found = load(tmp_path, "deepseek_v3", stored, num_nextn_predict_layers=0)
+    assert name in report.dropped
+    assert held(found, set())
+
+
 def test_a_model_of_glm_without_its_prediction_layer_drops_all_of_it(tmp_path: Path) -> None:
     stored = canonical("glm4_moe")
     report, found = load(tmp_path, "glm4_moe", stored, num_nextn_predict_layers=0)
