@@ -14,6 +14,7 @@ import msgspec
 from paddleformers_fc.cli.opening import Opened, config_beside, kind_of, open_directory
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import OptionalNames, family_for
+from paddleformers_fc.families.bind import tied_sources
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, split_state_name
 from paddleformers_fc.mapping.folding import fold
@@ -119,7 +120,8 @@ def _planned(opened: Opened, grid: ParallelGrid, dtype: str | None) -> tuple[For
     if checkpoint is None:
         model = declared_model(family, opened.config, grid, used)
         optional = OptionalNames(family, opened.config)
-        source, report = huggingface_source(opened.catalog, model.rules, optional)
+        aliases = tied_sources(family, opened.config)
+        source, report = huggingface_source(opened.catalog, model.rules, optional, aliases)
         return forecast(source, model, report, lambda untouched: optional.missed(untouched, stored)), used
     model = stored_model(family, opened.config, grid, checkpoint.rules.targets, dtype)
     source, report = resume_source(checkpoint, model.rules)

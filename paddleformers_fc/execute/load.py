@@ -30,6 +30,7 @@ from paddleformers_fc.execute.rollcall import Called, comparable, software
 from paddleformers_fc.execute.save import Roles
 from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, family_for
+from paddleformers_fc.families.bind import tied_sources
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
 from paddleformers_fc.mapping import RuleSet
@@ -228,9 +229,9 @@ def load_weights(
     catalog = together(channel, f"opening {directory.name}", lambda: open_huggingface(directory), roll)
 
     def preflight() -> _Preflight:
-        optional = OptionalNames(family_for(config), config)
-        shards = describe_roles(roles)
-        source, report = huggingface_source(catalog, model_rules(config, shards[MODEL_STATE]), optional)
+        family, shards = family_for(config), describe_roles(roles)
+        optional, aliases = OptionalNames(family, config), tied_sources(family, config)
+        source, report = huggingface_source(catalog, model_rules(config, shards[MODEL_STATE]), optional, aliases)
         plan = plan_reads(source, shards)
 
         def unexpected(untouched: Sequence[Stored]) -> list[str]:

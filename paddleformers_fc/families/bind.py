@@ -120,6 +120,13 @@ def tied_names(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
     return {one.alias: one.owner for one in family.tied} if tied else {}
 
 
+def tied_sources(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
+    """The names of :func:`tied_names` as open weights have them: what an untied model of the family is made of."""
+    sources = {one.target: one.sources[0] for one in family.statements if len(one.sources) == 1}
+    ties = tied_names(family, config)
+    return {sources.get(alias, alias): sources.get(owner, owner) for alias, owner in ties.items()}
+
+
 def family_sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
     """The sizes of one model of a family."""
     return Sizes({**SIZES, **family.sizes}, config, family.defaults)

@@ -187,7 +187,12 @@ def stored_mapping(checkpoint: FlexCheckpoint) -> Mapping:
     return mapping
 
 
-def huggingface_source(catalog: Catalog, live: RuleSet, optional: OptionalNames | None = None) -> tuple[Source, Report]:
+def huggingface_source(
+    catalog: Catalog,
+    live: RuleSet,
+    optional: OptionalNames | None = None,
+    aliases: MappingABC[str, str] | None = None,
+) -> tuple[Source, Report]:
     """From a directory of open weights to a live model.
 
     Args:
@@ -195,6 +200,7 @@ def huggingface_source(catalog: Catalog, live: RuleSet, optional: OptionalNames 
         live: the rules of the live model, or of one rank's part of it.
         optional: canonical names that a file may lack; where it has nothing of a group of them, the group's targets
             keep their initial values.
+        aliases: the owner of every canonical name that is another one's alias; by default named as the model's.
     Raises:
         MappingError: where the model's rules cannot be proved.
     """
@@ -211,7 +217,7 @@ def huggingface_source(catalog: Catalog, live: RuleSet, optional: OptionalNames 
         spec = wanted.sources.get(name)
         if spec is not None and spec.shape != tensor.shape:
             report.add("shape", f"{name}: stored {list(tensor.shape)}, wanted {list(spec.shape)}")
-    return Source(catalog, wanted, _aliases(live), _aliases(live)), report
+    return Source(catalog, wanted, _aliases(live) if aliases is None else aliases, _aliases(live)), report
 
 
 def _without_absent(rules: tuple[Rule, ...], stored: Collection[str], optional: OptionalNames) -> tuple[Rule, ...]:

@@ -140,3 +140,16 @@ def test_layers_of_the_model_itself_are_never_optional() -> None:
     assert "model.layers.12.mlp.gate.weight" in optional
     assert optional.group("model.layers.12.enorm.weight") == optional.group("model.layers.12.hnorm.weight")
     assert optional.group("model.layers.12.enorm.weight") != optional.group("model.layers.13.enorm.weight")
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_a_tied_head_that_a_file_repeats_is_taken_where_it_is_equal_and_refused_where_it_is_not(
+    tmp_path: Path, name: str
+) -> None:
+    stored = canonical(name, tie_word_embeddings=True)
+    embedding = stored["model.embed_tokens.weight"]
+    report, found = load(tmp_path, name, stored | {"lm_head.weight": embedding}, tie_word_embeddings=True)
+    assert report.dropped == ()
+    assert held(found, set())
+    with pytest.raises(MismatchError, match=r"lm_head.weight = model.embed_tokens.weight"):
+        load(tmp_path, name, stored | {"lm_head.weight": 2 * embedding}, tie_word_embeddings=True)
