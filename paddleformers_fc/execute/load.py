@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_huggingface
 from paddleformers_fc.errors import OptionError
@@ -33,12 +34,13 @@ from paddleformers_fc.families import ModelTensor, OptionalNames, bind, family_f
 from paddleformers_fc.families.bind import tied_sources
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
-from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.mapping import RuleSet, Shape
 from paddleformers_fc.mapping.aoa import AoaTensor
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, stated_source
 from paddleformers_fc.plan.cache import PlanCache, Planned, fits, plan_key
 from paddleformers_fc.storage.manifest import manifest_seal
 from paddleformers_fc.storage.places import Place
+from paddleformers_fc.wording import count_text
 
 Stored = tuple[str, str]
 """Role and name of a stored tensor."""
@@ -239,7 +241,21 @@ def load_weights(
 
         return _Preflight(plan, plan.report.merge([report]), unexpected)
 
-    return _load(catalog, roles, channel, options, preflight, _nothing_recorded, started)
+    seen = _roll(directory, config, {"open_weights": _told_by_files(catalog)})
+    return _load(catalog, roles, channel, options, preflight, _nothing_recorded, started, seen)
+
+
+def _told_by_files(catalog: Catalog) -> dict[str, str]:
+    """What the headers of open weights say, file by file: there is no manifest that every rank could compare."""
+    held: dict[str, list[tuple[str, str, Shape, int]]] = {}
+    for name in catalog.sorted_names[MODEL_STATE]:
+        tensor = catalog.roles[MODEL_STATE][name]
+        for file, begin in tensor.places:
+            held.setdefault(file, []).append((name, tensor.dtype, tensor.shape, begin))
+    return {
+        file: f"{count_text(len(told), 'tensor')}, xxh3_128 {xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(told))}"
+        for file, told in held.items()
+    }
 
 
 def _nothing_recorded(plan: LoadPlan) -> int:
@@ -255,7 +271,7 @@ def _load(
     preflight: Callable[[], _Preflight],
     check: Callable[[LoadPlan], int],
     started: float,
-    roll: Roll | None = None,
+    roll: Roll,
     why: Sequence[str] = (),
 ) -> LoadReport:
     done: list[_Preflight] = []

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
+from safetensors.numpy import save_file
 
 from paddleformers_fc import __version__
 from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.channel import ALONE, agree
-from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.rollcall import Called, software
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
@@ -218,6 +220,22 @@ def test_ranks_that_resume_from_different_directories_are_told_which(tmp_path: P
         load_checkpoint(checkpoint, roles, CONFIG, channel)
 
     assert "checkpoint-4 on rank 3" in str(refused(4, work))
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_ranks_that_see_different_open_weights_under_one_name_are_refused(tmp_path: Path, odd: int) -> None:
+    for place, dtype in (("usual", np.float32), ("odd", np.float16)):
+        (tmp_path / place / "hf").mkdir(parents=True)
+        held = {name: array.astype(dtype) for name, array in canonical().items()}
+        save_file(held, tmp_path / place / "hf" / "model.safetensors")
+
+    def work(channel: Any, roles: dict[str, Any]) -> None:
+        seen = tmp_path / ("odd" if channel.rank == odd else "usual") / "hf"
+        load_weights(seen, {"model_state": roles["model_state"]}, CONFIG, channel)
+
+    (line,) = refused(2, work).evidence
+    assert line.startswith("open_weights.model.safetensors: ")
+    assert f"on rank {odd}" in line
 
 
 @pytest.mark.parametrize("odd", [0, 1])
