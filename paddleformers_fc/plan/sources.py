@@ -92,7 +92,12 @@ def stated_source(
         for name, spec in rules.targets.items()
         if name not in derived.stored_aliases
     }
-    stated = parse_config(aoa_config, held, model, live.ties)
+    if aoa_config.get("aoa_config_reverse"):
+        # The model is on the left, where an alias would be a tensor that nothing reads.
+        owners = {name: one for name, one in model.items() if name not in derived.wanted_aliases}
+        stated = parse_config(aoa_config, held, owners)
+    else:
+        stated = parse_config(aoa_config, held, model, live.ties)
     left_to_names = {name: derived.mapping.made[name] for name in derived.mapping.made if _is_implicit(stated, name)}
     renamed = _dealt_anew({name: stated.made[name] for name in stated.made if name not in left_to_names}, rules, live)
     merged = replace(stated, made={**stated.made, **left_to_names, **renamed})

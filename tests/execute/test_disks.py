@@ -266,3 +266,10 @@ def test_a_users_statements_go_with_weights_that_are_tied_across_a_pipeline(tmp_
     places = [tmp_path, tmp_path]
     tied(places, "pp=2")
     assert tied(places, "pp=2", load_only=True, aoa_config={"aoa_statements": [statement]}) == [0, 0]
+
+
+def test_reversed_statements_go_with_tied_weights_too(tmp_path: Path) -> None:
+    places = [tmp_path, tmp_path]
+    tied(places, "pp=2")
+    stated = {"aoa_statements": [f"{EMBEDDING} -> {EMBEDDING}"], "aoa_config_reverse": True}
+    assert tied(places, "pp=2", load_only=True, aoa_config=stated) == [0, 0]
