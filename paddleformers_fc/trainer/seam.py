@@ -384,9 +384,9 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
     trainer.runtime_timer.start("checkpoint saving time")
     directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     roll = _options(args, f"saving {directory.name}")
-    _note_best(trainer, metrics, directory)
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
+        _note_best(trainer, metrics, directory)
         return _roles_to_save(trainer), _files(trainer, channel)
 
     roles, files = together(channel, "preparing a checkpoint", prepare, roll)
@@ -452,12 +452,24 @@ def _files(trainer: Any, channel: Channel) -> dict[str, bytes]:
 
 
 def _note_best(trainer: Any, metrics: dict[str, float] | None, directory: Path) -> None:
-    """Remember the best checkpoint, as PaddleFormers does."""
+    """Remember the best checkpoint, as PaddleFormers does.
+
+    Raises:
+        OptionError: the evaluation has no such metric.
+    """
     args, state = trainer.args, trainer.state
     if metrics is None or args.metric_for_best_model is None:
         return
-    name = args.metric_for_best_model
-    value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
+    named = args.metric_for_best_model
+    name = named if named.startswith("eval_") else f"eval_{named}"
+    if name not in metrics:
+        raise OptionError(
+            f"The evaluation has no metric {name}, by which the best checkpoint is to be chosen.",
+            where=f"metric_for_best_model: {named}",
+            evidence=[f"it has {', '.join(sorted(metrics))}"],
+            next_step="Name one of these in metric_for_best_model; of several evaluation sets the last one counts.",
+        )
+    value = metrics[name]
     better = np.greater if args.greater_is_better else np.less
     if state.best_metric is None or state.best_model_checkpoint is None or better(value, state.best_metric):
         state.best_metric = float(value)

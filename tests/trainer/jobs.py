@@ -371,6 +371,25 @@ def run_to_best(output_dir: str) -> dict[str, Any]:
     return {**found, "of_last": trainer.evaluate()["eval_loss"]}
 
 
+def refused_metric(output_dir: str, metric: str) -> str:
+    """Train with a metric that chooses the best checkpoint; the error."""
+    from paddleformers_fc.errors import OptionError
+
+    arguments = {
+        "max_steps": 1,
+        "save_steps": 1,
+        "evaluation_strategy": "steps",
+        "eval_steps": 1,
+        "do_eval": True,
+        "metric_for_best_model": metric,
+    }
+    try:
+        flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, eval_dataset=tiny.Samples()).train()
+    except OptionError as error:
+        return error.render()
+    return ""
+
+
 # ---- Random generators, waiting.
 
 

@@ -484,6 +484,15 @@ def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(ranks: ForkServer, t
     assert found["at_end"] == pytest.approx(found["best"], rel=1e-5)
 
 
+def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has(ranks: ForkServer, tmp_path: Path) -> None:
+    (text,) = ranks.run(f"{JOBS}:refused_metric", 1, {"output_dir": str(tmp_path), "metric": "accuracy"}).values
+    assert "metric_for_best_model" in text
+    assert "eval_accuracy" in text
+    assert "eval_loss" in text
+    (known,) = ranks.run(f"{JOBS}:refused_metric", 1, {"output_dir": str(tmp_path), "metric": "loss"}).values
+    assert known == ""
+
+
 @pytest.mark.parametrize("layout", [SINGLE, TP2], ids=lambda layout: layout.name)
 def test_an_export_is_what_from_pretrained_reads(
     ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
