@@ -169,13 +169,16 @@ def train(
 
 
 def _chosen(args: Any, requested: str | bool | None) -> Place | None:
+    if getattr(args, "looks_for_last_checkpoint", False):
+        if requested and args.resume_from_checkpoint is None:
+            # The command line resumes by itself from the newest directory, whatever is in it.
+            return resume.newest(Path(args.output_dir), _channel(args), logger.warning)
+        # Its preference training asks for that directory, or for none, whatever was named.
+        requested = args.resume_from_checkpoint
     if not requested:
         return None
     if requested is True:
         return resume.newest_or_refuse(Path(args.output_dir), _channel(args), logger.warning)
-    if args.resume_from_checkpoint is None and getattr(args, "looks_for_last_checkpoint", False):
-        # The command line resumes by itself from the newest directory, whatever is in it.
-        return resume.newest(Path(args.output_dir), _channel(args), logger.warning)
     return resume.named(place(requested), _channel(args))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -238,6 +239,31 @@ def test_the_command_line_resumes_from_the_newest_finished_checkpoint(
     log = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "out", resume_from_checkpoint=True))
     assert losses(log) == whole[2:]
     assert "checkpoint-9 cannot be resumed from and is passed over" in log
+
+
+def test_the_command_line_resumes_preference_training_from_the_checkpoint_that_is_named(
+    ranks: ForkServer, corpus: Path, tmp_path: Path
+) -> None:
+    pairs = [{"src": [f"What is {n}?"], "tgt": [], "response": [[f"It is {n}."], ["No."]]} for n in range(16)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({**one, "sort": [1, 0]}) + "\n" for one in pairs))
+    keys = {
+        "stage": "DPO",
+        "train_dataset_path": str(tmp_path / "pairs.jsonl"),
+        "eval_dataset_path": str(tmp_path / "pairs.jsonl"),
+        "template_backend": "custom",
+        "template": "default",
+        "max_prompt_len": 32,
+        "reference_free": True,
+        "loss_type": "simpo",
+    }
+    whole = losses(train_in_one_process(ranks, write_yaml(corpus, tmp_path / "out", **keys)))
+    assert len(whole) == 4
+    named = str(tmp_path / "out" / "checkpoint-2")
+    again = write_yaml(corpus, tmp_path / "elsewhere", **keys, resume_from_checkpoint=named)
+    assert losses(train_in_one_process(ranks, again)) == whole[2:]
+    # In the directory with a newer one, too, which PaddleFormers would take.
+    again = write_yaml(corpus, tmp_path / "out", **keys, resume_from_checkpoint=named)
+    assert losses(train_in_one_process(ranks, again)) == whole[2:]
 
 
 def test_the_command_line_is_not_misled_by_an_unfinished_directory(
