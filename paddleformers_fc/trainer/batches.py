@@ -41,6 +41,15 @@ def order_of(loader: Any) -> Order:
     return Order(False, 0, False, 0)
 
 
+def is_handed_its_batches(loader: Any) -> bool:
+    """Whether a data loader reads nothing by itself: under ``distributed_dataloader`` another rank hands it the batches.
+
+    Args:
+        loader: what ``Trainer.get_train_dataloader`` returned.
+    """
+    return not getattr(loader, "_need_data", True)
+
+
 class ResumedBatches:
     """Stands in for the data loader of a resumed run: its first epoch begins where the checkpoint ended.
 
@@ -49,12 +58,14 @@ class ResumedBatches:
     Args:
         loader: the data loader.
         start: where to begin.
+        indexed: whether the samples are skipped by index, be it by the rank that hands this one its batches.
         on_first_batch: called once, when the first batch has been taken from the loader and before it is trained.
             Shuffling draws from the global random generators, so they are restored here and not earlier.
     """
 
-    def __init__(self, loader: Any, start: Start, on_first_batch: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, start: Start, indexed: bool, on_first_batch: Callable[[], None]) -> None:
         self._loader = loader
+        self._indexed = indexed
         self._epoch = start.position.epoch
         self._samples = start.position.samples
         self._passes = start.passes
@@ -80,9 +91,8 @@ class ResumedBatches:
         sampler = getattr(self._loader, "batch_sampler", None)
         if isinstance(sampler, _SKIPPING):
             sampler.set_epoch(epoch, samples)
-            passes = 0
         iterator: Iterator[Any] = iter(self._loader)
-        for _ in range(passes):
+        for _ in range(0 if self._indexed else passes):
             next(iterator, None)
         return iterator
 

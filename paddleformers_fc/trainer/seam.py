@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import paddle.distributed as dist
 from paddleformers.peft import LoRAModel
@@ -29,7 +30,7 @@ from paddleformers.utils.log import logger
 
 from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.execute.channel import Channel, together
+from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.export import save_weights
@@ -302,13 +303,15 @@ def inner_training_loop(
         OptionError: the data is dealt in another order or in portions that do not fit.
     """
     run = _run_of(trainer)
-    order = batches.order_of(train_dataloader)
+    order, passes = _data(args, train_dataloader, len_dataloader)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     if run.progress is not None:
-        start = _start(run, args, order, len_dataloader)
+        start = _start(run, args, order, passes)
         done = trainer.state.global_step >= max_steps
         epochs = position.epochs_left(start, num_train_epochs, args.max_steps > 0, done)
-        loader = batches.ResumedBatches(train_dataloader, start, lambda: trainer._load_rng_state(str(run.resumed_from)))
+        loader = batches.ResumedBatches(
+            train_dataloader, start, order.indexed, lambda: trainer._load_rng_state(str(run.resumed_from))
+        )
     run.tracker.begin(order, start, run.progress is not None, num_train_epochs)
     with run.best.kept_from(trainer):
         result = native(
@@ -326,6 +329,19 @@ def inner_training_loop(
     if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         _load_best(trainer, Path(trainer.state.best_model_checkpoint))
     return result
+
+
+def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.Order, int | None]:
+    """The order of the data, and the passes of an epoch if they are known.
+
+    Where ranks are handed their batches by others, these say it for all: who reads nothing knows neither.
+    """
+    own = batches.order_of(loader), passes
+    if not args.distributed_dataloader:
+        return own
+    reads = not batches.is_handed_its_batches(loader)
+    told = agree(_channel(args), "looking at the data", lambda: msgspec.json.encode(own) if reads else b"")
+    return msgspec.json.decode(next(filter(None, told)), type=tuple[position.Order, int | None])
 
 
 def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> position.Start:

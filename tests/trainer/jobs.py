@@ -57,6 +57,20 @@ def outcome(trainer: Any) -> dict[str, Any]:
     }
 
 
+def run_with_one_reader(
+    layout: Mapping[str, Any], output_dir: str, arguments: Mapping[str, Any], resume: str | None = None
+) -> list[float]:
+    """Train on data that one rank reads and hands to those that see the same samples; the losses."""
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "distributed_dataloader": True, **arguments}
+    args = tiny.training_arguments(layout, output_dir, **settings)
+    data = tiny.Samples() if args.should_load_dataset else None
+    trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=FlexTrainer, train_dataset=data)
+    trainer.train(resume_from_checkpoint=resume)
+    return list(trainer.losses)
+
+
 def run_and_count_states(resume: str | None = None, **settings: Any) -> int:
     """Train or only load; how many elements of optimizer states this rank then has."""
     trainer = flex_trainer(**settings)

@@ -272,6 +272,18 @@ def test_another_global_batch_neither_repeats_nor_loses_a_sample(
     assert read_manifest(tmp_path / "checkpoint-13").consumed_samples == tiny.SAMPLES
 
 
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=lambda layout: layout.name)
+def test_data_that_one_rank_reads_for_others_goes_on_with_the_next_sample(
+    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
+) -> None:
+    whole = ranks.run(f"{JOBS}:run_with_one_reader", 2, settings(layout, tmp_path / "whole", **SIX_STEPS)).values[0]
+    assert whole == pytest.approx(saved.losses, abs=1e-6)
+    third = tmp_path / "whole" / "checkpoint-3"
+    arguments = {**SIX_STEPS, "flex_timeout": 20}
+    again = ranks.run(f"{JOBS}:run_with_one_reader", 2, settings(layout, tmp_path / "again", third, **arguments))
+    assert again.values[0] == whole[3:]
+
+
 def test_a_batch_that_does_not_fit_the_samples_trained_is_refused(
     ranks: ForkServer, saved: Saved, tmp_path: Path
 ) -> None:
