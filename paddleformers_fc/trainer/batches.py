@@ -42,7 +42,7 @@ def order_of(loader: Any) -> Order:
 
 
 def is_handed_its_batches(loader: Any) -> bool:
-    """Whether a data loader reads nothing by itself: under ``distributed_dataloader`` another rank hands it the batches.
+    """Whether a data loader reads nothing: under ``distributed_dataloader`` another rank hands it the batches.
 
     Args:
         loader: what ``Trainer.get_train_dataloader`` returned.

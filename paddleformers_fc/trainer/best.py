@@ -4,13 +4,47 @@ At the end of a training with ``load_best_model_at_end`` that loop unpickles ``m
 which the Trainer's state names as the best. A flex checkpoint has no such file, and its weights are loaded by this
 package; but whoever puts the file there would have his code run. So the name is out of the state while the loop runs,
 and in it whenever anybody else looks: callbacks, and this package when it saves.
+
+A resumed run takes over that name, which says where the directory was for the run that saved: :func:`found_again`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.storage.files import exists
+from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.storage.places import Place
+
+
+def found_again(named: str, resumed: Place, channel: Channel) -> str | None:
+    """Where the best checkpoint of a resumed run is: where it was, or beside the one that is resumed from.
+
+    An output directory may have been moved since, and a relative one begins where a run is started.
+
+    Args:
+        named: its path, as the run that saved knew it.
+        resumed: the checkpoint that is resumed from.
+        channel: all ranks of the job; every rank must call.
+
+    Returns:
+        a path of this rank, whoever sees it; None where no rank finds it.
+
+    Raises:
+        StorageError: the operating system refused to look.
+    """
+    paths = [Path(named), *([resumed.with_name(Path(named).name)] if isinstance(resumed, Path) else [])]
+
+    def look() -> bytes:
+        return bytes([next((place for place, path in enumerate(paths, 1) if exists(path / MANIFEST_NAME)), 0)])
+
+    seen = [payload[0] for payload in agree(channel, "looking for the best checkpoint", look)]
+    chosen = seen[channel.rank] or max(seen)
+    return str(paths[chosen - 1]) if chosen else None
 
 
 class BestCheckpoint:

@@ -47,7 +47,7 @@ from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import Manifest, newest_checkpoint
 from paddleformers_fc.storage.places import Place, local, place
 from paddleformers_fc.trainer import batches, documents, position, resume, rng, rotation, state
-from paddleformers_fc.trainer.best import BestCheckpoint
+from paddleformers_fc.trainer.best import BestCheckpoint, found_again
 from paddleformers_fc.trainer.callback import ATTENDED, CheckpointReport, FlexCheckpointCallback
 from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size, without_effect
 from paddleformers_fc.trainer.watch import patient_channel
@@ -224,6 +224,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     run.resumed_from, run.progress, run.generators = directory, progress, generators
     if progress is not None:
         _take_over(trainer, progress)
+        _look_for_best(trainer, directory, channel)
     loaded = CheckpointReport(
         step=checkpoint.manifest.step,
         directory=directory,
@@ -280,6 +281,19 @@ def _take_over(trainer: Any, progress: documents.Progress) -> None:
     if trainer.do_grad_scaling and progress.scaler is not None:
         trainer.scaler.load_state_dict(progress.scaler)
     trainer.state = progress.state
+
+
+def _look_for_best(trainer: Any, resumed: Place, channel: Channel) -> None:
+    """Where the best checkpoint is now; said here if it is gone, and not by an error when training has ended."""
+    named = trainer.state.best_model_checkpoint
+    if named is None:
+        return
+    found = trainer.state.best_model_checkpoint = found_again(named, resumed, channel)
+    if found is None and trainer.args.should_log:
+        logger.warning(
+            f"The best checkpoint so far is gone: {named} is neither there nor beside {resumed}. The next one that "
+            "is evaluated and saved takes its place."
+        )
 
 
 @_when_active

@@ -385,6 +385,29 @@ def run_to_best(output_dir: str) -> dict[str, Any]:
     return {**found, "of_last": trainer.evaluate()["eval_loss"]}
 
 
+def go_on_to_best(output_dir: str, steps: int, resume: str | None = None) -> dict[str, Any]:
+    """Train as :func:`run_to_best` does, up to a step; what is best, and what the model is at the end."""
+    arguments = {
+        "max_steps": steps,
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "evaluation_strategy": "steps",
+        "eval_steps": 1,
+        "do_eval": True,
+        "load_best_model_at_end": True,
+        "learning_rate": 0.3,
+        "lr_scheduler_type": "constant",
+    }
+    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, eval_dataset=tiny.Samples())
+    trainer.train(resume_from_checkpoint=resume)
+    state = trainer.state
+    return {
+        "best": state.best_metric,
+        "checkpoint": state.best_model_checkpoint,
+        "at_end": trainer.evaluate()["eval_loss"],
+    }
+
+
 def refused_metric(output_dir: str, metric: str) -> str:
     """Train with a metric that chooses the best checkpoint; the error."""
     from paddleformers_fc.errors import OptionError

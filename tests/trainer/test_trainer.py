@@ -496,6 +496,30 @@ def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(ranks: ForkServer, t
     assert found["at_end"] == pytest.approx(found["best"], rel=1e-5)
 
 
+def test_the_best_checkpoint_is_found_again_where_a_run_was_moved(ranks: ForkServer, tmp_path: Path) -> None:
+    (first,) = ranks.run(f"{JOBS}:go_on_to_best", 1, {"output_dir": str(tmp_path / "out"), "steps": 3}).values
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    best = moved / Path(first["checkpoint"]).name
+    given = {"output_dir": str(moved), "steps": 4, "resume": str(moved / "checkpoint-3")}
+    (again,) = ranks.run(f"{JOBS}:go_on_to_best", 1, given).values
+    assert again == {**first, "checkpoint": str(best)}
+    assert set(moved.glob("checkpoint-*")) == {best, moved / "checkpoint-4"}
+
+
+def test_a_best_checkpoint_that_is_gone_is_said_at_the_resume_and_the_next_takes_its_place(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    (first,) = ranks.run(f"{JOBS}:go_on_to_best", 1, {"output_dir": str(tmp_path), "steps": 3}).values
+    shutil.rmtree(first["checkpoint"])
+    given = {"output_dir": str(tmp_path), "steps": 5, "resume": str(tmp_path / "checkpoint-3")}
+    result = ranks.run(f"{JOBS}:go_on_to_best", 1, given)
+    (again,) = result.values
+    assert Path(again["checkpoint"]).name in ("checkpoint-4", "checkpoint-5")
+    assert again["at_end"] == pytest.approx(again["best"], rel=1e-5)
+    said = [line for line in result.logs[0].read_text().splitlines() if f"gone: {first['checkpoint']}" in line]
+    assert len(said) == 1
+
+
 def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has(ranks: ForkServer, tmp_path: Path) -> None:
     (text,) = ranks.run(f"{JOBS}:refused_metric", 1, {"output_dir": str(tmp_path), "metric": "accuracy"}).values
     assert "metric_for_best_model" in text
