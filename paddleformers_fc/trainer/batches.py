@@ -8,6 +8,7 @@ Cost: a sampler skips by index. A stream (no index) is read and dropped up to th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from paddleformers.utils.batch_sampler import (
 from paddleformers_fc.trainer.position import Order, Position, Start, pace_of
 
 _SKIPPING = (MappingBatchSampler, MappingDistributedBatchSampler, DistributedBatchSampler)
+_NOTHING = object()
 
 
 def order_of(loader: Any) -> Order:
@@ -61,15 +63,25 @@ class ResumedBatches:
         indexed: whether the samples are skipped by index, be it by the rank that hands this one its batches.
         on_first_batch: called once, when the first batch has been taken from the loader and before it is trained.
             Shuffling draws from the global random generators, so they are restored here and not earlier.
+        on_epoch_over: called where nothing is left of the first epoch, and the next one is begun in its place. Where
+            a stream ends is not known before it has been read.
     """
 
-    def __init__(self, loader: Any, start: Start, indexed: bool, on_first_batch: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        start: Start,
+        indexed: bool,
+        on_first_batch: Callable[[], None],
+        on_epoch_over: Callable[[], None],
+    ) -> None:
         self._loader = loader
         self._indexed = indexed
         self._epoch = start.position.epoch
         self._samples = start.position.samples
         self._passes = start.passes
         self._on_first_batch: Callable[[], None] | None = on_first_batch
+        self._on_epoch_over = on_epoch_over
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -78,8 +90,14 @@ class ResumedBatches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        skips = self._passes > 0
         iterator = self._begin_epoch()
-        for batch in iterator:
+        first = next(iterator, _NOTHING)
+        if first is _NOTHING and skips:
+            self._on_epoch_over()
+            iterator = self._begin_epoch()
+            first = next(iterator, _NOTHING)
+        for batch in () if first is _NOTHING else itertools.chain([first], iterator):
             if self._on_first_batch is not None:
                 self._on_first_batch()
                 self._on_first_batch = None
@@ -106,6 +124,7 @@ class PositionTracker(TrainerCallback):
 
     def __init__(self) -> None:
         self.order = Order(False, 0, False, 0)
+        self._passes: int | None = None
         self._resumed = False
         self._epochs = 0
         self._epochs_begun = 0
@@ -113,20 +132,26 @@ class PositionTracker(TrainerCallback):
         self._step_at_epoch_begin = 0
         self.position = Position()
 
-    def begin(self, order: Order, start: Start, resumed: bool, epochs: int) -> None:
+    def begin(self, order: Order, passes: int | None, start: Start, resumed: bool, epochs: int) -> None:
         """Forget the last run.
 
         Args:
             order: of the data loader.
+            passes: forward passes per rank in an epoch; None if that is not known, as for a stream.
             start: where this run starts.
             resumed: whether it was resumed.
             epochs: how many epochs the whole run has.
         """
         self.order = order
+        self._passes = passes
         self._resumed = resumed
         self._epochs = epochs
         self._epochs_begun = 0
         self.position = self._epoch_begin = start.position
+
+    def begin_next_epoch(self) -> None:
+        """The epoch that was resumed turned out to be over, and its successor takes its place."""
+        self.position = self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The loop counts only the epochs that are left."""
@@ -141,11 +166,16 @@ class PositionTracker(TrainerCallback):
         self._step_at_epoch_begin = state.global_step
         self.position = self._epoch_begin
 
-    def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the samples of the step that was just made."""
-        begin = self._epoch_begin
-        trained = (state.global_step - self._step_at_epoch_begin) * pace_of(args).per_step
+        self._count(args, state)
+
+    def _count(self, args: Any, state: Any) -> None:
+        begin, pace = self._epoch_begin, pace_of(args)
+        trained = (state.global_step - self._step_at_epoch_begin) * pace.per_step
         self.position = Position(begin.epoch, begin.samples + trained, begin.consumed + trained)
         state.consumed_samples = self.position.consumed
-        if self._resumed and self.order.length:
-            state.epoch = begin.epoch + min(1.0, self.position.samples / self.order.length)
+        if self._resumed:
+            # PaddleFormers takes an epoch of unknown length to be as long as the run.
+            passes = self._passes or state.max_steps * pace.accumulation
+            state.epoch = begin.epoch + min(1.0, self.position.samples / (self.order.length or passes * pace.per_pass))

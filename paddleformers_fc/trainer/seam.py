@@ -324,9 +324,13 @@ def inner_training_loop(
         done = trainer.state.global_step >= max_steps
         epochs = position.epochs_left(start, num_train_epochs, args.max_steps > 0, done)
         loader = batches.ResumedBatches(
-            train_dataloader, start, order.indexed, lambda: trainer._load_rng_state(str(run.resumed_from))
+            train_dataloader,
+            start,
+            order.indexed,
+            on_first_batch=lambda: trainer._load_rng_state(str(run.resumed_from)),
+            on_epoch_over=run.tracker.begin_next_epoch,
         )
-    run.tracker.begin(order, start, run.progress is not None, num_train_epochs)
+    run.tracker.begin(order, passes, start, run.progress is not None, num_train_epochs)
     with run.best.kept_from(trainer):
         result = native(
             args,

@@ -71,6 +71,20 @@ def run_with_one_reader(
     return list(trainer.losses)
 
 
+def run_on_stream(output_dir: str, arguments: Mapping[str, Any], resume: str | None = None) -> dict[str, Any]:
+    """Train on the samples as a stream, which has no indices and no length; what :func:`run` returns."""
+    from paddle.io import IterableDataset
+
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            samples = tiny.Samples()
+            return (samples[index] for index in range(len(samples)))
+
+    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, train_dataset=Stream())
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
 def run_and_count_states(resume: str | None = None, **settings: Any) -> int:
     """Train or only load; how many elements of optimizer states this rank then has."""
     trainer = flex_trainer(**settings)

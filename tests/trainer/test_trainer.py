@@ -272,6 +272,28 @@ def test_another_global_batch_neither_repeats_nor_loses_a_sample(
     assert read_manifest(tmp_path / "checkpoint-13").consumed_samples == tiny.SAMPLES
 
 
+def how_far(output_dir: Path, step: int) -> tuple[Any, Any]:
+    """What a checkpoint says of its epoch, and of its position in the data."""
+    trainer = output_dir / f"checkpoint-{step}" / "trainer"
+    state, data = (json.loads((trainer / name).read_text()) for name in ("state.json", "data.json"))
+    return state["epoch"], data["position"]
+
+
+@pytest.mark.parametrize("step", [4, 8, 9], ids=["in the middle", "at its end", "in the second round"])
+def test_a_stream_goes_on_with_the_next_sample_and_begins_again_at_its_end(
+    ranks: ForkServer, tmp_path: Path, step: int
+) -> None:
+    assert tiny.SAMPLES == 8 * tiny.GLOBAL_BATCH
+    once, again = tmp_path / "once", tmp_path / "again"
+    given: dict[str, Any] = {"output_dir": str(once), "arguments": {"max_steps": 11, "save_steps": 1}}
+    whole = ranks.run(f"{JOBS}:run_on_stream", 1, given).values[0]
+    assert len(whole["losses"]) == 11
+    given |= {"output_dir": str(again), "resume": str(once / f"checkpoint-{step}")}
+    assert ranks.run(f"{JOBS}:run_on_stream", 1, given).values[0] == {**whole, "losses": whole["losses"][step:]}
+    left = range(step + 1, 12)
+    assert [how_far(again, one) for one in left] == [how_far(once, one) for one in left]
+
+
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=lambda layout: layout.name)
 def test_data_that_one_rank_reads_for_others_goes_on_with_the_next_sample(
     ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
