@@ -170,6 +170,10 @@ class PositionTracker(TrainerCallback):
         """Count the samples of the step that was just made."""
         self._count(args, state)
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the samples of steps that were left out (``skip_data_intervals``), of which nobody is told."""
+        self._count(args, state)
+
     def _count(self, args: Any, state: Any) -> None:
         begin, pace = self._epoch_begin, pace_of(args)
         trained = (state.global_step - self._step_at_epoch_begin) * pace.per_step

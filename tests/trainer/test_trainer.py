@@ -294,6 +294,17 @@ def test_a_stream_goes_on_with_the_next_sample_and_begins_again_at_its_end(
     assert [how_far(again, one) for one in left] == [how_far(once, one) for one in left]
 
 
+def test_samples_that_are_left_out_at_the_end_of_an_epoch_stay_left_out(ranks: ForkServer, tmp_path: Path) -> None:
+    assert tiny.SAMPLES == 8 * tiny.GLOBAL_BATCH
+    arguments = {"max_steps": 10, "save_strategy": "epoch", "skip_data_intervals": [[7, 8]]}
+    whole = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "once", **arguments)).values[0]
+    assert how_far(tmp_path / "once", 8)[1] == {"epoch": 0, "samples": 64, "consumed": 64}
+    resume = tmp_path / "once" / "checkpoint-8"
+    again = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "again", resume, **arguments)).values[0]
+    assert again["losses"] == whole["losses"][8:]
+    assert how_far(tmp_path / "again", 10) == how_far(tmp_path / "once", 10)
+
+
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=lambda layout: layout.name)
 def test_data_that_one_rank_reads_for_others_goes_on_with_the_next_sample(
     ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
