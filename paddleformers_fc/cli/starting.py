@@ -28,7 +28,9 @@ _DEGREES = (
     "sep_parallel_size",
     "sharding_parallel_size",
 )
-_PATHS = ("model_name_or_path", "train_dataset_path", "eval_dataset_path")
+_PATH = "model_name_or_path"
+_LISTS_OF_PATHS = ("train_dataset_path", "eval_dataset_path")
+"""Of files, each of which may end in ``#`` and how many samples are to be taken of it."""
 
 
 def require_paddleformers(doing: str) -> None:
@@ -85,12 +87,12 @@ def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
     Raises:
         OptionError: with all of them.
     """
-    missing = [
-        f"{key}: {path}"
-        for key in _PATHS
-        for path in re.split(r"[,\s]+", str(settings.get(key) or ""))
-        if _is_local(path) and not Path(path).expanduser().exists()
-    ]
+    named = [(_PATH, str(settings.get(_PATH) or ""))]
+    for key in _LISTS_OF_PATHS:
+        # PaddleFormers takes every space out of a list.
+        paths = str(settings.get(key) or "").replace(" ", "").split(",")
+        named.extend((key, path.partition("#")[0]) for path in paths)
+    missing = [f"{key}: {path}" for key, path in named if _is_local(path) and not Path(path).expanduser().exists()]
     if missing:
         raise OptionError(
             "The configuration names what does not exist.",

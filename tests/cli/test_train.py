@@ -240,6 +240,17 @@ def test_a_layout_that_divides_the_ranks_and_a_model_of_a_hub_are_let_through(tm
     assert prepare(path, 4, []).ranks == 4
 
 
+def test_paths_are_read_as_paddleformers_reads_them(tmp_path: Path, on: Any) -> None:
+    model, data = tmp_path / "my model", tmp_path / "train.jsonl"
+    model.mkdir()
+    data.touch()
+    path = config(tmp_path, model_name_or_path=str(model), train_dataset_path=f"{data}#100, {data}", device="cpu")
+    assert prepare(path, 1, []).ranks == 1
+    with pytest.raises(OptionError) as caught:
+        prepare(config(tmp_path, train_dataset_path=f"{data},{tmp_path}/other.jsonl#7"), 1, [])
+    assert caught.value.evidence == (f"train_dataset_path: {tmp_path}/other.jsonl",)
+
+
 def test_a_key_that_a_registration_of_the_users_may_add_is_let_through(tmp_path: Path, on: Any) -> None:
     (tmp_path / "own.py").touch()
     own = {"custom_register_path": str(tmp_path / "own.py"), "device": "cpu"}
