@@ -180,7 +180,8 @@ def _chosen(args: Any, requested: str | bool | None) -> Place | None:
         return None
     if requested is True:
         return resume.newest_or_refuse(Path(args.output_dir), _channel(args), logger.warning)
-    return resume.named(place(requested), _channel(args))
+    chosen = place(requested)
+    return resume.named(chosen.expanduser() if isinstance(chosen, Path) else chosen, _channel(args))
 
 
 def _warn_of_another_run(args: Any) -> None:
@@ -243,7 +244,7 @@ def _read_options(args: Any) -> ReadOptions:
 
 
 def _plans(args: Any) -> PlanCache:
-    return PlanCache(Path(args.flex_plan_cache)) if args.flex_plan_cache != "none" else PLANS
+    return PlanCache(Path(args.flex_plan_cache).expanduser()) if args.flex_plan_cache != "none" else PLANS
 
 
 def _meant(run: Run, named: str) -> Place:

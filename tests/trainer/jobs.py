@@ -57,6 +57,14 @@ def outcome(trainer: Any) -> dict[str, Any]:
     }
 
 
+def run_at_home(home: str, **settings: Any) -> dict[str, Any]:
+    """As :func:`run`, by a user with this home directory."""
+    import os
+
+    os.environ["HOME"] = home  # This process ends with the job.
+    return run(**settings)
+
+
 def run_with_one_reader(
     layout: Mapping[str, Any], output_dir: str, arguments: Mapping[str, Any], resume: str | None = None
 ) -> list[float]:

@@ -164,6 +164,16 @@ def test_a_run_that_resumes_again_takes_its_plans_from_the_directory(
     assert said == [False, True]
 
 
+def test_a_tilde_is_the_home_directory_as_in_an_output_directory(
+    ranks: ForkServer, saved: Saved, tmp_path: Path
+) -> None:
+    shutil.copytree(saved.third, tmp_path / "checkpoint-3")
+    given = settings(DP2, Path("~/out"), Path("~/checkpoint-3"), **SIX_STEPS, flex_plan_cache="~/plans")
+    resumed = ranks.run(f"{JOBS}:run_at_home", 2, {**given, "home": str(tmp_path)}).values[0]
+    assert resumed["losses"] == saved.losses[3:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "out", "plans"]
+
+
 def test_the_state_of_a_resumed_run_is_that_of_the_uninterrupted_one(ranks: ForkServer, tmp_path: Path) -> None:
     arguments = {"max_steps": 11, "save_steps": 3, "lr_scheduler_type": "cosine", "warmup_steps": 2}
     whole = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "whole", **arguments))
