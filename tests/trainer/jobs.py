@@ -178,15 +178,17 @@ def refused_adapters(output_dir: str) -> str:
     return ""
 
 
-def field_names() -> list[str]:
-    """Every option of PaddleFormers' command line and of our classes."""
+def field_names() -> list[list[str]]:
+    """Every option of a script's arguments, and of the command line's."""
     import dataclasses
 
     from paddleformers_fc import FlexTrainingArguments
     from paddleformers_fc.trainer.cli_arguments import FlexFinetuningArguments
 
-    both = set(dataclasses.fields(FlexTrainingArguments)), set(dataclasses.fields(FlexFinetuningArguments))
-    return sorted({one.name for one in both[0]} & {one.name for one in both[1]})
+    return [
+        sorted(one.name for one in dataclasses.fields(kind))
+        for kind in (FlexTrainingArguments, FlexFinetuningArguments)
+    ]
 
 
 # ---- Which samples are trained.
