@@ -145,7 +145,9 @@ class Start:
     passes: int
 
 
-def start_after(saved: tuple[Position, Pace, Order], pace: Pace, order: Order, passes: int | None) -> Start:
+def start_after(
+    saved: tuple[Position, Pace, Order], pace: Pace, order: Order, passes: int | None, to_its_end: bool = False
+) -> Start:
     """Where to go on.
 
     Args:
@@ -153,6 +155,7 @@ def start_after(saved: tuple[Position, Pace, Order], pace: Pace, order: Order, p
         pace: of this run.
         order: of this run.
         passes: forward passes per rank in an epoch of this run; None if that is not known, as for a stream.
+        to_its_end: whether passes are made that are left of an epoch and too few for a step.
 
     Raises:
         OptionError: the samples that were trained cannot be told from the others under this run's settings.
@@ -174,7 +177,7 @@ def start_after(saved: tuple[Position, Pace, Order], pace: Pace, order: Order, p
             next_step=_START_ANEW,
         )
     done = position.samples // pace.per_pass
-    if passes is not None and passes - done < pace.accumulation:
+    if passes is not None and passes - done < (1 if to_its_end else pace.accumulation):
         return Start(Position(position.epoch + 1, 0, position.consumed), 0)
     return Start(position, done)
 

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import paddle.distributed as dist
 from paddleformers.peft import LoRAModel
+from paddleformers.trainer.trainer_utils import IntervalStrategy
 from paddleformers.utils.env import PREFIX_CHECKPOINT_DIR
 from paddleformers.utils.log import logger
 
@@ -372,7 +373,9 @@ def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> po
         logger.warning(change)
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
-    return position.start_after(saved, position.pace_of(args), order, passes)
+    # What PaddleFormers does at the end of an epoch was done before that end was saved; a step was saved before it.
+    at_steps = args.save_strategy != IntervalStrategy.EPOCH
+    return position.start_after(saved, position.pace_of(args), order, passes, to_its_end=at_steps)
 
 
 def _load_best(trainer: Any, directory: Path) -> None:

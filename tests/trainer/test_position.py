@@ -74,6 +74,13 @@ def test_an_epoch_with_no_full_step_left_is_over() -> None:
     used_up = Position(epoch=1, samples=56, consumed=120)
     start = start_after((used_up, DP2, SHUFFLED), Pace(4, 2, 2), SHUFFLED, 8)
     assert start == Start(Position(epoch=2, samples=0, consumed=120), 0)
+    assert start_after((used_up, DP2, SHUFFLED), Pace(4, 2, 2), SHUFFLED, 8, to_its_end=True) == Start(used_up, 7)
+
+
+def test_an_epoch_with_no_pass_left_is_over_in_any_case() -> None:
+    used_up = Position(epoch=1, samples=64, consumed=128)
+    start = start_after((used_up, DP2, SHUFFLED), DP2, SHUFFLED, 8, to_its_end=True)
+    assert start == Start(Position(epoch=2, samples=0, consumed=128), 0)
 
 
 def test_the_beginning_of_an_epoch_may_be_resumed_with_anything() -> None:

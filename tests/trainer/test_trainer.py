@@ -304,6 +304,27 @@ def test_a_stream_goes_on_with_the_next_sample_and_begins_again_at_its_end(
     assert [how_far(again, one) for one in left] == [how_far(once, one) for one in left]
 
 
+def test_passes_after_the_last_step_of_an_epoch_are_made_as_in_the_run_that_was_saved(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    # Of 8 passes 2 make no step; PaddleFormers adds their gradients to those of the next epoch's first step.
+    arguments = {"max_steps": 5, "save_steps": 2, "gradient_accumulation_steps": 3, "evaluation_strategy": "no"}
+    whole = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "once", **arguments)).values[0]
+    resume = tmp_path / "once" / "checkpoint-2"
+    assert how_far(tmp_path / "once", 2)[1] == {"epoch": 0, "samples": 48, "consumed": 48}
+    again = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "again", resume, **arguments)).values[0]
+    assert again == {**whole, "losses": whole["losses"][2:]}
+    assert how_far(tmp_path / "again", 4) == how_far(tmp_path / "once", 4)
+
+
+def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(ranks: ForkServer, tmp_path: Path) -> None:
+    arguments = {"max_steps": 4, "save_strategy": "epoch", "gradient_accumulation_steps": 3}
+    ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "once", **arguments))
+    resume = tmp_path / "once" / "checkpoint-2"
+    ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "again", resume, **arguments))
+    assert [path.name for path in (tmp_path / "again").iterdir()] == ["checkpoint-4"]
+
+
 def test_samples_that_are_left_out_at_the_end_of_an_epoch_stay_left_out(ranks: ForkServer, tmp_path: Path) -> None:
     assert tiny.SAMPLES == 8 * tiny.GLOBAL_BATCH
     arguments = {"max_steps": 10, "save_strategy": "epoch", "skip_data_intervals": [[7, 8]]}
