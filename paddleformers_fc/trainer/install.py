@@ -24,6 +24,7 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "_load_flex_checkpoint": seam.load,
     "_load_rng_state": seam.load_rng_state,
     "_save_checkpoint": seam.save,
+    "save_model": seam.save_model_of_slices,
     "_save": seam.save_model,
     "_sorted_checkpoints": seam.sorted_checkpoints,
     "_rotate_checkpoints": seam.rotate_checkpoints,

@@ -37,6 +37,10 @@ class FlexTrainerMixin(_AnyTrainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         seam.save(self, super()._save_checkpoint, *args, **kwargs)
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As ``Trainer.save_model``: the model in HuggingFace format. Every rank must call."""
+        seam.save_model_of_slices(self, super().save_model, *args, **kwargs)
+
     def _save(self, *args: Any, **kwargs: Any) -> None:
         seam.save_model(self, super()._save, *args, **kwargs)
 

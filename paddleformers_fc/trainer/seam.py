@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import paddle.distributed as dist
 from paddleformers.peft import LoRAModel
-from paddleformers.trainer.trainer_utils import IntervalStrategy
+from paddleformers.trainer.trainer_utils import IntervalStrategy, ShardingOption
 from paddleformers.utils.env import PREFIX_CHECKPOINT_DIR
 from paddleformers.utils.log import logger
 
@@ -560,6 +560,25 @@ def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, ou
     except StorageError as error:
         # The checkpoint is saved; that an old one resists is no reason to end the run.
         logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")
+
+
+@_when_active
+def save_model_of_slices(
+    trainer: Any,
+    native: Native,
+    output_dir: str | None = None,
+    merge_tensor_parallel: bool = False,
+    last_fc_to_hf: bool = False,
+) -> None:
+    """``Trainer.save_model``: under sharding stage 3 without gathering the whole model on every rank before.
+
+    Slices are exported as they lie, and on a CPU the gathering fails.
+
+    Raises:
+        FlexError: the same on every rank; an older export in the directory is untouched.
+    """
+    save = trainer._save if ShardingOption.FULL_SHARD in trainer.args.sharding else native
+    save(output_dir, merge_tensor_parallel=merge_tensor_parallel, last_fc_to_hf=last_fc_to_hf)
 
 
 @_when_active

@@ -595,7 +595,7 @@ def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has(ranks
     assert known == ""
 
 
-@pytest.mark.parametrize("layout", [SINGLE, TP2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [SINGLE, TP2, SD2S3], ids=lambda layout: layout.name)
 def test_an_export_is_what_from_pretrained_reads(
     ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
 ) -> None:

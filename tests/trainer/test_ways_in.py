@@ -37,6 +37,7 @@ REPLACED = [
     "Trainer._save",
     "Trainer._save_checkpoint",
     "Trainer._sorted_checkpoints",
+    "Trainer.save_model",
     "Trainer.train",
 ]
 
