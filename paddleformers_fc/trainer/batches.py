@@ -157,6 +157,7 @@ class PositionTracker(TrainerCallback):
         """The loop counts only the epochs that are left."""
         state.num_train_epochs = self._epochs
         state.consumed_samples = self.position.consumed
+        self._tell_epoch(args, state)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A resumed epoch has a part that is done; every other begins with its first sample."""
@@ -175,11 +176,17 @@ class PositionTracker(TrainerCallback):
         self._count(args, state)
 
     def _count(self, args: Any, state: Any) -> None:
-        begin, pace = self._epoch_begin, pace_of(args)
-        trained = (state.global_step - self._step_at_epoch_begin) * pace.per_step
+        begin = self._epoch_begin
+        trained = (state.global_step - self._step_at_epoch_begin) * pace_of(args).per_step
         self.position = Position(begin.epoch, begin.samples + trained, begin.consumed + trained)
         state.consumed_samples = self.position.consumed
+        self._tell_epoch(args, state)
+
+    def _tell_epoch(self, args: Any, state: Any) -> None:
+        """The epoch of a resumed run, which the loop takes to begin with its first batch."""
         if self._resumed:
+            pace = pace_of(args)
             # PaddleFormers takes an epoch of unknown length to be as long as the run.
             passes = self._passes or state.max_steps * pace.accumulation
-            state.epoch = begin.epoch + min(1.0, self.position.samples / (self.order.length or passes * pace.per_pass))
+            length = self.order.length or passes * pace.per_pass
+            state.epoch = self.position.epoch + min(1.0, self.position.samples / length)

@@ -203,6 +203,7 @@ def test_an_empty_newest_directory_is_passed_over_with_a_warning(
 def test_a_finished_run_trains_no_further_step(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
     result = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, saved.third, max_steps=3, save_steps=1))
     assert result.values[0]["losses"] == []
+    assert result.values[0]["epoch"] == how_far(saved.output_dir, 3)[0] > 0
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
