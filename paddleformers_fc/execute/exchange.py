@@ -323,7 +323,7 @@ class _Filling:
 
     def _buffer(self, key: Key) -> Array:
         if key not in self._buffers:
-            self._buffers[key] = self._slots[key].open()
+            self._buffers[key] = self._slots[key].open().array()
             self._read(tuple(self._own.get(key, ())), {key: ArraySlot(self._buffers[key])})
         return self._buffers[key]
 

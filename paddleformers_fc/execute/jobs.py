@@ -17,47 +17,114 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
+from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.crew import Job, ReadOptions, Task
 from paddleformers_fc.mapping.boxes import Box, Shape
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.plan.items import ReadItem, StoredPart
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.files import MOST_BUFFERS
+from paddleformers_fc.storage.files import MOST_BUFFERS, memory_at
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import BLOCK_BYTES, Blocks, Region, Workspace, blocks_of
+from paddleformers_fc.storage.scatter import Rows
 
 Key = tuple[str, str]
 """Role and full name of a wanted shard."""
 
 _JOBS_PER_TASK = 64
-_Straight = tuple[int, int, int]
 
 
-class Memory(Protocol):
+class Memory(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The memory of one wanted shard, in one piece.
+
+    An address and no array: of a hundred thousand small tensors, whose bytes go straight from the file to where they
+    belong, nobody needs one, and to make it costs more than to read them.
+
+    Args:
+        owner: whose memory it is; it lives as long as this does.
+        address: of the first element.
+        size: in elements.
+        dtype: of the elements.
+    """
+
+    owner: object
+    address: int
+    size: int
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, array: np.ndarray[Any, Any]) -> Memory:
+        """The memory of a flat array."""
+        return cls(array, array.__array_interface__["data"][0], array.size, array.dtype)
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """All of it as a flat array, which lasts no longer than the owner."""
+        if isinstance(self.owner, np.ndarray):
+            return self.owner
+        if self.size == 0:
+            return np.empty(0, self.dtype)
+        array: np.ndarray[Any, Any] = np.ndarray(
+            self.size, self.dtype, memory_at(self.address, self.size * self.dtype.itemsize)
+        )
+        return array
+
+    def at(self, start: int, length: int) -> int:
+        """The address of so many bytes of it.
+
+        Args:
+            start: the first of them, counted from that of the memory.
+            length: how many.
+        Raises:
+            MismatchError: they are not all in it.
+        """
+        if start < 0 or start + length > self.size * self.dtype.itemsize:
+            raise MismatchError(
+                "A read would fill bytes that are not those of its tensor.",
+                evidence=[f"bytes {start} to {start + length} of {self.size} elements of {self.dtype}"],
+                next_step="The plan is not of this model; remove the directory of flex_plan_cache, and load again.",
+            )
+        return self.address + start
+
+
+class Targets(Protocol):
     """The memory of wanted shards."""
 
-    def __getitem__(self, key: Key) -> tuple[np.ndarray[Any, Any], memoryview]:
-        """A shard's flat array, and its bytes."""
+    def __getitem__(self, key: Key) -> Memory:
+        """The memory of one."""
 
 
 @dataclass(slots=True)
 class Run:
-    """Successive bytes of a file that go, unchanged, into one or more pieces of memory."""
+    """Successive bytes of a file that go, unchanged, into one or more pieces of memory.
+
+    Args:
+        path: the file.
+        begin: offset of the first byte.
+        end: offset behind the last byte.
+        filled: whose memory is filled.
+        addresses: where the pieces are.
+        lengths: of the pieces, in bytes.
+    """
 
     path: Place
     begin: int
     end: int
-    views: list[memoryview] = field(default_factory=list)
+    filled: list[Memory] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
 
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
         """See :class:`Job`."""
-        if len(self.views) == 1:
-            reader.read_into(self.path, self.begin, self.views[0])
+        if len(self.addresses) == 1:
+            reader.read_into(self.path, self.begin, memory_at(self.addresses[0], self.lengths[0]))
         else:
-            reader.read_several(self.path, self.begin, self.views)
+            lengths = np.array(self.lengths, np.int64)
+            offsets = self.begin + np.cumsum(lengths) - lengths
+            reader.read_rows(self.path, Rows(offsets, np.array(self.addresses, np.uint64), lengths), workspace.scatter)
         return self.end - self.begin
 
 
@@ -74,36 +141,38 @@ class Part:
         return self.blocks.read(self.first, self.last, reader, workspace)
 
 
-def jobs_of(items: Sequence[ReadItem], root: Place, targets: Memory, options: ReadOptions) -> Iterator[tuple[int, Job]]:
+def jobs_of(
+    items: Sequence[ReadItem], root: Place, targets: Targets, options: ReadOptions
+) -> Iterator[tuple[int, Job]]:
     """Jobs and their bytes, in the order of files: what a disk reads fastest, and what lets neighbours be joined."""
     paths: dict[str, Place] = {}
     run: Run | None = None
-    # Items that are alike share their boxes, and what follows from those is worked out once.
-    alike: dict[tuple[int, ...], _Straight | None] = {}
+    # What follows from the boxes of an item is worked out once for all that are alike.
+    alike: dict[tuple[object, ...], _Straight | None] = {}
     for item in items:
         stored = item.stored
         path = paths.get(stored.file)
         if path is None:
             path = paths[stored.file] = root / stored.file
-        array, data = targets[item.role, item.name]
-        dtype = array.dtype
-        boxes = (id(stored.shape), id(stored.part), id(item.shape), id(item.part), id(item.axes))
-        if boxes not in alike:
-            alike[boxes] = _straight(item)
-        straight = alike[boxes]
-        if straight is None or dtype_of(stored.dtype) != dtype:
-            yield from _parts(path, item, array, options)
+        memory = targets[item.role, item.name]
+        kind = (stored.dtype, stored.shape, stored.part, item.shape, item.part, item.axes)
+        if kind not in alike:
+            alike[kind] = _straight(item)
+        straight = alike[kind]
+        if straight is None or straight.dtype != memory.dtype:
+            yield from _parts(path, item, memory.array(), options)
             continue
-        source, target, count = straight
-        width = dtype.itemsize
-        begin, start, size = stored.begin + source * width, (item.start + target) * width, count * width
+        begin, size = stored.begin + straight.source, straight.size
+        start = memory.at(item.start * straight.dtype.itemsize + straight.target, size)
         for low in range(start, start + size, BLOCK_BYTES):
             length = min(BLOCK_BYTES, start + size - low)
             if run is None or not _goes_on(run, path, begin, length):
                 if run is not None:
                     yield run.end - run.begin, run
                 run = Run(path, begin, begin)
-            run.views.append(data[low : low + length])
+            run.filled.append(memory)
+            run.addresses.append(low)
+            run.lengths.append(length)
             run.end = begin = begin + length
     if run is not None:
         yield run.end - run.begin, run
@@ -113,18 +182,37 @@ def _goes_on(run: Run, path: Place, begin: int, length: int) -> bool:
     return (
         run.end == begin
         and run.path is path
-        and len(run.views) < MOST_BUFFERS
+        and len(run.addresses) < MOST_BUFFERS
         and run.end - run.begin + length <= BLOCK_BYTES
     )
 
 
+class _Straight(msgspec.Struct, frozen=True, gc=False):
+    """An item that is one run on both sides.
+
+    Args:
+        dtype: of what is stored.
+        source: where it begins in its stored box, in bytes.
+        target: where it begins in its fragment, in bytes.
+        size: its length in bytes.
+    """
+
+    dtype: np.dtype[Any]
+    source: int
+    target: int
+    size: int
+
+
 def _straight(item: ReadItem) -> _Straight | None:
-    """Where an item that is one run on both sides begins in its stored box and in its fragment, and its length."""
+    """What is to be known of an item that is one run on both sides; None where it is not."""
     stored = item.stored
     if item.axes != tuple(range(len(stored.shape))):
         return None
     source, target = _flat_start(stored.shape, stored.part), _flat_start(item.shape, item.part)
-    return None if source is None or target is None else (source, target, stored.part.volume)
+    if source is None or target is None:
+        return None
+    dtype = dtype_of(stored.dtype)
+    return _Straight(dtype, source * dtype.itemsize, target * dtype.itemsize, stored.part.volume * dtype.itemsize)
 
 
 def _flat_start(shape: Shape, part: Box) -> int | None:

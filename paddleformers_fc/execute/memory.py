@@ -8,7 +8,6 @@ without another copy on the host, on a stream beside the one that computes, whil
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -18,7 +17,7 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.jobs import Key
+from paddleformers_fc.execute.jobs import Key, Memory
 from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 
@@ -35,9 +34,16 @@ def _name_of(dtype: Any) -> str:
     return str(dtype).rsplit(".", maxsplit=1)[-1]
 
 
-@lru_cache(maxsize=64)
+_dtypes: dict[int, tuple[Any, np.dtype[Any]]] = {}
+"""What Paddle's dtypes are in numpy, by identity, which is theirs for ever, because they are kept; to hash one of them
+takes as long as to ask a tensor for all the rest."""
+
+
 def _numpy_of(dtype: Any) -> np.dtype[Any]:
-    return to_numpy(to_safetensors(_name_of(dtype)))
+    known = _dtypes.get(id(dtype))
+    if known is None:
+        known = _dtypes[id(dtype)] = dtype, to_numpy(to_safetensors(_name_of(dtype)))
+    return known[1]
 
 
 def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:
@@ -46,22 +52,16 @@ def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:
     Args:
         tensor: a ``paddle.Tensor``.
     """
-    return _memory(tensor) if _has_view(tensor) else None
+    return _memory(tensor).array() if _has_view(tensor) else None
 
 
 def _has_view(tensor: Any) -> bool:
     return bool(tensor.place.is_cpu_place() and tensor.is_contiguous())
 
 
-def _memory(tensor: Any) -> np.ndarray[Any, Any]:
-    """A flat, writable array over the memory of a contiguous tensor that the host can address."""
-    dtype = _numpy_of(tensor.dtype)
-    size = math.prod(tensor.shape)
-    if size == 0:
-        return np.empty(0, dtype)
-    memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(tensor.data_ptr())
-    array: np.ndarray[Any, Any] = np.ndarray((size,), dtype, memory)
-    return array
+def _memory(tensor: Any) -> Memory:
+    """The memory of a contiguous tensor that the host can address."""
+    return Memory(tensor, tensor.data_ptr(), math.prod(tensor.shape), _numpy_of(tensor.dtype))
 
 
 def _host_tensor(tensor: Any) -> Any:
@@ -130,29 +130,22 @@ def _without_leading_ones(tensor: Any) -> Any:
 class TensorSlot(msgspec.Struct, eq=False, gc=False):
     """The memory of one live tensor.
 
-    A struct, because there are as many as tensors: it remembers what is dear to ask, and no collector walks it.
+    A struct, because there are as many as tensors, and no collector walks it. Where the memory is it asks when a thread
+    comes to read, while the others are copying.
 
     Args:
         tensor: the ``paddle.Tensor`` to be filled.
+        host_bytes: bytes of the array that stands in for the tensor; 0 where its own memory is filled.
     """
 
     tensor: Any
-    _in_place: bool | None = None
+    host_bytes: int
     _staged: Any = None
     _arrival: Any = None
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the array that stands in for the tensor; 0 where its own memory is filled."""
-        if self._in_place is None:
-            self._in_place = _has_view(self.tensor)
-        if self._in_place:
-            return 0
-        return math.prod(int(n) for n in self.tensor.shape) * _numpy_of(self.tensor.dtype).itemsize
-
-    def open(self) -> np.ndarray[Any, Any]:
+    def open(self) -> Memory:
         """The tensor's own memory, or a host array that stands in for it."""
-        if self.host_bytes == 0:
+        if not self.host_bytes:
             return _memory(self.tensor)
         self._staged = _host_tensor(self.tensor)
         return _memory(self._staged)
@@ -176,24 +169,30 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
         self._arrival = self._staged = None
 
 
+def slot_of(tensor: Any) -> TensorSlot:
+    """The slot of a tensor that has memory."""
+    return TensorSlot(tensor, 0 if _has_view(tensor) else math.prod(tensor.shape) * _numpy_of(tensor.dtype).itemsize)
+
+
 def slots_of(roles: Mapping[str, Mapping[str, Any]]) -> dict[Key, Slot]:
     """The slots of live weights: role -> name -> ``ShardedWeight``.
 
     Raises:
         MismatchError: tensors without memory, such as parameters released by sharding stage 3.
     """
-    empty = [
-        f"{role} {name}"
-        for role, names in roles.items()
-        for name, weight in names.items()
-        if not weight.local_tensor._is_initialized()
-    ]
+    slots: dict[Key, Slot] = {}
+    empty: list[str] = []
+    for role, names in roles.items():
+        for name, weight in names.items():
+            tensor = weight.local_tensor
+            if tensor._is_initialized():
+                slots[role, name] = slot_of(tensor)
+            else:
+                empty.append(f"{role} {name}")
     if empty:
         raise MismatchError(
             f"{len(empty)} live tensors have no memory.",
             evidence=empty,
             next_step="Load after the model and optimizer have been built, before parameters are released.",
         )
-    return {
-        (role, name): TensorSlot(weight.local_tensor) for role, names in roles.items() for name, weight in names.items()
-    }
+    return slots

@@ -17,7 +17,7 @@ import numpy as np
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.crew import DEFAULT_OPTIONS, Crew, Job, ReadOptions
-from paddleformers_fc.execute.jobs import Key, dtype_of, jobs_of, region_of, tasks_of
+from paddleformers_fc.execute.jobs import Key, Memory, dtype_of, jobs_of, region_of, tasks_of
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem
 from paddleformers_fc.storage.identity import Identities
@@ -26,7 +26,6 @@ from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace, pieces_of, read_region
 
 _PORTION_BYTES = 32 << 20
-_Target = tuple[np.ndarray[Any, Any], memoryview]
 
 
 class Slot(Protocol):
@@ -36,8 +35,8 @@ class Slot(Protocol):
     def host_bytes(self) -> int:
         """Bytes of host memory that stand in for the shard while it is open; 0 where it is filled in place."""
 
-    def open(self) -> np.ndarray[Any, Any]:
-        """A one-dimensional array of the shard's dtype and size, to be filled."""
+    def open(self) -> Memory:
+        """Memory of the shard's dtype and size, to be filled."""
 
     def close(self) -> None:
         """The array that stands in for the shard is full, and may begin to travel to the shard's own memory."""
@@ -124,31 +123,20 @@ def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], room: int) -
 
 
 class _Targets:
-    """The memory of slots, opened when it is asked for.
-
-    What is filled in place is handed over to nobody. It is forgotten when the next shard's turn comes: views of all of
-    a hundred thousand tensors would be looked through by every collection of garbage.
-    """
+    """The memory of slots, opened when it is asked for. What is filled in place is handed over to nobody."""
 
     def __init__(self, slots: Mapping[Key, Slot]) -> None:
         self._slots = slots
-        self._open: dict[Key, _Target] = {}
-        self._last: tuple[Key, _Target] | None = None
+        self._open: dict[Key, Memory] = {}
 
-    def __getitem__(self, key: Key) -> _Target:
-        """A shard's array, and its bytes."""
-        if self._last is not None and self._last[0] == key:
-            return self._last[1]
-        found = self._open.get(key)
-        if found is not None:
-            return found
+    def __getitem__(self, key: Key) -> Memory:
+        """The memory of a shard."""
         slot = self._slots[key]
-        array = slot.open()
-        found = array, array.view(np.uint8).data
-        if slot.host_bytes:
-            self._open[key] = found
-        else:
-            self._last = key, found
+        if not slot.host_bytes:
+            return slot.open()
+        found = self._open.get(key)
+        if found is None:
+            found = self._open[key] = slot.open()
         return found
 
     def close(self) -> None:
@@ -244,9 +232,9 @@ class ArraySlot:
     array: np.ndarray[Any, Any]
     host_bytes: int = 0
 
-    def open(self) -> np.ndarray[Any, Any]:
+    def open(self) -> Memory:
         """The array."""
-        return self.array
+        return Memory.of(self.array)
 
     def close(self) -> None:
         """Nothing to hand over."""

@@ -106,6 +106,11 @@ def byte_view(buffer: Any) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
+def memory_at(address: int, length: int) -> memoryview:
+    """The bytes that begin at an address of this process. They are the caller's, and must outlive the view."""
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+
 def writable_view(buffer: Any, path: Place) -> memoryview:
     """As :func:`byte_view`, of a buffer that bytes of ``path`` will go into.
 

@@ -11,7 +11,6 @@ Remote files have no descriptor; what is fetched of them is dealt out of memory 
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.storage.ahead import Ahead, Wanted
-from paddleformers_fc.storage.files import OpenFile, open_regular, read_into, read_several, writable_view
+from paddleformers_fc.storage.files import OpenFile, memory_at, open_regular, read_into, read_several, writable_view
 from paddleformers_fc.storage.identity import Identities, refuse_replaced, refuse_replaced_meanwhile
 from paddleformers_fc.storage.places import Place, RemotePath
 from paddleformers_fc.storage.remote import RemoteFile
@@ -106,7 +105,7 @@ class RangeReader:
             self._release(path)
 
     def read_rows(self, path: Place, rows: Rows, scatter: Scatter) -> None:
-        """Fill memory with many short ranges of one file.
+        """Fill memory with many ranges of one file.
 
         Args:
             path: the file.
@@ -231,5 +230,7 @@ def _offsets(first: int, views: Sequence[memoryview]) -> Iterable[int]:
 
 def _views(rows: Rows) -> Iterable[tuple[int, memoryview]]:
     """The offset of every row, and its memory."""
-    for offset, address in zip(rows.offsets.tolist(), rows.addresses.tolist(), strict=True):
-        yield offset, memoryview((ctypes.c_char * rows.length).from_address(address)).cast("B")
+    for offset, address, length in zip(
+        rows.offsets.tolist(), rows.addresses.tolist(), rows.lengths.tolist(), strict=True
+    ):
+        yield offset, memory_at(address, length)

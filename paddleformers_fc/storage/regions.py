@@ -427,7 +427,7 @@ class Direct(_Cut):
                 reader.read_into(self.path, offset, target)
                 continue
             outer = slice(0, len(size) - 1)
-            rows = Rows(
+            rows = Rows.alike(
                 _places(offset, size[outer], self.walk.sources[outer]),
                 _places(target.__array_interface__["data"][0], size[outer], self.walk.targets[outer]),
                 size[-1] * self.dtype.itemsize,
@@ -491,7 +491,7 @@ class Gathered(_Cut):
         self, offset: int, size: Sizes, address: int, pitch: int, length: int, reader: RangeReader, workspace: Workspace
     ) -> None:
         offsets = _places(offset, size, self.walk.sources[: len(size)])
-        rows = Rows(offsets, address + pitch * np.arange(len(offsets)), length)
+        rows = Rows.alike(offsets, address + pitch * np.arange(len(offsets)), length)
         reader.read_rows(self.path, rows, workspace.scatter)
 
 

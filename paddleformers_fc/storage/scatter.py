@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from paddleformers_fc.storage.files import MOST_BUFFERS, OpenFile, read_into, refused
+from paddleformers_fc.storage.files import MOST_BUFFERS, OpenFile, memory_at, read_into, refused
 
 BATCH = 256
 """Requests per system call; what a context holds counts against a limit of the whole machine."""
@@ -52,17 +52,22 @@ _PIECE = np.dtype([("address", "<u8"), ("length", "<u8")])
 
 @dataclass(frozen=True)
 class Rows:
-    """Ranges of one length, each with a place in memory.
+    """Ranges of a file, each with a place in memory.
 
     Args:
         offsets: of each range in the file, in bytes, int64.
         addresses: where each goes, uint64; the memory is the caller's and must outlive the read.
-        length: of every range, in bytes.
+        lengths: of each range, in bytes, int64; more than none.
     """
 
     offsets: np.ndarray[Any, Any]
     addresses: np.ndarray[Any, Any]
-    length: int
+    lengths: np.ndarray[Any, Any]
+
+    @classmethod
+    def alike(cls, offsets: np.ndarray[Any, Any], addresses: np.ndarray[Any, Any], length: int) -> Rows:
+        """Ranges of one length."""
+        return cls(offsets, addresses, np.full(len(offsets), length, np.int64))
 
 
 class Scatter:
@@ -114,27 +119,27 @@ class Scatter:
         if self._pieces is None:
             self._pieces = np.zeros(MOST_BUFFERS, _PIECE)
         pieces, count = self._pieces, len(rows.offsets)
-        pieces["length"] = rows.length
         for low in range(0, count, MOST_BUFFERS):
             high = min(low + MOST_BUFFERS, count)
             pieces["address"][: high - low] = rows.addresses[low:high]
+            pieces["length"][: high - low] = rows.lengths[low:high]
             done = vector(file.descriptor, pieces.ctypes.data, high - low, int(rows.offsets[low]))
             # Refused, interrupted or short: from the first row on that is not whole.
-            _one_by_one(file, rows, range(low + max(0, done) // rows.length, high))
+            whole = np.searchsorted(np.cumsum(rows.lengths[low:high]), done, side="right")
+            _one_by_one(file, rows, range(low + int(whole), high))
 
 
 def _is_one_piece(rows: Rows) -> bool:
     """Whether the rows, of which there are several, follow one another in the file."""
-    offsets, last = rows.offsets, len(rows.offsets) - 1
-    if last < 1 or offsets[last] - offsets[0] != last * rows.length:
+    offsets, lengths = rows.offsets, rows.lengths
+    if len(offsets) < 2 or offsets[1] - offsets[0] != lengths[0]:
         return False
-    return bool((offsets[1:] - offsets[:-1] == rows.length).all())
+    return bool((offsets[1:] - offsets[:-1] == lengths[:-1]).all())
 
 
 def _one_by_one(file: OpenFile, rows: Rows, indices: Iterable[int]) -> None:
     for index in indices:
-        memory = (ctypes.c_char * rows.length).from_address(int(rows.addresses[index]))
-        read_into(file, int(rows.offsets[index]), memoryview(memory).cast("B"))
+        read_into(file, int(rows.offsets[index]), memory_at(int(rows.addresses[index]), int(rows.lengths[index])))
 
 
 class _Queue:
@@ -157,11 +162,11 @@ class _Queue:
         offsets = rows.offsets[low : low + BATCH]
         count = len(offsets)
         self._requests["descriptor"] = file.descriptor
-        self._requests["length"] = rows.length
+        self._requests["length"][:count] = rows.lengths[low : low + BATCH]
         self._offsets[:count] = offsets
         self._addresses[:count] = rows.addresses[low : low + BATCH]
         found = self._reap(file, self._submit(count))
-        whole = found["result"] == rows.length
+        whole = found["result"] == rows.lengths[low : low + BATCH][found["data"]]
         if len(whole) == count and whole.all():
             return ()
         left = np.setdiff1d(np.arange(count), found["data"][whole].astype(np.int64))

@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddleformers_fc.execute.memory import TensorSlot, host_view
+from paddleformers_fc.execute.memory import host_view, slot_of
 from paddleformers_fc.execute.reading import carry_out
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
@@ -27,7 +27,7 @@ def load(root: Path, tensor: Any, dtype: str) -> bytes:
     (root / "file").write_bytes(data)
     axes = tuple(range(len(shape)))
     item = ReadItem("model_state", "w", StoredPart("file", 0, shape, whole(shape), dtype), 0, shape, whole(shape), axes)
-    carry_out(LoadPlan((item,), (), {}, Report()), root, {("model_state", "w"): TensorSlot(tensor)})
+    carry_out(LoadPlan((item,), (), {}, Report()), root, {("model_state", "w"): slot_of(tensor)})
     return data
 
 
@@ -42,7 +42,7 @@ def memory_of(tensor: Any) -> np.ndarray[Any, Any]:
 def test_a_contiguous_tensor_is_filled_where_it_lies(tmp_path: Path, dtype: str) -> None:
     tensor = paddle.zeros([3, 5], dtype=dtype)
     place = tensor.data_ptr()
-    assert TensorSlot(tensor).host_bytes == 0
+    assert slot_of(tensor).host_bytes == 0
     data = load(tmp_path, tensor, dtype)
     assert memory_of(tensor).tobytes() == data
     assert tensor.data_ptr() == place
@@ -54,7 +54,7 @@ def test_a_tensor_without_a_view_is_filled_through_a_host_tensor(tmp_path: Path,
     tensor = base.transpose([1, 0])
     width = to_numpy(to_safetensors(dtype)).itemsize
     assert host_view(tensor) is None
-    assert TensorSlot(tensor).host_bytes == 15 * width
+    assert slot_of(tensor).host_bytes == 15 * width
     data = load(tmp_path, tensor, dtype)
     filled = memory_of(base).view(f"u{width}").reshape(3, 5)
     assert filled.T.tobytes() == data, "the memory that both share is filled"

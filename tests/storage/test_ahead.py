@@ -147,7 +147,7 @@ def test_rows_and_lines_arrive_where_they_belong(served: Served, path: RemotePat
     with RangeReader() as reader:
         if announced:
             reader.expect(path, wanted((0, SIZE)))
-        reader.read_rows(path, Rows(offsets, addresses, 64), Scatter())
+        reader.read_rows(path, Rows.alike(offsets, addresses, 64), Scatter())
         reader.read_several(path, 99, [memoryview(line) for line in lines])
     assert all(out[999 - row].tobytes() == DATA[low : low + 64] for row, low in enumerate(offsets))
     assert b"".join(lines) == DATA[99:629]

@@ -53,7 +53,7 @@ def apart(data: bytes) -> bytes:
 def rows_into(array: np.ndarray[Any, Any], offsets: list[int]) -> Rows:
     """Rows of the array, in order."""
     addresses = array.ctypes.data + array.strides[0] * np.arange(len(offsets), dtype=np.int64)
-    return Rows(np.array(offsets, np.int64), addresses, array.shape[1])
+    return Rows.alike(np.array(offsets, np.int64), addresses, array.shape[1])
 
 
 @pytest.mark.usefixtures("way")
@@ -83,6 +83,38 @@ def test_rows_that_follow_one_another_arrive_where_they_belong(
     assert not array[:, length:].any(), "not a byte too many"
     assert one._queue is None or scatter._vector() is None, "one read, and no request per row"
     one.close()
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize("missing", [0, 1, 5000])
+def test_rows_of_different_lengths_arrive_where_they_belong(
+    tmp_path: Path, data: bytes, gap: int, missing: int
+) -> None:
+    lengths = np.random.default_rng(0).integers(1, 50, MOST_BUFFERS + 5)
+    starts = np.concatenate([[0], np.cumsum(lengths + 3)[:-1]])
+    offsets = np.concatenate([[0], np.cumsum(lengths + gap)[:-1]])
+    array = np.zeros(int((lengths + 3).sum()), np.uint8)
+    end = int(offsets[-1] + lengths[-1])
+    (tmp_path / "rows").write_bytes(data[:end])
+    one = Scatter()
+    with open_regular(tmp_path / "rows") as file:
+        rows = Rows(offsets, array.ctypes.data + starts, lengths)
+        if missing:
+            os.truncate(tmp_path / "rows", end - missing)
+            with pytest.raises(Corrupt, match="ends too early"):
+                one.read(file, rows)
+        else:
+            one.read(file, rows)
+            assert gap or one._queue is None or scatter._vector() is None, "one read, and no request per row"
+    one.close()
+    expected = np.zeros_like(array)
+    for start, offset, length in zip(starts, offsets, lengths, strict=True):
+        if offset + length <= end - missing:
+            expected[start : start + length] = np.frombuffer(data, np.uint8, length, offset)
+        else:
+            array[start : start + length] = 0
+    assert array.tobytes() == expected.tobytes(), "every row that is whole, and not a byte beside the rows"
 
 
 @pytest.mark.usefixtures("way")
@@ -119,6 +151,21 @@ def test_a_list_that_the_system_cuts_short_or_refuses_is_read_to_its_end(
         assert array.tobytes() == data[3:35]
 
 
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("offsets", [[0, 8], [0, 9]])
+def test_a_row_that_is_cut_short_to_the_length_of_another_is_named(
+    tmp_path: Path, data: bytes, offsets: list[int]
+) -> None:
+    (tmp_path / "rows").write_bytes(data[: offsets[1] + 8])
+    array = np.zeros(24, np.uint8)
+    one = Scatter()
+    with open_regular(tmp_path / "rows") as file:
+        rows = Rows(np.array(offsets), array.ctypes.data + np.array([0, 8]), np.array([8, 16]))
+        with pytest.raises(Corrupt, match="ends too early"):
+            one.read(file, rows)
+    one.close()
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, SIZE + 10), max_size=20), st.integers(1, 64))
 def test_a_row_behind_the_end_is_named_whatever_stands_beside_it(
@@ -147,7 +194,7 @@ def test_a_file_that_was_closed_and_memory_that_is_not_there_are_refused(tmp_pat
     one = Scatter()
     with open_regular(tmp_path / "rows") as file:
         for count in (1, 2):
-            nowhere = Rows(8 * np.arange(count), np.full(count, 4096, np.int64), 8)
+            nowhere = Rows.alike(8 * np.arange(count), np.full(count, 4096, np.int64), 8)
             with pytest.raises(StorageError, match="EFAULT"):
                 one.read(file, nowhere)
     for offsets in ([0, 8, 16], [0, 9, 18]):
