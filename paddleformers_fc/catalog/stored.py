@@ -179,18 +179,17 @@ class _Gatherer:
     def __init__(self) -> None:
         self._cuts: dict[tuple[Box, tuple[int, int] | None], tuple[Fragment, ...]] = {}
         self._forms: dict[tuple[object, ...], StoredForm] = {}
-        self._alone: dict[tuple[object, ...], tuple[StoredForm, list[int]]] = {}
+        self._alone: dict[tuple[object, ...], StoredForm] = {}
 
     def alone(self, part: tuple[Shard, str, int, int]) -> StoredTensor:
         """The tensor that one shard is of: as most are, and so what is alike is looked up once."""
-        shard, file, begin, width = part
+        shard, file, begin, _ = part
         kind = (shard.dtype, shard.global_shape, shard.box, shard.flat)
-        known = self._alone.get(kind)
-        if known is None:
-            form = self.tensor([part]).form
-            known = self._alone[kind] = form, [fragment.start for fragment in shard.fragments]
-        form, starts = known
-        return StoredTensor(shard.name, form, tuple([(file, begin + start * width) for start in starts]))
+        form = self._alone.get(kind)
+        if form is None:
+            form = self._alone[kind] = self.tensor([part]).form
+        # One box begins where its shard does; of several it is worked out where.
+        return StoredTensor(shard.name, form, ((file, begin),)) if len(form.boxes) == 1 else self.tensor([part])
 
     def tensor(self, parts: Sequence[tuple[Shard, str, int, int]]) -> StoredTensor:
         """The tensor that some shards are of."""

@@ -35,7 +35,7 @@ import msgspec
 
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.dtypes import CODES, item_size
-from paddleformers_fc.storage.files import FileWriter, byte_view, open_regular, read_range
+from paddleformers_fc.storage.files import FileWriter, byte_view, open_regular, read_into, read_range
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.receipts import DEFAULT_BLOCK_BYTES, FileReceipt
 
@@ -135,9 +135,12 @@ def read_header(path: Place) -> Header:
                 evidence=[f"header ends at byte {data_begin}, file ends at byte {file.size}"],
                 next_step=_RESTORE,
             )
-        if data_begin > len(first):
-            first += read_range(file, len(first), data_begin - len(first))
-        return _parse(path, first[_LENGTH_BYTES:data_begin], data_begin, file.size)
+        known = first[_LENGTH_BYTES:data_begin]
+        raw = bytearray(length)
+        raw[: len(known)] = known
+        if len(known) < length:
+            read_into(file, len(first), memoryview(raw)[len(known) :])
+        return _parse(path, raw, data_begin, file.size)
 
 
 @dataclass(frozen=True)
@@ -309,12 +312,12 @@ def _reject_write(path: Place, fault: str) -> NoReturn:
     raise FormatError(f"{path} cannot be written: {fault}.", where=str(path))
 
 
-def _parse(path: Place, raw: bytes, data_begin: int, file_size: int) -> Header:
+def _parse(path: Place, raw: bytearray, data_begin: int, file_size: int) -> Header:
     header = _as_written(raw, data_begin, file_size)
     return _examined(path, raw, data_begin, file_size) if header is None else header
 
 
-def _as_written(raw: bytes, data_begin: int, file_size: int) -> Header | None:
+def _as_written(raw: bytearray, data_begin: int, file_size: int) -> Header | None:
     """The header, if it is sound and spelled as writers spell it; None if anything about it is to be looked at."""
     try:
         metadata, claims = _head.decode(raw).metadata, _claims.decode(raw)
@@ -324,7 +327,7 @@ def _as_written(raw: bytes, data_begin: int, file_size: int) -> Header | None:
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
     # Equal texts: no key is there twice, none is missing or unknown, and no number is spelled in another way.
-    if spelled != raw.rstrip(b" "):
+    if not raw.startswith(spelled) or raw[len(spelled) :].strip(b" "):
         return None
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
     tensors: dict[str, TensorEntry] = {}
@@ -354,7 +357,7 @@ def _countable(dtype: str, shape: tuple[int, ...]) -> int:
     return size
 
 
-def _examined(path: Place, raw: bytes, data_begin: int, file_size: int) -> Header:
+def _examined(path: Place, raw: bytearray, data_begin: int, file_size: int) -> Header:
     """The header, looked at piece by piece, so that what is wrong with it has a name."""
     document = _decode(path, raw)
     metadata = _metadata(path, document.pop(METADATA_KEY, {}))
@@ -372,7 +375,7 @@ def _examined(path: Place, raw: bytes, data_begin: int, file_size: int) -> Heade
     return Header(ordered, metadata, file_size)
 
 
-def _decode(path: Place, raw: bytes) -> dict[str, Any]:
+def _decode(path: Place, raw: bytearray) -> dict[str, Any]:
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
