@@ -125,8 +125,18 @@ _Claimed = tuple[object, ...]
 
 
 class _Kind(msgspec.Struct, frozen=True, gc=False):
-    """What weights that say the same of themselves are shards of."""
+    """What weights that say the same of themselves are shards of.
 
+    Args:
+        claimed: their dtype as they say it. It is compared by identity, for Paddle's takes longer to hash than all the
+            rest to ask for, and while it is kept here, no other has its identity.
+        dtype: the same by its numpy name.
+        global_shape: of the whole tensor.
+        box: what is held of it.
+        flat: the range of the box that is held, where it is one.
+    """
+
+    claimed: object
     dtype: str
     global_shape: Shape
     box: Box
@@ -140,8 +150,9 @@ def _described(
     shards: dict[str, Shard] = {}
     for name, weight in names.items():
         tensor, flat = weight.local_tensor, weight.flattened_range if weight.is_flattened else None
+        dtype = tensor.dtype
         claimed = (
-            tensor.dtype,
+            id(dtype),
             tuple(tensor.shape),
             tuple(weight.local_shape),
             tuple(weight.global_offset),
@@ -158,7 +169,7 @@ def _described(
             # To be said of every weight, and so it is not remembered.
             faults.extend(found)
         else:
-            kinds[claimed] = _Kind(shard.dtype, shard.global_shape, shard.box, shard.flat)
+            kinds[claimed] = _Kind(dtype, shard.dtype, shard.global_shape, shard.box, shard.flat)
     return shards
 
 
