@@ -304,7 +304,9 @@ class _Filling:
 
     def read_alone(self) -> None:
         """Fill the shards that nothing arrives for, as a rank does that needs no other."""
-        items = tuple(item for item in self._plan.items if (item.role, item.name) not in self._left)
+        items = self._plan.items
+        if self._left:
+            items = tuple(item for item in items if (item.role, item.name) not in self._left)
         self._read(items, self._slots)
 
     def place(self, piece: Piece, array: Array) -> None:
