@@ -17,11 +17,10 @@ from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.codec import decode_rules
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.documents import parse_json, read_document
-from paddleformers_fc.storage.dtypes import from_safetensors, item_size
+from paddleformers_fc.storage.dtypes import item_size
 from paddleformers_fc.storage.files import each
 from paddleformers_fc.storage.identity import Identities, identities_of
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
@@ -224,8 +223,6 @@ def shards_of(directory: Place, path: str) -> Iterator[StoredShard]:
         Corrupt, FormatError: it is missing, truncated, or does not follow its format.
     """
     header = read_header(directory / path)
-    types = {code: (from_safetensors(code), item_size(code)) for code in {one.dtype for one in header.tensors.values()}}
-    dtypes = {key: types[entry.dtype][0] for key, entry in header.tensors.items()}
     text = header.metadata.get(HEADER_KEY)
     if text is None:
         raise FormatError(
@@ -233,20 +230,9 @@ def shards_of(directory: Place, path: str) -> Iterator[StoredShard]:
             where=str(directory / path),
             evidence=[f"__metadata__ has no {HEADER_KEY}"],
         )
-    sizes: dict[tuple[Box, tuple[int, int] | None], int] = {}
-    for key, shard in decode_shards(text, dtypes, str(directory / path)).items():
-        entry = header.tensors[key]
-        width = types[entry.dtype][1]
-        where = (shard.box, shard.flat)
-        size = sizes.get(where)
-        if size is None:
-            size = sizes[where] = shard.size
-        if (entry.end - entry.begin) != size * width:
-            raise FormatError(
-                f"{key} holds {(entry.end - entry.begin) // width} elements, its shard {shard.size}.",
-                where=str(directory / path),
-            )
-        yield shard, path, entry.begin, width
+    widths = {code: item_size(code) for code in {entry.dtype for entry in header.tensors.values()}}
+    for shard, entry in decode_shards(text, header.tensors, str(directory / path)):
+        yield shard, path, entry.begin, widths[entry.dtype]
 
 
 def read_config(path: Place) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.report import natural
-from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.wording import size_text
 
@@ -111,10 +111,8 @@ def _written_pieces(catalog: Catalog, wanted: dict[str, set[str]]) -> Iterator[t
         for file in sorted(files):
             path = catalog.root / file
             header = read_header(path)
-            dtypes = {key: from_safetensors(entry.dtype) for key, entry in header.tensors.items()}
-            for key, shard in decode_shards(header.metadata.get(HEADER_KEY, ""), dtypes, str(path)).items():
+            for shard, entry in decode_shards(header.metadata.get(HEADER_KEY, ""), header.tensors, str(path)):
                 if shard.name in names:
-                    entry = header.tensors[key]
                     size = entry.end - entry.begin
                     yield role, shard.name, Piece(file, entry.begin, size, shard.box.lo, shard.box.shape, shard.flat)
 

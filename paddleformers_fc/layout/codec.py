@@ -9,7 +9,7 @@ repeat, so each distinct place is sent once and every shard is a name and a numb
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -17,6 +17,8 @@ from paddleformers_fc.errors import FormatError
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, shifted
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.dtypes import from_safetensors, item_size
+from paddleformers_fc.storage.safetensors import TensorEntry
 
 HEADER_KEY = "flex_shards"
 
@@ -94,15 +96,34 @@ def encode_shards(shards: Mapping[str, Shard]) -> str:
     return msgspec.json.encode({key: record_of(shard) for key, shard in shards.items()}).decode()
 
 
-def decode_shards(text: str, dtypes: Mapping[str, str], where: str) -> dict[str, Shard]:
-    """The shards of one file.
+class _Kind(msgspec.Struct, frozen=True, gc=False):
+    """What shards have in common that lie alike in tensors that are alike.
+
+    Args:
+        dtype: element type by its numpy name.
+        global_shape: of the whole tensor.
+        box: what is held of it.
+        flat: the range of the box that is held, where it is one.
+        size: in bytes.
+    """
+
+    dtype: str
+    global_shape: Shape
+    box: Box
+    flat: tuple[int, int] | None
+    size: int
+
+
+def decode_shards(text: str, tensors: Mapping[str, TensorEntry], where: str) -> list[tuple[Shard, TensorEntry]]:
+    """The shards of one file, each with its place in it.
 
     Args:
         text: what :func:`encode_shards` wrote.
-        dtypes: element type of every safetensors key, by numpy name.
+        tensors: what the file holds, by safetensors key.
         where: the file, for the error.
     Raises:
-        FormatError: malformed JSON, keys that are not the file's, or a shard outside its tensor.
+        FormatError: malformed JSON, keys that are not the file's, a shard outside its tensor, or of another size than
+            the file holds of it.
     """
     try:
         records = _records.decode(text)
@@ -110,32 +131,47 @@ def decode_shards(text: str, dtypes: Mapping[str, str], where: str) -> dict[str,
         raise FormatError(
             "The shard description in this header cannot be read.", where=where, evidence=[str(error)]
         ) from error
-    if records.keys() != dtypes.keys():
-        odd = sorted(records.keys() ^ dtypes.keys())
+    if records.keys() != tensors.keys():
+        odd = sorted(records.keys() ^ tensors.keys())
         raise FormatError("Header and shard description name different tensors.", where=where, evidence=fold(odd))
-    shards: dict[str, Shard] = {}
+    shards: list[tuple[Shard, TensorEntry]] = []
     faults: list[str] = []
     # Layers lie alike: what is possible in one of them is so in all.
-    possible: dict[tuple[Shape, Shape, Shape, tuple[int, int] | None], Box] = {}
+    kinds: dict[tuple[object, ...], _Kind] = {}
     for key, record in records.items():
-        place = (record.global_shape, record.offset, record.shape, record.flat)
-        box = possible.get(place)
-        if box is None:
-            if not _is_possible(record):
-                faults.append(
-                    f"{record.name}: {_short(record.shape)} at {_short(record.offset)} of {_short(record.global_shape)}"
-                )
-                continue
-            box = shifted(record.shape, record.offset)
-            found = list(Shard(record.name, dtypes[key], record.global_shape, box, record.flat).faults())
+        entry = tensors[key]
+        claimed = (entry.dtype, record.global_shape, record.offset, record.shape, record.flat)
+        kind = kinds.get(claimed)
+        if kind is None:
+            found = list(_faults(record, entry.dtype))
             if found:
                 faults.extend(found)
                 continue
-            possible[place] = box
-        shards[key] = Shard(record.name, dtypes[key], record.global_shape, box, record.flat)
+            kind = kinds[claimed] = _kind(record, entry.dtype)
+        if entry.end - entry.begin != kind.size:
+            faults.append(f"{record.name}: {entry.end - entry.begin} bytes are held, its shard has {kind.size}")
+        shards.append((Shard(record.name, kind.dtype, kind.global_shape, kind.box, kind.flat), entry))
     if faults:
         raise FormatError("The header describes impossible shards.", where=where, evidence=fold(faults))
     return shards
+
+
+def _faults(record: ShardRecord, code: str) -> Iterator[str]:
+    """What is impossible about a record."""
+    if _is_possible(record):
+        yield from _shard(record, code).faults()
+    else:
+        yield f"{record.name}: {_short(record.shape)} at {_short(record.offset)} of {_short(record.global_shape)}"
+
+
+def _shard(record: ShardRecord, code: str) -> Shard:
+    box = shifted(record.shape, record.offset)
+    return Shard(record.name, from_safetensors(code), record.global_shape, box, record.flat)
+
+
+def _kind(record: ShardRecord, code: str) -> _Kind:
+    shard = _shard(record, code)
+    return _Kind(shard.dtype, shard.global_shape, shard.box, shard.flat, shard.size * item_size(code))
 
 
 def _is_possible(record: ShardRecord) -> bool:

@@ -488,9 +488,10 @@ def _sparse_manifest(place: Path) -> None:
 
 def _described(shards: dict[str, Any]) -> None:
     from paddleformers_fc.layout.codec import decode_shards
+    from paddleformers_fc.storage.safetensors import TensorEntry
 
-    dtypes = dict.fromkeys(shards, "float32")
-    for shard in decode_shards(json.dumps(shards), dtypes, "rank-00000.safetensors").values():
+    tensors = dict.fromkeys(shards, TensorEntry("F32", (), 0, 4))
+    for shard, _ in decode_shards(json.dumps(shards), tensors, "rank-00000.safetensors"):
         assert len(shard.fragments) < 100
 
 

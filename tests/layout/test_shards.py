@@ -13,6 +13,7 @@ from paddleformers_fc.layout import Shard, split_state_name
 from paddleformers_fc.layout.codec import decode_shards, encode_shards
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
+from paddleformers_fc.storage.safetensors import TensorEntry
 
 
 @settings(max_examples=300, deadline=None)
@@ -96,7 +97,8 @@ def test_shards_survive_json() -> None:
         "b": Shard("b", "float32", (), whole(())),
     }
     text = encode_shards(shards)
-    assert decode_shards(text, {"a": "bfloat16", "b": "float32"}, "here") == shards
+    tensors = {"b": TensorEntry("F32", (), 100, 104), "a": TensorEntry("BF16", (4,), 104, 112)}
+    assert decode_shards(text, tensors, "here") == [(shards[key], tensors[key]) for key in "ab"]
 
 
 @pytest.mark.parametrize(
@@ -112,5 +114,14 @@ def test_shards_survive_json() -> None:
     ],
 )
 def test_impossible_shard_descriptions_are_refused(text: str) -> None:
-    with pytest.raises(FormatError):
-        decode_shards(text, {"a": "float32"}, "here")
+    with pytest.raises(FormatError) as caught:
+        decode_shards(text, {"a": TensorEntry("F32", (2,), 0, 8)}, "here")
+    assert "bytes are held" not in str(caught.value)
+
+
+def test_a_shard_of_another_size_than_its_bytes_is_named_though_others_are_sound() -> None:
+    shards = {name: Shard(name, "float32", (4, 8), whole((4, 8))) for name in "abc"}
+    tensors = {name: TensorEntry("F32", (4, 8), 0, 124 if name == "b" else 128) for name in "abc"}
+    with pytest.raises(FormatError) as caught:
+        decode_shards(encode_shards(shards), tensors, "here")
+    assert caught.value.evidence == ("b: 124 bytes are held, its shard has 128",)
