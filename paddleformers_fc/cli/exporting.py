@@ -80,7 +80,7 @@ def export(source: Place, target: Path, max_shard_bytes: int, verify: str, repla
     return Exported(
         source=str(source),
         path=str(target),
-        files=[ExportedFile(name, receipt.size) for name, receipt in sorted(report.files.items())],
+        files=[ExportedFile(name, size) for name, size in report.files.items()],
         tensors=report.tensors,
         bytes=report.bytes,
         md5=weights_md5(target),

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from paddleformers_fc.storage.regions import (
 )
 
 _SMALLEST_SCRATCH = 8
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,54 @@ class _Gate:
             self._change.wait_for(lambda: self._inside == 0)
 
 
+def drawn(
+    pool: ThreadPoolExecutor, threads: int, stream: Iterator[_T], work: Callable[[Callable[[], _T | None]], int]
+) -> int:
+    """Let threads draw from one stream until it is empty; the caller is one of them, and the only one for one thing.
+
+    Args:
+        pool: where the other threads come from.
+        threads: how many work, the caller among them.
+        stream: what is drawn; made as it is drawn, by one thread at a time.
+        work: what each thread does: it calls what it is given for the next thing, until that is None.
+    Returns:
+        the sum of what they return.
+
+    Raises:
+        Exception: of the first thread that failed. No other has begun another thing after that.
+    """
+    first = list(islice(stream, 2))
+    stream = chain(first, stream)
+    if threads == 1 or len(first) < 2:
+        return work(lambda: next(stream, None))
+    lock, gate = threading.Lock(), _Gate()
+
+    def draw() -> _T | None:
+        with lock:
+            return None if gate.shut else next(stream, None)
+
+    def other() -> int:
+        with gate.entered() as may:
+            try:
+                return work(draw) if may else 0
+            except BaseException:
+                # An interrupt too must stop the other threads; it is raised again where results are collected.
+                gate.shut = True
+                raise
+
+    futures: list[Future[int]] = []
+    try:
+        for _ in range(threads - 1):
+            futures.append(pool.submit(other))
+        # This thread is one of them, and waits for none to be started. It passes no gate: its end is seen here.
+        total = work(draw)
+    finally:
+        # An interrupt, even one between the start of a thread and our knowing of it, ends the work after what is
+        # under way: nothing is written after this returns.
+        gate.close()
+    return total + sum(future.result() for future in futures if not future.cancel())
+
+
 class Crew:
     """Threads with their open files and scratch memory; a context manager that joins them and closes everything.
 
@@ -140,36 +189,7 @@ class Crew:
         Raises:
             Corrupt, StorageError: of the first thread that failed. No other has begun a task after that.
         """
-        first = list(islice(tasks, 2))
-        tasks = chain(first, tasks)
-        if self.options.threads == 1 or len(first) < 2:
-            return self._work(lambda: next(tasks, None))
-        lock, gate = threading.Lock(), _Gate()
-
-        def draw() -> Task | None:
-            with lock:
-                return None if gate.shut else next(tasks, None)
-
-        def work() -> int:
-            with gate.entered() as may:
-                try:
-                    return self._work(draw) if may else 0
-                except BaseException:
-                    # An interrupt too must stop the other threads; it is raised again where results are collected.
-                    gate.shut = True
-                    raise
-
-        futures: list[Future[int]] = []
-        try:
-            for _ in range(self.options.threads - 1):
-                futures.append(self._pool.submit(work))
-            # This thread is one of them, and waits for none to be started. It passes no gate: its end is seen here.
-            total = self._work(draw)
-        finally:
-            # An interrupt, even one between the start of a thread and our knowing of it, ends the work after the tasks
-            # that are under way: nothing is written after this returns.
-            gate.close()
-        return total + sum(future.result() for future in futures if not future.cancel())
+        return drawn(self._pool, self.options.threads, tasks, self._work)
 
     def expect(self, regions: Iterable[Region]) -> None:
         """Announce what will be read, so that the small reads of a remote directory come in few requests.

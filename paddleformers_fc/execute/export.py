@@ -1,9 +1,11 @@
 """Export: a flex checkpoint, or a live model, as Hugging Face files of bounded size.
 
 Canonical tensors are put into files in natural order; every rank on the coordinator's disk writes some of the files,
-reading just the ranges that its tensors are made of, and reads the next tensors while it writes the last ones. Memory
-is twice the largest tensor (where all are small, half a file and at most 64 MiB) plus scratch memory, whatever the size
-of the model. The same checkpoint content gives the same bytes whatever layout it was saved under.
+reading just the ranges that its tensors are made of. Two batches of tensors are under way at a time, each read and
+then written by a thread of its own, so that neither waits for the other unless both write the same file. Memory
+is twice the largest tensor (where all are small, half a file, and at most 8 MiB from files of this machine, 64 MiB from
+elsewhere) plus scratch memory, whatever the size of the model. The same checkpoint content gives the same bytes
+whatever layout it was saved under.
 
 Where no rank sees all of the checkpoint, the ranks go from batch to batch together, and get from each other what they
 do not see.
@@ -15,14 +17,15 @@ and exported from there: one more pass over the storage instead of gathering ten
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -32,9 +35,10 @@ from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree, together
-from paddleformers_fc.execute.crew import Crew
+from paddleformers_fc.execute.crew import DEFAULT_OPTIONS, Crew, drawn
 from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
+from paddleformers_fc.execute.jobs import Key, flat_start
 from paddleformers_fc.execute.opening import open_checkpoint, own_file
 from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
 from paddleformers_fc.execute.rollcall import Called, software
@@ -42,24 +46,31 @@ from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
+from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
-from paddleformers_fc.storage.commit import discard, place_of, publish, replace
+from paddleformers_fc.storage.blocks import digest_of
+from paddleformers_fc.storage.commit import discard, place_of, publish, replace as replace_files
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import list_directory, read_file, real_path, write_file
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, FileReceipt, verify_files
-from paddleformers_fc.storage.places import Place
-from paddleformers_fc.storage.safetensors import SafetensorsWriter
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, verify_files
+from paddleformers_fc.storage.places import Place, RemotePath
+from paddleformers_fc.storage.safetensors import SharedWriter, lay_out
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 TRAINER_DIRECTORY = "trainer"
 """Where the trainer keeps its own state inside a checkpoint."""
 
-_receipts = msgspec.json.Decoder(list[FileReceipt])
+_sizes = msgspec.json.Decoder(dict[str, int])
+_HOT = 4 * 1024 * 1024
+"""Bytes of a batch from files of this machine: few enough to be in the processor's cache until they are written."""
 _ROOM = 32 * 1024 * 1024
+"""Bytes of a batch from elsewhere, which takes requests to a store, or a meeting of all ranks."""
 _BATCHES_PER_FILE = 4
 """Two batches are in memory at a time; four in a file leave half the size of a file for everything else."""
-_ALIGNMENT = 64
+_LANES = 2
+"""How many batches are read and written at a time."""
+_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -68,15 +79,23 @@ class ExportReport:
 
     Args:
         directory: the target.
-        files: name -> receipt of every weight file, with size and checksums.
+        files: name -> bytes of every weight file.
         tensors: number of canonical tensors.
         bytes: bytes of tensors.
     """
 
     directory: Path
-    files: dict[str, FileReceipt]
+    files: dict[str, int]
     tensors: int
     bytes: int
+
+    def digests(self) -> dict[str, str]:
+        """The checksum (xxh3_128) of every weight file, which is read for it; exports of equal content have equal ones.
+
+        Raises:
+            Corrupt, StorageError: a file is gone or cannot be read.
+        """
+        return {name: digest_of(self.directory / name) for name in self.files}
 
 
 @dataclass(frozen=True)
@@ -119,7 +138,7 @@ def export_checkpoint(
     canonical = together(channel, f"preparing an export to {target.name}", prepare)
     layout = canonical_layout(canonical).get(MODEL_STATE, {})
     _refuse_untied(canonical, layout, channel)
-    files, room = _divided(layout, max_shard_bytes), _room(layout, max_shard_bytes)
+    files, room = _divided(layout, max_shard_bytes), _room(canonical, max_shard_bytes)
     small = _small_files(checkpoint, channel)
     with staging_beside(target, channel, _nothing, place_of) as staged:
         mine = _share(files, staged.disks, channel.rank)
@@ -135,9 +154,9 @@ def export_checkpoint(
                 _try_discard(staged.path)  # An export is on one disk, that of the coordinator.
 
         together(channel, "finishing the export", finish)
-    receipts = {receipt.path: receipt for payload in written for receipt in _receipts.decode(payload)}
+    sizes = {name: size for payload in written for name, size in _sizes.decode(payload).items()}
     total = sum(_nbytes(shard) for shard in layout.values())
-    return ExportReport(target, receipts, len(layout), total)
+    return ExportReport(target, dict(sorted(sizes.items())), len(layout), total)
 
 
 def save_weights(
@@ -229,40 +248,88 @@ def _nbytes(shard: Shard) -> int:
 
 
 @dataclass(frozen=True)
+class _Piece:
+    """Successive numbers of one tensor.
+
+    Args:
+        tensor: whose.
+        begin: the first of them.
+        end: behind the last.
+        items: how to read them; where they start is counted from the first number of the tensor.
+    """
+
+    tensor: Shard
+    begin: int
+    end: int
+    items: tuple[ReadItem, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these numbers."""
+        return (self.end - self.begin) * item_size(to_safetensors(self.tensor.dtype))
+
+
+@dataclass(frozen=True)
 class _Batch:
-    """Successive tensors of one file that are read together.
+    """Successive pieces of one file that are read together.
 
     Args:
         file: which file.
-        tensors: its tensors.
-        items: how to read them.
+        begin: where they begin among the bytes of its tensors.
+        pieces: of each tensor those that follow one another are one.
     """
 
     file: _FilePlan
-    tensors: tuple[Shard, ...]
-    items: tuple[ReadItem, ...]
+    begin: int
+    pieces: tuple[_Piece, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
 
-_Arrays = list[tuple[Shard, np.ndarray[Any, Any]]]
+    @property
+    def items(self) -> tuple[ReadItem, ...]:
+        """How to read them; where they start is counted from the first number of a piece."""
+        return tuple(
+            msgspec.structs.replace(item, start=item.start - piece.begin)
+            for piece in self.pieces
+            for item in piece.items
+        )
+
+    def carved(self, memory: np.ndarray[Any, Any]) -> dict[Key, np.ndarray[Any, Any]]:
+        """A flat array for every piece, one behind the other as in the file."""
+        arrays: dict[Key, np.ndarray[Any, Any]] = {}
+        at = 0
+        for piece in self.pieces:
+            part = memory[at : at + piece.nbytes]
+            arrays[MODEL_STATE, piece.tensor.name] = part.view(to_numpy(to_safetensors(piece.tensor.dtype)))
+            at += part.nbytes
+        return arrays
 
 
 def _write_files(staging: Path, source: Source, files: list[_FilePlan], room: int) -> bytes:
-    receipts: list[FileReceipt] = []
-    with (
-        Crew(identities=source.catalog.identities) as crew,
-        closing(_read_ahead(_batches(source, files, room), crew, source.catalog.root, room)) as reading,
-    ):
-        for file, batches in groupby(reading, key=itemgetter(0)):
-            with _writer_of(staging, file) as writer:
-                for _, arrays in batches:
-                    for shard, array in arrays:
-                        writer.write(shard.name, array)
-                receipts.append(writer.close())
-    return msgspec.json.encode(receipts)
+    """Write this rank's files: every thread reads a batch, and writes it while others read and write theirs."""
+    # As many read as in a load, if tensors are large; threads that read from a store only wait.
+    near = replace(DEFAULT_OPTIONS, threads=DEFAULT_OPTIONS.threads // _LANES)
+    options = DEFAULT_OPTIONS if isinstance(source.catalog.root, RemotePath) else near
+    memories = [_memory(room, files) for _ in range(_LANES)]
+
+    def lane(draw: Callable[[], _Batch | None]) -> int:
+        memory, total = memories.pop(), 0
+        with Crew(options, source.catalog.identities) as crew:
+            while (batch := draw()) is not None:
+                total += fill_arrays(crew, source.catalog.root, batch.items, batch.carved(memory))
+                output.write(batch, memory)
+        return total
+
+    with _Output(staging) as output, ThreadPoolExecutor(_LANES, "flex-export") as pool:
+        drawn(pool, _LANES, output.begun(_batches(source, files, room)), lane)
+    return msgspec.json.encode(output.sizes)
 
 
 def _write_together(staging: Path, source: Source, files: list[_FilePlan], room: int, channel: Channel) -> list[bytes]:
-    """As :func:`_write_files`, all ranks in step; every rank's receipts. One with nothing to write reads for others."""
+    """As :func:`_write_files`, all ranks in step; every rank's sizes. One with nothing to write reads for others."""
     batches: list[_Batch] = []
 
     def plan() -> bytes:
@@ -271,118 +338,130 @@ def _write_together(staging: Path, source: Source, files: list[_FilePlan], room:
 
     steps = max(int(count) for count in agree(channel, "planning an export", plan))
     storage = Storage(source.catalog.root, source.catalog.identities, source.catalog.seen_by)
-    buffer = np.empty(_aligned(room), np.uint8)
-    with ExitStack() as stack:
-        output = _Output(staging, stack)
+    memory = _memory(room, files)
+    with _Output(staging) as output:
         for step in range(steps):
             own = batches[step : step + 1]
-            arrays = [pair for batch in own for pair in _carved(buffer, batch.tensors)]
+            arrays = {key: array for batch in own for key, array in batch.carved(memory).items()}
             reads = LoadPlan(tuple(item for batch in own for item in batch.items), (), {}, Report())
-            slots = {(MODEL_STATE, shard.name): ArraySlot(array) for shard, array in arrays}
+            slots = {key: ArraySlot(array) for key, array in arrays.items()}
             read_together(reads, storage, slots, channel)
-            together(channel, "exporting", partial(output.write, own, arrays))
-        return agree(channel, "collecting receipts", lambda: msgspec.json.encode(output.receipts))
+            together(channel, "exporting", partial(output.write_all, own, memory))
+        return agree(channel, "collecting sizes", lambda: msgspec.json.encode(output.sizes))
 
 
-@dataclass
 class _Output:
-    """The files of one rank, written batch by batch.
+    """The files of one rank, written batch by batch, by any thread in any order.
+
+    A context manager: at its end every file is whole, and what an error leaves open is closed as it is.
 
     Args:
         staging: where.
-        stack: closes a file that an error leaves open.
-        receipts: of the files that are finished.
+
+    Attributes:
+        sizes: of the files that are finished, in bytes, by name.
     """
 
-    staging: Path
-    stack: ExitStack
-    receipts: list[FileReceipt] = field(default_factory=list)
-    _open: dict[str, SafetensorsWriter] = field(default_factory=dict)
+    def __init__(self, staging: Path) -> None:
+        self.sizes: dict[str, int] = {}
+        self._staging = staging
+        self._open: dict[str, SharedWriter] = {}
 
-    def write(self, batches: list[_Batch], arrays: _Arrays) -> None:
-        """Write the tensors of a batch, if there is one."""
+    def begun(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """The batches, each file made before its first one comes: by one thread, so that what fails fails once."""
         for batch in batches:
-            name = batch.file.name
-            if batch.tensors[0] is batch.file.tensors[0]:
-                writer = self._open[name] = _writer_of(self.staging, batch.file)
-                self.stack.enter_context(writer)
-            for shard, array in arrays:
-                self._open[name].write(shard.name, array)
-            if batch.tensors[-1] is batch.file.tensors[-1]:
-                self.receipts.append(self._open.pop(name).close())
+            if batch.file.name not in self._open:
+                self._open[batch.file.name] = _writer_of(self._staging, batch.file)
+            yield batch
+
+    def write(self, batch: _Batch, memory: np.ndarray[Any, Any]) -> None:
+        """Write a batch that has begun; a file is finished by who writes the last of it.
+
+        Args:
+            batch: which.
+            memory: begins with their bytes.
+        """
+        name = batch.file.name
+        if self._open[name].write(batch.begin, memory[: batch.nbytes]):
+            self.sizes[name] = self._open.pop(name).close()
+
+    def write_all(self, batches: Sequence[_Batch], memory: np.ndarray[Any, Any]) -> None:
+        """Begin and write one batch, or none."""
+        for batch in self.begun(batches):
+            self.write(batch, memory)
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for writer in self._open.values():
+            if kind is None:
+                writer.close()
+            else:
+                writer.abandon()
 
 
-def _writer_of(staging: Path, file: _FilePlan) -> SafetensorsWriter:
+def _writer_of(staging: Path, file: _FilePlan) -> SharedWriter:
     entries = [(shard.name, to_safetensors(shard.dtype), shard.global_shape) for shard in file.tensors]
-    return SafetensorsWriter(staging / file.name, entries, {"format": "pt"}, root=staging)
+    path = staging / file.name
+    return SharedWriter(path, lay_out(path, entries, {"format": "pt"}), root=staging)
 
 
-def _room(layout: Mapping[str, Shard], max_shard_bytes: int) -> int:
+def _room(source: Source, max_shard_bytes: int) -> int:
     """How many bytes of tensors are read at a time: few beside a file's, so that the bound on files bounds memory."""
-    return max([min(_ROOM, max_shard_bytes // _BATCHES_PER_FILE), *[_nbytes(shard) for shard in layout.values()]])
+    far = bool(source.catalog.seen_by) or isinstance(source.catalog.root, RemotePath)
+    return min(_ROOM if far else _HOT, max_shard_bytes // _BATCHES_PER_FILE)
 
 
 def _batches(source: Source, files: list[_FilePlan], room: int) -> Iterator[_Batch]:
-    """The tensors of all files in order, as many at a time as there is room for; planned file by file."""
+    """All files in order, in batches of as many pieces as there is room for; planned file by file."""
     for file in files:
         plan = plan_reads(source, {MODEL_STATE: {shard.name: shard for shard in file.tensors}})
         plan.report.refuse(str(source.catalog.root))
         items: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             items.setdefault(item.name, []).append(item)
-        batch: list[Shard] = []
-        used = 0
-        for shard in file.tensors:
-            if batch and used + _aligned(_nbytes(shard)) > room:
-                yield _batch(file, batch, items)
-                batch, used = [], 0
-            batch.append(shard)
-            used += _aligned(_nbytes(shard))
-        yield _batch(file, batch, items)
+        some: list[_Piece] = []
+        begin = used = 0
+        for piece in (piece for shard in file.tensors for piece in _pieces(shard, items.get(shard.name, []))):
+            # What has no bytes goes with what is before it: a file is whole when its last byte is written.
+            if some and piece.nbytes and used + piece.nbytes > room:
+                yield _Batch(file, begin, tuple(_joined(some)))
+                some, begin, used = [], begin + used, 0
+            some.append(piece)
+            used += piece.nbytes
+        yield _Batch(file, begin, tuple(_joined(some)))
 
 
-def _batch(file: _FilePlan, tensors: list[Shard], items: Mapping[str, list[ReadItem]]) -> _Batch:
-    return _Batch(file, tuple(tensors), tuple(item for shard in tensors for item in items.get(shard.name, ())))
+def _pieces(tensor: Shard, items: Sequence[ReadItem]) -> Iterator[_Piece]:
+    """What of a tensor can be read by itself: what each item brings, where that is one run of numbers; else all."""
+    runs = [(flat_start(item.shape, item.part), item) for item in items]
+    starts = [(item.start + run, item) for run, item in runs if run is not None]
+    if not items or len(starts) < len(items):
+        yield _Piece(tensor, 0, tensor.size, tuple(items))
+        return
+    for start, item in sorted(starts, key=itemgetter(0)):
+        shape = item.part.shape
+        alone = msgspec.structs.replace(item, start=start, shape=shape, part=whole(shape))
+        yield _Piece(tensor, start, start + item.part.volume, (alone,))
 
 
-def _read_ahead(
-    batches: Iterator[_Batch], crew: Crew, root: Place, room: int
-) -> Generator[tuple[_FilePlan, _Arrays], None, None]:
-    """The tensors of every batch; while the caller has one, a thread reads the next.
-
-    The arrays of a batch lie in one of two buffers and are overwritten when the next but one is read.
-    """
-    buffers = [np.empty(_aligned(room), np.uint8) for _ in range(2)]
-
-    def read(buffer: np.ndarray[Any, Any]) -> tuple[_FilePlan, _Arrays] | None:
-        batch = next(batches, None)
-        if batch is None:
-            return None
-        arrays = _carved(buffer, batch.tensors)
-        fill_arrays(crew, root, batch.items, {(MODEL_STATE, shard.name): array for shard, array in arrays})
-        return batch.file, arrays
-
-    with ThreadPoolExecutor(1, "flex-export") as pool:
-        coming = pool.submit(read, buffers[0])
-        while (found := coming.result()) is not None:
-            buffers.reverse()
-            coming = pool.submit(read, buffers[0])
-            yield found
+def _joined(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
+    """Successive pieces of the same tensor as one."""
+    for _, same in groupby(pieces, key=lambda piece: piece.tensor.name):
+        group = list(same)
+        items = tuple(item for piece in group for item in piece.items)
+        yield _Piece(group[0].tensor, group[0].begin, group[-1].end, items)
 
 
-def _carved(buffer: np.ndarray[Any, Any], tensors: tuple[Shard, ...]) -> _Arrays:
-    """A flat array for every tensor, one behind the other."""
-    arrays: _Arrays = []
-    at = 0
-    for shard in tensors:
-        part = buffer[at : at + _nbytes(shard)]
-        arrays.append((shard, part.view(to_numpy(to_safetensors(shard.dtype)))))
-        at += _aligned(part.nbytes)
-    return arrays
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _memory(room: int, files: list[_FilePlan]) -> np.ndarray[Any, Any]:
+    """Memory for any batch, from a page on: where it is in step with a page of the file, the system copies faster."""
+    size = max([room, *(_nbytes(shard) for file in files for shard in file.tensors)])
+    memory = np.empty(size + _PAGE, np.uint8)
+    begin = -memory.ctypes.data % _PAGE
+    return memory[begin : begin + size]
 
 
 def _small_files(checkpoint: FlexCheckpoint, channel: Channel) -> dict[str, bytes]:
@@ -414,7 +493,7 @@ def _finish(staging: Path, target: Path, small: Mapping[str, bytes], files: list
         }
         write_file(staging / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode(), root=staging)
     if target.is_dir() and list_directory(target):
-        replace(staging, target, (INDEX_NAME, SINGLE_NAME), _is_weight_file)
+        replace_files(staging, target, (INDEX_NAME, SINGLE_NAME), _is_weight_file)
     else:
         publish(staging, target)
 

@@ -208,14 +208,14 @@ def _straight(item: ReadItem) -> _Straight | None:
     stored = item.stored
     if item.axes != tuple(range(len(stored.shape))):
         return None
-    source, target = _flat_start(stored.shape, stored.part), _flat_start(item.shape, item.part)
+    source, target = flat_start(stored.shape, stored.part), flat_start(item.shape, item.part)
     if source is None or target is None:
         return None
     dtype = dtype_of(stored.dtype)
     return _Straight(dtype, source * dtype.itemsize, target * dtype.itemsize, stored.part.volume * dtype.itemsize)
 
 
-def _flat_start(shape: Shape, part: Box) -> int | None:
+def flat_start(shape: Shape, part: Box) -> int | None:
     """The index of a box's first element in a row-major tensor, or None where the box is not one run."""
     if part.hi == shape and not any(part.lo):
         return 0

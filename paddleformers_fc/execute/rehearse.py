@@ -187,7 +187,7 @@ def _hop(
 def _facts(checkpoint: Path, directory: Path) -> tuple[dict[tuple[str, str], TensorDigest], dict[str, str]]:
     """The digest of every canonical tensor, and the checksum of every exported file."""
     target = directory / "exported"
-    files = {name: receipt.digest for name, receipt in export_checkpoint(checkpoint, target).files.items()}
+    files = export_checkpoint(checkpoint, target).digests()
     shutil.rmtree(target)
     return {(digest.role, digest.name): digest for digest in canonical_digests(checkpoint)}, files
 

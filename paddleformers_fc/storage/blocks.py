@@ -13,10 +13,12 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import xxhash
 
 from paddleformers_fc.errors import FlexError, StorageError
+from paddleformers_fc.storage.files import open_local, read_into
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.places import Place, RemotePath
 from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
@@ -118,6 +120,21 @@ def compare(
     found.faults += [_block_line(receipt, sorted(bad[receipt.path])) for receipt, _ in files if bad[receipt.path]]
     found.faults += [_unread_line(path, what) for path, what in sorted(unreadable.items())]
     return found
+
+
+def digest_of(path: Path) -> str:
+    """The checksum (xxh3_128) of a whole file.
+
+    Raises:
+        Corrupt, StorageError: it is gone or cannot be read.
+    """
+    state, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
+    with open_local(path) as file:
+        for begin in range(0, file.size, _READ_BYTES):
+            chunk = buffer[: min(_READ_BYTES, file.size - begin)]
+            read_into(file, begin, chunk)
+            state.update(chunk)
+    return state.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -252,61 +252,61 @@ def read_range(file: OpenFile | RemoteFile, offset: int, length: int) -> bytes:
     return bytes(buffer)
 
 
-class FileWriter:
-    """A new file, written from the front to the end, hashed on the way and synced when it is closed.
+class PlacedWriter:
+    """A new file whose pieces come in any order, from several threads at once; synced when it is closed.
 
-    Memory is one block of hash state: bytes go from the caller's buffer to the operating system without a copy.
-    Closing on an error leaves what was written, so that the fault can be looked at; a half-written file has no receipt.
+    Nobody hashes it, and nobody knows whether all of it was written but the caller. Closing on an error leaves what was
+    written, so that the fault can be looked at.
 
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
-        root: the directory that the receipt's path is relative to. Without it the receipt holds the bare file name.
-        block_bytes: length of a checksum block in bytes.
+        root: the directory that the file must be in. Without it no directory is created.
 
     Raises:
         StorageError: the file exists or cannot be created.
         FormatError: ``path`` is not inside ``root``.
     """
 
-    def __init__(self, path: Path, *, root: Path | None = None, block_bytes: int = DEFAULT_BLOCK_BYTES) -> None:
+    def __init__(self, path: Path, *, root: Path | None = None) -> None:
         self._path = path
-        self._name = _relative(path, root)
-        self._hasher = BlockHasher(block_bytes)
-        self._offset = 0
-        self._receipt: FileReceipt | None = None
+        self.name = _relative(path, root)
         _make_parents(path, root)
         with _naming("create", path):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def write(self, buffer: Any) -> None:
-        """Append all bytes of a C-contiguous ``buffer``.
+    def write(self, offset: int, buffer: Any) -> None:
+        """Write all bytes of a C-contiguous ``buffer`` from ``offset`` on.
 
         Raises:
             StorageError: the operating system refused, for example because the disk is full.
         """
         self._check_open()
         view = byte_view(buffer)
-        for start in range(0, view.nbytes, _WRITE_BYTES):
-            chunk = view[start : start + _WRITE_BYTES]
-            self._hasher.update(chunk)
-            self._write_all(chunk)
+        done = 0
+        while done < view.nbytes:
+            try:
+                # In one call: of two threads that write a file one waits for the other, and then reads while that one
+                # waits. An interrupted call is repeated by Python itself; a short one goes on here.
+                count = os.pwrite(self._descriptor, view[done:], offset + done)
+                if count == 0:
+                    raise OSError(errno.EIO, "no byte was accepted")
+            except OSError as error:
+                raise refused("write", self._path, error, offset + done) from error
+            done += count
 
-    def close(self) -> FileReceipt:
-        """Sync and close; the receipt. A second call returns the same receipt.
+    def close(self) -> None:
+        """Sync and close, once nobody writes any more.
 
         Raises:
-            StorageError: the bytes could not be brought to the device.
+            StorageError: the bytes could not be brought to the device, or the file is closed already.
         """
-        if self._receipt is None:
-            self._check_open()
-            try:
-                # A sync that failed is not tried again: the system may have dropped the bytes and would then succeed.
-                with _naming("sync", self._path):
-                    os.fsync(self._descriptor)
-            finally:
-                self.abandon()
-            self._receipt = self._hasher.receipt(self._name)
-        return self._receipt
+        self._check_open()
+        try:
+            # A sync that failed is not tried again: the system may have dropped the bytes and would then succeed.
+            with _naming("sync", self._path):
+                os.fsync(self._descriptor)
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """Close the descriptor and leave the file as it is; harmless after ``close``."""
@@ -319,17 +319,56 @@ class FileWriter:
         if self._descriptor < 0:
             raise StorageError(f"{self._path} is closed and cannot be written on.", where=str(self._path))
 
-    def _write_all(self, chunk: memoryview) -> None:
-        end = self._offset + chunk.nbytes
-        while self._offset < end:
-            try:
-                # An interrupted call is repeated by Python itself; a short one goes on here.
-                count = os.write(self._descriptor, chunk[chunk.nbytes - (end - self._offset) :])
-                if count == 0:
-                    raise OSError(errno.EIO, "no byte was accepted")
-            except OSError as error:
-                raise refused("write", self._path, error, self._offset) from error
-            self._offset += count
+
+class FileWriter:
+    """A new file, written from the front to the end, hashed on the way and synced when it is closed.
+
+    Memory is one block of hash state: bytes go from the caller's buffer to the operating system without a copy.
+    Closing on an error leaves what was written; a half-written file has no receipt.
+
+    Args:
+        path: the file; it must not exist. A missing directory between ``root`` and the file is created.
+        root: the directory that the receipt's path is relative to. Without it the receipt holds the bare file name.
+        block_bytes: length of a checksum block in bytes.
+
+    Raises:
+        StorageError: the file exists or cannot be created.
+        FormatError: ``path`` is not inside ``root``.
+    """
+
+    def __init__(self, path: Path, *, root: Path | None = None, block_bytes: int = DEFAULT_BLOCK_BYTES) -> None:
+        self._hasher = BlockHasher(block_bytes)
+        self._offset = 0
+        self._receipt: FileReceipt | None = None
+        self._file = PlacedWriter(path, root=root)
+
+    def write(self, buffer: Any) -> None:
+        """Append all bytes of a C-contiguous ``buffer``.
+
+        Raises:
+            StorageError: the operating system refused, for example because the disk is full.
+        """
+        view = byte_view(buffer)
+        for start in range(0, view.nbytes, _WRITE_BYTES):
+            chunk = view[start : start + _WRITE_BYTES]
+            self._hasher.update(chunk)
+            self._file.write(self._offset, chunk)
+            self._offset += chunk.nbytes
+
+    def close(self) -> FileReceipt:
+        """Sync and close; the receipt. A second call returns the same receipt.
+
+        Raises:
+            StorageError: the bytes could not be brought to the device.
+        """
+        if self._receipt is None:
+            self._file.close()
+            self._receipt = self._hasher.receipt(self._file.name)
+        return self._receipt
+
+    def abandon(self) -> None:
+        """Close the descriptor and leave the file as it is; harmless after ``close``."""
+        self._file.abandon()
 
 
 def write_file(

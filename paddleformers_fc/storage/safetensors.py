@@ -10,10 +10,11 @@ Nearly every header is sound and spelled as writers spell it. One that is, is de
 understood, spelled again, must be the very text, so that nothing was passed over. Every other header is taken apart
 piece by piece, to be refused by name, or to be taken if it is sound all the same.
 
-The writer takes names, dtypes and shapes first and the bytes afterwards, in the declared order, straight from the
-caller's memory. The tensors start at a whole page: where a page of the file and the memory it is copied to lie in step,
-the system copies a tenth faster than where the memory is some hundred bytes ahead. The format wants no gaps between
-tensors, so a caller that declares wide dtypes first keeps all of them aligned.
+The writers take names, dtypes and shapes first and the bytes afterwards, straight from the caller's memory: one in the
+declared order, with checksums; the other in any order, from many threads. The tensors start at a whole page: where a
+page of the file and the memory it is copied to lie in step, the system copies a tenth faster than where the memory is
+some hundred bytes ahead. The format wants no gaps between tensors, so a caller that declares wide dtypes first keeps
+all of them aligned.
 
 Memory: the header (at most 100 MB, as in the library, about ten times that while it is parsed). Time: linear in the
 header for reading, one pass over the bytes for writing.
@@ -24,6 +25,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ import msgspec
 
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.dtypes import CODES, item_size
-from paddleformers_fc.storage.files import FileWriter, byte_view, open_regular, read_into, read_range
+from paddleformers_fc.storage.files import FileWriter, PlacedWriter, byte_view, open_regular, read_into, read_range
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.receipts import DEFAULT_BLOCK_BYTES, FileReceipt
 
@@ -270,31 +272,71 @@ class LaidOutWriter:
             self._file.abandon()
 
 
-class SafetensorsWriter(LaidOutWriter):
-    """Writes one safetensors file, laid out as its tensors are declared.
+class SharedWriter:
+    """Writes one safetensors file whose layout is known, in pieces that come in any order and from several threads.
+
+    The file is created and its header written at once; it is complete and synced when :meth:`close` has returned.
+    No checksum is taken.
 
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
-        entries: as for :func:`lay_out`.
-        metadata: as for :func:`lay_out`.
-        root: the directory that the receipt's path is relative to. Without it the receipt holds the bare file name.
-        block_bytes: length of a checksum block in bytes.
+        layout: what it will hold, from :func:`lay_out`.
+        root: the directory that the file must be in. Without it no directory is created.
 
     Raises:
-        FormatError: as from :func:`lay_out`; nothing was created.
         StorageError: the file exists or cannot be written.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        entries: Sequence[tuple[str, str, Sequence[int]]],
-        metadata: dict[str, str],
-        *,
-        root: Path | None = None,
-        block_bytes: int = DEFAULT_BLOCK_BYTES,
-    ) -> None:
-        super().__init__(path, lay_out(path, entries, metadata), root=root, block_bytes=block_bytes)
+    def __init__(self, path: Path, layout: FileLayout, *, root: Path | None = None) -> None:
+        self._path = path
+        self._begin, self._size = len(layout.header), sum(layout.sizes)
+        self._left = self._size
+        self._lock = threading.Lock()
+        self._file = PlacedWriter(path, root=root)
+        try:
+            self._file.write(0, layout.header)
+        except BaseException:
+            self._file.abandon()
+            raise
+
+    def write(self, begin: int, buffer: Any) -> bool:
+        """Write some bytes of the tensors; nobody else may have written, or write, the same ones.
+
+        Args:
+            begin: where they are among the bytes of all tensors, in the order of the layout.
+            buffer: the bytes, as for :meth:`LaidOutWriter.write`.
+        Returns:
+            whether every byte is written now; true for the call that wrote the last of them.
+
+        Raises:
+            FormatError: there are not so many bytes.
+            StorageError: the operating system refused.
+        """
+        view = byte_view(buffer)
+        if begin < 0 or begin + view.nbytes > self._size:
+            given = f"the bytes from {begin} to {begin + view.nbytes} were given"
+            _reject_write(self._path, f"{given}, and its tensors have {self._size}")
+        self._file.write(self._begin + begin, view)
+        with self._lock:
+            self._left -= view.nbytes
+            return self._left == 0
+
+    def close(self) -> int:
+        """Sync and close the complete file; its length in bytes.
+
+        Raises:
+            FormatError: there are bytes that were not written, or some were written twice.
+            StorageError: the operating system refused to sync, or the file is closed already.
+        """
+        if self._left:
+            self._file.abandon()
+            _reject_write(self._path, f"{self._size - self._left} of {self._size} bytes were given")
+        self._file.close()
+        return self._begin + self._size
+
+    def abandon(self) -> None:
+        """Close the descriptor and leave the file as it is; harmless after ``close``."""
+        self._file.abandon()
 
 
 _RESTORE = "Restore the file from its source, or use another checkpoint."

@@ -14,9 +14,9 @@ from paddleformers_fc.families import bind
 from paddleformers_fc.families.registry import prove_family
 from paddleformers_fc.mapping.aoa import normal
 from paddleformers_fc.runtime.forkserver import ForkServer
-from paddleformers_fc.storage.safetensors import SafetensorsWriter
 from tests.families.derivation import Case
 from tests.families.spaces import BY_NAME, settings
+from tests.storage.support import writer_of
 
 CLASSES = {"ernie4_5": "Ernie4_5ForCausalLM", "phi3": "Phi3ForCausalLM", "llama": "LlamaForCausalLM"}
 
@@ -30,7 +30,7 @@ def weights(directory: Path, name: str) -> Case:
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     arrays = {key: np.zeros(spec.shape, np.float32) for key, spec in case.canonical.items()}
     entries = [(key, "F32", array.shape) for key, array in arrays.items()]
-    with SafetensorsWriter(directory / "model.safetensors", entries, {"format": "np"}) as writer:
+    with writer_of(directory / "model.safetensors", entries, {"format": "np"}) as writer:
         for key, array in arrays.items():
             writer.write(key, array)
         writer.close()

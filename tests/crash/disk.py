@@ -56,12 +56,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One operation, with paths relative to the output directory and what it writes."""
+    """One operation, with paths relative to the output directory, what it writes, and where if not at the end."""
 
     kind: str
     path: str
     other: str = ""
     data: bytes = b""
+    offset: int | None = None
 
 
 class Disk:
@@ -83,7 +84,10 @@ class Disk:
             case "mkdir":
                 self._change(parent, {name: Node(True)})
             case "write":
-                parent.names[name].data += operation.data
+                data = parent.names[name].data
+                begin = len(data) if operation.offset is None else operation.offset
+                data.extend(bytes(max(0, begin - len(data))))
+                data[begin : begin + len(operation.data)] = operation.data
             case "sync":
                 node = self.root if operation.path == "." else parent.names[name]
                 node.synced, node.durable, node.pending = bytes(node.data), dict(node.names), []

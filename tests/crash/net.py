@@ -86,6 +86,7 @@ class Operation:
         other: of a rename or link the old name, of an exchange the other one.
         tear: carries out the first half of a write.
         data: of a write, what is written.
+        offset: of a write, where in the file; None for its end.
     """
 
     number: int
@@ -94,6 +95,7 @@ class Operation:
     other: str = ""
     tear: Callable[[], None] = lambda: None
     data: memoryview = _NOTHING
+    offset: int | None = None
 
 
 class Gate(Protocol):
@@ -170,11 +172,13 @@ class Net:
         kind = CHANGES.get(name, "look")
         if name in ("rename", "replace", "renames", "link"):
             return self._pass(kind, str(os.fspath(args[1])), lambda: real(*args, **kwargs), str(path))
-        if name != "write":
+        if name not in ("write", "pwrite"):
             return self._pass(kind, str(path), lambda: real(*args, **kwargs))
-        data = memoryview(args[1])
+        data, offset = memoryview(args[1]), args[2] if name == "pwrite" else None
         half = data[: data.nbytes // 2]
-        count = self._pass(kind, str(path), lambda: real(*args), tear=lambda: _tear(subject, half), data=data)
+        count = self._pass(
+            kind, str(path), lambda: real(*args), tear=lambda: _tear(subject, half, offset), data=data, offset=offset
+        )
         self.written += count
         return count
 
@@ -186,9 +190,10 @@ class Net:
         other: str = "",
         tear: Callable[[], None] = lambda: None,
         data: memoryview = _NOTHING,
+        offset: int | None = None,
     ) -> Any:
         with self._order:
-            operation = Operation(len(self.kinds), kind, path, other, tear, data)
+            operation = Operation(len(self.kinds), kind, path, other, tear, data, offset)
             self.kinds.append(kind)
             self.gate.before(operation)
             self._inside.now = True
@@ -236,6 +241,8 @@ def bytes_written() -> int:
 _renameat2 = files._renameat2
 
 
-def _tear(descriptor: int, half: memoryview) -> None:
-    while half.nbytes:
-        half = half[os.write(descriptor, half) :]
+def _tear(descriptor: int, half: memoryview, offset: int | None) -> None:
+    done = 0
+    while done < half.nbytes:
+        left = half[done:]
+        done += os.write(descriptor, left) if offset is None else os.pwrite(descriptor, left, offset + done)

@@ -58,7 +58,7 @@ class Recorder:
         if operation.kind != "look":
             other = os.path.relpath(operation.other, self.root) if operation.other else ""
             path = os.path.relpath(operation.path, self.root)
-            self.operations.append(Recorded(operation.kind, path, other, bytes(operation.data)))
+            self.operations.append(Recorded(operation.kind, path, other, bytes(operation.data), operation.offset))
 
 
 @dataclass(frozen=True)

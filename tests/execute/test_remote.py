@@ -71,9 +71,7 @@ def test_an_export_and_its_digests_from_a_store_are_those_of_the_directory(serve
     assert list(canonical_digests(remote)) == list(canonical_digests(tmp_path / "checkpoint-3"))
     report = export_checkpoint(remote, tmp_path / "a")
     expected = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "b")
-    assert {name: one.digest for name, one in report.files.items()} == {
-        name: one.digest for name, one in expected.files.items()
-    }
+    assert report.digests() == expected.digests()
 
 
 def test_a_file_that_is_replaced_between_check_and_read_stops_every_rank(served: Served, tmp_path: Path) -> None:

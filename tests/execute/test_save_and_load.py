@@ -82,16 +82,17 @@ def test_the_export_of_every_layout_is_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[int, int]
 ) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, *layout)
-    report = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "export")
+    with monkeypatch.context() as patched:
+        # In more and smaller pieces.
+        patched.setattr(export, "_HOT", 512)
+        report = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "export")
     (name,) = report.files
     loaded = load_file(tmp_path / "export" / name)
     assert loaded.keys() == ARRAYS.keys()
     assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
     save(tmp_path / "checkpoint-4", ARRAYS, 1, 1)
-    # In more and smaller pieces.
-    monkeypatch.setattr(export, "_ROOM", 512)
     again = export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "again")
-    assert report.files[name].digest == again.files[name].digest
+    assert report.digests() == again.digests()
     assert json.loads((tmp_path / "export/config.json").read_text()) == CONFIG
 
 
@@ -139,11 +140,11 @@ def test_an_export_over_an_older_one_leaves_nothing_of_it(tmp_path: Path) -> Non
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("call", ["write", "preadv"])
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
 def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(export, "_ROOM", 512)
+    monkeypatch.setattr(export, "_HOT", 512)
     save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
     threads = threading.active_count()
     original, calls = getattr(os, call), []

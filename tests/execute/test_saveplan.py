@@ -211,15 +211,15 @@ def test_a_write_that_the_system_refuses_ends_the_save_alike_on_every_rank(
 ) -> None:
     save(tmp_path / "checkpoint-2", everything)
     before = contents(tmp_path)
-    write, calls = files.os.write, []
+    write, calls = files.os.pwrite, []
 
-    def refuse(descriptor: int, data: Any) -> int:
+    def refuse(descriptor: int, data: Any, offset: int) -> int:
         calls.append(len(data))
         if len(calls) == 20:
-            return write(descriptor, data[: len(data) // 2])
+            return write(descriptor, data[: len(data) // 2], offset)
         if len(calls) > 20:
             raise OSError(number, "refused")
-        return write(descriptor, data)
+        return write(descriptor, data, offset)
 
     def work(channel: ThreadChannel) -> None:
         small = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
@@ -228,9 +228,9 @@ def test_a_write_that_the_system_refuses_ends_the_save_alike_on_every_rank(
         )
 
     threads = threading.active_count()
-    monkeypatch.setattr(files.os, "write", refuse)
+    monkeypatch.setattr(files.os, "pwrite", refuse)
     outcomes = job(2, work)
-    monkeypatch.setattr(files.os, "write", write)
+    monkeypatch.setattr(files.os, "pwrite", write)
     assert all(isinstance(error, StorageError) for error in outcomes)
     assert str(outcomes[0]) == str(outcomes[1])
     assert f"errno {number} ({errno.errorcode[number]})" in str(outcomes[0])

@@ -86,7 +86,7 @@ def train(ranks: ForkServer, training: Training) -> list[float]:
 
 
 def exported(checkpoint: Path, directory: Path) -> set[str]:
-    return {receipt.digest for receipt in export_checkpoint(checkpoint, directory).files.values()}
+    return set(export_checkpoint(checkpoint, directory).digests().values())
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from paddleformers_fc.storage import files, owner
 from paddleformers_fc.storage.commit import Committed, commit, create_staging
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import FileReceipt, Manifest, read_manifest, verify_files, write_manifest
-from paddleformers_fc.storage.safetensors import SafetensorsWriter, read_header
+from paddleformers_fc.storage.safetensors import LaidOutWriter, lay_out, read_header
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 STATE = "trainer/state.json"
@@ -39,11 +39,16 @@ def header_bytes(document: Any, spelling: str = "with spaces") -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def writer_of(path: Path, entries: Any, metadata: Any, **options: Any) -> LaidOutWriter:
+    """A writer of tensors as they are declared."""
+    return LaidOutWriter(path, lay_out(path, entries, metadata), **options)
+
+
 def stage(target: Path, value: int) -> Path:
     """A complete checkpoint in a staging directory; ``value`` is in every tensor."""
     staging = create_staging(target)
     entries = [("a", "F32", (8, 8)), ("b", "I64", (5,))]
-    with SafetensorsWriter(staging / WEIGHTS, entries, {}, root=staging, block_bytes=BLOCK) as writer:
+    with writer_of(staging / WEIGHTS, entries, {}, root=staging, block_bytes=BLOCK) as writer:
         writer.write("a", np.full((8, 8), value, np.float32))
         writer.write("b", np.full(5, value, np.int64))
     state = write_file(staging / STATE, json.dumps({"value": value}).encode(), root=staging, block_bytes=BLOCK)
@@ -132,9 +137,9 @@ class Machine:
         self._paths[descriptor] = Path(path)
         return descriptor
 
-    def write(self, descriptor: int, data: Any) -> int:
+    def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
         self._unsynced_bytes.add(_identity(descriptor))
-        return int(self._do("write", self._paths[descriptor], lambda: os.write(descriptor, data)))
+        return int(self._do("write", self._paths[descriptor], lambda: os.pwrite(descriptor, data, offset)))
 
     def fsync(self, descriptor: int) -> None:
         # The model keeps account of it; the device need not.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import xxhash
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.storage import checksum
+from paddleformers_fc.storage import blocks, checksum
 from paddleformers_fc.storage.checksum import BlockHasher
 
 
@@ -31,6 +33,13 @@ def test_a_block_longer_than_one_step_is_hashed_whole() -> None:
     hasher = BlockHasher(len(data) - 1)
     hasher.update(data)
     assert hasher.receipt("x").blocks == [xxhash.xxh3_64_hexdigest(data[:-1]), xxhash.xxh3_64_hexdigest(data[-1:])]
+
+
+@pytest.mark.parametrize("size", [0, 1, blocks._READ_BYTES, blocks._READ_BYTES + 1])
+def test_the_checksum_of_a_file_is_that_of_all_its_bytes(tmp_path: Path, size: int) -> None:
+    data = bytes(range(1, 256)) * (size // 255 + 1)
+    (tmp_path / "x").write_bytes(data[:size])
+    assert blocks.digest_of(tmp_path / "x") == xxhash.xxh3_128_hexdigest(data[:size])
 
 
 def test_a_receipt_in_between_does_not_disturb_the_stream() -> None:

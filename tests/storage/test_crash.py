@@ -172,14 +172,13 @@ CHILD = """
 import sys
 from pathlib import Path
 import numpy as np
-from tests.storage.support import save
+from tests.storage.support import save, writer_of
 from paddleformers_fc.storage.commit import create_staging
-from paddleformers_fc.storage.safetensors import SafetensorsWriter
 
 output_dir, mode = Path(sys.argv[1]), sys.argv[2]
 if mode == "half":
     staging = create_staging(output_dir / "checkpoint-6")
-    writer = SafetensorsWriter(staging / "model_state/x", [("a", "U8", (1000,)), ("b", "U8", (9,))], {}, root=staging)
+    writer = writer_of(staging / "model_state/x", [("a", "U8", (1000,)), ("b", "U8", (9,))], {}, root=staging)
     writer.write("a", np.zeros(1000, np.uint8))
     print("half", flush=True)
     sys.stdin.readline()

@@ -45,6 +45,7 @@ class Case:
     dtypes: tuple[np.dtype[Any], np.dtype[Any]]
     order: tuple[int, ...]
     margins: tuple[int, ...]
+    skew: int
     scratch: int
     over_read: float
 
@@ -57,9 +58,10 @@ class Case:
         return bits.view(self.dtypes[0]).reshape(self.shape)
 
     def target(self) -> np.ndarray[Any, Any]:
-        """A part of a larger array, its axes in another order."""
+        """A part of a larger array, its axes in another order, at any address."""
         around = [self.size[axis] + self.margins[axis] for axis in self.order]
-        array = np.zeros(around, self.dtypes[1])[(..., *(slice(0, self.size[axis]) for axis in self.order))]
+        memory = np.zeros(self.skew + math.prod(around) * self.dtypes[1].itemsize, np.uint8)[self.skew :]
+        array = memory.view(self.dtypes[1]).reshape(around)[(..., *(slice(0, self.size[axis]) for axis in self.order))]
         return array.transpose(np.argsort(self.order))
 
 
@@ -76,6 +78,7 @@ def cases(draw: st.DrawFn) -> Case:
         (stored, wanted),
         tuple(draw(st.permutations(range(len(shape))))),
         tuple(draw(st.sampled_from([0, 0, 1, 3])) for _ in shape),
+        draw(st.sampled_from([0, 0, 1, 2, 4])),
         draw(st.sampled_from([8, 64, 1000, 1 << 20])),
         draw(st.sampled_from([1.0, 1.5, 2.0, 100.0])),
     )

@@ -17,7 +17,7 @@ from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.storage import safetensors as ours
 from paddleformers_fc.storage.dtypes import CODES, from_safetensors, to_numpy, to_safetensors
 from paddleformers_fc.storage.safetensors import MAX_HEADER_BYTES, TensorEntry, read_header
-from tests.storage.support import SPELLINGS, header_bytes
+from tests.storage.support import SPELLINGS, header_bytes, writer_of
 
 THOROUGH = settings(derandomize=True, deadline=None, max_examples=300)
 
@@ -165,7 +165,7 @@ def test_what_writers_write_is_not_taken_apart_piece_by_piece(tmp_path: Path, mo
     metadata = {"format": "np", "nested": json.dumps({"a": ["\t", {"},": None}]})}
     save_file(arrays, tmp_path / "library", metadata=metadata)
     entries = [(name, to_safetensors(array.dtype.name), array.shape) for name, array in arrays.items()]
-    with ours.SafetensorsWriter(tmp_path / "own", entries, metadata) as writer:
+    with writer_of(tmp_path / "own", entries, metadata) as writer:
         for name, array in arrays.items():
             writer.write(name, array)
     examined = {file: read_header(tmp_path / file) for file in ("library", "own")}

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,16 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from paddleformers_fc.errors import FormatError, StorageError
-from paddleformers_fc.storage import files, safetensors as ours
+from paddleformers_fc.storage import files
 from paddleformers_fc.storage.dtypes import CODES, to_numpy
-from paddleformers_fc.storage.safetensors import SafetensorsWriter, read_header
+from paddleformers_fc.storage.safetensors import SharedWriter, lay_out, read_header
+from tests.storage.support import writer_of
 
 PAIR = [("a", "F32", (2, 3)), ("b", "BF16", (4,))]
 
 
 def write_pair(path: Path, **options: Any) -> files.FileReceipt:
-    with SafetensorsWriter(path, PAIR, {"made": "here"}, **options) as writer:
+    with writer_of(path, PAIR, {"made": "here"}, **options) as writer:
         writer.write("a", np.arange(6, dtype=np.float32).reshape(2, 3))
         writer.write("b", np.arange(4, dtype=ml_dtypes.bfloat16))
     return writer.close()
@@ -64,7 +66,7 @@ def test_whatever_is_written_is_read_alike_by_the_library_and_by_us(
     contents = {
         name: data.draw(st.binary(min_size=n, max_size=n)) for (name, _, _), n in zip(entries, sizes, strict=True)
     }
-    with SafetensorsWriter(path, entries, metadata) as writer:
+    with writer_of(path, entries, metadata) as writer:
         for name, code, shape in entries:
             writer.write(name, np.frombuffer(contents[name], to_numpy(code)).reshape(shape))
     raw = path.read_bytes()
@@ -84,7 +86,7 @@ def test_tensors_lie_in_the_declared_order_from_an_aligned_start(tmp_path: Path)
     for length in range(0, 4200, 61):
         entries = [("z" * length, "F64", (1,)), ("a", "F32", (1,))]
         path = tmp_path / str(length)
-        with SafetensorsWriter(path, entries, {}) as writer:
+        with writer_of(path, entries, {}) as writer:
             writer.write(entries[0][0], np.zeros(1))
             writer.write("a", np.zeros(1, np.float32))
         header = read_header(path)
@@ -105,14 +107,14 @@ def test_every_kind_of_buffer_is_taken(tmp_path: Path) -> None:
     array = np.arange(4, dtype=np.float32)
     buffers: list[Any] = [array, array.tobytes(), bytearray(array.tobytes()), memoryview(array), array.view(np.uint32)]
     for number, buffer in enumerate(buffers):
-        with SafetensorsWriter(tmp_path / str(number), [("x", "F32", (4,))], {}) as writer:
+        with writer_of(tmp_path / str(number), [("x", "F32", (4,))], {}) as writer:
             writer.write("x", buffer)
         np.testing.assert_array_equal(load_file(tmp_path / str(number))["x"], array)
 
 
 def test_scalars_and_empty_tensors_are_written(tmp_path: Path) -> None:
     entries = [("s", "BF16", ()), ("e", "F32", (0, 3))]
-    with SafetensorsWriter(tmp_path / "x", entries, {}) as writer:
+    with writer_of(tmp_path / "x", entries, {}) as writer:
         writer.write("s", np.array(2, ml_dtypes.bfloat16))
         writer.write("e", np.zeros((0, 3), np.float32))
     assert load_file(tmp_path / "x")["e"].shape == (0, 3)
@@ -120,7 +122,7 @@ def test_scalars_and_empty_tensors_are_written(tmp_path: Path) -> None:
 
 
 def test_a_file_without_tensors_is_written(tmp_path: Path) -> None:
-    SafetensorsWriter(tmp_path / "x", [], {}).close()
+    writer_of(tmp_path / "x", [], {}).close()
     assert load_file(tmp_path / "x") == {}
 
 
@@ -140,7 +142,7 @@ def test_what_cannot_be_declared_is_refused_before_a_file_exists(
     tmp_path: Path, entries: Any, metadata: Any, message: str
 ) -> None:
     with pytest.raises(FormatError, match=message):
-        SafetensorsWriter(tmp_path / "x", entries, metadata)
+        writer_of(tmp_path / "x", entries, metadata)
     assert not (tmp_path / "x").exists()
 
 
@@ -157,7 +159,7 @@ def test_what_cannot_be_declared_is_refused_before_a_file_exists(
     ],
 )
 def test_a_wrong_write_is_refused_and_no_receipt_is_given(tmp_path: Path, key: str, buffer: Any, message: str) -> None:
-    writer = SafetensorsWriter(tmp_path / "x", PAIR, {})
+    writer = writer_of(tmp_path / "x", PAIR, {})
     with pytest.raises(FormatError, match=message):
         writer.write(key, buffer)
     with pytest.raises(FormatError, match="2 of 2 tensors were not given, 'a' first"):
@@ -166,12 +168,12 @@ def test_a_wrong_write_is_refused_and_no_receipt_is_given(tmp_path: Path, key: s
 
 def test_a_file_left_before_its_last_tensor_has_no_receipt(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="1 of 2 tensors were not given, 'b' first"):
-        with SafetensorsWriter(tmp_path / "x", PAIR, {}) as writer:
+        with writer_of(tmp_path / "x", PAIR, {}) as writer:
             writer.write("a", np.zeros(6, np.float32))
 
 
 def test_a_write_after_the_last_tensor_is_refused(tmp_path: Path) -> None:
-    with SafetensorsWriter(tmp_path / "x", [], {}) as writer:
+    with writer_of(tmp_path / "x", [], {}) as writer:
         with pytest.raises(FormatError, match="'a' was written after the last declared tensor"):
             writer.write("a", b"")
 
@@ -179,30 +181,30 @@ def test_a_write_after_the_last_tensor_is_refused(tmp_path: Path) -> None:
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("mine")
     with pytest.raises(StorageError, match="EEXIST"):
-        SafetensorsWriter(tmp_path / "x", [], {})
+        writer_of(tmp_path / "x", [], {})
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="EEXIST"):
-        SafetensorsWriter(tmp_path / "link", [], {})
+        writer_of(tmp_path / "link", [], {})
     assert (tmp_path / "x").read_text() == "mine"
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_an_error_inside_the_block_leaves_the_file_and_closes_it(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    with pytest.raises(FormatError), SafetensorsWriter(path, PAIR, {}) as writer:
+    with pytest.raises(FormatError), writer_of(path, PAIR, {}) as writer:
         writer.write("b", np.zeros(6, np.float32))
     assert path.exists()
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(path)]
 
 
 def test_only_directories_below_the_root_are_created(tmp_path: Path) -> None:
-    SafetensorsWriter(tmp_path / "a" / "b" / "x", [], {}, root=tmp_path).close()
+    writer_of(tmp_path / "a" / "b" / "x", [], {}, root=tmp_path).close()
     assert (tmp_path / "a" / "b" / "x").exists()
     with pytest.raises(StorageError, match="ENOENT"):
-        SafetensorsWriter(tmp_path / "gone" / "a" / "x", [], {}, root=tmp_path / "gone")
+        writer_of(tmp_path / "gone" / "a" / "x", [], {}, root=tmp_path / "gone")
     assert not (tmp_path / "gone").exists()
     with pytest.raises(FormatError, match="is not inside"):
-        SafetensorsWriter(tmp_path / "x", [], {}, root=tmp_path / "a")
+        writer_of(tmp_path / "x", [], {}, root=tmp_path / "a")
 
 
 class StingyOs:
@@ -215,10 +217,10 @@ class StingyOs:
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
-    def write(self, descriptor: int, data: memoryview) -> int:
+    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
         if self._left <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        count = os.write(descriptor, data[: self._accepted])
+        count = os.pwrite(descriptor, data[: self._accepted], offset)
         self._left -= count
         return count
 
@@ -249,7 +251,7 @@ def test_a_failed_sync_gives_no_receipt_and_is_not_tried_again(tmp_path: Path, m
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(files, "os", BrokenOs(accepted=100))
-    writer = SafetensorsWriter(tmp_path / "x", [], {})
+    writer = writer_of(tmp_path / "x", [], {})
     with pytest.raises(StorageError, match="EIO"):
         writer.close()
     monkeypatch.setattr(files, "os", os)
@@ -262,12 +264,105 @@ def test_memory_stays_small_while_a_large_tensor_is_written(tmp_path: Path) -> N
 import resource
 import numpy as np
 from pathlib import Path
-from {ours.__name__} import SafetensorsWriter
+from tests.storage.support import writer_of
 array = np.ones(64 << 20, np.uint8)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with SafetensorsWriter(Path({str(tmp_path / "x")!r}), [("x", "U8", array.shape)], {{}}) as writer:
+with writer_of(Path({str(tmp_path / "x")!r}), [("x", "U8", array.shape)], {{}}) as writer:
     writer.write("x", array)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 8 << 10, "kibibytes"
+
+
+FOUR = [("a", "U8", (3,)), ("b", "U8", (0,)), ("c", "U8", (5,)), ("d", "U8", (2,))]
+
+
+def shared(path: Path) -> SharedWriter:
+    return SharedWriter(path, lay_out(path, FOUR, {"made": "here"}))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_pieces_that_come_in_any_order_are_the_declared_tensors(tmp_path: Path, order: tuple[int, ...]) -> None:
+    pieces = [(0, b"aa"), (2, b"accc"), (6, b"ccdd")]
+    writer = shared(tmp_path / "x")
+    assert [writer.write(*pieces[number]) for number in order] == [False, False, True]
+    size = writer.close()
+    with writer_of(tmp_path / "y", FOUR, {"made": "here"}) as one_by_one:
+        for name, data in zip("abcd", (b"aaa", b"", b"ccccc", b"dd"), strict=True):
+            one_by_one.write(name, data)
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
+    assert size == (tmp_path / "x").stat().st_size
+
+
+def test_many_threads_write_one_file_and_one_of_them_is_told_that_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    writer = SharedWriter(path, lay_out(path, [("x", "U32", (200, 999))], {}))
+    with ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(lambda row: writer.write(row * 999 * 4, np.full(999, row, np.uint32)), range(200)))
+    assert sum(told) == 1
+    writer.close()
+    assert (load_file(path)["x"] == np.arange(200)[:, None]).all()
+
+
+def test_a_file_of_tensors_without_a_number_is_whole_when_nothing_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    writer = SharedWriter(path, lay_out(path, [("x", "F32", (0, 3))], {}))
+    assert writer.write(0, b"")
+    writer.close()
+    assert load_file(path)["x"].shape == (0, 3)
+
+
+@pytest.mark.parametrize(("begin", "buffer"), [(-1, b"x"), (9, b"xx"), (10, b"x")])
+def test_bytes_behind_the_tensors_are_refused(tmp_path: Path, begin: int, buffer: bytes) -> None:
+    writer = shared(tmp_path / "x")
+    with pytest.raises(
+        FormatError, match=f"the bytes from {begin} to {begin + len(buffer)} were given, and its tensor"
+    ):
+        writer.write(begin, buffer)
+    writer.abandon()
+    assert (tmp_path / "x").stat().st_size == 4096
+
+
+@pytest.mark.parametrize(("pieces", "count"), [([], 0), ([(3, b"ccccc")], 5), ([(0, b"aaaccccc"), (0, b"aaa")], 11)])
+def test_a_file_that_was_not_given_every_byte_once_is_refused_and_closed(
+    tmp_path: Path, pieces: list[tuple[int, bytes]], count: int
+) -> None:
+    writer = shared(tmp_path / "x")
+    for begin, buffer in pieces:
+        writer.write(begin, buffer)
+    with pytest.raises(FormatError, match=f"{count} of 10 bytes were given"):
+        writer.close()
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(tmp_path / "x")]
+
+
+def test_short_writes_of_a_shared_file_go_on_and_a_full_disk_names_the_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "os", StingyOs(accepted=2))
+    writer = shared(tmp_path / "x")
+    writer.write(0, b"aaacccccdd")
+    writer.close()
+    assert load_file(tmp_path / "x")["c"].tobytes() == b"ccccc"
+    writer = shared(tmp_path / "y")
+    monkeypatch.setattr(files, "os", StingyOs(accepted=2, full_after=3))
+    with pytest.raises(StorageError, match=r"(?s)byte 4103.*ENOSPC.*Free space"):
+        writer.write(3, b"ccccc")
+    writer.abandon()
+
+
+def test_a_shared_file_that_cannot_be_synced_is_closed_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BrokenOs(StingyOs):
+        def fsync(self, descriptor: int) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    writer = shared(tmp_path / "x")
+    writer.write(0, b"aaacccccdd")
+    monkeypatch.setattr(files, "os", BrokenOs(accepted=100))
+    with pytest.raises(StorageError, match="EIO"):
+        writer.close()
+    monkeypatch.setattr(files, "os", os)
+    with pytest.raises(StorageError, match="is closed"):
+        writer.close()

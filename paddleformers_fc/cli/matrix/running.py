@@ -300,9 +300,9 @@ def _unequal(expected: list[TensorDigest], checkpoint: Path, where: str) -> tupl
 def _exported(checkpoint: Path, directory: Path) -> dict[str, str]:
     """File -> checksum of the weights as open weights."""
     shutil.rmtree(directory, ignore_errors=True)
-    receipts = export_checkpoint(checkpoint, directory).files
+    digests = export_checkpoint(checkpoint, directory).digests()
     shutil.rmtree(directory)
-    return {name: receipt.digest for name, receipt in receipts.items() if name.endswith(".safetensors")}
+    return digests
 
 
 def file_name(name: str) -> str:
