@@ -58,6 +58,7 @@ from paddleformers_fc.storage.files import (
     remove_tree,
     rename,
     stands_apart,
+    write_file,
 )
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.storage.names import ASIDE, REMOVED, UNFINISHED, beside, kept, parse_beside
@@ -449,6 +450,7 @@ def _moved_in(
     staging: Path, target: Path, own: list[Path], marks: Sequence[str], is_old: Callable[[str], bool]
 ) -> None:
     """Move the files of an export, one by one, into a directory that holds others."""
+    _try_to_move(staging, target)
     for name in marks:
         remove_file(target / name)
     fsync_directory(target)
@@ -464,6 +466,16 @@ def _moved_in(
     for path in last:
         rename(staging / path, target / path)
     fsync_directory(target)
+
+
+def _try_to_move(staging: Path, target: Path) -> None:
+    """See that files of one directory can be renamed into another, before anything there is given up for them.
+
+    Under a name that no reader takes for anything, and that the next export clears away if a crash leaves it.
+    """
+    write_file(staging / PARTIAL_OWNER_NAME, b"", root=staging)
+    rename(staging / PARTIAL_OWNER_NAME, target / PARTIAL_OWNER_NAME)
+    remove_file(target / PARTIAL_OWNER_NAME)
 
 
 def _is_taken(target: Path) -> bool:

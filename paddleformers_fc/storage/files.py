@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import secrets
 import stat
 import sys
 import tempfile
@@ -54,6 +55,7 @@ _ADVICE = {
     errno.ESTALE: "The network file system lost this file; check the mount and try again.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.EEXIST: "Choose a name that does not exist yet; nothing was overwritten.",
+    errno.EXDEV: "Choose a directory that does not exist yet; this one has a mount or a quota of its own.",
 }
 
 
@@ -471,7 +473,21 @@ def stands_apart(path: Path) -> bool:
     """
     with _naming("look at", path):
         used = os.path.ismount(path) or os.path.samefile(path, os.curdir)
-        return used or not os.access(path.parent, os.W_OK | os.X_OK)
+        return used or not os.access(path.parent, os.W_OK | os.X_OK) or _is_mounted_from_here(path)
+
+
+def _is_mounted_from_here(path: Path) -> bool:
+    """Whether a directory is a part of its parent's own file system that is mounted there, which its numbers hide.
+
+    The system looks whether two names are on one mount before it looks what they stand for, so that names of nothing
+    will do.
+    """
+    name = f".trial-{secrets.token_hex(6)}"
+    try:
+        os.rename(path.parent / name, path / name)
+    except OSError as error:
+        return error.errno == errno.EXDEV
+    return False
 
 
 def make_directory(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -19,6 +20,7 @@ from paddleformers_fc.storage.commit import (
     commit,
     create_staging,
     discard,
+    place_of,
     publish,
     recover,
     remove_checkpoint,
@@ -29,6 +31,7 @@ from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint
 from paddleformers_fc.storage.names import ASIDE, REMOVED, beside, parse_beside
 from paddleformers_fc.storage.owner import OWNER_NAME, PARTIAL_OWNER_NAME
+from tests.crash.refusals import with_own_mounts
 from tests.storage.support import STATE, WEIGHTS, Machine, a_dead_process, names_in, running_on, save, stage, value_of
 
 
@@ -508,6 +511,8 @@ def test_a_checkpoint_that_came_under_the_name_meanwhile_is_replaced_and_not_tak
 # ---- Exports, which take the place of others.
 
 MARK = "model.safetensors"
+BIND = 4096
+NO_MOUNTS = 2
 
 
 def exported(target: Path, value: str) -> Path:
@@ -589,3 +594,45 @@ def test_an_older_export_stays_where_the_new_name_is_not_known_to_be_on_the_devi
     monkeypatch.undo()
     discard(staging)
     assert (staging / MARK).read_text() == "old"
+
+
+def test_an_older_export_stays_where_nothing_can_be_renamed_into_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = older(tmp_path / "hf")
+    (target / "checkpoint-5").mkdir()
+    staging = exported(target, "new")
+    before = {path.name: path.read_text() for path in target.iterdir() if path.is_file()}
+    real = os.rename
+
+    def refuse(source: Path, name: Path) -> None:
+        if Path(name).parent == target:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source), None, str(name))
+        real(source, name)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(StorageError, match="a directory that does not exist yet"):
+        replaced(staging, target)
+    assert {path.name: path.read_text() for path in target.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize("device", ["another", "the same"])
+def test_a_mounted_directory_has_its_exports_staged_inside(tmp_path: Path, device: str) -> None:
+    target, plain, origin = tmp_path / "mounted", tmp_path / "plain", tmp_path / "origin"
+    for one in (target, plain, origin):
+        one.mkdir()
+    mount = ctypes.CDLL(None).mount
+    flags, kind = (0, b"tmpfs") if device == "another" else (BIND, b"")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            mounted = with_own_mounts() and mount(os.fsencode(origin), os.fsencode(target), kind, flags, None) == 0
+            found = [place_of(one) for one in (target, plain)]
+            os._exit(NO_MOUNTS if not mounted else int(found != [target / "mounted", plain]))
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == NO_MOUNTS:
+        pytest.skip("this machine does not let its users mount")
+    assert code == 0
+    assert names_in(tmp_path) == ["mounted", "origin", "plain"]
