@@ -40,6 +40,8 @@ MOST_BUFFERS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
 """How many buffers :func:`read_several` fills at most."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+_NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+"""Of a name that leads to nothing, and always will: links in a circle are as good as one to nowhere."""
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 _AT_FDCWD = -100
 _NO_TIME: int = getattr(os, "O_NOATIME", 0)
@@ -168,12 +170,12 @@ def open_local(path: Path) -> OpenFile:
     """As :func:`open_regular`, for a file of this machine."""
     try:
         descriptor = _opened(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except OSError as error:
+        if error.errno not in _NOTHING_THERE:
+            raise refused("open", path, error) from error
         raise Corrupt(
             f"{path} is missing.", where=str(path), next_step="Restore the file or use another checkpoint."
         ) from error
-    except OSError as error:
-        raise refused("open", path, error) from error
     try:
         with _naming("look at", path):
             status = os.fstat(descriptor)
@@ -561,7 +563,7 @@ def remove_tree(path: Path) -> None:
     Raises:
         StorageError: the operating system refused.
     """
-    if _is_link(path):
+    if is_link(path):
         remove_file(path)
         return
     # Not by recursion: somebody's files may be nested more deeply than Python's stack is high.
@@ -569,18 +571,13 @@ def remove_tree(path: Path) -> None:
     while waiting:
         emptied.append(waiting.pop())
         for entry in list_directory(emptied[-1]):
-            if is_directory(entry) and not _is_link(entry):
+            if is_directory(entry) and not is_link(entry):
                 waiting.append(entry)
             else:
                 remove_file(entry)
     for directory in reversed(emptied):
         with _naming("delete", directory), contextlib.suppress(FileNotFoundError):
             os.rmdir(directory)
-
-
-def _is_link(path: Path) -> bool:
-    with _naming("look at", path):
-        return path.is_symlink()
 
 
 @overload
@@ -604,12 +601,12 @@ def is_directory(path: Place) -> bool:
     """Whether ``path`` is a directory or a link to one; False if there is no such name.
 
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system or the store refused to look.
     """
     if isinstance(path, RemotePath):
         return remote.is_remote_directory(path)
-    with _naming("look at", path):
-        return path.is_dir()
+    status = _stat(path, follow_links=True)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def exists(path: Place) -> bool:
@@ -634,16 +631,33 @@ def is_file(path: Place) -> bool:
 
 
 def look(path: Place) -> os.stat_result | RemoteStatus | None:
-    """What the operating system or the store says of a name; None if there is none.
+    """What the operating system or the store says of a name; None if there is none, or a link that leads to nothing.
 
     Raises:
         StorageError: it refused to look.
     """
-    if isinstance(path, RemotePath):
-        return remote.look(path)
-    with _naming("look at", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return os.stat(path)
-    return None
+    return remote.look(path) if isinstance(path, RemotePath) else _stat(path, follow_links=True)
+
+
+def is_link(path: Path) -> bool:
+    """Whether a name is a link, wherever it leads; False if there is no such name.
+
+    Raises:
+        StorageError: the operating system refused to look.
+    """
+    status = _stat(path, follow_links=False)
+    return status is not None and stat.S_ISLNK(status.st_mode)
+
+
+def _stat(path: Path, *, follow_links: bool) -> os.stat_result | None:
+    try:
+        return os.stat(path, follow_symlinks=follow_links)
+    except OSError as error:
+        if error.errno in _NOTHING_THERE:
+            return None
+        raise refused("look at", path, error) from error
+    except ValueError:  # No name holds a null character.
+        return None
 
 
 def size_of(path: Place) -> int:

@@ -26,9 +26,9 @@ from paddleformers_fc.storage.files import (
     each,
     fsync_directory,
     is_directory,
+    is_link,
     list_directory,
     look,
-    refused,
     remove_file,
     rename,
     write_file,
@@ -47,6 +47,7 @@ __all__ = [
     "FileReceipt",
     "Manifest",
     "candidates",
+    "candidates_in",
     "manifest_seal",
     "newest_checkpoint",
     "read_manifest",
@@ -246,6 +247,9 @@ def newest_checkpoint(
     sizes, or under ``full`` the right bytes. A crash while a checkpoint was replaced by a newer save of the same step
     can leave it under a hidden name (see ``commit``); then that directory is returned. Nothing is changed on disk.
 
+    What is wrong with the checkpoint itself, a file that is missing or a link that leads to nothing, is a reason to
+    pass over it. That this user may not look, or that a device fails, is none: it says nothing of the checkpoint.
+
     Args:
         output_dir: where the checkpoints are; it need not exist.
         level: as for :func:`verify_files`.
@@ -259,7 +263,7 @@ def newest_checkpoint(
             fault of the network would be worse than stopping.
     """
     skipped: list[tuple[Path, str]] = []
-    for candidate in candidates(path for path in list_directory(output_dir) if is_directory(path)):
+    for candidate in candidates_in(output_dir):
         try:
             verify_files(candidate, read_manifest(candidate), level, threads=threads)
         except CheckpointError as error:
@@ -267,6 +271,15 @@ def newest_checkpoint(
         else:
             return candidate, skipped
     return None, skipped
+
+
+def candidates_in(output_dir: Path) -> list[Path]:
+    """As :func:`candidates`, of what is in a directory: also links that lead to nothing, which somebody should know of.
+
+    Raises:
+        StorageError: the operating system refused to look.
+    """
+    return [path for path in candidates(list_directory(output_dir)) if is_directory(path) or is_link(path)]
 
 
 def candidates(directories: Iterable[Path]) -> list[Path]:
@@ -359,10 +372,7 @@ def _escapes(directory: Place, manifest: Manifest) -> dict[str, str]:
 
 
 def _link_leaves(root: str, path: Path) -> bool:
-    try:
-        return path.is_symlink() and not _is_within(root, os.path.realpath(path))
-    except OSError as error:
-        raise refused("look at", path, error) from error
+    return is_link(path) and not _is_within(root, os.path.realpath(path))
 
 
 def _is_within(root: str, path: str) -> bool:

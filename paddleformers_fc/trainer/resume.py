@@ -2,7 +2,8 @@
 
 All ranks look, for they may have output directories on different disks, and all take the same step: the newest of which
 somebody sees every file. A directory that is not a finished checkpoint, or is one on some disks only, is passed over
-with a warning that names it, if the newest one was asked for; if it was asked for by its name, it is an error.
+with a warning that names it, if the newest one was asked for; if it was asked for by its name, it is an error. One that
+a rank may not look at is an error in any case: to go on from an older one because of a mount would lose steps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.opening import check_together
 from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in
 from paddleformers_fc.storage.names import UNFINISHED, parse_beside, parse_step
 from paddleformers_fc.storage.places import Place
 
@@ -70,8 +71,7 @@ def _listed(output_dir: Path, channel: Channel) -> dict[str, int]:
     """The first rank that sees each candidate, by name."""
 
     def look() -> bytes:
-        found = candidates(path for path in list_directory(output_dir) if is_directory(path))
-        return msgspec.json.encode([path.name for path in found])
+        return msgspec.json.encode([path.name for path in candidates_in(output_dir)])
 
     first: dict[str, int] = {}
     for rank, payload in enumerate(agree(channel, "looking for checkpoints", look)):

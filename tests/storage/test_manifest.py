@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -79,10 +80,15 @@ def test_no_manifest_is_no_checkpoint(tmp_path: Path, make: str) -> None:
         read_manifest(directory)
 
 
-def test_a_manifest_that_cannot_be_opened_is_not_taken_for_a_missing_one(checkpoint: Path) -> None:
-    (checkpoint / MANIFEST_NAME).unlink()
-    (checkpoint / MANIFEST_NAME).symlink_to(MANIFEST_NAME)
-    with pytest.raises(StorageError, match="ELOOP"):
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
+def test_a_manifest_that_cannot_be_opened_is_not_taken_for_a_missing_one(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(path: Path, flags: int) -> int:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StorageError, match=errno.errorcode[number]):
         read_manifest(checkpoint)
 
 

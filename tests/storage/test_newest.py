@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.storage import manifest as manifest_module
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint, read_manifest, write_manifest
 from paddleformers_fc.storage.names import ASIDE, UNFINISHED, beside
 from tests.storage.support import STATE, WEIGHTS, save, stage
 
@@ -94,3 +97,69 @@ def test_a_passing_refusal_does_not_lead_to_an_older_checkpoint(
     monkeypatch.setattr(manifest_module, "read_document", refuse)
     with pytest.raises(StorageError, match="stale handle"):
         newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["its own", "the manifest", "a file", "a directory of files"])
+def test_links_in_a_circle_are_a_reason_to_pass_over_a_checkpoint(tmp_path: Path, what: str) -> None:
+    save(tmp_path / "checkpoint-1", 1)
+    newer = save(tmp_path / "checkpoint-2", 2).path
+    circle = {
+        "its own": newer,
+        "the manifest": newer / MANIFEST_NAME,
+        "a file": newer / WEIGHTS,
+        "a directory of files": (newer / WEIGHTS).parent,
+    }[what]
+    circle.rename(tmp_path / "elsewhere")
+    circle.symlink_to(circle)
+    found, ((passed, why),) = newest_checkpoint(tmp_path)
+    assert (found, passed) == (tmp_path / "checkpoint-1", newer)
+    assert ("has no flex_checkpoint.json" if what in ("its own", "the manifest") else f"{WEIGHTS} is missing") in why
+
+
+def test_a_link_to_a_disk_that_is_not_there_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-1", 1)
+    (tmp_path / "checkpoint-2").symlink_to(tmp_path / "unmounted" / "checkpoint-2")
+    found, skipped = newest_checkpoint(tmp_path)
+    assert (found, [path.name for path, _ in skipped]) == (tmp_path / "checkpoint-1", ["checkpoint-2"])
+
+
+def test_a_file_whose_name_no_file_can_have_is_missing(tmp_path: Path) -> None:
+    newer = save(tmp_path / "checkpoint-2", 2).path
+    manifest = read_manifest(newer)
+    longer = replace(manifest.files[0], path="x" * 10_000)
+    write_manifest(newer, replace(manifest, files=[*manifest.files[1:], longer]))
+    found, ((_, why),) = newest_checkpoint(tmp_path)
+    assert found is None
+    assert "is missing" in why
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_file_that_may_not_be_looked_at_now_does_not_lead_to_an_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    save(tmp_path / "checkpoint-1", 1)
+    newer = save(tmp_path / "checkpoint-2", 2).path
+    look = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if path == newer / WEIGHTS:
+            raise OSError(number, os.strerror(number), str(path))
+        return look(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(StorageError, match=WEIGHTS):
+        newest_checkpoint(tmp_path)
+
+
+def test_what_is_not_called_a_checkpoint_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "checkpoint-1", 1)
+    (tmp_path / "private").mkdir()
+    look = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if Path(path).name == "private":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return look(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert newest_checkpoint(tmp_path) == (tmp_path / "checkpoint-1", [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -230,9 +231,18 @@ def test_a_directory_or_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> 
             read_header(path)
 
 
-def test_a_refusal_of_the_operating_system_names_the_path(tmp_path: Path) -> None:
+def test_a_refusal_of_the_operating_system_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, flags: int) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StorageError, match=r"(?s)private.*EACCES"):
+        read_header(tmp_path / "private")
+
+
+def test_links_in_a_circle_are_a_missing_file(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(StorageError, match=r"(?s)loop.*ELOOP"):
+    with pytest.raises(Corrupt, match="loop is missing"):
         read_header(tmp_path / "loop")
 
 

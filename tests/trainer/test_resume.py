@@ -38,6 +38,18 @@ def test_a_truncated_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert "config.json" in warnings[0]
 
 
+@pytest.mark.parametrize("what", ["", "config.json", "flex_checkpoint.json"])
+def test_links_in_a_circle_are_passed_over_with_a_warning_that_names_the_step(tmp_path: Path, what: str) -> None:
+    make_checkpoint(tmp_path, 2)
+    circle = make_checkpoint(tmp_path, 4) / what
+    circle.rename(tmp_path / "elsewhere")
+    circle.symlink_to(circle)
+    warnings: list[str] = []
+    assert newest(tmp_path, LocalChannel(), warnings.append) == tmp_path / "checkpoint-2"
+    (warning,) = warnings
+    assert str(tmp_path / "checkpoint-4") in warning
+
+
 def test_nothing_to_resume_from_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint) as caught:
         newest_or_refuse(tmp_path, LocalChannel(), pytest.fail)
