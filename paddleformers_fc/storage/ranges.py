@@ -11,6 +11,7 @@ Remote files have no descriptor; what is fetched of them is dealt out of memory 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -125,12 +126,22 @@ class RangeReader:
             self._release(path)
 
     def close(self) -> None:
-        """Close all files; one that another thread is reading is closed when that read ends. Harmless when repeated."""
+        """Close all files; one that another thread is reading is closed when that read ends. Harmless when repeated.
+
+        Raises:
+            StorageError: the operating system refused for a file, the first of them; all were closed.
+        """
+        refusals: list[StorageError] = []
         with self._change:
             self._closed = True
             for path in [path for path, shared in self._files.items() if shared.users == 0]:
-                self._drop(path)
+                try:
+                    self._drop(path)
+                except StorageError as error:
+                    refusals.append(error)
             self._change.notify_all()
+        if refusals:
+            raise refusals[0]
 
     def refuse_replaced(self) -> None:
         """To be called after the last read, for remote files, which can be replaced while they are read.
@@ -147,7 +158,9 @@ class RangeReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # What went wrong inside says more than a file that cannot be closed after it.
+        with contextlib.suppress(*[] if kind is None else [StorageError]):
+            self.close()
         if kind is None:
             self.refuse_replaced()
 
@@ -193,16 +206,20 @@ class RangeReader:
             shared.users += 1
             self._held -= 1
             self._change.notify_all()
-        file.close()
+        try:
+            file.close()
+        except BaseException:
+            self._release(path)
+            raise
         return shared.file
 
     def _release(self, path: Place) -> None:
         with self._change:
             shared = self._files[path]
             shared.users -= 1
+            self._change.notify_all()
             if shared.users == 0 and self._closed:
                 self._drop(path)
-            self._change.notify_all()
 
     def _make_room(self, path: Place) -> bool:
         """Whether ``path`` is open already or may be opened now; an idle file is closed if that takes it."""

@@ -315,6 +315,63 @@ def test_a_reader_closed_during_a_read_closes_the_file_after_it(
     assert machine.still_open == 0
 
 
+class UnwillingOs(WatchedOs):
+    """Gives every descriptor back, and says of some that it failed, as a network file system may."""
+
+    def __init__(self, *unwilling: int) -> None:
+        super().__init__()
+        self._unwilling = unwilling
+        self._closed = 0
+
+    def close(self, descriptor: int) -> None:
+        super().close(descriptor)
+        self._closed += 1
+        if self._closed in self._unwilling:
+            raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_file_that_cannot_be_closed_keeps_no_other_open(
+    data_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = UnwillingOs(1, 3)
+    monkeypatch.setattr(files, "os", machine)
+    reader = RangeReader()
+    for path in data_files[:4]:
+        reader.read_into(path, 0, bytearray(9))
+    with pytest.raises(StorageError, match=data_files[0].name):
+        reader.close()
+    assert (machine.opened, machine.still_open) == (4, 0)
+    reader.close()
+
+
+def test_what_went_wrong_inside_counts_before_a_file_that_cannot_be_closed(
+    data_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "os", UnwillingOs(1))
+    with pytest.raises(Corrupt, match="ends too early"), RangeReader() as reader:
+        reader.read_into(data_files[0], 0, bytearray(5000))
+
+
+def test_a_second_descriptor_of_a_file_that_cannot_be_closed_leaves_no_user_behind(
+    data_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = threading.Barrier(2)
+
+    class MeetingOs(UnwillingOs):
+        def open(self, *arguments: Any) -> int:
+            meeting.wait(PATIENCE)
+            return super().open(*arguments)
+
+    machine = MeetingOs(1)
+    monkeypatch.setattr(files, "os", machine)
+    reader = RangeReader(max_open_files=2)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(reader.read_into, data_files[0], 0, bytearray(9)) for _ in range(2)]
+        assert sorted(isinstance(job.exception(PATIENCE), StorageError) for job in jobs) == [False, True]
+    reader.close()
+    assert machine.still_open == 0
+
+
 def test_a_bound_of_no_files_is_refused() -> None:
     with pytest.raises(OptionError, match="max_open_files is 0"):
         RangeReader(max_open_files=0)
