@@ -18,19 +18,24 @@ Every error says what went wrong, where, on which evidence, and what to do next.
 checkpoint are collected in one error: ``evidence`` is a list of lines, already folded for a reader.
 Errors travel between ranks as plain JSON (:meth:`FlexError.to_wire`), so that every rank raises the same text.
 
-An error quotes what it found on a disk: names, values, lines. They may be of any length and hold anything, so the
-message that a person reads shows control characters as escapes and no line in more than :data:`LONGEST_LINE`
-characters.
+An error quotes what it found on a disk: names, values, lines. They may be of any length and hold anything. So an error
+keeps of each :data:`LONGEST_LINE` characters, and of its evidence as many lines as have :data:`MOST_EVIDENCE`, however
+it is shown or sent; and the message that a person reads shows control characters as escapes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 LONGEST_LINE = 4_000
-"""How much of one line of an error is shown, in characters."""
+"""How much is kept of one line of an error, in characters; of a longer one its beginning and its end."""
+MOST_EVIDENCE = 1_000_000
+"""How much evidence is kept of an error, in characters: a line for each of ten thousand files."""
+
+_GAP = " ... "
+_ROOM_FOR_THE_REST = 40
 
 
 class FlexError(Exception):
@@ -44,10 +49,10 @@ class FlexError(Exception):
     """
 
     def __init__(self, what: str, *, where: str = "", evidence: Sequence[str] = (), next_step: str = "") -> None:
-        self.what = what
-        self.where = where
-        self.evidence = tuple(evidence)
-        self.next_step = next_step
+        self.what = cut(what)
+        self.where = cut(where)
+        self.evidence = tuple(_bounded(evidence))
+        self.next_step = cut(next_step)
         super().__init__(self.render())
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -63,6 +68,10 @@ class FlexError(Exception):
             lines.append(f"  next: {self.next_step}")
         return "\n".join(map(_shown, lines))
 
+    def in_one_line(self) -> str:
+        """What went wrong and the evidence, as it may stand in a log."""
+        return _shown(cut("; ".join([self.what, *self.evidence]))).replace("\n", "\\n")
+
     def to_wire(self) -> str:
         """This error as one line of JSON, for another rank or for ``--json``."""
         return json.dumps(
@@ -76,10 +85,29 @@ class FlexError(Exception):
         )
 
 
+def cut(line: str) -> str:
+    """A line of bounded length: the beginning and the end of one that is too long."""
+    if len(line) <= LONGEST_LINE:
+        return line
+    half = (LONGEST_LINE - len(_GAP)) // 2
+    return f"{line[:half]}{_GAP}{line[-half:]}"
+
+
+def _bounded(lines: Iterable[str]) -> list[str]:
+    """Lines of bounded length, as many as there is room for; what is bounded already stays as it is."""
+    kept = [cut(line) for line in lines]
+    if sum(map(len, kept)) <= MOST_EVIDENCE:
+        return kept
+    total = _ROOM_FOR_THE_REST
+    for number, line in enumerate(kept):
+        total += len(line)
+        if total > MOST_EVIDENCE:
+            return [*kept[:number], f"... and {len(kept) - number} lines more"]
+    return kept
+
+
 def _shown(line: str) -> str:
     """A line as it may stand in a terminal or a log; evidence of a statement has line breaks of its own."""
-    if len(line) > LONGEST_LINE:
-        line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
     return line if line.isprintable() else "".join(map(_character, line))
 
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from paddleformers_fc.errors import MismatchError, PeerError
+from paddleformers_fc.errors import MismatchError, PeerError, cut
 from paddleformers_fc.layout.roles import MASTER_SUFFIX, STATE_SUFFIXES
 from paddleformers_fc.mapping.folding import fold
 
@@ -45,7 +45,7 @@ class Report:
 
     def add(self, kind: str, line: str) -> None:
         """Note one line of trouble; ``kind`` is one of :data:`KINDS`."""
-        self.lines[kind].add(line)
+        self.lines[kind].add(cut(line))
 
     def merge(self, others: Iterable[Report]) -> Report:
         """This report together with others."""

@@ -267,7 +267,7 @@ def newest_checkpoint(
         try:
             verify_files(candidate, read_manifest(candidate), level, threads=threads)
         except CheckpointError as error:
-            skipped.append((candidate, "; ".join([error.what, *error.evidence])))
+            skipped.append((candidate, error.in_one_line()))
         else:
             return candidate, skipped
     return None, skipped

@@ -45,8 +45,7 @@ def newest(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> P
             check_together(output_dir / name, channel)
         except CheckpointError as error:
             if channel.rank == 0:
-                why = "; ".join([error.what, *error.evidence])
-                warn(f"{output_dir / name} cannot be resumed from and is passed over: {why}")
+                warn(f"{output_dir / name} cannot be resumed from and is passed over: {error.in_one_line()}")
         else:
             return output_dir / name
     return None

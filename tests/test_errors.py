@@ -1,0 +1,81 @@
+"""An error is of bounded length, whatever it quotes, and wherever it goes."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.errors import LONGEST_LINE, MOST_EVIDENCE, Corrupt, FlexError, FormatError, from_wire
+from paddleformers_fc.execute.channel import agree
+from paddleformers_fc.plan.report import Report
+from paddleformers_fc.storage.safetensors import read_header
+from tests.execute.simulated import job
+
+LONG = 50_000_000
+
+
+def longest(error: FlexError) -> int:
+    """The length of the longest text that an error carries."""
+    return max(map(len, (error.what, error.where, error.next_step, *error.evidence)))
+
+
+def with_a_long_name(path: Path, length: int) -> Path:
+    """A safetensors file with one tensor, which has a long name and does not lie inside the file."""
+    header = json.dumps({"x" * length: {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    return path
+
+
+def test_a_tensor_with_a_name_of_50_mb_is_refused_in_an_error_that_can_be_read_and_sent(tmp_path: Path) -> None:
+    path = with_a_long_name(tmp_path / "long.safetensors", LONG)
+    with pytest.raises((FormatError, Corrupt)) as caught:
+        read_header(path)
+    assert 0 < longest(caught.value) <= LONGEST_LINE
+    assert len(caught.value.to_wire()) < 3 * LONGEST_LINE
+    assert len(str(caught.value)) < 3 * LONGEST_LINE
+
+
+def test_what_another_rank_sends_is_bounded_too() -> None:
+    said = json.dumps(
+        {"error": "Corrupt", "what": "w" * LONG, "where": "w" * LONG, "evidence": ["e" * LONG], "next_step": ""}
+    )
+    assert longest(from_wire(said)) <= LONGEST_LINE
+
+
+def test_a_long_name_is_not_sent_to_every_rank(tmp_path: Path) -> None:
+    path = with_a_long_name(tmp_path / "long.safetensors", 100 * LONGEST_LINE)
+    errors = job(2, lambda channel: agree(channel, "reading", lambda: bytes(len(read_header(path).tensors))))
+    assert all(isinstance(error, FlexError) and longest(error) <= LONGEST_LINE for error in errors)
+    report = Report()
+    report.add("unexpected", "x" * LONG)
+    assert len(report.to_wire()) < 2 * LONGEST_LINE
+
+
+def test_evidence_is_bounded_as_a_whole_and_says_what_was_left_out() -> None:
+    lines = [f"{number:06d} {'x' * 93}" for number in range(50_000)]
+    error = FormatError("Many.", evidence=lines)
+    assert sum(map(len, error.evidence)) <= MOST_EVIDENCE
+    assert error.evidence[:-1] == tuple(lines[: len(error.evidence) - 1])
+    assert error.evidence[-1] == f"... and {len(lines) - len(error.evidence) + 1} lines more"
+    assert from_wire(error.to_wire()).evidence == error.evidence
+
+
+@pytest.mark.parametrize("length", [LONGEST_LINE - 1, LONGEST_LINE, LONGEST_LINE + 1, 3 * LONGEST_LINE])
+def test_a_line_is_kept_whole_or_by_both_its_ends_and_stays_so_on_its_way(length: int) -> None:
+    text = "begin" + "." * (length - 8) + "end"
+    error = FlexError(text, evidence=[text])
+    assert (error.what == text) == (length <= LONGEST_LINE)
+    assert error.what.startswith("begin.")
+    assert error.what.endswith(".end")
+    sent = from_wire(error.to_wire())
+    assert (sent.what, sent.evidence) == (error.what, error.evidence)
+
+
+def test_an_error_in_one_line_of_a_log_is_one_line_without_control_characters() -> None:
+    error = FormatError("A name.", evidence=["'\x1b[2Jcleared'\nWARNING forged", "x" * LONG])
+    line = error.in_one_line()
+    assert line.isprintable()
+    assert len(line) < 2 * LONGEST_LINE
