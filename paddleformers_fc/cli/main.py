@@ -207,10 +207,10 @@ def export(
 ) -> int:
     """Write a checkpoint's weights as Hugging Face files; prints them and one md5, the same for every layout."""
     from paddleformers_fc.cli import exporting
-    from paddleformers_fc.storage.places import local
+    from paddleformers_fc.storage.places import at_home, local
     from paddleformers_fc.trainer.options import parse_size
 
-    source, target = _named(checkpoint), local(directory, "An export")
+    source, target = _named(checkpoint), local(at_home(directory), "An export")
     if target.exists() and not target.is_dir():
         raise typer.BadParameter(f"Directory {directory!r} is a file.")
     with output.working(f"exporting {source}"):
@@ -394,9 +394,9 @@ def _named(text: str) -> Place:
         OptionError: the URL cannot be that of a directory.
         typer.BadParameter: there is no such directory on this machine.
     """
-    from paddleformers_fc.storage.places import place
+    from paddleformers_fc.storage.places import at_home, place
 
-    found = place(text)
+    found = place(at_home(text))
     if isinstance(found, Path) and not found.is_dir():
         fault = "is a file" if found.exists() else "does not exist"
         raise typer.BadParameter(f"Directory {str(found)!r} {fault}.")

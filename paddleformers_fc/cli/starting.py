@@ -17,7 +17,7 @@ from typing import Any
 from paddleformers_fc.cli.stock_keys import stock_keys
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
-from paddleformers_fc.storage.places import place
+from paddleformers_fc.storage.places import at_home, place
 from paddleformers_fc.trainer.options import FIELD_NAMES
 from paddleformers_fc.trainer.resume import refuse_no_checkpoint
 
@@ -92,7 +92,7 @@ def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
         # PaddleFormers takes every space out of a list.
         paths = str(settings.get(key) or "").replace(" ", "").split(",")
         named.extend((key, path.partition("#")[0]) for path in paths)
-    missing = [f"{key}: {path}" for key, path in named if _is_local(path) and not Path(path).expanduser().exists()]
+    missing = [f"{key}: {path}" for key, path in named if _is_local(path) and not Path(at_home(path)).exists()]
     if missing:
         raise OptionError(
             "The configuration names what does not exist.",
@@ -139,11 +139,10 @@ def refuse_resume(settings: Mapping[str, Any]) -> None:
     named = settings.get("resume_from_checkpoint")
     if not (settings.get("flex_checkpoint") and isinstance(named, str) and named):
         return
-    found = place(named)
+    found = place(at_home(named))
     if not isinstance(found, Path):
         refuse_no_checkpoint(found)
         return
-    found = found.expanduser()
     refuse_no_checkpoint(found)
     # What is not on this machine's disk may be on another's.
     alone = os.environ.get("NNODES", "1") == "1"

@@ -46,7 +46,7 @@ from paddleformers_fc.runtime.ranks import rank_environments, tail
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.documents import parse_json, read_document
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
-from paddleformers_fc.storage.places import local
+from paddleformers_fc.storage.places import at_home, local
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options
 from paddleformers_fc.wording import count_text
@@ -320,7 +320,7 @@ def _output_dir(settings: Mapping[str, Any], config: Path) -> Path:
             where=str(config),
             next_step="Add output_dir: the directory for checkpoints and logs.",
         )
-    return local(named, "A checkpoint").expanduser()
+    return local(at_home(named), "A checkpoint")
 
 
 def _to_go_on(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -110,6 +110,15 @@ def place(named: str | os.PathLike[str] | RemotePath) -> Place:
     return RemotePath(f"{protocol}://{rest}")
 
 
+def at_home(named: str) -> str:
+    """A user's text with the home directory in place of its ``~``, as PaddleFormers reads ``output_dir``.
+
+    For what a shell has not read: keys of a configuration, arguments in quotes. What PaddleFormers takes as it is, such
+    as the directory of ``save_pretrained``, is not read in this way, for it writes files of its own there.
+    """
+    return os.path.expanduser(named)
+
+
 def local(named: str | os.PathLike[str] | RemotePath, doing: str) -> Path:
     """A directory that is written, which must be one of this machine.
 

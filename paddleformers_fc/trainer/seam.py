@@ -46,7 +46,7 @@ from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.storage.documents import read_document
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import Manifest, newest_checkpoint
-from paddleformers_fc.storage.places import Place, local, place
+from paddleformers_fc.storage.places import Place, at_home, local, place
 from paddleformers_fc.trainer import batches, documents, position, resume, rng, rotation, state
 from paddleformers_fc.trainer.best import BestCheckpoint, found_again
 from paddleformers_fc.trainer.callback import ATTENDED, CheckpointReport, FlexCheckpointCallback
@@ -181,8 +181,7 @@ def _chosen(args: Any, requested: str | bool | None) -> Place | None:
         return None
     if requested is True:
         return resume.newest_or_refuse(Path(args.output_dir), _channel(args), logger.warning)
-    chosen = place(requested)
-    return resume.named(chosen.expanduser() if isinstance(chosen, Path) else chosen, _channel(args))
+    return resume.named(place(at_home(requested)), _channel(args))
 
 
 def _warn_of_another_run(args: Any) -> None:
@@ -245,7 +244,7 @@ def _read_options(args: Any) -> ReadOptions:
 
 
 def _plans(args: Any) -> PlanCache:
-    return PlanCache(Path(args.flex_plan_cache).expanduser()) if args.flex_plan_cache != "none" else PLANS
+    return PlanCache(Path(at_home(args.flex_plan_cache))) if args.flex_plan_cache != "none" else PLANS
 
 
 def _meant(run: Run, named: str) -> Place:

@@ -190,3 +190,15 @@ def test_a_damaged_checkpoint_is_not_exported(copy: Path, tmp_path: Path) -> Non
     assert outcome.document["error"] == "Corrupt"
     assert not target.exists()
     assert [path.name for path in tmp_path.iterdir()] == [copy.name]
+
+
+def test_a_home_directory_that_no_shell_has_spelled_out_is_the_users(
+    four: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(four, tmp_path / "home" / "checkpoint-3")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert run("export", "~/checkpoint-3", "~/export", "--json").document["md5"] == md5_of_arrays()
+    assert sorted(os.listdir(tmp_path / "home")) == ["checkpoint-3", "export"]
+    assert os.listdir(tmp_path / "work") == []
