@@ -32,6 +32,8 @@ DEFAULT_PATIENCE = 1800.0
 """Seconds that a rank waits for the others where no option says it."""
 
 _LOOK_SECONDS = 1.0
+_ERRORS = 2
+"""The descriptor that errors go to."""
 
 
 class Watchman:
@@ -80,9 +82,15 @@ class Watchman:
         )
 
     def _leave(self, error: FlexError) -> None:
-        print(error.render(), file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(sys.stderr)
-        os._exit(EXIT_CODE)
+        # What a program has put in the place of its errors may be closed, or go nowhere; the process ends all the same.
+        try:
+            for file in {sys.stderr, sys.__stderr__}:
+                with contextlib.suppress(Exception):
+                    print(error.render(), file=file, flush=True)
+            with contextlib.suppress(Exception):
+                faulthandler.dump_traceback(sys.__stderr__ or _ERRORS)
+        finally:
+            os._exit(EXIT_CODE)
 
 
 def watched(channel: Channel, patience: float, board: Board | None = None) -> Channel:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from paddleformers_fc.execute.channel import LocalChannel
 from paddleformers_fc.trainer.watch import EXIT_CODE, watched
 
@@ -37,6 +39,26 @@ def test_a_rank_that_waits_too_long_says_so_and_ends() -> None:
     assert ended.returncode == EXIT_CODE
     assert "Rank 3 has waited 0.05 s for the other ranks and gives up." in ended.stderr
     assert "raise flex_timeout" in ended.stderr
+    assert "in exchange" in ended.stderr
+
+
+@pytest.mark.parametrize("instead", ["io.StringIO()", "None", "closed()"])
+def test_a_rank_whose_errors_go_elsewhere_ends_all_the_same(instead: str) -> None:
+    redirected = f"""
+import io, sys
+
+def closed():
+    file = io.StringIO()
+    file.close()
+    return file
+
+sys.stderr = {instead}
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", redirected + WAITS_FOR_EVER], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert ended.returncode == EXIT_CODE
+    assert "Rank 3 has waited" in ended.stderr
     assert "in exchange" in ended.stderr
 
 
