@@ -220,10 +220,13 @@ def agree(channel: Channel, doing: str, work: Callable[[], bytes], roll: Roll | 
     except FlexError as error:
         failure, outcome = error, _Outcome(doing, error=error.to_wire())
     except Exception as error:  # Every other rank waits in the exchange below, so any fault must travel.
-        failure = error
-        outcome = _Outcome(doing, error=PeerError(f"{type(error).__name__} while {doing}: {error}").to_wire())
+        failure, outcome = error, _surprised(doing, error)
     if roll is not None and channel.world_size > 1:
-        outcome.roll = roll.digest
+        try:
+            outcome.roll = roll.digest
+        except Exception as error:  # As above; what became of the work came first.
+            if failure is None:
+                failure, outcome = error, _surprised(doing, error)
     outcomes = [_decoded(payload) for payload in channel.exchange(msgspec.msgpack.encode(outcome))]
     if roll is not None and all(found.roll for found in outcomes) and len({found.roll for found in outcomes}) > 1:
         raise roll.differences(channel) from failure
@@ -237,6 +240,11 @@ def agree(channel: Channel, doing: str, work: Callable[[], bytes], roll: Roll | 
         ) from failure
     refuse_failed(channel, [found.error for found in outcomes], failure)
     return [found.result for found in outcomes]
+
+
+def _surprised(doing: str, error: Exception) -> _Outcome:
+    """What a rank says of an error that is not one of ours."""
+    return _Outcome(doing, error=PeerError(f"{type(error).__name__} while {doing}: {error}").to_wire())
 
 
 def together(channel: Channel, doing: str, work: Callable[[], _T], roll: Roll | None = None) -> _T:

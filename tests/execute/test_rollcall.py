@@ -94,6 +94,23 @@ def test_what_differs_counts_before_what_became_of_it() -> None:
     assert error.evidence == ("a: 0 on rank 0; 1 on rank 1; 2 on rank 2",)
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_a_fact_that_cannot_be_told_is_an_error_on_every_rank(works: bool) -> None:
+    untold: dict[str, object] = {"statements": [{1: "a", "b": "c"}]}
+
+    def work() -> bytes:
+        if not works:
+            raise PeerError("The work failed.")
+        return b""
+
+    def call_with(channel: Any) -> None:
+        agree(channel, "working", work, Called("a test", untold if channel.rank == 1 else {"statements": []}))
+
+    report = str(the_one_report(job(3, call_with)))
+    assert ("TypeError while working" in report) == works
+    assert ("The work failed." in report) == (not works)
+
+
 def test_a_roll_costs_no_exchange_of_its_own() -> None:
     def work(channel: Any) -> int:
         call(channel, {"equal": "everywhere"})
