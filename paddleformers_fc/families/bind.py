@@ -304,11 +304,27 @@ def _qkv_layout(statement: Statement, length: int, cut: int, layout: _Layout, si
         return f"num_attention_heads={heads} and num_key_value_heads={groups} do not group query heads"
     if length % (heads + 2 * groups):
         return f"length {length} does not hold {heads} query and 2 x {groups} key and value heads"
+    declared = _whole_width(statement, layout.axis, sizes)
+    if declared not in (None, length):
+        return (
+            f"length {length} is not the {declared} that {heads} query and 2 x {groups} key and value heads of the "
+            "configuration have: it holds something else, as a gate or heads of several sizes"
+        )
     head = length // (heads + 2 * groups)
     blocks = groups if statement.geometry is Geometry.FUSED_QKV else cut
     if groups % blocks:
         return f"{groups} key and value heads are not divisible among {blocks} tensor-parallel ranks"
     return replace(layout, parts=(heads * head, groups * head, groups * head), blocks=blocks)
+
+
+def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:
+    """The declared length of a fused layer's outputs, where a configuration that says how wide the model is gives it.
+
+    A length that is divisible alone says little: a gate in the layer would be dealt out as parts of wider heads.
+    """
+    if not statement.shape or not sizes.is_given("hidden_size") or not sizes.knows(statement.shape[axis]):
+        return None
+    return sizes.length(statement.shape[axis])
 
 
 def _stack_rules(kind: _Kind, stack: Stack, tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> list[Rule] | str:

@@ -1,6 +1,7 @@
 """MiniMax M2: experts in every layer under names of their own, norms over all heads together; of PaddleFleet's class.
 
-Not declared: gated, latent, vha and dsv4 attention, and windows with heads of their own. They are no public model's.
+Not declared: gated, latent, vha and dsv4 attention, and windows with heads of their own. They are no public model's;
+names of tensors or the length of the fused layer tell them, and they are refused.
 """
 
 from paddleformers_fc.families import blocks

@@ -87,6 +87,10 @@ class Sizes:
         except MappingError:
             return False
 
+    def is_given(self, key: str) -> bool:
+        """Whether the configuration itself has a key."""
+        return self._config.get(key) is not None
+
     def _value(self, expression: str, numbers: Mapping[str, int]) -> Any:
         try:
             return self._walk(parsed(expression), numbers)

@@ -143,6 +143,19 @@ def test_kv_heads_that_the_ranks_cannot_share_are_refused_with_the_numbers() -> 
         bind(family, config, tensors(family, config, 4))
 
 
+@pytest.mark.parametrize(("gate", "value"), [(8, 8), (0, 16)], ids=["a gate", "values of another length"])
+def test_a_fused_attention_that_holds_more_than_its_heads_is_refused_though_its_length_is_divisible(
+    gate: int, value: int
+) -> None:
+    family = BY_NAME["minimax_m2"]
+    config = settings(family, use_gated_attn=bool(gate), v_head_dim=value)
+    width = 4 * (2 * (8 + gate) + 8 + value)
+    assert width % (8 + 2 * 4) == 0
+    fused_layer = ModelTensor("model.layers.0.self_attn.qkv_proj.weight", (32, width), "float32", (1, 1))
+    with pytest.raises(MappingError, match=f"length {width} is not the 128 that 8 query and 2 x 4"):
+        bind(family, config, [fused_layer])
+
+
 def test_empty_first_layers_shift_the_models_numbers_and_not_the_canonical_ones() -> None:
     family = BY_NAME["glm4_moe"]
     rules, _, _ = spaces(family, settings(family, num_empty_layers_add_in_head=3))
