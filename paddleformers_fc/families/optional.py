@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from paddleformers_fc.families.bind import family_numbers, family_sizes
-from paddleformers_fc.families.declarations import Family
+from paddleformers_fc.families.bind import NUMBER, family_numbers, family_sizes
+from paddleformers_fc.families.declarations import PLACEHOLDER, Family
 
 Group = tuple[int, ...]
 
+_HOLE = "{}"
 _TOKEN = re.compile(r"\{([^{}]*)\}")
 
 
@@ -30,6 +31,7 @@ class OptionalNames:
     def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
         numbers, sizes = family_numbers(family), family_sizes(family, config)
         self._beginnings: list[tuple[re.Pattern[str], tuple[int, ...]]] = []
+        self._marks = {index: marks for index, text in enumerate(family.optional) if (marks := _marks(family, text))}
         for text in family.optional:
             placeholders = [token for token in _TOKEN.findall(text) if "," not in token]
             starts = tuple(sizes.length(numbers[name].start) for name in placeholders)
@@ -50,18 +52,43 @@ class OptionalNames:
         """What a model leaves of a file and may not leave.
 
         Of optional names, that is what belongs to a layer of which something is read: a bias that the model does not
-        have, or the scales of numbers that would be taken as they are.
+        have, or the scales of numbers that would be taken as they are; and layers that are none of those which may be
+        absent, but ones of the model itself, as of a file that is deeper than its configuration says.
 
         Args:
             untouched: the names that nobody reads.
             stored: all names of the file.
         """
-        left = set(untouched)
-        layers = {_layer(name) for name in stored if name not in left}
-        return [name for name in untouched if name not in self or _layer(name) in layers]
+        left, held = set(untouched), list(stored)
+        layers = {_layer(name) for name in held if name not in left}
+        marked = {group for name in held if (group := self.group(name)) and self._is_mark(group, name)}
+        return [
+            name
+            for name in untouched
+            if (group := self.group(name)) is None
+            or _layer(name) in layers
+            or (group[0] in self._marks and group not in marked)
+        ]
+
+    def _is_mark(self, group: Group, name: str) -> bool:
+        return NUMBER.sub(_HOLE, name) in self._marks.get(group[0], ())
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self.group(name) is not None
+
+
+def _marks(family: Family, beginning: str) -> frozenset[str]:
+    """The names that tell a group of this beginning from layers of the model, which are called alike.
+
+    They have holes in the place of numbers; there are none where the beginning alone tells.
+    """
+    matches = re.compile(_TOKEN.sub(_matcher, _escaped(beginning))).match
+    own: set[str] = set()
+    others: set[str] = set()
+    for source in (source for statement in family.statements for source in statement.sources):
+        if matches(PLACEHOLDER.sub("0", source)):
+            (own if source.startswith(beginning) else others).add(PLACEHOLDER.sub(_HOLE, source))
+    return frozenset(own - others) if others else frozenset()
 
 
 def _layer(name: str) -> str:

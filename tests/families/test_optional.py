@@ -126,6 +126,16 @@ def test_what_belongs_to_a_layer_that_is_read_is_not_dropped_from_a_prediction_l
     assert held(found, set())
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "kimi_k2", "minimax_m2"])
+@pytest.mark.parametrize("predicts", [0, 1])
+def test_a_file_that_is_deeper_than_its_model_is_refused_and_its_layers_are_no_prediction_layers(
+    tmp_path: Path, name: str, predicts: int
+) -> None:
+    stored = canonical(name, num_hidden_layers=4, num_nextn_predict_layers=predicts)
+    with pytest.raises(MismatchError, match=r"model.layers.\{2...3\}.input_layernorm.weight"):
+        load(tmp_path, name, stored, num_hidden_layers=2, num_nextn_predict_layers=0)
+
+
 def test_a_model_of_glm_without_its_prediction_layer_drops_all_of_it(tmp_path: Path) -> None:
     stored = canonical("glm4_moe")
     report, found = load(tmp_path, "glm4_moe", stored, num_nextn_predict_layers=0)
