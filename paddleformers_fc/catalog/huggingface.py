@@ -1,8 +1,10 @@
 """A directory of open weights: safetensors files in canonical names.
 
 ``model.safetensors.index.json`` is the truth about which files count, where it exists: other safetensors files beside
-it are ignored, a listed file that is missing or lacks its tensor is an error. Without an index the directory must hold
-exactly ``model.safetensors``. Nothing is ever written into the directory.
+it are ignored, a listed file that is missing or lacks its tensor is an error. What a listed file holds and the index
+does not name at all is stored like the rest, so that a load which does not want it is refused: it may be the scales of
+what the index names. Without an index the directory must hold exactly ``model.safetensors``. Nothing is ever written
+into the directory.
 """
 
 from __future__ import annotations
@@ -55,14 +57,14 @@ def open_huggingface(directory: Place) -> Catalog:
             evidence=fold(faults),
             next_step="Fetch the files again: the index and the files are not of one download.",
         )
-    tensors, contradictions = gather_shards(_shards(files, headers))
+    tensors, contradictions = gather_shards(_shards(_with_unnamed(files, headers, directory), headers))
     if contradictions:
         raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
     return Catalog(directory, {MODEL_STATE: tensors}, identities)
 
 
 def _files(directory: Place) -> dict[str, list[str]]:
-    """File name -> tensors that count in it; an empty list stands for all of them."""
+    """File name -> the tensors that the index names in it; none where there is no index."""
     index = directory / INDEX_NAME
     if exists(index):
         return _indexed(index)
@@ -113,9 +115,35 @@ def _text(value: object) -> str:
     return value
 
 
+def _with_unnamed(files: dict[str, list[str]], headers: dict[str, Header], directory: Place) -> dict[str, list[str]]:
+    """The files with all tensors that count in them: those of the index, and those that it does not name.
+
+    Raises:
+        Corrupt: several files hold a tensor, and the index names none of them.
+    """
+    named = {tensor for tensors in files.values() for tensor in tensors}
+    holders: dict[str, list[str]] = {}
+    for name in files:
+        for tensor in headers[name].tensors:
+            if tensor not in named:
+                holders.setdefault(tensor, []).append(name)
+    faults = [f"{tensor}: in {' and '.join(names)}" for tensor, names in holders.items() if len(names) > 1]
+    if faults:
+        raise Corrupt(
+            f"{count_text(len(faults), 'tensor')} of several files cannot be told apart: the index does not name them.",
+            where=str(directory / INDEX_NAME),
+            evidence=fold(faults),
+            next_step="Fetch the files again: the index and the files are not of one download.",
+        )
+    added = {name: list(tensors) for name, tensors in files.items()}
+    for tensor, names in holders.items():
+        added[names[0]].append(tensor)
+    return added
+
+
 def _shards(files: dict[str, list[str]], headers: dict[str, Header]) -> Iterator[tuple[Shard, str, int, int]]:
     for name, tensors in files.items():
-        for tensor in tensors or headers[name].tensors:
+        for tensor in tensors:
             entry = headers[name].tensors[tensor]
             shard = Shard(tensor, from_safetensors(entry.dtype), entry.shape, whole(entry.shape))
             yield shard, name, entry.begin, item_size(entry.dtype)

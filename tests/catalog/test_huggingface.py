@@ -40,6 +40,26 @@ def test_the_index_decides_which_files_count(tmp_path: Path) -> None:
     }
 
 
+def test_what_a_listed_file_holds_and_the_index_does_not_name_is_stored_all_the_same(tmp_path: Path) -> None:
+    indexed(tmp_path, one=["a"], two=["b"])
+    save_file(weights("a", "a_scale"), tmp_path / "one.safetensors")
+    save_file(weights("b", "a", fill=9), tmp_path / "two.safetensors")
+    tensors = open_huggingface(tmp_path).roles["model_state"]
+    assert {name: [part.file for part in tensor.fragments] for name, tensor in tensors.items()} == {
+        "a": ["one.safetensors"],
+        "a_scale": ["one.safetensors"],
+        "b": ["two.safetensors"],
+    }
+
+
+def test_a_tensor_of_two_files_that_the_index_does_not_name_is_refused(tmp_path: Path) -> None:
+    indexed(tmp_path, one=["a"], two=["b"])
+    save_file(weights("a", "c"), tmp_path / "one.safetensors")
+    save_file(weights("b", "c", fill=9), tmp_path / "two.safetensors")
+    with pytest.raises(Corrupt, match=r"c: in one\.safetensors and two\.safetensors"):
+        open_huggingface(tmp_path)
+
+
 def test_every_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
     indexed(tmp_path, one=["a"], two=["b"], three=["c"])
     (tmp_path / "one.safetensors").unlink()
