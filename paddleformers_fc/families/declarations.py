@@ -137,9 +137,9 @@ class Family:
         tied: aliases under ``tie_word_embeddings``.
         optional: beginnings of canonical names that a file may hold or lack, with placeholders: what is absent keeps
             its initial values, what the model does not want is dropped; both are said. The names of one beginning and
-            one number are all there or all absent, and what lies in a file beside a weight that the model reads, as its
-            bias, it wants too. An earlier beginning wins. Where layers of the model itself are called alike, a group is
-            one of these only by a name that no such layer has.
+            one number, or of all ``{layer}``, are all there or all absent, and what lies in a file beside a weight that
+            the model reads, as its bias, it wants too. An earlier beginning wins. Where layers of the model itself are
+            called alike, a group is one of these only by a name that no such layer has.
         sizes: the family's own sizes, beside and before :data:`SIZES`.
         numbers: the family's own numbers, beside and before :data:`NUMBERS`.
         defaults: what the model's class takes for configuration keys that a ``config.json`` does not hold.

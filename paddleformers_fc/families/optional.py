@@ -1,12 +1,14 @@
 """Canonical names that a file may hold or lack: which ones, and which of them belong together.
 
 A model with prediction layers starts from files without them, and a model without them from files that have them. What
-belongs together is a *group*: the names of one declared beginning and one number, such as all of prediction layer 0.
-A file that holds a part of a group is not one that lacks it, and what is missing from it is an error.
+belongs together is a *group*: the names of one declared beginning and one number, such as all of prediction layer 0;
+and of the model's own layers those of all together, such as the biases of all their routers. A file that holds a part
+of a group is not one that lacks it, and what is missing from it is an error.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from paddleformers_fc.families.declarations import PLACEHOLDER, Family
 Group = tuple[int, ...]
 
 _HOLE = "{}"
+_OF_THE_MODEL = "layer"
 _TOKEN = re.compile(r"\{([^{}]*)\}")
 
 
@@ -31,11 +34,13 @@ class OptionalNames:
     def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
         numbers, sizes = family_numbers(family), family_sizes(family, config)
         self._beginnings: list[tuple[re.Pattern[str], tuple[int, ...]]] = []
+        self._apart: list[tuple[bool, ...]] = []
         self._marks = {index: marks for index, text in enumerate(family.optional) if (marks := _marks(family, text))}
         for text in family.optional:
             placeholders = [token for token in _TOKEN.findall(text) if "," not in token]
             starts = tuple(sizes.length(numbers[name].start) for name in placeholders)
             self._beginnings.append((re.compile(_TOKEN.sub(_matcher, _escaped(text))), starts))
+            self._apart.append(tuple(name != _OF_THE_MODEL for name in placeholders))
 
     def group(self, name: str) -> Group | None:
         """The group that a canonical name belongs to, or None where the name is not optional."""
@@ -45,7 +50,7 @@ class OptionalNames:
                 continue
             numbers = tuple(int(number) for number in found.groups())
             if all(number >= start for number, start in zip(numbers, starts, strict=True)):
-                return (index, *numbers)
+                return (index, *itertools.compress(numbers, self._apart[index]))
         return None
 
     def missed(self, untouched: Sequence[str], stored: Iterable[str]) -> list[str]:

@@ -101,6 +101,14 @@ def test_the_bias_of_aux_free_routing_may_be_there_or_not(tmp_path: Path, stored
     assert held(found, set() if stored_has_it else biases)
 
 
+def test_the_bias_of_aux_free_routing_that_one_layer_of_a_file_lacks_is_missing(tmp_path: Path) -> None:
+    config = {"num_nextn_predict_layers": 0, "tie_word_embeddings": False}
+    stored = canonical("ernie4_5_moe", **config)
+    del stored["model.layers.1.mlp.moe_statics.e_score_correction_bias"]
+    with pytest.raises(MismatchError, match=r"model\.layers\.1\.mlp\.moe_statics\.e_score_correction_bias"):
+        load(tmp_path, "ernie4_5_moe", stored, **config)
+
+
 def test_what_deepseek_repeats_in_its_prediction_layer_is_dropped_and_the_bias_it_lacks_is_fresh(
     tmp_path: Path,
 ) -> None:
