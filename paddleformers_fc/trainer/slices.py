@@ -31,6 +31,7 @@ from paddleformers_fc.layout.roles import (
 )
 
 _PREFIX = "slice@"
+_MASTER = "_fp32_master_0"
 
 
 def is_sliced(parameter: Any) -> bool:
@@ -94,6 +95,31 @@ def states(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def in_place(states: Mapping[str, Any], optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """States of sharding stage 1 over the memory of the optimizer's own tensors.
+
+    Of a flattened parameter that is padded Paddle describes a slice of its states, without the padding. Where strided
+    kernels are switched off (``FLAGS_use_stride_kernel=0``) such a slice is a copy, and what a load writes into it
+    would be lost.
+
+    Args:
+        states: the states as the optimizer describes them.
+        optimizer: the optimizer.
+        weights: name -> ``ShardedWeight`` over the parameter.
+    """
+    flat = {name for name, state in states.items() if state.is_flattened}
+    if not flat:
+        return dict(states)
+    names: dict[str, str] = {}
+    for name in sorted(weights):
+        names.setdefault(weights[name].local_tensor.name, name)
+    for name, _, tensor in _tensors(optimizer, names):
+        if name in flat and tensor.data_ptr() != states[name].local_tensor.data_ptr():
+            length = math.prod(states[name].local_tensor.shape)
+            states[name].local_tensor = tensor._slice(0, length).detach()
+    return dict(states)
+
+
 def _state(name: str, tensor: Any, weight: Any) -> Any:
     if split_state_name(OPTIMIZER_STATE, name).scalar:
         return ShardedWeight(name, tensor, (1,), (1,), (0,))
@@ -134,11 +160,11 @@ def _tensors(optimizer: Any, names: Mapping[str, str]) -> Iterator[tuple[str, st
 
 
 def _split(static: str) -> tuple[str, str]:
-    """``linear_0.w_0`` and ``.moment1_0`` of ``linear_0.w_0_moment1_0``."""
+    """``linear_0.w_0`` and ``.moment1_0`` of ``linear_0.w_0_moment1_0``, or of its master weight's moment."""
     for suffix in (*MOMENT_SUFFIXES, *SCALAR_SUFFIXES):
         ending = "_" + suffix[1:]
         if static.endswith(ending):
-            return static[: -len(ending)], suffix
+            return static[: -len(ending)].removesuffix(_MASTER), suffix
     raise ValueError(f"{static}: is the name of no state of AdamW")
 
 

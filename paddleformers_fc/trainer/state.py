@@ -72,8 +72,7 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
 def _states(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
     if slices.any_sliced(weights):
         return slices.states(optimizer, weights)
-    states: dict[str, Any] = optimizer.sharded_state_dict(weights)
-    return states
+    return slices.in_place(optimizer.sharded_state_dict(weights), optimizer, weights)
 
 
 def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:

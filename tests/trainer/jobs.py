@@ -103,6 +103,20 @@ def run_and_count_states(resume: str | None = None, **settings: Any) -> int:
     return int(sum(tensor.numel().item() for tensor in tensors))
 
 
+def run_without_strided_kernels(resume: str | None = None, **settings: Any) -> dict[str, float]:
+    """Train or only load while a slice of a tensor is a copy; the sum of each state that the optimizer then holds."""
+    import paddle
+
+    paddle.set_flags({"FLAGS_use_stride_kernel": 0})
+    trainer = flex_trainer(**settings)
+    trainer.train(resume_from_checkpoint=resume)
+    held = trainer.optimizer.state_dict()
+    masters = held.pop("master_weights", {})
+    return {
+        name: float(one.astype("float64").sum()) for name, one in {**held, **masters}.items() if name != "LR_Scheduler"
+    }
+
+
 def resume_and_save_again(resume: str, **settings: Any) -> None:
     """Load a checkpoint and, without a step of training, save it under this layout."""
     trainer = flex_trainer(**settings)

@@ -136,6 +136,19 @@ def test_only_the_owner_of_a_state_gets_it_back(ranks: ForkServer, tmp_path: Pat
     assert all(count > 0 for count in saved)
 
 
+@pytest.mark.parametrize("layout", [SD2V2, bf16(SD2V2)], ids=["float32", "bfloat16"])
+def test_flattened_states_are_filled_where_they_lie_though_a_slice_of_them_is_a_copy(
+    ranks: ForkServer, tmp_path: Path, layout: Layout
+) -> None:
+    # A parameter whose length is no multiple of the alignment is padded, and Paddle describes a slice of its states.
+    source = settings(layout, tmp_path / "a", max_steps=3, save_steps=3)
+    saved = ranks.run(f"{JOBS}:run_without_strided_kernels", 2, source).values
+    again = settings(layout, tmp_path / "b", tmp_path / "a" / "checkpoint-3", max_steps=3)
+    loaded = ranks.run(f"{JOBS}:run_without_strided_kernels", 2, again).values
+    differing = [name for one, other in zip(saved, loaded, strict=True) for name in one if one[name] != other.get(name)]
+    assert differing == []
+
+
 def test_a_single_process_resumes_from_the_newest_and_from_a_path(ranks: ForkServer, tmp_path: Path) -> None:
     whole = train_six(ranks, tmp_path, SINGLE)
     by_path = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "other", whole.third, **SIX_STEPS))
