@@ -30,8 +30,8 @@ from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.execute.rollcall import Called, comparable, software
 from paddleformers_fc.execute.save import Roles
 from paddleformers_fc.execute.saveplan import model_rules
-from paddleformers_fc.families import ModelTensor, OptionalNames, bind, family_for
-from paddleformers_fc.families.bind import tied_sources
+from paddleformers_fc.families import ModelTensor, OptionalNames, bind, family_for, is_known
+from paddleformers_fc.families.bind import family_heads, tied_sources
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
 from paddleformers_fc.mapping import RuleSet, Shape
@@ -161,6 +161,8 @@ def load_checkpoint(
                 source, report = stated_source(checkpoint, _whole_rules(config, model), aoa_config, model)
             else:
                 source, report = resume_source(checkpoint, model_rules(config, shards[MODEL_STATE]))
+                for line in _heads_apart(checkpoint.config, config):
+                    report.add("shape", line)
             unwanted = source.mapping.dropped if aoa_config else frozenset(checkpoint.rules.fresh)
             planned = Planned(plan_reads(source, shards), unwanted)
             report = planned.plan.report.merge([report])
@@ -184,6 +186,16 @@ def _families_apart(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> lis
     """What explains most differences between a checkpoint and a model, where it is so."""
     one, other = stored.get("model_type"), wanted.get("model_type")
     return [] if one == other else [f"the checkpoint is of family {one}, the model is {other}"]
+
+
+def _heads_apart(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Where a checkpoint's attention has other heads than the model's, which no shape of a tensor need tell."""
+    if not is_known(stored):
+        return []
+    held, asked = (family_heads(family_for(config), config) for config in (stored, wanted))
+    return [
+        f"{key}: stored {held[key]}, wanted {count}" for key, count in asked.items() if held.get(key, count) != count
+    ]
 
 
 def _roll(directory: Place, config: Mapping[str, Any], facts: Mapping[str, object]) -> Called:

@@ -25,7 +25,7 @@ from paddleformers_fc.families.declarations import (
     Stack,
     Statement,
 )
-from paddleformers_fc.families.sizes import Sizes
+from paddleformers_fc.families.sizes import Sizes, names_of
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.mapping.folding import fold
@@ -38,6 +38,8 @@ MAX_EXPERTS = 1 << 16
 """How many experts may lie in one tensor; each is a rule."""
 
 _HOLE = "{}"
+_HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+_USERS = {"heads": {"heads", "q"}, "kv_heads": {"kv_heads", "kv"}}
 _NO_SHIFTS: dict[str, int] = {}
 
 
@@ -130,6 +132,16 @@ def tied_sources(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
 def family_sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
     """The sizes of one model of a family."""
     return Sizes({**SIZES, **family.sizes}, config, family.defaults)
+
+
+def family_heads(family: Family, config: Mapping[str, Any]) -> dict[str, int]:
+    """How many heads the attention of a model has, under the keys of its configuration, as far as that says it.
+
+    No tensor tells: two heads of 8 are as long as one of 16.
+    """
+    sizes = family_sizes(family, config)
+    needed = frozenset[str]().union(*(names_of(size) for one in family.statements for size in one.shape))
+    return {_HEADS[name]: sizes.length(name) for name, users in _USERS.items() if needed & users and sizes.knows(name)}
 
 
 def family_numbers(family: Family) -> dict[str, Numbers]:
