@@ -1,7 +1,8 @@
 """Copies between arrays of different element types, exactly as numpy casts, and faster where that is slow.
 
 Numbers of 8 bits are cast by looking them up: there are 256, and the table is made by the very cast that it replaces.
-That is seven times as fast as the cast of ``ml_dtypes`` for float8. Every other cast is numpy's own.
+That is seven times as fast as the cast of ``ml_dtypes`` for float8. Every other cast is numpy's own. float16 ends at
+65504, where float32 and bfloat16 go on; a number that would become infinite there is refused.
 """
 
 from __future__ import annotations
@@ -11,17 +12,42 @@ from typing import Any
 
 import numpy as np
 
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.storage.places import Place
 
-def copy_cast(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
+
+def copy_cast(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], where: Place) -> None:
     """Copy ``source`` into ``target``, of the same shape, with any strides; numbers are cast as numpy casts them.
 
     Memory: where numbers of 8 bits are cast, a copy of the source in the target's type.
+
+    Args:
+        target: where the numbers go.
+        source: the numbers.
+        where: the file that they are from, for errors.
+    Raises:
+        MismatchError: a finite number would be infinite as float16.
     """
     if source.itemsize == 1 and source.dtype != target.dtype:
         bits = _table(source.dtype, target.dtype).take(source.view(np.uint8), mode="clip")
         np.copyto(target.view(bits.dtype), bits)
-    else:
+        return
+    with np.errstate(over="ignore"):
         np.copyto(target, source, casting="unsafe")
+    if target.dtype == np.float16 and source.dtype != target.dtype:
+        _refuse_overflow(target, source, where)
+
+
+def _refuse_overflow(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], where: Place) -> None:
+    lost = np.isinf(target) & np.isfinite(source)
+    if lost.any():
+        number = float(source[tuple(np.argwhere(lost)[0])])
+        raise MismatchError(
+            f"A number that is stored as {source.dtype} is too large for float16, where it would be infinite.",
+            where=str(where),
+            evidence=[f"{number:g}; float16 ends at 65504"],
+            next_step="Load these weights into bfloat16 or float32.",
+        )
 
 
 @lru_cache(maxsize=64)

@@ -459,12 +459,12 @@ class Gathered(_Cut):
         """In stripes: the rows of one fit into the innermost cache."""
         fast = min(range(source.ndim), key=self.walk.targets.__getitem__)
         if not _is_transposing(self.walk) or source.shape[fast] <= STRIPE:
-            copy_cast(target, source)
+            copy_cast(target, source, self.path)
             return
         before = (slice(None),) * fast
         for low in range(0, source.shape[fast], STRIPE):
             stripe = (*before, slice(low, low + STRIPE))
-            copy_cast(target[stripe], source[stripe])
+            copy_cast(target[stripe], source[stripe], self.path)
 
     def _fetched(self, offset: int, size: Sizes, reader: RangeReader, workspace: Workspace) -> np.ndarray[Any, Any]:
         """The block in scratch memory."""
@@ -506,7 +506,7 @@ class Spanned(_Cut):
             strides = self.walk.sources
             span = sum((n - 1) * s for n, s in zip(size, strides, strict=True)) + self.dtype.itemsize
             reader.read_into(self.path, offset, workspace.memory[:span])
-            copy_cast(target, np.ndarray(size, self.dtype, workspace.memory, strides=strides))
+            copy_cast(target, np.ndarray(size, self.dtype, workspace.memory, strides=strides), self.path)
             total += span
         return total
 
