@@ -65,6 +65,7 @@ class ResumedBatches:
             Shuffling draws from the global random generators, so they are restored here and not earlier.
         on_epoch_over: called where nothing is left of the first epoch, and the next one is begun in its place. Where
             a stream ends is not known before it has been read.
+        keep_waiting: takes each batch that the run had taken and not trained, before the first one is.
     """
 
     def __init__(
@@ -74,14 +75,17 @@ class ResumedBatches:
         indexed: bool,
         on_first_batch: Callable[[], None],
         on_epoch_over: Callable[[], None],
+        keep_waiting: Callable[[Any], None],
     ) -> None:
         self._loader = loader
         self._indexed = indexed
         self._epoch = start.position.epoch
         self._samples = start.position.samples
         self._passes = start.passes
+        self._waiting = start.position.waiting
         self._on_first_batch: Callable[[], None] | None = on_first_batch
         self._on_epoch_over = on_epoch_over
+        self._keep_waiting = keep_waiting
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -104,14 +108,19 @@ class ResumedBatches:
             yield batch
 
     def _begin_epoch(self) -> Iterator[Any]:
-        epoch, samples, passes = self._epoch, self._samples, self._passes
-        self._epoch, self._samples, self._passes = epoch + 1, 0, 0
+        epoch, samples, passes, waiting = self._epoch, self._samples, self._passes, self._waiting
+        self._epoch, self._samples, self._passes, self._waiting = epoch + 1, 0, 0, 0
+        if waiting:
+            samples -= waiting * (samples // passes)
+            passes -= waiting
         sampler = getattr(self._loader, "batch_sampler", None)
         if isinstance(sampler, _SKIPPING):
             sampler.set_epoch(epoch, samples)
         iterator: Iterator[Any] = iter(self._loader)
         for _ in range(0 if self._indexed else passes):
             next(iterator, None)
+        for batch in itertools.islice(iterator, waiting):
+            self._keep_waiting(batch)
         return iterator
 
 
@@ -120,9 +129,13 @@ class PositionTracker(TrainerCallback):
 
     It also corrects the two numbers of the Trainer's state that the loop derives from steps: the samples consumed, and
     the epoch of a run that was resumed in the middle of one.
+
+    Args:
+        waiting: tells how many batches wait in a pipeline.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Callable[[], int]) -> None:
+        self._waiting = waiting
         self.order = Order(False, 0, False, 0)
         self._passes: int | None = None
         self._resumed = False
@@ -169,16 +182,17 @@ class PositionTracker(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the samples of the step that was just made."""
-        self._count(args, state)
+        self._count(args, state, self._waiting())
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the samples of steps that were left out (``skip_data_intervals``), of which nobody is told."""
-        self._count(args, state)
+        # What an epoch leaves over after its last step is taken once more when a run resumes there.
+        self._count(args, state, self.position.waiting)
 
-    def _count(self, args: Any, state: Any) -> None:
+    def _count(self, args: Any, state: Any, waiting: int) -> None:
         begin = self._epoch_begin
         trained = (state.global_step - self._step_at_epoch_begin) * pace_of(args).per_step
-        self.position = Position(begin.epoch, begin.samples + trained, begin.consumed + trained)
+        self.position = Position(begin.epoch, begin.samples + trained, begin.consumed + trained, waiting)
         state.consumed_samples = self.position.consumed
         self._tell_epoch(args, state)
 

@@ -76,11 +76,14 @@ class Position:
         epoch: epochs that are finished.
         samples: samples of the current epoch that were trained, on all ranks together.
         consumed: samples trained since the very start.
+        waiting: forward passes of those whose batches a pipeline has taken and not trained. PaddleFormers keeps what
+            an epoch leaves over of them for the next one, and from then on trains every batch later than it takes it.
     """
 
     epoch: int = 0
     samples: int = 0
     consumed: int = 0
+    waiting: int = 0
 
 
 def pace_of(args: Any) -> Pace:
@@ -105,7 +108,10 @@ def changed_batch(saved: Pace, now: Pace) -> str:
 
 def to_document(position: Position, pace: Pace, order: Order) -> dict[str, Any]:
     """What a checkpoint says about its position."""
-    return {"position": asdict(position), "pace": asdict(pace), "order": asdict(order)}
+    where = asdict(position)
+    if not position.waiting:
+        del where["waiting"]
+    return {"position": where, "pace": asdict(pace), "order": asdict(order)}
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -129,6 +135,8 @@ def from_document(document: dict[str, Any], where: str) -> tuple[Position, Pace,
     numbers = [*asdict(read.position).values(), *asdict(read.pace).values(), read.order.length]
     if min(numbers) < 0:
         raise FormatError("The position in the data counts fewer than none.", where=where, evidence=[str(read)])
+    if read.position.waiting * read.pace.per_pass > read.position.samples:
+        raise FormatError("More samples wait than were taken.", where=where, evidence=[str(read)])
     return read.position, read.pace, read.order
 
 
@@ -138,7 +146,7 @@ class Start:
 
     Args:
         position: the position it starts from; ``samples`` is 0 if the saved epoch was used up.
-        passes: forward passes of the epoch that lie before it.
+        passes: forward passes of the epoch that lie before it; the last ``position.waiting`` of them are to be made.
     """
 
     position: Position
@@ -146,7 +154,12 @@ class Start:
 
 
 def start_after(
-    saved: tuple[Position, Pace, Order], pace: Pace, order: Order, passes: int | None, to_its_end: bool = False
+    saved: tuple[Position, Pace, Order],
+    pace: Pace,
+    order: Order,
+    passes: int | None,
+    to_its_end: bool = False,
+    pipeline: bool = False,
 ) -> Start:
     """Where to go on.
 
@@ -156,11 +169,15 @@ def start_after(
         order: of this run.
         passes: forward passes per rank in an epoch of this run; None if that is not known, as for a stream.
         to_its_end: whether passes are made that are left of an epoch and too few for a step.
+        pipeline: whether batches can wait in this run as they did in the one that was saved. Where they cannot, or
+            come in other portions, it goes on with the first of them.
 
     Raises:
         OptionError: the samples that were trained cannot be told from the others under this run's settings.
     """
     position, old_pace, old_order = saved
+    if not pipeline or pace != old_pace:
+        position = _without_waiting(position, old_pace)
     if position.samples == 0:
         return Start(position, 0)
     faults = list(_order_faults(old_order, order))
@@ -180,6 +197,12 @@ def start_after(
     if passes is not None and passes - done < (1 if to_its_end else pace.accumulation):
         return Start(Position(position.epoch + 1, 0, position.consumed), 0)
     return Start(position, done)
+
+
+def _without_waiting(position: Position, pace: Pace) -> Position:
+    """The position before the batches that were taken and not trained."""
+    waiting = position.waiting * pace.per_pass
+    return Position(position.epoch, position.samples - waiting, position.consumed - waiting)
 
 
 def _order_faults(old: Order, new: Order) -> Iterator[str]:

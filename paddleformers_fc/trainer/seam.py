@@ -58,6 +58,9 @@ Native = Callable[..., Any]
 
 _RUN = "_flex_run"
 
+_WAITING = "_pp_data_buffer"
+"""PaddleFormers' attribute for the batches that a pipeline has taken and not trained."""
+
 _SHARED_OPTIONS = ("aoa_config", "ignore_load_lr_and_optim", "ignore_save_lr_and_optim", "ignore_data_skip")
 """PaddleFormers' options that decide what is saved and loaded, and that every rank must have alike."""
 
@@ -79,7 +82,7 @@ class Run:
         best: keeps the name of the best checkpoint from PaddleFormers' loop.
     """
 
-    tracker: batches.PositionTracker = field(default_factory=batches.PositionTracker)
+    tracker: batches.PositionTracker
     best: BestCheckpoint = field(default_factory=BestCheckpoint)
     chosen: Place | None = None
     resumed_from: Place | None = None
@@ -122,7 +125,7 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
     if not is_active(arguments) or trainer.model is None:
         return
     _refuse_unsupported(trainer.model)
-    run = Run()
+    run = Run(batches.PositionTracker(lambda: len(getattr(trainer, _WAITING, ()))))
     setattr(trainer, _RUN, run)
     trainer.add_callback(run.tracker)
     if not _reporters(trainer):
@@ -225,6 +228,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     run.resumed_from, run.progress, run.generators = directory, progress, generators
     if progress is not None:
         _take_over(trainer, progress)
+        setattr(trainer, _WAITING, [])
         _look_for_best(trainer, directory, channel)
     loaded = CheckpointReport(
         step=checkpoint.manifest.step,
@@ -330,6 +334,7 @@ def inner_training_loop(
             order.indexed,
             on_first_batch=lambda: trainer._load_rng_state(str(run.resumed_from)),
             on_epoch_over=run.tracker.begin_next_epoch,
+            keep_waiting=getattr(trainer, _WAITING, []).append,
         )
     run.tracker.begin(order, passes, start, run.progress is not None, num_train_epochs)
     with run.best.kept_from(trainer):
@@ -374,7 +379,8 @@ def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> po
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
     # What PaddleFormers does at the end of an epoch was done before that end was saved; a step was saved before it.
     at_steps = args.save_strategy != IntervalStrategy.EPOCH
-    return position.start_after(saved, position.pace_of(args), order, passes, to_its_end=at_steps)
+    pipeline = args.pipeline_model_parallel_size > 1
+    return position.start_after(saved, position.pace_of(args), order, passes, at_steps, pipeline)
 
 
 def _load_best(trainer: Any, directory: Path) -> None:

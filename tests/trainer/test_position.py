@@ -77,6 +77,32 @@ def test_an_epoch_with_no_full_step_left_is_over() -> None:
     assert start_after((used_up, DP2, SHUFFLED), Pace(4, 2, 2), SHUFFLED, 8, to_its_end=True) == Start(used_up, 7)
 
 
+WAITING = Position(epoch=1, samples=24, consumed=88, waiting=2)
+
+
+def test_batches_that_wait_are_said_by_the_document_and_only_they() -> None:
+    assert from_document(to_document(WAITING, DP2, SHUFFLED), "data.json")[0] == WAITING
+    assert "waiting" not in to_document(HALFWAY, DP2, SHUFFLED)["position"]
+
+
+def test_batches_cannot_wait_that_were_not_taken() -> None:
+    document = to_document(replace(WAITING, waiting=4), DP2, SHUFFLED)
+    with pytest.raises(FormatError, match="More samples wait than were taken"):
+        from_document(document, "data.json")
+
+
+def test_batches_that_wait_do_so_again_in_a_pipeline_of_the_same_pace() -> None:
+    assert start_after((WAITING, DP2, SHUFFLED), DP2, SHUFFLED, 8, pipeline=True) == Start(WAITING, 3)
+
+
+@pytest.mark.parametrize(("pace", "pipeline", "passes"), [(DP2, False, 1), (Pace(2, 1, 2), True, 2)])
+def test_where_batches_cannot_wait_a_run_goes_on_with_the_first_of_them(
+    pace: Pace, pipeline: bool, passes: int
+) -> None:
+    start = start_after((WAITING, DP2, SHUFFLED), pace, SHUFFLED, 64 // pace.per_pass, pipeline=pipeline)
+    assert start == Start(Position(epoch=1, samples=8, consumed=72), passes)
+
+
 def test_an_epoch_with_no_pass_left_is_over_in_any_case() -> None:
     used_up = Position(epoch=1, samples=64, consumed=128)
     start = start_after((used_up, DP2, SHUFFLED), DP2, SHUFFLED, 8, to_its_end=True)

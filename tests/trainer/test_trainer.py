@@ -331,6 +331,19 @@ def test_passes_after_the_last_step_of_an_epoch_are_made_as_in_the_run_that_was_
     assert how_far(tmp_path / "again", 4) == how_far(tmp_path / "once", 4)
 
 
+def test_batches_that_wait_in_a_pipeline_wait_again_in_a_run_that_resumes(ranks: ForkServer, tmp_path: Path) -> None:
+    # Of 8 passes 2 make no step; PaddleFormers trains them with the first pass of the next epoch, and so on.
+    batch = {"per_device_train_batch_size": tiny.GLOBAL_BATCH, "gradient_accumulation_steps": 3}
+    arguments = {"max_steps": 6, "save_steps": 1, "evaluation_strategy": "no", **batch}
+    whole = ranks.run(f"{JOBS}:run", 2, settings(PP2, tmp_path / "once", **arguments)).values[0]
+    for step, waiting in ((2, {}), (3, {"waiting": 2}), (5, {"waiting": 1})):
+        assert how_far(tmp_path / "once", step)[1].items() >= waiting.items()
+        resume, output_dir = tmp_path / "once" / f"checkpoint-{step}", tmp_path / f"from-{step}"
+        again = ranks.run(f"{JOBS}:run", 2, settings(PP2, output_dir, resume, **arguments)).values[0]
+        assert again == {**whole, "losses": whole["losses"][step:]}
+        assert how_far(output_dir, 6) == how_far(tmp_path / "once", 6)
+
+
 def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(ranks: ForkServer, tmp_path: Path) -> None:
     arguments = {"max_steps": 4, "save_strategy": "epoch", "gradient_accumulation_steps": 3}
     ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "once", **arguments))
