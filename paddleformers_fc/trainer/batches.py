@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from paddleformers.trainer import TrainerCallback
@@ -61,7 +62,7 @@ class ResumedBatches:
         loader: the data loader.
         start: where to begin.
         indexed: whether the samples are skipped by index, be it by the rank that hands this one its batches.
-        on_first_batch: called once, when the first batch has been taken from the loader and before it is trained.
+        on_first_batch: called when the first batch has been taken from the loader and before it is trained.
             Shuffling draws from the global random generators, so they are restored here and not earlier.
         on_epoch_over: called where nothing is left of the first epoch, and the next one is begun in its place. Where
             a stream ends is not known before it has been read.
@@ -83,7 +84,8 @@ class ResumedBatches:
         self._samples = start.position.samples
         self._passes = start.passes
         self._waiting = start.position.waiting
-        self._on_first_batch: Callable[[], None] | None = on_first_batch
+        self._on_first_batch = on_first_batch
+        self._is_first = True
         self._on_epoch_over = on_epoch_over
         self._keep_waiting = keep_waiting
 
@@ -102,10 +104,14 @@ class ResumedBatches:
             iterator = self._begin_epoch()
             first = next(iterator, _NOTHING)
         for batch in () if first is _NOTHING else itertools.chain([first], iterator):
-            if self._on_first_batch is not None:
+            if self._is_first:
                 self._on_first_batch()
-                self._on_first_batch = None
+                self._is_first = False
             yield batch
+
+    def expect_first(self) -> None:
+        """The next batch is another first one: those before it had been trained before the checkpoint was saved."""
+        self._is_first = True
 
     def _begin_epoch(self) -> Iterator[Any]:
         epoch, samples, passes, waiting = self._epoch, self._samples, self._passes, self._waiting
@@ -141,11 +147,20 @@ class PositionTracker(TrainerCallback):
         self._resumed = False
         self._epochs = 0
         self._epochs_begun = 0
+        self._on_made_up: Callable[[], None] | None = None
         self._epoch_begin = Position()
         self._step_at_epoch_begin = 0
         self.position = Position()
 
-    def begin(self, order: Order, passes: int | None, start: Start, resumed: bool, epochs: int) -> None:
+    def begin(
+        self,
+        order: Order,
+        passes: int | None,
+        start: Start,
+        resumed: bool,
+        epochs: int,
+        on_made_up: Callable[[], None] | None = None,
+    ) -> None:
         """Forget the last run.
 
         Args:
@@ -154,12 +169,14 @@ class PositionTracker(TrainerCallback):
             start: where this run starts.
             resumed: whether it was resumed.
             epochs: how many epochs the whole run has.
+            on_made_up: called where passes have been made that a checkpoint of an epoch's end had behind it.
         """
         self.order = order
         self._passes = passes
         self._resumed = resumed
         self._epochs = epochs
         self._epochs_begun = 0
+        self._on_made_up = on_made_up
         self.position = self._epoch_begin = start.position
 
     def begin_next_epoch(self) -> None:
@@ -188,6 +205,12 @@ class PositionTracker(TrainerCallback):
         """Count the samples of steps that were left out (``skip_data_intervals``), of which nobody is told."""
         # What an epoch leaves over after its last step is taken once more when a run resumes there.
         self._count(args, state, self.position.waiting)
+        self.position = replace(self.position, ended=True)
+        if self._epoch_begin.ended and state.global_step == self._step_at_epoch_begin:
+            # The end of this epoch was evaluated and saved by the run that saved the checkpoint.
+            control.should_evaluate = control.should_save = False
+            if self._on_made_up is not None:
+                self._on_made_up()
 
     def _count(self, args: Any, state: Any, waiting: int) -> None:
         begin = self._epoch_begin

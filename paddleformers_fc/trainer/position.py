@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -78,12 +78,15 @@ class Position:
         consumed: samples trained since the very start.
         waiting: forward passes of those whose batches a pipeline has taken and not trained. PaddleFormers keeps what
             an epoch leaves over of them for the next one, and from then on trains every batch later than it takes it.
+        ended: whether the loop has come to the end of the epoch, so that passes beyond the last step have been made.
+            ``samples`` does not count them.
     """
 
     epoch: int = 0
     samples: int = 0
     consumed: int = 0
     waiting: int = 0
+    ended: bool = False
 
 
 def pace_of(args: Any) -> Pace:
@@ -108,9 +111,9 @@ def changed_batch(saved: Pace, now: Pace) -> str:
 
 def to_document(position: Position, pace: Pace, order: Order) -> dict[str, Any]:
     """What a checkpoint says about its position."""
-    where = asdict(position)
-    if not position.waiting:
-        del where["waiting"]
+    usual = asdict(Position())
+    optional = ("waiting", "ended")
+    where = {name: value for name, value in asdict(position).items() if name not in optional or value != usual[name]}
     return {"position": where, "pace": asdict(pace), "order": asdict(order)}
 
 
@@ -158,17 +161,17 @@ def start_after(
     pace: Pace,
     order: Order,
     passes: int | None,
-    to_its_end: bool = False,
     pipeline: bool = False,
 ) -> Start:
     """Where to go on.
+
+    Passes that are left of an epoch and too few for a step are made: PaddleFormers adds their gradients to the next.
 
     Args:
         saved: position, pace and order of the checkpoint.
         pace: of this run.
         order: of this run.
         passes: forward passes per rank in an epoch of this run; None if that is not known, as for a stream.
-        to_its_end: whether passes are made that are left of an epoch and too few for a step.
         pipeline: whether batches can wait in this run as they did in the one that was saved. Where they cannot, or
             come in other portions, it goes on with the first of them.
 
@@ -194,7 +197,7 @@ def start_after(
             next_step=_START_ANEW,
         )
     done = position.samples // pace.per_pass
-    if passes is not None and passes - done < (1 if to_its_end else pace.accumulation):
+    if passes is not None and done - position.waiting >= passes:
         return Start(Position(position.epoch + 1, 0, position.consumed), 0)
     return Start(position, done)
 
@@ -202,7 +205,7 @@ def start_after(
 def _without_waiting(position: Position, pace: Pace) -> Position:
     """The position before the batches that were taken and not trained."""
     waiting = position.waiting * pace.per_pass
-    return Position(position.epoch, position.samples - waiting, position.consumed - waiting)
+    return replace(position, samples=position.samples - waiting, consumed=position.consumed - waiting, waiting=0)
 
 
 def _order_faults(old: Order, new: Order) -> Iterator[str]:

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import paddle.distributed as dist
 from paddleformers.peft import LoRAModel
-from paddleformers.trainer.trainer_utils import IntervalStrategy, ShardingOption
+from paddleformers.trainer.trainer_utils import ShardingOption
 from paddleformers.utils.env import PREFIX_CHECKPOINT_DIR
 from paddleformers.utils.log import logger
 
@@ -79,6 +79,7 @@ class Run:
         saved: the last checkpoint that this run has saved.
         disks: which processes share the disk that they save on; known after the first save.
         told_of_differences: whether the log says that replicas differ.
+        told_of_generators: whether the log says that random generators could not be restored.
         best: keeps the name of the best checkpoint from PaddleFormers' loop.
     """
 
@@ -91,6 +92,7 @@ class Run:
     saved: Path | None = None
     disks: Disks | None = None
     told_of_differences: bool = False
+    told_of_generators: bool = False
 
 
 def is_active(args: Any) -> bool:
@@ -167,6 +169,7 @@ def train(
     """
     run = _run_of(trainer)
     run.resumed_from = run.progress = run.generators = None
+    run.told_of_generators = False
     chosen = run.chosen = _chosen(trainer.args, resume_from_checkpoint)
     if chosen is None:
         _warn_of_another_run(trainer.args)
@@ -324,6 +327,7 @@ def inner_training_loop(
     run = _run_of(trainer)
     order, passes = _data(args, train_dataloader, len_dataloader)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
+    on_made_up = None
     if run.progress is not None:
         start = _start(run, args, order, passes)
         done = trainer.state.global_step >= max_steps
@@ -336,7 +340,8 @@ def inner_training_loop(
             on_epoch_over=run.tracker.begin_next_epoch,
             keep_waiting=getattr(trainer, _WAITING, []).append,
         )
-    run.tracker.begin(order, passes, start, run.progress is not None, num_train_epochs)
+        on_made_up = loader.expect_first
+    run.tracker.begin(order, passes, start, run.progress is not None, num_train_epochs, on_made_up)
     with run.best.kept_from(trainer):
         result = native(
             args,
@@ -377,10 +382,8 @@ def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> po
         logger.warning(change)
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
-    # What PaddleFormers does at the end of an epoch was done before that end was saved; a step was saved before it.
-    at_steps = args.save_strategy != IntervalStrategy.EPOCH
     pipeline = args.pipeline_model_parallel_size > 1
-    return position.start_after(saved, position.pace_of(args), order, passes, at_steps, pipeline)
+    return position.start_after(saved, position.pace_of(args), order, passes, pipeline)
 
 
 def _load_best(trainer: Any, directory: Path) -> None:
@@ -406,7 +409,8 @@ def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None
     restored = raw is not None and rng.restore(
         raw, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
     )
-    if not restored and args.should_log:
+    if not restored and args.should_log and not run.told_of_generators:
+        run.told_of_generators = True
         logger.warning(
             f"Random generators start anew: {checkpoint} has none for {count_text(args.world_size, 'rank')}. "
             "Dropout and other randomness differ from the run that was saved."

@@ -70,19 +70,18 @@ def test_a_stream_is_taken_up_by_passes() -> None:
     assert start_after((HALFWAY, DP2, STREAM), Pace(1, 1, 2), STREAM, None) == Start(HALFWAY, 12)
 
 
-def test_an_epoch_with_no_full_step_left_is_over() -> None:
-    used_up = Position(epoch=1, samples=56, consumed=120)
-    start = start_after((used_up, DP2, SHUFFLED), Pace(4, 2, 2), SHUFFLED, 8)
-    assert start == Start(Position(epoch=2, samples=0, consumed=120), 0)
-    assert start_after((used_up, DP2, SHUFFLED), Pace(4, 2, 2), SHUFFLED, 8, to_its_end=True) == Start(used_up, 7)
+def test_passes_that_are_left_of_an_epoch_are_made_though_they_are_too_few_for_a_step() -> None:
+    last = Position(epoch=1, samples=56, consumed=120)
+    assert start_after((last, DP2, SHUFFLED), Pace(4, 2, 2), SHUFFLED, 8) == Start(last, 7)
 
 
 WAITING = Position(epoch=1, samples=24, consumed=88, waiting=2)
 
 
-def test_batches_that_wait_are_said_by_the_document_and_only_they() -> None:
-    assert from_document(to_document(WAITING, DP2, SHUFFLED), "data.json")[0] == WAITING
-    assert "waiting" not in to_document(HALFWAY, DP2, SHUFFLED)["position"]
+@pytest.mark.parametrize("position", [WAITING, replace(HALFWAY, ended=True)])
+def test_what_is_rare_is_said_by_the_document_where_it_is_so(position: Position) -> None:
+    assert from_document(to_document(position, DP2, SHUFFLED), "data.json")[0] == position
+    assert to_document(HALFWAY, DP2, SHUFFLED)["position"] == {"epoch": 1, "samples": 24, "consumed": 88}
 
 
 def test_batches_cannot_wait_that_were_not_taken() -> None:
@@ -103,9 +102,14 @@ def test_where_batches_cannot_wait_a_run_goes_on_with_the_first_of_them(
     assert start == Start(Position(epoch=1, samples=8, consumed=72), passes)
 
 
-def test_an_epoch_with_no_pass_left_is_over_in_any_case() -> None:
+def test_batches_that_wait_at_the_end_of_an_epoch_are_not_lost_with_it() -> None:
+    last = Position(epoch=1, samples=64, consumed=128, waiting=1)
+    assert start_after((last, DP2, SHUFFLED), DP2, SHUFFLED, 8, pipeline=True) == Start(last, 8)
+
+
+def test_an_epoch_with_no_pass_left_is_over() -> None:
     used_up = Position(epoch=1, samples=64, consumed=128)
-    start = start_after((used_up, DP2, SHUFFLED), DP2, SHUFFLED, 8, to_its_end=True)
+    start = start_after((used_up, DP2, SHUFFLED), DP2, SHUFFLED, 8)
     assert start == Start(Position(epoch=2, samples=0, consumed=128), 0)
 
 

@@ -344,19 +344,40 @@ def test_batches_that_wait_in_a_pipeline_wait_again_in_a_run_that_resumes(ranks:
         assert how_far(output_dir, 6) == how_far(tmp_path / "once", 6)
 
 
-def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(ranks: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [SINGLE, PP2], ids=lambda layout: layout.name)
+def test_a_checkpoint_of_an_epochs_end_goes_on_as_the_run_did_and_is_not_saved_again(
+    ranks: ForkServer, tmp_path: Path, layout: Layout
+) -> None:
+    batch = {"per_device_train_batch_size": tiny.GLOBAL_BATCH, "gradient_accumulation_steps": 3}
+    arguments = {"max_steps": 6, "save_strategy": "epoch", **batch}
+    whole = ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, tmp_path / "once", **arguments)).values[0]
+    for step, later in ((2, {"checkpoint-4", "checkpoint-6"}), (4, {"checkpoint-6"})):
+        resume, output_dir = tmp_path / "once" / f"checkpoint-{step}", tmp_path / f"from-{step}"
+        again = ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, output_dir, resume, **arguments)).values[0]
+        losses = [loss for loss in again["losses"] if loss]  # An end without a step logs a zero.
+        assert {**again, "losses": losses} == {**whole, "losses": whole["losses"][step:]}
+        assert {path.name for path in output_dir.iterdir()} == later
+        assert how_far(output_dir, 6) == how_far(tmp_path / "once", 6)
+
+
+def test_random_generators_of_an_epochs_end_come_back_for_the_next_epoch(ranks: ForkServer, tmp_path: Path) -> None:
     arguments = {"max_steps": 4, "save_strategy": "epoch", "gradient_accumulation_steps": 3}
-    ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "once", **arguments))
+    (whole,) = ranks.run(f"{JOBS}:run_and_draw", 1, settings(SINGLE, tmp_path / "once", **arguments)).values
     resume = tmp_path / "once" / "checkpoint-2"
-    ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "again", resume, **arguments))
-    assert [path.name for path in (tmp_path / "again").iterdir()] == ["checkpoint-4"]
+    (again,) = ranks.run(f"{JOBS}:run_and_draw", 1, settings(SINGLE, tmp_path / "again", resume, **arguments)).values
+    assert [len(of_epoch) for of_epoch in again] == [2, 4]
+    assert again[1] == whole[1]
+    batch = {**arguments, "per_device_train_batch_size": tiny.GLOBAL_BATCH // 2}
+    result = ranks.run(f"{JOBS}:run_and_draw", 2, settings(DP2, tmp_path / "two", resume, **batch))
+    assert [len(of_epoch) for of_epoch in result.values[0]] == [2, 4]
+    assert result.logs[0].read_text().count("Random generators start anew") == 1
 
 
 def test_samples_that_are_left_out_at_the_end_of_an_epoch_stay_left_out(ranks: ForkServer, tmp_path: Path) -> None:
     assert tiny.SAMPLES == 8 * tiny.GLOBAL_BATCH
     arguments = {"max_steps": 10, "save_strategy": "epoch", "skip_data_intervals": [[7, 8]]}
     whole = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "once", **arguments)).values[0]
-    assert how_far(tmp_path / "once", 8)[1] == {"epoch": 0, "samples": 64, "consumed": 64}
+    assert how_far(tmp_path / "once", 8)[1] == {"epoch": 0, "samples": 64, "consumed": 64, "ended": True}
     resume = tmp_path / "once" / "checkpoint-8"
     again = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "again", resume, **arguments)).values[0]
     assert again["losses"] == whole["losses"][8:]
