@@ -89,13 +89,18 @@ class Position:
     ended: bool = False
 
 
-def pace_of(args: Any) -> Pace:
+def pace_of(args: Any, passes: int | None = None) -> Pace:
     """The pace of a run.
 
     Args:
         args: PaddleFormers' training arguments.
+        passes: forward passes per rank in an epoch, where that is known and PaddleFormers has yet to lower the
+            accumulation to it.
     """
-    return Pace(args.per_device_train_batch_size, args.gradient_accumulation_steps, args.dataset_world_size)
+    accumulation = args.gradient_accumulation_steps
+    if passes:
+        accumulation = min(accumulation, passes)
+    return Pace(args.per_device_train_batch_size, accumulation, args.dataset_world_size)
 
 
 def changed_batch(saved: Pace, now: Pace) -> str:

@@ -377,13 +377,14 @@ def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> po
     if run.progress is None:
         return position.Start(position.Position(), 0)
     saved = position.from_document(run.progress.data, f"{run.resumed_from}/{documents.DATA}")
-    change = position.changed_batch(saved[1], position.pace_of(args))
+    pace = position.pace_of(args, passes)
+    change = position.changed_batch(saved[1], pace)
     if change and args.should_log:
         logger.warning(change)
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
     pipeline = args.pipeline_model_parallel_size > 1
-    return position.start_after(saved, position.pace_of(args), order, passes, pipeline)
+    return position.start_after(saved, pace, order, passes, pipeline)
 
 
 def _load_best(trainer: Any, directory: Path) -> None:

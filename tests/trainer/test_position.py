@@ -52,6 +52,8 @@ def test_a_damaged_document_is_named(document: dict[str, object]) -> None:
 def test_the_pace_multiplies_ranks_micro_batch_and_accumulation() -> None:
     args = SimpleNamespace(per_device_train_batch_size=3, gradient_accumulation_steps=5, dataset_world_size=2)
     assert (pace_of(args).per_pass, pace_of(args).per_step) == (6, 30)
+    assert pace_of(args, 4).per_step == 24
+    assert pace_of(args, 6).per_step == pace_of(args, 0).per_step == 30
 
 
 def test_the_same_settings_go_on_with_the_next_sample() -> None:

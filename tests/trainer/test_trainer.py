@@ -417,6 +417,18 @@ def test_a_resume_with_another_number_of_samples_per_step_is_warned(
     assert said in half.logs[0].read_text()
 
 
+def test_an_accumulation_that_paddleformers_lowers_to_an_epoch_is_no_other_batch(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    arguments = {"max_steps": 3, "save_steps": 1, "gradient_accumulation_steps": 9}
+    whole = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "once", **arguments))
+    assert "changing accumulation step from `9` to `8`" in whole.logs[0].read_text()
+    resume = tmp_path / "once" / "checkpoint-1"
+    again = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "again", resume, **arguments))
+    assert "samples per step, and this run takes" not in again.logs[0].read_text()
+    assert again.values[0] == {**whole.values[0], "losses": whole.values[0]["losses"][1:]}
+
+
 def test_a_run_from_the_beginning_is_told_of_anothers_checkpoints(ranks: ForkServer, tmp_path: Path) -> None:
     first, second = (
         ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, max_steps=1, save_steps=1)) for _ in range(2)
