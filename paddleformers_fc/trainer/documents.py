@@ -30,7 +30,7 @@ from paddleformers.trainer import TrainerState
 from paddleformers.transformers.model_utils import clean_model_class_name, get_parameter_dtype, unwrap_model
 
 from paddleformers_fc.catalog.flex import CONFIG_NAME, FlexCheckpoint
-from paddleformers_fc.errors import FormatError, MismatchError
+from paddleformers_fc.errors import FlexError, FormatError, MismatchError
 from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.storage.documents import read_document
 from paddleformers_fc.storage.files import files_within, read_file
@@ -130,6 +130,21 @@ def arguments_document(args: Any) -> bytes:
     hidden = {name for name, value in values.items() if value is not None and name.endswith(_SECRET_ENDINGS)}
     shown = {name: masked(value) if isinstance(value, str) else value for name, value in values.items()}
     return codecs.encode({**shown, **dict.fromkeys(hidden, "<not saved>")}, "training arguments")
+
+
+def told_arguments(directory: Place) -> dict[str, Any]:
+    """The training arguments that a checkpoint tells; none where they are not seen or cannot be read.
+
+    They are for a reader, and no run depends on them.
+
+    Args:
+        directory: the checkpoint.
+    """
+    path = directory / ARGUMENTS
+    try:
+        return codecs.decode_object(read_document(path, _MAX_BYTES), str(path))
+    except FlexError:
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)

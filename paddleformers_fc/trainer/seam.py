@@ -374,7 +374,7 @@ def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.Order, i
 
 
 def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> position.Start:
-    if run.progress is None:
+    if run.progress is None or run.resumed_from is None:
         return position.Start(position.Position(), 0)
     saved = position.from_document(run.progress.data, f"{run.resumed_from}/{documents.DATA}")
     pace = position.pace_of(args, passes)
@@ -383,6 +383,10 @@ def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> po
         logger.warning(change)
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
+    if not order.indexed and saved[0].samples and args.should_log:
+        other = position.changed_stream(documents.told_arguments(run.resumed_from), args)
+        if other:
+            logger.warning(other)
     pipeline = args.pipeline_model_parallel_size > 1
     return position.start_after(saved, pace, order, passes, pipeline)
 

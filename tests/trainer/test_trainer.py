@@ -318,6 +318,20 @@ def test_a_stream_goes_on_with_the_next_sample_and_begins_again_at_its_end(
     assert [how_far(again, one) for one in left] == [how_far(once, one) for one in left]
 
 
+def test_a_stream_that_may_come_in_another_order_is_said_at_the_resume(ranks: ForkServer, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"output_dir": str(tmp_path / "once"), "arguments": {"max_steps": 2, "save_steps": 2}}
+    ranks.run(f"{JOBS}:run_on_stream", 1, given)
+    resume = {"resume": str(tmp_path / "once" / "checkpoint-2")}
+    logs = []
+    for seed in (42, 7):
+        arguments = {"max_steps": 3, "seed": seed}
+        result = ranks.run(
+            f"{JOBS}:run_on_stream", 1, {"output_dir": str(tmp_path / "again"), "arguments": arguments, **resume}
+        )
+        logs.append(result.logs[0].read_text().count("seed was 42 and is 7"))
+    assert logs == [0, 1]
+
+
 def test_passes_after_the_last_step_of_an_epoch_are_made_as_in_the_run_that_was_saved(
     ranks: ForkServer, tmp_path: Path
 ) -> None:
