@@ -284,9 +284,7 @@ def demo(
 
 @app.command()
 def derive(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Open weights with their config.json.")
-    ],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Open weights with their config.json.")],
     settle: Annotated[
         list[str] | None, typer.Option(metavar="LINE", help="An AOA statement that answers a question; repeatable.")
     ] = None,
@@ -309,8 +307,11 @@ def derive(
     """
     from paddleformers_fc.cli import deriving
 
-    with output.working(f"deriving {directory}"):
-        found = deriving.derive(directory, settle or [], native, family, fused or [])
+    source = _named(directory)
+    if not isinstance(source, Path):
+        raise typer.BadParameter(f"Directory {str(source)!r} is not on this machine.")
+    with output.working(f"deriving {source}"):
+        found = deriving.derive(source, settle or [], native, family, fused or [])
     _present(found, deriving.show, as_json)
     return RIGHT
 
@@ -391,7 +392,7 @@ def _named(text: str) -> Place:
     """The directory of an argument. One of a store is looked at when it is opened: not every store knows directories.
 
     Raises:
-        OptionError: the URL cannot be that of a directory.
+        OptionError: the URL cannot be that of a directory, or the argument is empty.
         typer.BadParameter: there is no such directory on this machine.
     """
     from paddleformers_fc.storage.places import at_home, place

@@ -14,6 +14,7 @@ from paddleformers_fc.catalog.flex import CONFIG_NAME, read_config
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES, Family, enumerate_tensors, family_for
 from paddleformers_fc.families.text import aoa_text, tiny_aoa_text
+from paddleformers_fc.storage.places import refuse_nothing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +46,7 @@ def statements(model: str, *, reverse: bool) -> Statements:
         OptionError: no family has this name and there is no such directory.
         MappingError: no family declares the model, or the language cannot say its mapping.
     """
+    refuse_nothing(model)
     direction = "reverse" if reverse else "forward"
     if Path(model).is_dir():
         config = read_config(Path(model) / CONFIG_NAME)

@@ -90,11 +90,12 @@ def place(named: str | os.PathLike[str] | RemotePath) -> Place:
     """What a user's text stands for. Nothing is looked at; a ``file://`` URL is a path of this machine.
 
     Raises:
-        OptionError: the URL cannot be that of a directory.
+        OptionError: the URL cannot be that of a directory, or there is no text: it would be the current directory.
     """
     if isinstance(named, RemotePath):
         return named
     text = os.fspath(named)
+    refuse_nothing(text)
     match = _URL.fullmatch(text)
     if match is None:
         return Path(text)
@@ -139,6 +140,20 @@ def local(named: str | os.PathLike[str] | RemotePath, doing: str) -> Path:
             "flex_checkpoint.json or model.safetensors.index.json last.",
         )
     return found
+
+
+def refuse_nothing(text: str) -> None:
+    """Refuse an empty text where a directory is named, such as a variable of a shell that was never set.
+
+    Raises:
+        OptionError: it is empty.
+    """
+    if not text:
+        raise OptionError(
+            "A directory is named by an empty text.",
+            evidence=["it would be the current directory, which is rarely meant"],
+            next_step="Name a directory; the current one is a dot.",
+        )
 
 
 def masked(text: str) -> str:

@@ -11,6 +11,7 @@ classes.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -131,7 +132,7 @@ def check_options(options: Any) -> None:
         options: an object with the attributes of :class:`FlexFields` and, where it has them, PaddleFormers' own.
 
     Raises:
-        OptionError: with every fault found; or ``output_dir`` is a URL, which nothing can be saved to.
+        OptionError: with every fault found; or ``output_dir`` is a URL, which nothing can be saved to, or empty.
         MappingError: ``aoa_config`` holds no statements.
     """
     faults = list(_range_faults(options))
@@ -144,7 +145,9 @@ def check_options(options: Any) -> None:
         )
     if not options.flex_checkpoint:
         return
-    local(getattr(options, "output_dir", None) or ".", "A checkpoint")
+    output_dir = getattr(options, "output_dir", None)
+    if isinstance(output_dir, str | os.PathLike):
+        local(output_dir, "A checkpoint")
     if getattr(options, "aoa_config", None) is not None:
         statements_of(options.aoa_config)
     conflicts = [conflict.describe(options) for conflict in CONFLICTS if conflict.holds(options)]

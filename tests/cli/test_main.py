@@ -107,6 +107,9 @@ MISUSE = [
     ["inspect", __file__],
     ["inspect", "/", "--bogus"],
     ["verify", "/", "--level", "some"],
+    ["derive", "/nowhere"],
+    ["derive", __file__],
+    ["derive", "s3://bucket/weights"],
     ["diff", "/"],
     ["export", "/"],
     ["export", "/", __file__],
@@ -134,6 +137,28 @@ def test_misuse_is_a_document_under_json(command: list[str]) -> None:
     assert outcome.document["error"] == "OptionError"
     assert outcome.document["what"]
     assert outcome.document["next_step"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["inspect", ""],
+        ["verify", ""],
+        ["aoa", ""],
+        ["derive", ""],
+        ["plan", "", "--to", "tp=2"],
+        ["diff", "", "/"],
+        ["diff", "/", ""],
+        ["export", "", "/nowhere"],
+        ["export", "/", ""],
+    ],
+    ids=lambda command: " ".join(command),
+)
+def test_an_empty_argument_is_not_the_current_directory(command: list[str]) -> None:
+    outcome = run(*command, "--json")
+    assert outcome.code == 2
+    assert outcome.document["error"] == "OptionError"
+    assert "named by an empty text" in outcome.document["what"]
 
 
 def test_the_version_is_printed() -> None:

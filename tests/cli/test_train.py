@@ -221,6 +221,8 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ),
         ({}, ["save_total_limt=2", "--dry-run"], "save_total_limt: is save_total_limit meant?"),
         ({"model_name_or_path": "./nowhere"}, [], "model_name_or_path: ./nowhere"),
+        ({"output_dir": 3}, [], "names no output_dir"),
+        ({"output_dir": ""}, [], "named by an empty text"),
         ({"train_dataset_path": "/dev/null,/nowhere/a.jsonl"}, [], "- train_dataset_path: /nowhere/a.jsonl"),
         ({"tensor_model_parallel_size": 4}, ["--nproc", "2"], "2 ranks cannot be divided into groups of 4"),
     ],

@@ -47,6 +47,13 @@ def test_a_url_that_cannot_be_a_directory_is_refused(text: str) -> None:
         place(text)
 
 
+def test_an_empty_text_is_not_the_current_directory() -> None:
+    for name in (place, lambda text: local(text, "An export")):
+        with pytest.raises(OptionError, match="named by an empty text"):
+            name("")
+    assert place(".") == place(Path()) == Path()
+
+
 def test_a_remote_path_is_taken_apart_and_put_together_as_a_local_one() -> None:
     path = place("s3://bucket/run") / "checkpoint-3" / PurePosixPath("model_state/rank-00000.safetensors")
     assert isinstance(path, RemotePath)
