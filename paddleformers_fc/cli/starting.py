@@ -29,8 +29,8 @@ _DEGREES = (
     "sharding_parallel_size",
 )
 _PATH = "model_name_or_path"
-_LISTS_OF_PATHS = ("train_dataset_path", "eval_dataset_path")
-"""Of files, each of which may end in ``#`` and how many samples are to be taken of it."""
+_LISTS_OF_PATHS = {"train_dataset_path": "train_dataset_prob", "eval_dataset_path": "eval_dataset_prob"}
+"""Of files, each of which may end in ``#`` and how many samples are to be taken of it; and of their probabilities."""
 
 
 def require_paddleformers(doing: str) -> None:
@@ -88,9 +88,11 @@ def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
         OptionError: with all of them.
     """
     named = [(_PATH, str(settings.get(_PATH) or ""))]
-    for key in _LISTS_OF_PATHS:
-        # PaddleFormers takes every space out of a list.
-        paths = str(settings.get(key) or "").replace(" ", "").split(",")
+    for key, probabilities in _LISTS_OF_PATHS.items():
+        paths, chances = _listed(settings.get(key)), _listed(settings.get(probabilities))
+        if len(paths) == len(chances):
+            # PaddleFormers does not look at data that is never drawn.
+            paths = [path for path, chance in zip(paths, chances, strict=True) if not _is_nothing(chance)]
         named.extend((key, path.partition("#")[0]) for path in paths)
     missing = [f"{key}: {path}" for key, path in named if _is_local(path) and not Path(at_home(path)).exists()]
     if missing:
@@ -101,6 +103,18 @@ def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
             next_step="Relative paths begin in the directory you start from, named above. What lies in demo_out is "
             "made by make demo.",
         )
+
+
+def _listed(value: Any) -> list[str]:
+    """The entries of a list as PaddleFormers reads it: without any space, and without those that are empty."""
+    return [entry for entry in str("" if value is None else value).replace(" ", "").split(",") if entry]
+
+
+def _is_nothing(chance: str) -> bool:
+    try:
+        return float(chance) <= 0
+    except ValueError:
+        return False
 
 
 def _is_local(path: str) -> bool:

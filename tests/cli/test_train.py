@@ -253,6 +253,20 @@ def test_paths_are_read_as_paddleformers_reads_them(tmp_path: Path, on: Any) -> 
     assert caught.value.evidence == (f"train_dataset_path: {tmp_path}/other.jsonl",)
 
 
+def test_data_that_is_never_drawn_may_be_missing(tmp_path: Path, on: Any) -> None:
+    data = tmp_path / "train.jsonl"
+    data.touch()
+    paths = f"{data}, /nowhere/off.jsonl"
+    for chances in ("1.0, 0", "0.5,0.0"):
+        path = config(tmp_path, train_dataset_path=paths, train_dataset_prob=chances, device="cpu")
+        assert prepare(path, 1, []).ranks == 1
+    drawn = config(tmp_path, eval_dataset_path="/nowhere/off.jsonl", eval_dataset_prob=0, train_dataset_path=str(data))
+    assert prepare(drawn, 1, []).ranks == 1
+    for chances in ("0,1", "0", "1,none"):
+        with pytest.raises(OptionError, match="names what does not exist"):
+            prepare(config(tmp_path, train_dataset_path=paths, train_dataset_prob=chances), 1, [])
+
+
 def test_a_key_that_a_registration_of_the_users_may_add_is_let_through(tmp_path: Path, on: Any) -> None:
     (tmp_path / "own.py").touch()
     own = {"custom_register_path": str(tmp_path / "own.py"), "device": "cpu"}
