@@ -79,6 +79,7 @@ class Run:
         saved: the last checkpoint that this run has saved.
         disks: which processes share the disk that they save on; known after the first save.
         told_of_differences: whether the log says that replicas differ.
+        has_trained: whether its loop has run before, which may have left a step that it had begun.
         told_of_generators: whether the log says that random generators could not be restored.
         best: keeps the name of the best checkpoint from PaddleFormers' loop.
     """
@@ -92,6 +93,7 @@ class Run:
     saved: Path | None = None
     disks: Disks | None = None
     told_of_differences: bool = False
+    has_trained: bool = False
     told_of_generators: bool = False
 
 
@@ -228,10 +230,10 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     config = documents.model_config(trainer.model)
     options = _read_options(args)
     report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config, _plans(args))
+    _drop_begun_step(trainer, run)
     run.resumed_from, run.progress, run.generators = directory, progress, generators
     if progress is not None:
         _take_over(trainer, progress)
-        setattr(trainer, _WAITING, [])
         _look_for_best(trainer, directory, channel)
     loaded = CheckpointReport(
         step=checkpoint.manifest.step,
@@ -291,6 +293,13 @@ def _take_over(trainer: Any, progress: documents.Progress) -> None:
     trainer.state = progress.state
 
 
+def _drop_begun_step(trainer: Any, run: Run) -> None:
+    """What a training that broke off in the middle of a step has left in this Trainer: gradients, and batches."""
+    if run.has_trained:
+        state.drop_gradients(trainer.model, trainer.optimizer)
+    setattr(trainer, _WAITING, [])
+
+
 def _look_for_best(trainer: Any, resumed: Place, channel: Channel) -> None:
     """Where the best checkpoint is now; said here if it is gone, and not by an error when training has ended."""
     named = trainer.state.best_model_checkpoint
@@ -338,10 +347,11 @@ def inner_training_loop(
             order.indexed,
             on_first_batch=lambda: trainer._load_rng_state(str(run.resumed_from)),
             on_epoch_over=run.tracker.begin_next_epoch,
-            keep_waiting=getattr(trainer, _WAITING, []).append,
+            keep_waiting=getattr(trainer, _WAITING).append,
         )
         on_made_up = loader.expect_first
     run.tracker.begin(order, passes, start, run.progress is not None, num_train_epochs, on_made_up)
+    run.has_trained = True
     with run.best.kept_from(trainer):
         result = native(
             args,

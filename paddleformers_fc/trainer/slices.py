@@ -74,6 +74,19 @@ def release(weights: Mapping[str, Any]) -> None:
             parameter._clear_data()
 
 
+def drop_gradients(weights: Mapping[str, Any]) -> None:
+    """Forget the gradients of parameters, whether stage 3 has sliced them or left them whole."""
+    for weight in weights.values():
+        parameter = weight.local_tensor
+        if is_sliced(parameter):
+            parameter.fw_storage.clear_gradient(False)
+            parameter.bw_storage = None
+            continue
+        for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
+            if gradient is not None:
+                gradient.zero_()
+
+
 def states(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's states of these parameters, by name, as ``ShardedWeight``.
 

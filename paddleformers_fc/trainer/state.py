@@ -38,6 +38,20 @@ def make_room(model: Any) -> None:
     slices.release(_parameters(model))
 
 
+def drop_gradients(model: Any, optimizer: Any) -> None:
+    """Forget the gradients of a step that was begun and not made.
+
+    Args:
+        model: the model as it was built, not its parallel wrapper.
+        optimizer: the optimizer with whatever wrappers the Trainer has put around it.
+    """
+    weights = _parameters(model)
+    if slices.any_sliced(weights):
+        slices.drop_gradients(weights)  # Stage 3's own way fails where a parameter has none.
+    else:
+        optimizer.clear_grad()
+
+
 def _parameters(model: Any) -> dict[str, Any]:
     """The model's tensors by name, whole also where stage 3 has released them."""
     return {name: weight for name, weight in model.sharded_state_dict().items() if isinstance(weight, ShardedWeight)}

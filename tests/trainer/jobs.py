@@ -124,6 +124,26 @@ def resume_and_save_again(resume: str, **settings: Any) -> None:
     trainer._save_checkpoint(trainer.model)
 
 
+def break_off_and_resume(at: int, **settings: Any) -> dict[str, Any]:
+    """Train, break off within the step after ``at``, and resume in the same Trainer; what :func:`run` returns."""
+    from paddleformers.trainer import TrainerCallback
+
+    class BreakOff(TrainerCallback):
+        broken = False
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == at and not self.broken:
+                self.broken = True
+                raise KeyError("broken off")
+
+    trainer = flex_trainer(**settings, callbacks=[BreakOff()])
+    with contextlib.suppress(KeyError):
+        trainer.train()
+    trainer.losses.clear()
+    trainer.train(resume_from_checkpoint=True)
+    return outcome(trainer)
+
+
 def refused(resume: str | bool, **settings: Any) -> dict[str, Any]:
     """Try to resume; the error, and whether a weight has changed."""
     from paddleformers_fc.errors import FlexError

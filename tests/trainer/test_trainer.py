@@ -345,6 +345,19 @@ def test_passes_after_the_last_step_of_an_epoch_are_made_as_in_the_run_that_was_
     assert how_far(tmp_path / "again", 4) == how_far(tmp_path / "once", 4)
 
 
+@pytest.mark.parametrize("layout", [SINGLE, PP2, SD2S2, SD2S3], ids=lambda layout: layout.name)
+def test_a_step_that_broke_off_leaves_nothing_to_a_resume_in_the_same_process(
+    ranks: ForkServer, tmp_path: Path, layout: Layout
+) -> None:
+    ranks_with_data = 1 if layout in (SINGLE, PP2) else 2
+    batch = {"per_device_train_batch_size": 4 // ranks_with_data, "gradient_accumulation_steps": 2}
+    arguments = {"max_steps": 4, "save_steps": 1, **batch}
+    whole = ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, tmp_path / "once", **arguments)).values[0]
+    given = {**settings(layout, tmp_path / "again", **arguments), "at": 2}
+    again = ranks.run(f"{JOBS}:break_off_and_resume", layout.nproc, given).values[0]
+    assert again == {**whole, "losses": whole["losses"][2:]}
+
+
 def test_batches_that_wait_in_a_pipeline_wait_again_in_a_run_that_resumes(ranks: ForkServer, tmp_path: Path) -> None:
     # Of 8 passes 2 make no step; PaddleFormers trains them with the first pass of the next epoch, and so on.
     batch = {"per_device_train_batch_size": tiny.GLOBAL_BATCH, "gradient_accumulation_steps": 3}
