@@ -30,11 +30,11 @@ from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.execute.rollcall import Called, comparable, software
 from paddleformers_fc.execute.save import Roles
 from paddleformers_fc.execute.saveplan import model_rules
-from paddleformers_fc.families import ModelTensor, OptionalNames, bind, family_for, is_known
+from paddleformers_fc.families import OptionalNames, family_for, is_known
 from paddleformers_fc.families.bind import family_heads, tied_sources
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
-from paddleformers_fc.mapping import RuleSet, Shape
+from paddleformers_fc.mapping import Shape
 from paddleformers_fc.mapping.aoa import AoaTensor
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, stated_source
 from paddleformers_fc.plan.cache import PlanCache, Planned, fits, plan_key
@@ -158,7 +158,7 @@ def load_checkpoint(
         known = planned is not None
         if planned is None:
             if aoa_config:
-                source, report = stated_source(checkpoint, _whole_rules(config, model), aoa_config, model)
+                source, report = stated_source(checkpoint, config, aoa_config, model)
             else:
                 source, report = resume_source(checkpoint, model_rules(config, shards[MODEL_STATE]))
                 for line in _heads_apart(checkpoint.config, config):
@@ -216,12 +216,6 @@ def _whole_model(roles: Roles, channel: Channel, roll: Roll) -> dict[str, AoaTen
         for name, one in _tensors.decode(payload).items():
             tensors[name] = AoaTensor(one.shape, one.dtype, one.cuts)
     return tensors
-
-
-def _whole_rules(config: Mapping[str, Any], model: Mapping[str, AoaTensor]) -> RuleSet:
-    """The rules of the model on all ranks, as :func:`model_rules` gives those of one rank's part."""
-    tensors = (ModelTensor(name, one.shape, one.dtype, one.cuts) for name, one in model.items())
-    return bind(family_for(config), config, tensors)
 
 
 def load_weights(

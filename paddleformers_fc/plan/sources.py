@@ -18,13 +18,15 @@ from dataclasses import dataclass, replace
 
 from paddleformers_fc.catalog.flex import FlexCheckpoint
 from paddleformers_fc.catalog.stored import Catalog
+from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, family_for, is_known
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Made, Mapping, Rule, RuleSet, prove
 from paddleformers_fc.mapping.agreement import refuse_disagreement
-from paddleformers_fc.mapping.aoa import AoaTensor, parse_config
+from paddleformers_fc.mapping.aoa import AoaTensor, parse_config, uncut
 from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.stencils import identity
 from paddleformers_fc.plan.build import Source
 from paddleformers_fc.plan.report import Report
@@ -67,7 +69,7 @@ def _with_own_tensors(composed: Mapping, stored: RuleSet, live: RuleSet) -> Mapp
 
 def stated_source(
     checkpoint: FlexCheckpoint,
-    live: RuleSet,
+    config: MappingABC[str, object],
     aoa_config: MappingABC[str, object],
     model: MappingABC[str, AoaTensor],
 ) -> tuple[Source, Report]:
@@ -75,16 +77,18 @@ def stated_source(
 
     What the statements leave to equal names is taken from the derived mapping instead, because a fused tensor under
     another tensor-parallel degree has the same name and shape and another layout. For the same reason a fused tensor
-    that a statement renames, as a layer that moves, is dealt anew for the live model's degree.
+    that a statement takes over, as of a layer that moves, is dealt anew for the live model's degree, and a statement
+    that cuts one where its parts do not meet is refused.
 
     Args:
         checkpoint: what is stored.
-        live: the rules of the live model, on all ranks: statements speak of all of it, and so does their proof.
+        config: the live model's configuration.
         aoa_config: statements from stored names to the model's.
-        model: every tensor of the live model, on all ranks.
+        model: every tensor of the live model, on all ranks: statements speak of all of it, and so does their proof.
     Raises:
         MappingError: where the statements cannot be read, or what they and the derived mapping say cannot be proved.
     """
+    live = _bound(config, model)
     derived, report = resume_source(checkpoint, live)
     rules = checkpoint.rules
     held = {
@@ -92,15 +96,14 @@ def stated_source(
         for name, spec in rules.targets.items()
         if name not in derived.stored_aliases
     }
-    if aoa_config.get("aoa_config_reverse"):
-        # The model is on the left, where an alias would be a tensor that nothing reads.
-        owners = {name: one for name, one in model.items() if name not in derived.wanted_aliases}
-        stated = parse_config(aoa_config, held, owners)
-    else:
-        stated = parse_config(aoa_config, held, model, live.ties)
+    stated = _parsed(aoa_config, held, model, live, derived.wanted_aliases)
     left_to_names = {name: derived.mapping.made[name] for name in derived.mapping.made if _is_implicit(stated, name)}
-    renamed = _dealt_anew({name: stated.made[name] for name in stated.made if name not in left_to_names}, rules, live)
-    merged = replace(stated, made={**stated.made, **left_to_names, **renamed})
+    said = {name: made for name, made in stated.made.items() if name not in left_to_names}
+    if said:
+        plainly = _parsed(aoa_config, _uncut(held), _uncut(model), live, derived.wanted_aliases)
+        before, after = _dealing(rules, _alone(checkpoint)), _dealing(live, _bound(config, _uncut(model)))
+        said = _dealt_anew(said, before.reversed().then(plainly).then(after), plainly, (rules, live))
+    merged = replace(stated, made={**said, **left_to_names})
     prove(merged, "The mapping of aoa_config")
     canonical = live.mapping().made
     read = {source for name in left_to_names if name in canonical for source in canonical[name].names}
@@ -109,6 +112,38 @@ def stated_source(
         if line.partition(":")[0] in read:
             kept.add("shape", line)
     return Source(checkpoint.catalog, merged, derived.stored_aliases, derived.wanted_aliases), kept
+
+
+def _bound(config: MappingABC[str, object], model: MappingABC[str, AoaTensor]) -> RuleSet:
+    """The rules of a model on all ranks."""
+    tensors = (ModelTensor(name, one.shape, one.dtype, one.cuts) for name, one in model.items())
+    return bind(family_for(config), config, tensors)
+
+
+def _alone(checkpoint: FlexCheckpoint) -> RuleSet:
+    """The rules that a checkpoint's model has on one rank; its own where its family is not known here."""
+    rules = checkpoint.rules
+    if not is_known(checkpoint.config):
+        return rules
+    return _bound(checkpoint.config, {name: uncut(spec.shape, spec.dtype) for name, spec in rules.targets.items()})
+
+
+def _uncut(tensors: MappingABC[str, AoaTensor]) -> dict[str, AoaTensor]:
+    """The same tensors on one rank."""
+    return {name: uncut(one.shape, one.dtype) for name, one in tensors.items()}
+
+
+def _parsed(
+    aoa_config: MappingABC[str, object],
+    held: MappingABC[str, AoaTensor],
+    model: MappingABC[str, AoaTensor],
+    live: RuleSet,
+    aliases: Collection[str],
+) -> Mapping:
+    if not aoa_config.get("aoa_config_reverse"):
+        return parse_config(aoa_config, held, model, live.ties)
+    # The model is on the left, where an alias would be a tensor that nothing reads.
+    return parse_config(aoa_config, held, {name: one for name, one in model.items() if name not in aliases})
 
 
 def _is_implicit(mapping: Mapping, name: str) -> bool:
@@ -137,21 +172,79 @@ class _Dealt:
     blocks: int
 
 
-def _dealt_anew(stated: MappingABC[str, Made], stored: RuleSet, live: RuleSet) -> dict[str, Made]:
-    """What statements take as a whole from a tensor of the same parts, where the two models deal these otherwise."""
-    before, after = _fused(stored), _fused(live)
-    rules: list[Rule] = []
-    for name, made in stated.items():
-        links, now, then = made.stencil.links, after.get(name), before.get(made.names[0])
-        if now is None or then is None or len(links) != 1 or now.parts != then.parts or now.blocks == then.blocks:
+def _dealing(rules: RuleSet, alone: RuleSet) -> Mapping:
+    """What every tensor of a model is made of: the tensor of its name, as it would lie on one rank."""
+    made = alone.mapping().reversed().then(rules.mapping()).made
+    whole_ones = {name: Made(identity(spec.shape), (name,)) for name, spec in rules.targets.items() if name not in made}
+    return Mapping(rules.targets, rules.targets, {**whole_ones, **made})
+
+
+def _dealt_anew(
+    said: MappingABC[str, Made], meant: Mapping, plainly: Mapping, sides: tuple[RuleSet, RuleSet]
+) -> dict[str, Made]:
+    """What statements say, under the layouts in which the tensors of both models lie.
+
+    Read as they stand, statements are about tensors as they lie on all ranks, where the parts of a fused one are dealt
+    in rounds. Most mean the same as they do of tensors that lie as on one rank. Where they do not, those that take over
+    all parts of a fused tensor mean the parts; others mix them up, on some ranks and not on others.
+
+    Args:
+        said: what the statements say, read as they stand.
+        meant: what they say of tensors that lie as on one rank, from the stored layout to the live one.
+        plainly: the same without the layouts.
+        sides: the rules of the stored and of the live model.
+    Raises:
+        MappingError: a statement cuts a fused tensor, or joins one, across the rounds in which its parts are dealt.
+    """
+    before, after = map(_fused, sides)
+    back = Mapping(plainly.sources, plainly.targets, dict(said)).reversed()
+    found, faults = dict(said), []
+    for name, made in back.then(replace(meant, made={name: meant.made[name] for name in said})).made.items():
+        if _is_itself(made, name):
             continue
-        (link,) = links
-        is_whole = link.source_box == whole(stored.targets[made.names[0]].shape)
-        if is_whole and link.axes[now.axis] == then.axis:
-            rules.append(
-                Rule(made.names, (name,), now.parts, now.axis, link.axes, then.blocks, now.blocks, cast=link.cast)
+        found[name] = meant.made[name]
+        if not _takes_all_parts(plainly, name, before, after):
+            rounds = max((before[one].blocks for one in plainly.made[name].names if one in before), default=1)
+            own = after[name].blocks if name in after else 1
+            faults.append(
+                f"{name}: its parts lie in {own} rounds, those of what it is made of in {rounds}"
+                if own > 1
+                else f"{name}: is made of a tensor whose parts lie in {rounds} rounds"
             )
-    return RuleSet({rule.targets[0]: live.targets[rule.targets[0]] for rule in rules}, tuple(rules)).mapping().made
+    if faults:
+        raise MappingError(
+            "Statements of aoa_config cut or join fused tensors across the ranks that share their parts.",
+            where="aoa_config",
+            evidence=fold(faults),
+            next_step="Nothing was read or written. Split and join the parts with fused_ffn or fused_qkv_old, which "
+            "follow the rounds; docs/aoa.md says how.",
+        )
+    return found
+
+
+def _is_itself(made: Made, name: str) -> bool:
+    """Whether every number of a tensor is the number at its place in the tensor of that name."""
+    return made.names == (name,) and all(
+        link.source_box == link.target_box and link.axes == tuple(range(len(link.axes))) for link in made.stencil.links
+    )
+
+
+def _takes_all_parts(
+    plainly: Mapping, name: str, before: MappingABC[str, _Dealt], after: MappingABC[str, _Dealt]
+) -> bool:
+    """Whether a fused tensor is made of tensors with the same parts, none of which is cut along them."""
+    made, now, target = plainly.made[name], after.get(name), plainly.targets[name].shape
+    for link in made.stencil.links:
+        source = made.names[link.source]
+        then = before.get(source)
+        if now is None or then is None or now.parts != then.parts or link.axes[now.axis] != then.axis:
+            return False
+        length = plainly.sources[source].shape[then.axis]
+        if (link.source_box.lo[then.axis], link.source_box.hi[then.axis]) != (0, length):
+            return False
+        if (link.target_box.lo[now.axis], link.target_box.hi[now.axis]) != (0, target[now.axis]):
+            return False
+    return True
 
 
 def _fused(rules: RuleSet) -> dict[str, _Dealt]:

@@ -25,7 +25,7 @@ from paddleformers_fc.execute.shares import divide
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.owner import OWNER_NAME
-from tests.execute.simulated import CONFIG, Arrays, Roles, canonical, job, live, same_values, succeed
+from tests.execute.simulated import CONFIG, HIDDEN, Arrays, Roles, canonical, job, live, same_values, succeed
 
 ARRAYS = canonical()
 # Tensor-parallel degree and sharding degree of the optimizer; ranks are their product.
@@ -435,6 +435,44 @@ def test_a_users_statements_move_a_layer_with_its_moments_and_leave_a_new_one_fr
             for name, weight in names.items():
                 if name not in powers:
                     assert np.array_equal(weight.local_tensor.numpy(), got[role][name].local_tensor.numpy()), name
+
+
+GATE_AND_UP = "model.layers.1.mlp.up_gate_proj.weight"
+
+
+@pytest.mark.parametrize(("stored", "tp"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_statements_that_cut_a_fused_tensor_beside_its_parts_leave_every_part_whole(
+    tmp_path: Path, stored: int, tp: int
+) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, stored, 1)
+    statements = [f"{GATE_AND_UP} -> first, second, axis=0", f"second, first -> {GATE_AND_UP}, axis=0"]
+    turned = {
+        name: np.roll(array, HIDDEN // 2, axis=1)
+        if name.startswith("model.layers.1.mlp") and "down" not in name
+        else array
+        for name, array in ARRAYS.items()
+    }
+    for rank, got in enumerate(load_with(tmp_path / "checkpoint-3", statements, ARRAYS, tp)):
+        assert same_values(live(turned, tp, rank), got)
+
+
+@pytest.mark.parametrize("joined", ["axis=1", "fused_ffn"])
+@pytest.mark.parametrize(("stored", "tp"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_statements_that_cut_a_fused_tensor_across_its_ranks_are_refused_or_move_whole_parts(
+    tmp_path: Path, stored: int, tp: int, joined: str
+) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, stored, 1)
+    statements = [f"{GATE_AND_UP} -> one, other, {joined}", f"other, one -> {GATE_AND_UP}, {joined}"]
+    gate, up = (f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    if joined == "fused_ffn" or stored == tp == 1:
+        swapped = {**ARRAYS, gate: ARRAYS[up], up: ARRAYS[gate]}
+        for rank, got in enumerate(load_with(tmp_path / "checkpoint-3", statements, ARRAYS, tp)):
+            assert same_values(live(swapped, tp, rank), got)
+        return
+    with pytest.raises(MappingError, match="cut or join fused tensors across the ranks") as refusal:
+        load_with(tmp_path / "checkpoint-3", statements, ARRAYS, tp)
+    assert refusal.value.evidence[0].startswith(f"{GATE_AND_UP}: ")
+    assert " 2" in refusal.value.evidence[0]
 
 
 def test_a_users_statement_that_cannot_be_proved_is_refused_on_every_rank(tmp_path: Path) -> None:
