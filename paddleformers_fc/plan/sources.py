@@ -75,8 +75,9 @@ def stated_source(
 ) -> tuple[Source, Report]:
     """From a flex checkpoint to a live model, with statements that a user wrote for some of the tensors.
 
-    What the statements leave to equal names is taken from the derived mapping instead, because a fused tensor under
-    another tensor-parallel degree has the same name and shape and another layout. For the same reason a fused tensor
+    What the statements do not name is taken from the derived mapping and not from equal names, because a fused tensor
+    under another tensor-parallel degree has the same name and shape and another layout, and because another class of
+    the same family, or other empty layers, give the same tensor another name. For the same reason a fused tensor
     that a statement takes over, as of a layer that moves, is dealt anew for the live model's degree, and a statement
     that cuts one where its parts do not meet is refused.
 
@@ -97,7 +98,7 @@ def stated_source(
         if name not in derived.stored_aliases
     }
     stated = _parsed(aoa_config, held, model, live, derived.wanted_aliases)
-    left_to_names = {name: derived.mapping.made[name] for name in derived.mapping.made if _is_implicit(stated, name)}
+    left_to_names = {name: made for name, made in derived.mapping.made.items() if _is_left(stated, name, made)}
     said = {name: made for name, made in stated.made.items() if name not in left_to_names}
     if said:
         plainly = _parsed(aoa_config, _uncut(held), _uncut(model), live, derived.wanted_aliases)
@@ -144,6 +145,13 @@ def _parsed(
         return parse_config(aoa_config, held, model, live.ties)
     # The model is on the left, where an alias would be a tensor that nothing reads.
     return parse_config(aoa_config, held, {name: one for name, one in model.items() if name not in aliases})
+
+
+def _is_left(stated: Mapping, name: str, derived: Made) -> bool:
+    """Whether no statement says anything of a target, nor of what it is derived from."""
+    if name in stated.made or name in stated.fresh:
+        return _is_implicit(stated, name)
+    return stated.dropped.isdisjoint(derived.names)
 
 
 def _is_implicit(mapping: Mapping, name: str) -> bool:

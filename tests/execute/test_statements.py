@@ -1,0 +1,101 @@
+"""A user's statements between models that were declared, over simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.execute import rehearse
+from paddleformers_fc.execute.channel import Channel
+from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.families import family_for
+from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+
+TINY = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "vocab_size": 32,
+    "tie_word_embeddings": False,
+}
+LLAMA = {**TINY, "model_type": "llama"}
+FUSED = {"fuse_attention_qkv": True, "fuse_attention_ffn": True}
+GLM = {
+    **TINY,
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "num_nextn_predict_layers": 0,
+}
+NORM = "model.norm.weight"
+
+
+def laid_out(grid: str, config: Mapping[str, Any]) -> SimulatedModel:
+    """A tiny model in bfloat16 over a grid."""
+    return declared_model(family_for(config), config, parse_grid(grid), "bfloat16")
+
+
+def saved(directory: Path, model: SimulatedModel) -> Path:
+    """A checkpoint of numbers that depend on the tensors' names."""
+    ranks = range(model.grid.world_size)
+    rehearse.save(directory, [rehearse.filled(model.roles(rank), rehearse.value_of) for rank in ranks], model)
+    return directory
+
+
+def load_with(directory: Path, model: SimulatedModel, statements: Sequence[str]) -> list[rehearse.Roles]:
+    """What every rank holds after a load with statements into what ``rehearse.load`` would overwrite."""
+    ranks = range(model.grid.world_size)
+    held = [rehearse.filled(model.roles(rank), rehearse.value_of) for rank in ranks]
+
+    def work(channel: Channel) -> None:
+        stated = {"aoa_statements": list(statements)}
+        load_checkpoint(
+            open_checkpoint(directory, channel), held[channel.rank], model.config, channel, aoa_config=stated
+        )
+
+    rehearse.together(model.grid.world_size, work)
+    return held
+
+
+def bits(held: Sequence[rehearse.Roles]) -> list[dict[tuple[str, str], bytes]]:
+    """The bits of every weight and state, rank by rank."""
+    return [
+        {
+            (role, name): one.local_tensor.array.tobytes()
+            for role, weights in roles.items()
+            for name, one in weights.items()
+        }
+        for roles in held
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        pytest.param({**LLAMA, **FUSED}, LLAMA, id="fused layers for single ones"),
+        pytest.param(LLAMA, {**LLAMA, **FUSED}, id="single layers for fused ones"),
+        pytest.param(GLM, {**GLM, "num_empty_layers_add_in_head": 1}, id="layers counted from another one"),
+    ],
+)
+@pytest.mark.parametrize(("before", "after"), [("tp=2", "pp=2"), ("sharding=2,stage=3", "tp=2")])
+def test_what_no_statement_names_is_derived_where_the_models_names_are_others(
+    tmp_path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any], before: str, after: str
+) -> None:
+    checkpoint, model = saved(tmp_path / "checkpoint-1", laid_out(before, stored)), laid_out(after, wanted)
+    found = load_with(checkpoint, model, [f"{NORM} -> {NORM}"])
+    assert bits(found) == bits(rehearse.load(checkpoint, model))
+
+
+def test_what_a_statement_removes_is_not_derived_all_the_same(tmp_path: Path) -> None:
+    checkpoint, model = saved(tmp_path / "checkpoint-1", laid_out("tp=2", {**LLAMA, **FUSED})), laid_out("tp=2", LLAMA)
+    with pytest.raises(MappingError, match=r"model.layers.0.mlp.gate_proj.weight: \[0:16, 0:32\] is not written"):
+        load_with(checkpoint, model, ["model.layers.0.mlp.gate_up_fused_proj.weight -> _"])
