@@ -106,6 +106,7 @@ def stated_source(
         said = _dealt_anew(said, before.reversed().then(plainly).then(after), plainly, (rules, live))
     merged = replace(stated, made={**said, **left_to_names})
     prove(merged, "The mapping of aoa_config")
+    _refuse_mixed_parts(replace(merged, made=said), rules, live)
     canonical = live.mapping().made
     read = {source for name in left_to_names if name in canonical for source in canonical[name].names}
     kept = Report()
@@ -224,10 +225,43 @@ def _dealt_anew(
             "Statements of aoa_config cut or join fused tensors across the ranks that share their parts.",
             where="aoa_config",
             evidence=fold(faults),
-            next_step="Nothing was read or written. Split and join the parts with fused_ffn or fused_qkv_old, which "
-            "follow the rounds; docs/aoa.md says how.",
+            next_step="Nothing was read or written. Split and join gate and up with fused_ffn, and queries, keys and "
+            "values with the attribute by which the model fuses them: these follow the rounds. See docs/aoa.md.",
         )
     return found
+
+
+def _refuse_mixed_parts(said: Mapping, stored: RuleSet, live: RuleSet) -> None:
+    """Refuse statements by which a layer would hold some of another one that it is fused with, as by other heads.
+
+    Raises:
+        MappingError: with the layers, and what they would be made of.
+    """
+    together = {
+        frozenset(map(_layer_of, rule.sources))
+        for rules in (stored, live)
+        for rule in rules.rules
+        if len(rule.sources) > 1
+    }
+    across = stored.mapping().then(said).then(live.mapping().reversed())
+    faults = []
+    for name, made in across.made.items():
+        layers = frozenset(map(_layer_of, made.names))
+        if any(len(layers & fused) > 1 for fused in together):
+            faults.append(f"{name}: would hold parts of {', '.join(sorted(layers))}")
+    if faults:
+        raise MappingError(
+            "Statements of aoa_config mix the parts of fused tensors.",
+            where="aoa_config",
+            evidence=fold(faults),
+            next_step="Nothing was read or written. Compare the attribute with how the model fuses these layers; "
+            "num_key_value_groups is the number of kv heads.",
+        )
+
+
+def _layer_of(name: str) -> str:
+    """What a tensor is in its layer, such as ``q_proj.weight``."""
+    return ".".join(name.split(".")[-2:])
 
 
 def _is_itself(made: Made, name: str) -> bool:

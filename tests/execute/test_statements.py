@@ -51,13 +51,15 @@ def saved(directory: Path, model: SimulatedModel) -> Path:
     return directory
 
 
-def load_with(directory: Path, model: SimulatedModel, statements: Sequence[str]) -> list[rehearse.Roles]:
+def load_with(
+    directory: Path, model: SimulatedModel, statements: Sequence[str], reverse: bool = False
+) -> list[rehearse.Roles]:
     """What every rank holds after a load with statements into what ``rehearse.load`` would overwrite."""
     ranks = range(model.grid.world_size)
     held = [rehearse.filled(model.roles(rank), rehearse.value_of) for rank in ranks]
 
     def work(channel: Channel) -> None:
-        stated = {"aoa_statements": list(statements)}
+        stated = {"aoa_statements": list(statements), "aoa_config_reverse": reverse}
         load_checkpoint(
             open_checkpoint(directory, channel), held[channel.rank], model.config, channel, aoa_config=stated
         )
@@ -99,3 +101,35 @@ def test_what_a_statement_removes_is_not_derived_all_the_same(tmp_path: Path) ->
     checkpoint, model = saved(tmp_path / "checkpoint-1", laid_out("tp=2", {**LLAMA, **FUSED})), laid_out("tp=2", LLAMA)
     with pytest.raises(MappingError, match=r"model.layers.0.mlp.gate_proj.weight: \[0:16, 0:32\] is not written"):
         load_with(checkpoint, model, ["model.layers.0.mlp.gate_up_fused_proj.weight -> _"])
+
+
+@pytest.mark.parametrize(
+    ("attribute", "is_right"),
+    [
+        ("fused_qkv, num_heads=8, num_key_value_groups=4", True),
+        # Query heads per kv head, which the attribute's name says.
+        ("fused_qkv, num_heads=8, num_key_value_groups=2", False),
+        ("fused_qkv, num_heads=16, num_key_value_groups=8", False),
+        ("axis=1", False),
+    ],
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_heads_that_would_mix_queries_with_keys_are_refused(
+    tmp_path: Path, attribute: str, is_right: bool, reverse: bool
+) -> None:
+    fused, single = {**LLAMA, **FUSED}, LLAMA
+    stored, wanted = (fused, single) if reverse else (single, fused)
+    checkpoint, model = saved(tmp_path / "checkpoint-1", laid_out("tp=2", stored)), laid_out("pp=2", wanted)
+    layer = "model.layers.$LAYER_ID.self_attn."
+    statement = (
+        f"{layer}q_proj.weight, {layer}k_proj.weight, {layer}v_proj.weight -> {layer}qkv_proj.weight, {attribute}"
+    )
+    if is_right:
+        found = load_with(checkpoint, model, [statement], reverse)
+        assert bits(found) == bits(rehearse.load(checkpoint, model))
+        return
+    with pytest.raises(MappingError, match="mix the parts of fused tensors") as refusal:
+        load_with(checkpoint, model, [statement], reverse)
+    assert refusal.value.evidence[0].startswith(
+        "model.layers.{0...1}.self_attn.q_proj.weight: would hold parts of k_proj"
+    )
