@@ -31,7 +31,7 @@ from paddleformers_fc.execute.rollcall import Called, comparable, software
 from paddleformers_fc.execute.save import Roles
 from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.families import OptionalNames, family_for, is_known
-from paddleformers_fc.families.bind import family_heads, tied_sources
+from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
 from paddleformers_fc.mapping import Shape
@@ -161,6 +161,8 @@ def load_checkpoint(
                 source, report = stated_source(checkpoint, config, aoa_config, model)
             else:
                 source, report = resume_source(checkpoint, model_rules(config, shards[MODEL_STATE]))
+            # Statements may leave out the attention of all layers; what they keep or move has the heads it had.
+            if not aoa_config or headed_names(family_for(config), source.mapping.made):
                 for line in _heads_apart(checkpoint.config, config):
                     report.add("shape", line)
             unwanted = source.mapping.dropped if aoa_config else frozenset(checkpoint.rules.fresh)

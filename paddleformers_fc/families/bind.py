@@ -144,6 +144,17 @@ def family_heads(family: Family, config: Mapping[str, Any]) -> dict[str, int]:
     return {_HEADS[name]: sizes.length(name) for name, users in _USERS.items() if needed & users and sizes.knows(name)}
 
 
+def headed_names(family: Family, names: Iterable[str]) -> list[str]:
+    """The tensors whose numbers belong to heads of attention, of a model's tensors by name."""
+    users = frozenset[str]().union(*_USERS.values())
+    kinds = {
+        PLACEHOLDER.sub(_HOLE, one.target)
+        for one in family.statements
+        if any(users & names_of(size) for size in one.shape)
+    }
+    return [name for name in names if _HOLE.join(NUMBER.split(name)[::2]) in kinds]
+
+
 def family_numbers(family: Family) -> dict[str, Numbers]:
     """The numbers of a family by placeholder."""
     return {numbers.name: numbers for numbers in (*NUMBERS, *family.numbers)}

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from paddleformers_fc.errors import MappingError
+from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute import rehearse
 from paddleformers_fc.execute.channel import Channel
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 
 TINY = {
@@ -54,9 +56,9 @@ def saved(directory: Path, model: SimulatedModel) -> Path:
 def load_with(
     directory: Path, model: SimulatedModel, statements: Sequence[str], reverse: bool = False
 ) -> list[rehearse.Roles]:
-    """What every rank holds after a load with statements into what ``rehearse.load`` would overwrite."""
+    """What every rank holds after a load with statements; what is not loaded stays 7."""
     ranks = range(model.grid.world_size)
-    held = [rehearse.filled(model.roles(rank), rehearse.value_of) for rank in ranks]
+    held = [rehearse.filled(model.roles(rank), _sevens) for rank in ranks]
 
     def work(channel: Channel) -> None:
         stated = {"aoa_statements": list(statements), "aoa_config_reverse": reverse}
@@ -66,6 +68,10 @@ def load_with(
 
     rehearse.together(model.grid.world_size, work)
     return held
+
+
+def _sevens(role: str, shard: Shard) -> rehearse.Array:
+    return np.full_like(rehearse.value_of(role, shard), 7)
 
 
 def bits(held: Sequence[rehearse.Roles]) -> list[dict[tuple[str, str], bytes]]:
@@ -133,3 +139,19 @@ def test_heads_that_would_mix_queries_with_keys_are_refused(
     assert refusal.value.evidence[0].startswith(
         "model.layers.{0...1}.self_attn.q_proj.weight: would hold parts of k_proj"
     )
+
+
+def test_a_model_of_other_heads_is_refused_unless_statements_leave_all_attention_out(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path / "checkpoint-1", laid_out("tp=2", LLAMA))
+    other = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = laid_out("tp=2", {**LLAMA, **other})
+    with pytest.raises(MismatchError, match="num_attention_heads: stored 8, wanted 4"):
+        load_with(checkpoint, model, [f"{NORM} -> {NORM}"])
+    attention = [name for name in (tensor.name for tensor in model.tensors) if "self_attn" in name]
+    assert len(attention) == 8
+    left_out = [statement for name in attention for statement in (f"{name} -> _", f"_ -> {name}")]
+    with pytest.raises(MismatchError, match="num_key_value_heads: stored 4, wanted 2"):
+        load_with(checkpoint, model, left_out[2:])
+    weights = load_with(checkpoint, model, left_out)[1]["model_state"]
+    untouched = {name for name, weight in weights.items() if np.all(weight.local_tensor.array == 7)}
+    assert untouched == set(attention)
