@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from paddleformers_fc.catalog import open_huggingface
+from paddleformers_fc.catalog.flex import CONFIG_NAME
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
-from paddleformers_fc.cli.opening import refuse_other_kinds
+from paddleformers_fc.cli.opening import FLEX, refuse_open_weights
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.export import described_by, export_checkpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import real_path
-from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.wording import count_text, size_text
@@ -64,18 +66,19 @@ def export(source: Place, target: Path, max_shard_bytes: int, verify: str, repla
     """Export a checkpoint.
 
     Args:
-        source: a finished flex checkpoint.
+        source: a finished flex checkpoint, or one of Paddle with a ``config.json`` in it.
         target: the directory to write; other files in it are kept.
         max_shard_bytes: bound on the tensors of one file, in bytes.
         verify: how the source is checked first: ``off``, ``size`` or ``full``.
-        replace: whether weights that are in the target may be replaced.
+        replace: whether a model that is in the target may be replaced.
     Raises:
-        OptionError: the target is a checkpoint, or holds weights that may not be replaced.
+        OptionError: the target is a checkpoint, or holds a model that may not be replaced.
         FlexError: the source cannot be opened, proved or read, or the target not be written.
     """
     started = time.monotonic()
-    _refuse_target(target, replace)
-    refuse_other_kinds(source)
+    kind = refuse_open_weights(source)
+    small = described_by(read_manifest(source)) if kind == FLEX else [CONFIG_NAME]
+    _refuse_target(target, small, replace)
     report = export_checkpoint(source, target, max_shard_bytes, verify=verify)
     return Exported(
         source=str(source),
@@ -88,7 +91,7 @@ def export(source: Place, target: Path, max_shard_bytes: int, verify: str, repla
     )
 
 
-def _refuse_target(target: Path, replace: bool) -> None:
+def _refuse_target(target: Path, small: Sequence[str], replace: bool) -> None:
     inside = next((path for path in (target, *real_path(target).parents) if (path / MANIFEST_NAME).exists()), None)
     if inside is not None:
         raise OptionError(
@@ -97,13 +100,13 @@ def _refuse_target(target: Path, replace: bool) -> None:
             evidence=[f"{inside / MANIFEST_NAME} is there"],
             next_step="Name another directory.",
         )
-    present = [name for name in (INDEX_NAME, SINGLE_NAME) if (target / name).exists()]
+    present = [name for name in (INDEX_NAME, SINGLE_NAME, *small) if (target / name).exists()]
     if present and not replace:
         raise OptionError(
-            "The directory holds weights already.",
+            "The directory holds a model already, or files of one.",
             where=str(target),
             evidence=[f"{name} is there" for name in present],
-            next_step="Name another directory, or add --replace to have its weights replaced.",
+            next_step="Name another directory, or add --replace to have these files, and its weights, replaced.",
         )
 
 

@@ -202,7 +202,7 @@ def export(
     verify: Annotated[
         Level, typer.Option(help="How the checkpoint is checked first; only full finds flipped bits.")
     ] = Level.full,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace weights that are in the directory.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace a model that is in the directory.")] = False,
     as_json: Json = False,
 ) -> int:
     """Write a checkpoint's weights as Hugging Face files; prints them and one md5, the same for every layout."""

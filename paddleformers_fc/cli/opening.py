@@ -67,21 +67,21 @@ def kind_of(directory: Place) -> Kind:
     )
 
 
-def refuse_other_kinds(directory: Place) -> None:
-    """Go on only with a flex checkpoint.
+def refuse_open_weights(directory: Place) -> Kind:
+    """Go on only with a checkpoint; its kind.
 
     Raises:
         NotACheckpoint: it is something else, which is said with the checkpoints that lie inside it.
     """
     kind = kind_of(directory)
-    if kind != FLEX:
+    if kind == HUGGINGFACE:
         raise NotACheckpoint(
-            f"{directory} holds {'open weights' if kind == HUGGINGFACE else 'a checkpoint of Paddle'} and is no flex "
-            "checkpoint.",
+            f"{directory} holds open weights and is no flex checkpoint.",
             where=str(directory),
             evidence=[f"{MANIFEST_NAME} is not there"],
             next_step=_advice(directory, "Name a finished checkpoint-N directory."),
         )
+    return kind
 
 
 def open_directory(directory: Place, verify: str) -> Opened:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paddleformers_fc.cli.opening import Opened, config_beside, kind_of, open_directory
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.cli.opening import PADDLE, Opened, config_beside, kind_of, open_directory
+from paddleformers_fc.errors import NotACheckpoint, OptionError
 from paddleformers_fc.families import OptionalNames, family_for
 from paddleformers_fc.families.bind import tied_sources
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
@@ -83,7 +83,12 @@ def plan(directory: Place, to: str, dtype: str | None = None) -> Plan:
     grid = parse_grid(to)
     if dtype not in (None, *DTYPES):
         raise OptionError(f"The dtype {dtype!r} is unknown.", evidence=[f"known: {', '.join(DTYPES)}"])
-    kind_of(directory)
+    if kind_of(directory) == PADDLE:
+        raise NotACheckpoint(
+            f"{directory} was written by Paddle's own FlexCheckpoint, from which no run of this package goes on.",
+            where=str(directory),
+            next_step="Export its weights, and plan a start from those.",
+        )
     config = config_beside(directory)
     if not config:
         raise OptionError(

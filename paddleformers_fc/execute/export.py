@@ -53,7 +53,7 @@ from paddleformers_fc.storage.blocks import digest_of
 from paddleformers_fc.storage.commit import discard, place_of, publish, replace as replace_files
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import list_directory, read_file, real_path, write_file
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, verify_files
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, verify_files
 from paddleformers_fc.storage.places import Place, RemotePath
 from paddleformers_fc.storage.safetensors import SharedWriter, lay_out
 
@@ -466,7 +466,7 @@ def _memory(room: int, files: list[_FilePlan]) -> np.ndarray[Any, Any]:
 
 def _small_files(checkpoint: FlexCheckpoint, channel: Channel) -> dict[str, bytes]:
     """What describes the model, on the coordinator; another rank hands over what that one does not see."""
-    names = [receipt.path for receipt in checkpoint.manifest.files if _describes_model(receipt.path)]
+    names = described_by(checkpoint.manifest)
     handed = {name: own_file(checkpoint, channel, partial(_for_coordinator, name)) for name in names}
 
     def read() -> dict[str, bytes]:
@@ -498,9 +498,11 @@ def _finish(staging: Path, target: Path, small: Mapping[str, bytes], files: list
         publish(staging, target)
 
 
-def _describes_model(path: str) -> bool:
-    """Whether a file of a checkpoint belongs into an export: configuration, tokenizer, templates."""
-    return path != MAPPING_NAME and path.split("/")[0] not in (*ROLES, TRAINER_DIRECTORY)
+def described_by(manifest: Manifest) -> list[str]:
+    """The files of a checkpoint that belong into an export: configuration, tokenizer, templates."""
+    apart = (*ROLES, TRAINER_DIRECTORY)
+    paths = (receipt.path for receipt in manifest.files)
+    return [path for path in paths if path != MAPPING_NAME and path.split("/")[0] not in apart]
 
 
 def _is_weight_file(name: str) -> bool:

@@ -19,6 +19,7 @@ from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import CheckpointError, NotACheckpoint
 from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.opening import check_together
+from paddleformers_fc.plan.stock import is_stock
 from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in
@@ -79,6 +80,44 @@ def _listed(output_dir: Path, channel: Channel) -> dict[str, int]:
     return first
 
 
+def newest_or_begin(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path | None:
+    """As :func:`newest`, for a run that begins anew where nothing was saved.
+
+    A run that begins anew beside checkpoints that are damaged, or that another format holds, would save over them.
+
+    Raises:
+        NotACheckpoint: there are checkpoints, and none can be resumed from.
+    """
+    passed_over: list[str] = []
+    found = newest(output_dir, channel, passed_over.append)
+
+    def refuse() -> None:
+        held = [path for path in candidates_in(output_dir) if is_directory(path) and list_directory(path)]
+        if found is None and held:
+            raise NotACheckpoint(
+                f"{output_dir} holds checkpoints, and none can be resumed from. A run from the beginning would write "
+                "over them.",
+                where=str(output_dir),
+                evidence=[_kind_of(path) for path in held[:_MOST_NAMED]],
+                next_step="Put back what is missing, or name a checkpoint in resume_from_checkpoint. To begin anew, "
+                "name another output_dir, or set overwrite_output_dir: true.",
+            )
+
+    for line in passed_over:
+        warn(line)
+    together(channel, "looking for checkpoints", refuse)
+    return found
+
+
+def _kind_of(directory: Path) -> str:
+    """What a directory that cannot be resumed from is, by the names in it alone."""
+    if exists(directory / MANIFEST_NAME):
+        return f"{directory.name} is damaged"
+    if is_stock(directory):
+        return f"{directory.name} was written by Paddle's own FlexCheckpoint"
+    return f"{directory.name} has no {MANIFEST_NAME}"
+
+
 def newest_or_refuse(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path:
     """As :func:`newest`, for a run that must resume.
 
@@ -116,7 +155,8 @@ def refuse_no_checkpoint(directory: Place) -> None:
     """Tell what is wrong with a directory that was named in ``resume_from_checkpoint``, by the names in it alone.
 
     Raises:
-        NotACheckpoint: it does not exist, holds open weights, is an unfinished checkpoint, or has no manifest.
+        NotACheckpoint: it does not exist, holds open weights, is Paddle's or an unfinished checkpoint, or has no
+            manifest.
     """
     if exists(directory / MANIFEST_NAME):
         return
@@ -134,6 +174,16 @@ def refuse_no_checkpoint(directory: Place) -> None:
             where=str(directory),
             evidence=[f"{name} is there, {MANIFEST_NAME} is not" for name in weights],
             next_step=choose or "To start from open weights, name them in model_name_or_path and resume from nothing.",
+        )
+    if is_stock(directory):
+        raise NotACheckpoint(
+            f"{directory} was written by Paddle's own FlexCheckpoint, from which a run with flex_checkpoint: true does "
+            "not go on.",
+            where=str(directory),
+            evidence=[f"{MANIFEST_NAME} is not there"],
+            next_step=choose
+            or "Resume it without flex_checkpoint; or export its weights with paddleformers-fc export, "
+            "and begin with them in model_name_or_path.",
         )
     unfinished = is_unfinished(directory)
     raise NotACheckpoint(

@@ -182,7 +182,7 @@ def _chosen(args: Any, requested: str | bool | None) -> Place | None:
     if getattr(args, "looks_for_last_checkpoint", False):
         if requested and args.resume_from_checkpoint is None:
             # The command line resumes by itself from the newest directory, whatever is in it.
-            return resume.newest(Path(args.output_dir), _channel(args), logger.warning)
+            return resume.newest_or_begin(Path(args.output_dir), _channel(args), logger.warning)
         # Its preference training asks for that directory, or for none, whatever was named.
         requested = args.resume_from_checkpoint
     if not requested:

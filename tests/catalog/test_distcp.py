@@ -19,12 +19,15 @@ from paddleformers_fc.cli.difference import diff
 from paddleformers_fc.cli.inspection import inspect
 from paddleformers_fc.cli.verification import verify
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
+from paddleformers_fc.execute.channel import LocalChannel
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.trainer.resume import named, newest_or_begin
 from tests.catalog.jobs import arrays
+from tests.cli.support import run
 from tests.harness.tiny import TP2, Layout
 
 
@@ -99,6 +102,26 @@ def test_the_stock_trainers_checkpoint_is_exported_like_ours(pair: tuple[Path, P
     written = [export_checkpoint(source, tmp_path / source.parent.name, 10**9) for source in pair]
     assert written[0].digests() == written[1].digests()
     assert (tmp_path / pair[0].parent.name / "config.json").exists()
+
+
+def test_the_verb_exports_the_stock_trainers_checkpoint_and_plans_no_resume_of_it(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    theirs, ours = (run("export", source, tmp_path / source.parent.name, "--json") for source in pair)
+    assert theirs.code == ours.code == 0
+    assert theirs.document["md5"] == ours.document["md5"]
+    planned = run("plan", pair[0], "--to", "tp=2")
+    assert planned.code == 1
+    assert "was written by Paddle's own FlexCheckpoint" in planned.err
+
+
+def test_a_run_does_not_begin_anew_over_the_stock_trainers_checkpoints(pair: tuple[Path, Path]) -> None:
+    theirs, _ = pair
+    with pytest.raises(NotACheckpoint, match="holds checkpoints, and none can be resumed from") as caught:
+        newest_or_begin(theirs.parent, LocalChannel(), lambda _: None)
+    assert list(caught.value.evidence) == ["checkpoint-3 was written by Paddle's own FlexCheckpoint"]
+    with pytest.raises(NotACheckpoint, match="was written by Paddle's own FlexCheckpoint"):
+        named(theirs, LocalChannel())
 
 
 def test_a_stock_checkpoint_is_inspected_and_verified(pair: tuple[Path, Path]) -> None:

@@ -170,6 +170,19 @@ def test_open_weights_are_no_checkpoint_to_export(weights: Path, tmp_path: Path)
     assert "holds open weights and is no flex checkpoint" in outcome.err
 
 
+def test_a_configuration_of_somebodys_own_is_replaced_only_where_that_was_asked_for(four: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own" / "config.json"
+    own.parent.mkdir()
+    own.write_text('{"mine": 1}')
+    refused = run("export", four, own.parent)
+    assert refused.code == 2
+    assert "config.json is there" in refused.err
+    assert [path.name for path in own.parent.iterdir()] == ["config.json"]
+    assert own.read_text() == '{"mine": 1}'
+    assert run("export", four, own.parent, "--replace").code == 0
+    assert own.read_bytes() == (four / "config.json").read_bytes()
+
+
 def test_nothing_is_written_below_a_checkpoint_either(copy: Path) -> None:
     outcome = run("export", copy, copy / "a" / "b")
     assert outcome.code == 2

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.execute.channel import LocalChannel
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
-from paddleformers_fc.trainer.resume import named, newest, newest_or_refuse
-from tests.execute.simulated import succeed
+from paddleformers_fc.trainer.resume import named, newest, newest_or_begin, newest_or_refuse
+from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.trainer.test_rotation import make_checkpoint
 
 
@@ -54,6 +54,33 @@ def test_nothing_to_resume_from_is_an_error_that_names_the_directory(tmp_path: P
     with pytest.raises(NotACheckpoint) as caught:
         newest_or_refuse(tmp_path, LocalChannel(), pytest.fail)
     assert caught.value.where == str(tmp_path)
+
+
+def test_a_run_begins_anew_where_nothing_was_saved_and_resumes_where_something_was(tmp_path: Path) -> None:
+    assert newest_or_begin(tmp_path / "absent", LocalChannel(), pytest.fail) is None
+    (tmp_path / "checkpoint-4").mkdir()  # What is empty is nothing.
+    warnings: list[str] = []
+    assert newest_or_begin(tmp_path, LocalChannel(), warnings.append) is None
+    assert "checkpoint-4" in warnings[0]
+    make_checkpoint(tmp_path, 2)
+    assert newest_or_begin(tmp_path, LocalChannel(), warnings.append) == tmp_path / "checkpoint-2"
+
+
+def test_a_run_does_not_begin_anew_over_checkpoints_that_can_be_mended(tmp_path: Path) -> None:
+    """On any rank: another one may not see them."""
+    (tmp_path / "rank-1").mkdir()
+    config = make_checkpoint(tmp_path / "rank-1", 6) / "config.json"
+    config.rename(tmp_path / "elsewhere")
+
+    def work(channel: ThreadChannel) -> None:
+        newest_or_begin(tmp_path / f"rank-{channel.rank}", channel, lambda _: None)
+
+    for error in job(2, work):
+        assert isinstance(error, NotACheckpoint)
+        assert "checkpoint-6 is damaged" in "".join(error.evidence)
+        assert "overwrite_output_dir" in error.next_step
+    (tmp_path / "elsewhere").rename(config)
+    succeed(2, work)
 
 
 def test_a_missing_output_directory_holds_nothing(tmp_path: Path) -> None:
