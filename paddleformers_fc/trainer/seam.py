@@ -47,7 +47,7 @@ from paddleformers_fc.storage.documents import read_document
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import Manifest, newest_checkpoint
 from paddleformers_fc.storage.places import Place, at_home, local, place
-from paddleformers_fc.trainer import batches, documents, position, resume, rng, rotation, state
+from paddleformers_fc.trainer import batches, documents, optimizers, position, resume, rng, rotation, state
 from paddleformers_fc.trainer.best import BestCheckpoint, found_again
 from paddleformers_fc.trainer.callback import ATTENDED, CheckpointReport, FlexCheckpointCallback
 from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size, without_effect
@@ -118,7 +118,7 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
     """``Trainer.__init__``: afterwards the model exports through us and the loop is followed.
 
     Raises:
-        OptionError: the model is one whose checkpoints are not supported.
+        OptionError: the model or the optimizer is one whose checkpoints are not supported.
         MappingError: no family declares the model.
     """
     for given in (*args, *kwargs.values()):
@@ -129,6 +129,7 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
     if not is_active(arguments) or trainer.model is None:
         return
     _refuse_unsupported(trainer.model)
+    _refuse_optimizer(trainer)
     run = Run(batches.PositionTracker(lambda: len(getattr(trainer, _WAITING, ()))))
     setattr(trainer, _RUN, run)
     trainer.add_callback(run.tracker)
@@ -155,6 +156,12 @@ def _refuse_unsupported(model: Any) -> None:
             next_step="Train a PretrainedModel, or remove flex_checkpoint.",
         )
     family_for(documents.model_config(model))  # Refuses a model that could not be saved after hours of training.
+
+
+def _refuse_optimizer(trainer: Any) -> None:
+    """Refuse an optimizer whose states the first save could not write, after hours of training."""
+    if not trainer.args.ignore_save_lr_and_optim:
+        optimizers.refuse_unsupported(trainer.optimizer)
 
 
 @_when_active
@@ -266,11 +273,12 @@ def _roles_to_fill(trainer: Any, checkpoint: FlexCheckpoint, continued: bool) ->
     stored = checkpoint.catalog.roles
     masters = stored.get(MASTER_WEIGHT, {})
     state.make_room(trainer.model)
+    if not (continued or masters):
+        return state.model_roles(trainer.model)
+    optimizers.refuse_unsupported(trainer.optimizer)
     if continued:
         state.create_states(trainer.model, trainer.optimizer, {*masters, *stored.get(OPTIMIZER_STATE, {})})
         return state.run_roles(trainer.model, trainer.optimizer)
-    if not masters:
-        return state.model_roles(trainer.model)
     # Master weights are weights: a new run from a checkpoint's weights begins with all of their digits.
     state.create_states(trainer.model, trainer.optimizer, masters)
     roles = state.run_roles(trainer.model, trainer.optimizer)
@@ -331,9 +339,12 @@ def inner_training_loop(
     """``Trainer._inner_training_loop``: a resumed run's data begins where the checkpoint ended.
 
     Raises:
-        OptionError: the data is dealt in another order or in portions that do not fit.
+        OptionError: the data is dealt in another order or in portions that do not fit, or the optimizer is one whose
+            states are not supported.
     """
     run = _run_of(trainer)
+    # Only now is it certain which optimizer the run has, and what sharding has made of it.
+    together(_channel(args), "looking at the optimizer", lambda: _refuse_optimizer(trainer))
     order, passes = _data(args, train_dataloader, len_dataloader)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     on_made_up = None

@@ -212,6 +212,58 @@ def refused_adapters(output_dir: str) -> str:
     return ""
 
 
+def refused_optimizer(output_dir: str, kind: str, options: Mapping[str, Any], made: str) -> dict[str, Any]:
+    """Train with one of Paddle's optimizers; the error, and whether a step was made.
+
+    Args:
+        made: by the ``script``, before its Trainer, or by the ``trainer``, once it trains.
+    """
+    import paddle
+    from paddleformers.utils import optimizer as of_paddleformers
+
+    from paddleformers_fc import FlexTrainer
+    from paddleformers_fc.errors import FlexError
+
+    class Trainer(FlexTrainer):
+        def create_optimizer(self, lr_scheduler: Any = None) -> Any:
+            self.optimizer = optimizer_of(self.model)
+
+    def optimizer_of(model: Any) -> Any:
+        chosen = getattr(paddle.optimizer, kind, None) or getattr(of_paddleformers, kind)
+        return chosen(parameters=model.parameters(), learning_rate=0.01, **options)
+
+    given = {"flex_checkpoint": True, "max_steps": 2, "save_steps": 2}
+    losses: list[float] = []
+    try:
+        if made == "trainer":
+            trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, given, cls=Trainer)
+            losses = trainer.losses
+            trainer.train()
+        else:
+            from paddleformers_fc import FlexTrainingArguments
+
+            args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, **given)
+            model = tiny.build("llama", tiny.SINGLE, args)
+            trainer = tiny.trainer(model, args, cls=FlexTrainer, optimizers=(optimizer_of(model), None))
+    except FlexError as error:
+        return {"error": type(error).__name__, "text": error.render(), "steps": len(losses)}
+    return {"error": None}
+
+
+def train_weights_alone_by_sgd(output_dir: str) -> None:
+    """Train and save with an optimizer whose states cannot be saved, and none of which is asked for."""
+    import paddle
+
+    from paddleformers_fc import FlexTrainer
+
+    class Trainer(FlexTrainer):
+        def create_optimizer(self, lr_scheduler: Any = None) -> Any:
+            self.optimizer = paddle.optimizer.SGD(parameters=self.model.parameters(), learning_rate=0.01)
+
+    given = {"max_steps": 2, "save_steps": 2, "ignore_save_lr_and_optim": True}
+    flex_trainer(tiny.SINGLE.to_json(), output_dir, given, cls=Trainer).train()
+
+
 def field_names() -> list[list[str]]:
     """Every option of a script's arguments, and of the command line's."""
     import dataclasses

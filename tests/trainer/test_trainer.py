@@ -474,6 +474,57 @@ def test_adapters_are_refused_before_they_are_trained(ranks: ForkServer, tmp_pat
     assert "flex_checkpoint: true and lora: true: adapters are not supported yet" in found
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "made"),
+    [
+        ("Adam", {}, "script"),
+        ("Momentum", {}, "script"),
+        ("SGD", {}, "trainer"),
+        ("NAdam", {}, "script"),
+        ("AdamWMini", {}, "script"),
+        ("AdamW", {"amsgrad": True}, "trainer"),
+    ],
+)
+def test_an_optimizer_other_than_adamw_is_refused_before_the_first_step(
+    ranks: ForkServer, tmp_path: Path, kind: str, options: dict[str, Any], made: str
+) -> None:
+    job = {"output_dir": str(tmp_path), "kind": kind, "options": options, "made": made}
+    (found,) = ranks.run(f"{JOBS}:refused_optimizer", 1, job).values
+    assert found["error"] == "OptionError"
+    assert f"does not support the optimizer {kind}{'(amsgrad=True)' if options else ''}, only" in found["text"]
+    assert found["steps"] == 0
+
+
+def test_adamw_from_a_script_is_not_refused(ranks: ForkServer, tmp_path: Path) -> None:
+    for made in ("script", "trainer"):
+        job = {"output_dir": str(tmp_path / made), "kind": "AdamW", "options": {}, "made": made}
+        assert ranks.run(f"{JOBS}:refused_optimizer", 1, job).values == ({"error": None},)
+
+
+def test_any_optimizer_may_train_weights_that_are_saved_alone(ranks: ForkServer, tmp_path: Path) -> None:
+    ranks.run(f"{JOBS}:train_weights_alone_by_sgd", 1, {"output_dir": str(tmp_path)})
+    assert not (tmp_path / "checkpoint-2" / "optimizer_state").exists()
+
+
+def test_states_of_fused_parameters_are_refused_before_training_and_before_a_load(
+    ranks: ForkServer, saved: Saved, tmp_path: Path
+) -> None:
+    fused = {"max_steps": 4, "save_steps": 4, "stage1_tensor_fusion": True}
+    result = ranks.run(f"{JOBS}:refused", 2, settings(SD2V1, tmp_path / "resumed", saved.third, **fused))
+    for found in result.values:
+        assert found["error"] == "OptionError"
+        assert "flex_checkpoint: true and stage1_tensor_fusion: true" in found["text"]
+        assert not found["changed"]
+    result = ranks.run(f"{JOBS}:refused", 2, settings(SD2V1, tmp_path / "begun", False, **fused))
+    assert all(found["error"] == "OptionError" and not found["changed"] for found in result.values)
+
+
+def test_gradients_may_be_fused_while_they_travel(ranks: ForkServer, saved_bf16: Saved, tmp_path: Path) -> None:
+    overlapped = settings(bf16(SD2V1), tmp_path, saved_bf16.third, **SIX_STEPS, stage1_overlap=True)
+    result = ranks.run(f"{JOBS}:run", 2, overlapped)
+    assert result.values[0]["losses"] == pytest.approx(saved_bf16.losses[3:], abs=1e-2)
+
+
 def test_data_shuffled_with_another_seed_is_refused(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
     (found,) = ranks.run(f"{JOBS}:refused", 1, settings(SINGLE, tmp_path, saved.third, **SIX_STEPS, seed=7)).values
     assert found["error"] == "OptionError"
