@@ -86,7 +86,21 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
 def _states(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
     if slices.any_sliced(weights):
         return slices.states(optimizer, weights)
-    return slices.in_place(optimizer.sharded_state_dict(weights), optimizer, weights)
+    found = slices.in_place(optimizer.sharded_state_dict(weights), optimizer, weights)
+    if isinstance(optimizer, GroupShardedOptimizerStage2):
+        own = _own_parameters(optimizer, weights)
+        return {name: state for name, state in found.items() if _parameter_of(name) in own}
+    return found
+
+
+def _own_parameters(optimizer: GroupShardedOptimizerStage2, weights: dict[str, Any]) -> set[str]:
+    """The names of the parameters that this rank updates for the others in stage 2.
+
+    Where a parameter near it has had no gradient, Paddle leaves a rank the gradients of parameters that are another's,
+    and with them it makes states. What the owner broadcasts takes the place of their outcome, so they are nobody's.
+    """
+    own = {parameter.name for parameter in optimizer._segment_params()[optimizer._rank]}
+    return {name for name, weight in weights.items() if weight.local_tensor.name in own}
 
 
 def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:

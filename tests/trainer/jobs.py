@@ -103,6 +103,21 @@ def run_and_count_states(resume: str | None = None, **settings: Any) -> int:
     return int(sum(tensor.numel().item() for tensor in tensors))
 
 
+def run_past_a_layer(resume: str | None = None, **settings: Any) -> dict[str, Any]:
+    """As :func:`run`, with a layer whose outcome is not used, so that its parameters have no gradient."""
+    trainer = flex_trainer(**settings)
+    layer = trainer.model.model.layers[2]
+    forward = layer.forward
+
+    def pass_by(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        outcome = forward(hidden, *args, **kwargs)
+        return (hidden, *outcome[1:]) if isinstance(outcome, tuple) else hidden
+
+    layer.forward = pass_by
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
 def run_without_strided_kernels(resume: str | None = None, **settings: Any) -> dict[str, float]:
     """Train or only load while a slice of a tensor is a copy; the sum of each state that the optimizer then holds."""
     import paddle

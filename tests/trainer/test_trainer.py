@@ -136,6 +136,19 @@ def test_only_the_owner_of_a_state_gets_it_back(ranks: ForkServer, tmp_path: Pat
     assert all(count > 0 for count in saved)
 
 
+@pytest.mark.parametrize("layout", [SD2V1, SD2V2, SD2S2], ids=lambda layout: layout.name)
+def test_parameters_without_gradients_take_no_states_from_their_neighbours(
+    ranks: ForkServer, tmp_path: Path, layout: Layout
+) -> None:
+    """Stage 2 then makes states on ranks that do not own a parameter, of gradients that were not reduced."""
+    job = f"{JOBS}:run_past_a_layer"
+    whole = ranks.run(job, 2, settings(layout, tmp_path / "whole", **SIX_STEPS)).values[0]["losses"]
+    third = tmp_path / "whole" / "checkpoint-3"
+    again = ranks.run(job, 2, settings(layout, tmp_path / "again", third, **SIX_STEPS)).values[0]["losses"]
+    assert again == whole[3:]
+    assert not read_manifest(third).differences
+
+
 @pytest.mark.parametrize("layout", [SD2V2, bf16(SD2V2)], ids=["float32", "bfloat16"])
 def test_flattened_states_are_filled_where_they_lie_though_a_slice_of_them_is_a_copy(
     ranks: ForkServer, tmp_path: Path, layout: Layout
