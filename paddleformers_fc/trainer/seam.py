@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -278,11 +278,21 @@ def _roles_to_fill(trainer: Any, checkpoint: FlexCheckpoint, continued: bool) ->
     optimizers.refuse_unsupported(trainer.optimizer)
     if continued:
         state.create_states(trainer.model, trainer.optimizer, {*masters, *stored.get(OPTIMIZER_STATE, {})})
-        return state.run_roles(trainer.model, trainer.optimizer)
+        wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE)
+        return _asked_for(wanted, stored, state.run_roles(trainer.model, trainer.optimizer))
     # Master weights are weights: a new run from a checkpoint's weights begins with all of their digits.
     state.create_states(trainer.model, trainer.optimizer, masters)
-    roles = state.run_roles(trainer.model, trainer.optimizer)
-    return {role: roles[role] for role in (MODEL_STATE, MASTER_WEIGHT) if role in roles}
+    return _asked_for((MODEL_STATE, MASTER_WEIGHT), stored, state.run_roles(trainer.model, trainer.optimizer))
+
+
+def _asked_for(wanted: Sequence[str], stored: Mapping[str, object], live: state.LiveRoles) -> state.LiveRoles:
+    """The live roles that are wanted, and the stored ones of which this rank holds nothing.
+
+    A role that no rank names is left alone by a load. Under overlaps of a pipeline Paddle has nothing to make states
+    of before the first step, and a run would go on with new ones; of a role that is named, what no rank holds is
+    missed.
+    """
+    return {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
 
 
 def _refuse_unlike(trainer: Any, progress: documents.Progress, directory: Place) -> None:

@@ -14,7 +14,7 @@ from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
 from tests.harness import tiny
-from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, Layout
+from tests.harness.tiny import DP2, EP2, PP2, PP2SD2V2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, Layout
 from tests.trainer.jobs import every_sample
 
 JOBS = "tests.trainer.jobs"
@@ -530,6 +530,18 @@ def test_states_of_fused_parameters_are_refused_before_training_and_before_a_loa
         assert not found["changed"]
     result = ranks.run(f"{JOBS}:refused", 2, settings(SD2V1, tmp_path / "begun", False, **fused))
     assert all(found["error"] == "OptionError" and not found["changed"] for found in result.values)
+
+
+def test_states_that_do_not_exist_before_the_first_step_are_not_left_out_of_a_resume(
+    ranks: ForkServer, saved_bf16: Saved, tmp_path: Path
+) -> None:
+    overlapped = {**SIX_STEPS, "pp_sharding_comm_overlap": True}
+    layout = bf16(PP2SD2V2)
+    result = ranks.run(f"{JOBS}:refused", 4, settings(layout, tmp_path, saved_bf16.third, **overlapped))
+    for found in result.values:
+        assert found["error"] == "MismatchError"
+        assert "UNEXPECTED: stored, and wanted by no rank" in found["text"]
+        assert not found["changed"]
 
 
 def test_gradients_may_be_fused_while_they_travel(ranks: ForkServer, saved_bf16: Saved, tmp_path: Path) -> None:
