@@ -69,8 +69,16 @@ class FlexError(Exception):
         return "\n".join(map(_shown, lines))
 
     def in_one_line(self) -> str:
-        """What went wrong and the evidence, as it may stand in a log."""
-        return _shown(cut("; ".join([self.what, *self.evidence]))).replace("\n", "\\n")
+        """What went wrong and the evidence, as it may stand in a log.
+
+        The line that this ends names the place already, so what is wrong begins with the last part of its path alone.
+        """
+        what, name = self.what, self.where.rpartition("/")[2]
+        if name and what.startswith(f"{self.where} "):
+            what = name + what[len(self.where) :]
+        if self.evidence:
+            what = f"{what.removesuffix('.')}: {'; '.join(self.evidence)}"
+        return _shown(cut(what)).replace("\n", "\\n")
 
     def to_wire(self) -> str:
         """This error as one line of JSON, for another rank or for ``--json``."""

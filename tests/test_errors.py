@@ -79,3 +79,12 @@ def test_an_error_in_one_line_of_a_log_is_one_line_without_control_characters() 
     line = error.in_one_line()
     assert line.isprintable()
     assert len(line) < 2 * LONGEST_LINE
+
+
+def test_an_error_in_one_line_says_the_last_part_of_its_place_and_the_evidence_behind_a_colon() -> None:
+    error = FormatError("/run/checkpoint-6 is damaged: 1 fault found.", where="/run/checkpoint-6", evidence=["a", "b"])
+    assert error.in_one_line() == "checkpoint-6 is damaged: 1 fault found: a; b"
+    inside = "/run/checkpoint-6/flex_checkpoint.json"
+    assert FormatError(f"{inside} is short.", where=inside).in_one_line() == "flex_checkpoint.json is short."
+    for where in ("", "/", "training arguments", "/run/check"):
+        assert FormatError("/run/checkpoint-6 is short.", where=where).in_one_line() == "/run/checkpoint-6 is short."

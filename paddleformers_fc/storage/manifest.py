@@ -222,7 +222,8 @@ def verify_files(directory: Place, manifest: Manifest, level: str, *, threads: i
     if level == "off":
         return
     faulty = _file_faults(directory, manifest)
-    faults = [*faulty.values(), *_extra_files(directory, manifest)]
+    strangers = _extra_files(directory, manifest)
+    faults = [*faulty.values(), *strangers]
     if level == "full":
         whole = [(one, range(len(one.blocks))) for one in manifest.files if one.path not in faulty]
         found = compare(directory, whole, threads)
@@ -234,8 +235,17 @@ def verify_files(directory: Place, manifest: Manifest, level: str, *, threads: i
             f"{directory} is damaged: {len(faults)} {'fault' if len(faults) == 1 else 'faults'} found.",
             where=str(directory),
             evidence=faults,
-            next_step="Restore these files or use another checkpoint.",
+            next_step=_mending(bool(strangers), len(faults) > len(strangers)),
         )
+
+
+def _mending(strangers: bool, damaged: bool) -> str:
+    """What can be done about files that do not belong to a checkpoint, and about those of it that are not whole."""
+    if not strangers:
+        return "Restore these files or use another checkpoint."
+    if not damaged:
+        return "Move these files away."
+    return "Move away what does not belong to it, and restore the other files or use another checkpoint."
 
 
 def newest_checkpoint(

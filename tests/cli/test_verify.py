@@ -94,6 +94,17 @@ def test_every_damaged_file_is_in_one_report(copy: Path) -> None:
     assert "model_state/rank-00009.safetensors does not belong to this checkpoint" in evidence
 
 
+def test_a_file_that_does_not_belong_is_to_be_moved_away_and_not_restored(copy: Path) -> None:
+    shutil.copy(copy / WEIGHTS, copy / "model_state/rank-00009.safetensors")
+    assert run("verify", copy, "--json").document["next_step"] == "Move these files away."
+    (copy / "config.json").unlink()
+    both = run("verify", copy, "--json").document["next_step"]
+    assert both == "Move away what does not belong to it, and restore the other files or use another checkpoint."
+    (copy / "model_state/rank-00009.safetensors").unlink()
+    restored = run("verify", copy, "--json").document["next_step"]
+    assert restored == "Restore these files or use another checkpoint."
+
+
 def test_without_looking_at_files_a_missing_small_file_is_not_found(copy: Path) -> None:
     seal(copy)
     (copy / "config.json").rename(copy / "elsewhere.json")

@@ -46,6 +46,12 @@ def test_damaged_and_empty_ones_are_passed_over_with_the_reason(tmp_path: Path) 
         assert expected in why
 
 
+def test_the_reason_names_a_checkpoint_without_its_whole_path(tmp_path: Path) -> None:
+    newer = save(tmp_path / "checkpoint-2", 2).path
+    (newer / WEIGHTS).unlink()
+    assert newest_checkpoint(tmp_path)[1] == [(newer, f"checkpoint-2 is damaged: 1 fault found: {WEIGHTS} is missing")]
+
+
 def test_if_none_is_good_all_reasons_are_given(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-7").mkdir()
     found, skipped = newest_checkpoint(tmp_path)
