@@ -14,9 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paddleformers_fc.cli.opening import config_beside
 from paddleformers_fc.cli.stock_keys import stock_keys
-from paddleformers_fc.errors import EnvironmentMismatch, OptionError
-from paddleformers_fc.storage.manifest import read_manifest, verify_files
+from paddleformers_fc.errors import EnvironmentMismatch, FlexError, OptionError
+from paddleformers_fc.families import family_for
+from paddleformers_fc.layout.grid import ParallelGrid
+from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.storage.files import exists, is_directory, list_directory
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
+from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.places import at_home, place
 from paddleformers_fc.trainer.options import FIELD_NAMES
 from paddleformers_fc.trainer.resume import refuse_no_checkpoint
@@ -29,6 +35,17 @@ _DEGREES = (
     "sharding_parallel_size",
 )
 _PATH = "model_name_or_path"
+_RESUMING_STAGES = ("SFT", "PT", "VL-SFT", "VL-PT")
+"""Where PaddleFormers heeds what is named to resume from; for preferences it takes the newest of ``output_dir``."""
+
+_TEXT_STAGES = ("SFT", "PT", "DPO")
+_CHECKED = ("vocab_size", "num_attention_heads", "num_key_value_heads")
+"""What every declared model of PaddleFormers checks against its tensor parallel degree, but for the next."""
+
+_CHECKS_VOCABULARY_ALONE = ("minimax_m2", "deepseek_v3", "kimi_k2")
+"""Families whose attention has no heads of keys and values to cut, or does not look whether they divide."""
+
+_OWN_EXPERTS = ("expert_model_parallel_size", "use_expert_parallel")
 _LISTS_OF_PATHS = {"train_dataset_path": "train_dataset_prob", "eval_dataset_path": "eval_dataset_prob"}
 """Of files, each of which may end in ``#`` and how many samples are to be taken of it; and of their probabilities."""
 
@@ -162,3 +179,98 @@ def refuse_resume(settings: Mapping[str, Any]) -> None:
     alone = os.environ.get("NNODES", "1") == "1"
     if alone and settings.get("flex_verify", "size") not in ("off", False):
         verify_files(found, read_manifest(found), "size")
+
+
+def refuse_resume_without_the_key(settings: Mapping[str, Any]) -> None:
+    """Refuse that PaddleFormers itself resumes from a flex checkpoint, which it cannot read.
+
+    Raises:
+        OptionError: ``flex_checkpoint`` is not true, and what PaddleFormers would resume from is a flex checkpoint.
+    """
+    if settings.get("flex_checkpoint"):
+        return
+    found = _resumed_by_stock(settings)
+    if found is not None and exists(found / MANIFEST_NAME):
+        raise OptionError(
+            f"{found} is a flex checkpoint, and without flex_checkpoint: true PaddleFormers would resume from it.",
+            where="flex_checkpoint",
+            evidence=["PaddleFormers resumes from the newest checkpoint in output_dir, or from what is named"],
+            next_step="Set flex_checkpoint: true; or to begin anew, name another output_dir and resume from nothing, "
+            "or set overwrite_output_dir: true.",
+        )
+
+
+def _resumed_by_stock(settings: Mapping[str, Any]) -> Path | None:
+    """What PaddleFormers resumes from without this package; None where it is nothing, or where that is not sure."""
+    named, stage = settings.get("resume_from_checkpoint"), _stage(settings)
+    if settings.get("do_train") is not True or stage not in (*_RESUMING_STAGES, "DPO"):
+        return None
+    if stage in _RESUMING_STAGES and isinstance(named, str) and named:
+        place_named = place(at_home(named))
+        return place_named if isinstance(place_named, Path) else None
+    by_itself = not settings.get("overwrite_output_dir") and (named is None or stage == "DPO")
+    output_dir = settings.get("output_dir")
+    # On that platform only those with a mark of their own are looked at.
+    if (
+        not (by_itself or named is True)
+        or not (isinstance(output_dir, str) and output_dir)
+        or os.environ.get("FLAG_LLM_PDC")
+    ):
+        return None
+    steps = {parse_step(path): path for path in list_directory(Path(at_home(output_dir))) if is_directory(path)}
+    return max(((step, path) for step, path in steps.items() if step is not None), default=(None, None))[1]
+
+
+def _stage(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("stage", "SFT"))
+
+
+def refuse_adapters(settings: Mapping[str, Any]) -> None:
+    """Refuse LoRA under flex checkpoints, also where it is PaddleFormers' default.
+
+    Raises:
+        OptionError: with the key as it is written.
+    """
+    if not settings.get("flex_checkpoint") or _stage(settings) not in _TEXT_STAGES or not settings.get(_PATH):
+        return
+    written = settings.get("fine_tuning", "LoRA")
+    if str(written).lower() == "lora":
+        said = f"fine_tuning: {written}" if "fine_tuning" in settings else "no fine_tuning, which means LoRA"
+        raise OptionError(
+            "flex_checkpoint: true contradicts another option.",
+            where="training arguments",
+            evidence=[f"flex_checkpoint: true and {said}: adapters are not supported yet"],
+            next_step="Set fine_tuning: full, or remove flex_checkpoint.",
+        )
+
+
+def refuse_degrees(settings: Mapping[str, Any]) -> None:
+    """Refuse a tensor parallel degree that PaddleFormers' model would refuse in every rank.
+
+    Only of a declared family whose ``config.json`` is on this machine, and only if one of the numbers that all models
+    check does not divide; then all that does not is said, as ``plan`` says it. A pipeline may have empty layers and
+    fall back to others of its ways to deal, so that its degree is left to PaddleFormers.
+
+    Raises:
+        OptionError: with the numbers.
+    """
+    degree, model = settings.get(_DEGREES[0]), settings.get(_PATH)
+    sure = settings.get("flex_checkpoint") and _stage(settings) in _TEXT_STAGES and isinstance(model, str) and model
+    changed = any(settings.get(key) not in (None, False, 1) for key in _OWN_EXPERTS) or not settings.keys().isdisjoint(
+        _CHECKED
+    )
+    if not sure or changed or not isinstance(degree, int) or degree < 2:
+        return
+    try:
+        config = config_beside(Path(at_home(str(model))))
+        family = family_for(config)
+    except FlexError:
+        return  # A name of a hub, or a model that nobody declared: it is said where it is loaded.
+    checked = _CHECKED[:1] if family.name in _CHECKS_VOCABULARY_ALONE else _CHECKED
+    try:
+        declared_model(family, config, ParallelGrid(tp=degree))
+    except OptionError as error:
+        if any(line.startswith(f"{name}=") for line in error.evidence for name in checked):
+            raise
+    except FlexError:
+        return

@@ -40,6 +40,7 @@ import yaml
 
 from paddleformers_fc.cli import starting
 from paddleformers_fc.cli.screen import COLOUR, DEBUG, Screen
+from paddleformers_fc.cli.yaml_text import load_yaml
 from paddleformers_fc.errors import FlexError, OptionError, PeerError, from_wire
 from paddleformers_fc.runtime.launch import LaunchResult, launch
 from paddleformers_fc.runtime.ranks import rank_environments, tail
@@ -127,28 +128,28 @@ class Ended(msgspec.Struct, frozen=True):
         command: as in :class:`Planned`.
         logs: of every rank, or their directory where ``paddle.distributed.launch`` names them.
         seconds: from start to end.
-        report: for a failure that is none of ours the end of the first failing rank's log; else empty.
+        report: for a failure that is none of ours the end of the first failing rank's log; else None.
         resumed: the step that was resumed from; None in a run from the beginning.
         step: the last step; None when none was made.
-        loss: as it was last logged.
-        checkpoint: the last one that was saved.
-        stopped_by: the signal by which the training itself was told to stop; else empty.
+        loss: the last one that was logged; None before the first.
+        checkpoint: the last one that was saved; None before the first.
+        stopped_by: the signal by which the training itself was told to stop; else None.
         signalled: the ranks that signals ended, the first of them first, where that is how the failure began.
-        goes_on: how to go on after such an end, as a sentence; else empty.
+        goes_on: how to go on after such an end, as a sentence; else None.
     """
 
     returncode: int
     command: list[str]
     logs: list[str]
     seconds: float
-    report: str
+    report: str | None = None
     resumed: int | None = None
     step: int | None = None
-    loss: str = ""
-    checkpoint: str = ""
-    stopped_by: str = ""
+    loss: float | None = None
+    checkpoint: str | None = None
+    stopped_by: str | None = None
     signalled: tuple[Signalled, ...] = ()
-    goes_on: str = ""
+    goes_on: str | None = None
 
     @property
     def steps(self) -> int:
@@ -171,10 +172,15 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
     """
     starting.require_paddleformers("Training")
     settings = {**read_settings(config), **parse_overrides(overrides)}
-    starting.refuse_unknown_keys(settings, may_be_more=_own_registration(settings.get(REGISTER_KEY)) is not None)
+    own = _own_registration(settings.get(REGISTER_KEY))
+    starting.refuse_unknown_keys(settings, may_be_more=own is not None)
     check_options(SimpleNamespace(**{**vars(FlexFields()), **settings}))
     starting.refuse_missing_paths(settings)
     starting.refuse_resume(settings)
+    starting.refuse_resume_without_the_key(settings)
+    if own is None:  # A registration of the user's may bring another model.
+        starting.refuse_adapters(settings)
+        starting.refuse_degrees(settings)
     device = _device(settings.get("device"))
     added, environment = _registration(settings.get(REGISTER_KEY))
     passed = [text for text in overrides if not text.startswith(f"{REGISTER_KEY}=")]
@@ -226,7 +232,7 @@ def read_settings(config: Path) -> dict[str, Any]:
     raw = read_document(config)
     try:
         if config.suffix in (".yaml", ".yml"):
-            settings = yaml.safe_load(raw.decode("utf-8"))
+            settings = load_yaml(raw.decode("utf-8"), config.name)
         elif config.suffix == ".json":
             settings = parse_json(raw)
         else:
@@ -257,7 +263,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             next_step="Write for instance max_steps=10.",
         )
     try:
-        return {key: yaml.safe_load(value) for _, key, _, value in pairs}
+        return {key: load_yaml(value, key) for _, key, _, value in pairs}
     except (yaml.YAMLError, RecursionError) as error:
         raise OptionError("The value of an override is no YAML.", evidence=[str(error)]) from error
 
@@ -355,7 +361,8 @@ def run(job: Job, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     screen = Screen(echo)
     files.make_directories(job.log_dir)
     started = time.monotonic()
-    failed, stopped_by = None, ""
+    failed: Path | None = None
+    stopped_by: str | None = None
     signalled: tuple[Signalled, ...] = ()
     try:
         with _sigterm_raises():
@@ -372,7 +379,7 @@ def run(job: Job, echo: IO[str]) -> tuple[Ended, FlexError | None]:
         logs = sorted(job.log_dir.glob("rank-*.log")) or [job.log_dir]
     screen.close()
     error = _left_error(job.log_dir) if code else None
-    report = "" if error is not None or failed is None else _last_lines(failed)
+    report = None if error is not None or failed is None else _last_lines(failed)
     seconds = round(time.monotonic() - started, 1)
     ended = Ended(
         code,
@@ -382,13 +389,21 @@ def run(job: Job, echo: IO[str]) -> tuple[Ended, FlexError | None]:
         report,
         screen.resumed,
         screen.step,
-        screen.loss,
-        screen.checkpoint,
+        _number(screen.loss),
+        screen.checkpoint or None,
         stopped_by,
         signalled,
-        _goes_on(job) if stopped_by or signalled else "",
+        _goes_on(job) if stopped_by or signalled else None,
     )
     return ended, error
+
+
+def _number(logged: str) -> float | None:
+    """A loss as it was logged; None where there is none."""
+    try:
+        return float(logged)
+    except ValueError:
+        return None
 
 
 class _Terminated(BaseException):
@@ -427,15 +442,15 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _goes_on(job: Job) -> str:
-    """From where the command goes on; empty for checkpoints that are none of ours, or that cannot be looked at."""
+def _goes_on(job: Job) -> str | None:
+    """From where the command goes on; None for checkpoints that are none of ours, or that cannot be looked at."""
     if not job.flex or job.output_dir is None:
-        return ""
+        return None
     try:
         newest, _ = newest_checkpoint(job.output_dir)
         step = None if newest is None else read_manifest(newest).step
     except FlexError:
-        return ""
+        return None
     if step is None:
         return "start the same command again; it begins anew, for no checkpoint was finished"
     added = f" with {' '.join(job.to_go_on)}" if job.to_go_on else ""
@@ -528,4 +543,5 @@ def _steps_text(ended: Ended) -> str:
     resumed = "" if ended.resumed is None else f", resumed at {ended.resumed}"
     if not ended.steps:
         return f"0 steps{resumed}"
-    return f"{count_text(ended.steps, 'step')}{resumed}, up to {ended.step}, last loss {ended.loss or 'not logged'}"
+    loss = "not logged" if ended.loss is None else ended.loss
+    return f"{count_text(ended.steps, 'step')}{resumed}, up to {ended.step}, last loss {loss}"

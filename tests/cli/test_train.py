@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -238,7 +240,8 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 
 def test_a_layout_that_divides_the_ranks_and_a_model_of_a_hub_are_let_through(tmp_path: Path, on: Any) -> None:
     keys = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": -1, "sharding_parallel_size": 3}
-    path = config(tmp_path, model_name_or_path="owner/name", flex_ckpt_comm_method="broadcast", **keys)
+    keys |= {"flex_ckpt_comm_method": "broadcast", "fine_tuning": "full"}
+    path = config(tmp_path, model_name_or_path="owner/name", **keys)
     assert prepare(path, 4, []).ranks == 4
 
 
@@ -246,7 +249,8 @@ def test_paths_are_read_as_paddleformers_reads_them(tmp_path: Path, on: Any) -> 
     model, data = tmp_path / "my model", tmp_path / "train.jsonl"
     model.mkdir()
     data.touch()
-    path = config(tmp_path, model_name_or_path=str(model), train_dataset_path=f"{data}#100, {data}", device="cpu")
+    named = {"model_name_or_path": str(model), "train_dataset_path": f"{data}#100, {data}"}
+    path = config(tmp_path, **named, **FULL)
     assert prepare(path, 1, []).ranks == 1
     with pytest.raises(OptionError) as caught:
         prepare(config(tmp_path, train_dataset_path=f"{data},{tmp_path}/other.jsonl#7"), 1, [])
@@ -298,6 +302,121 @@ def test_what_cannot_be_resumed_from_is_refused_before_anything_starts(tmp_path:
     assert outcome.code == 1
     assert "holds open weights" in outcome.err
     assert not (tmp_path / "out").exists()
+
+
+STOCK = {"flex_checkpoint": False, "do_train": True, "stage": "PT", "device": "cpu"}
+
+
+def test_what_paddleformers_alone_would_resume_from_is_no_flex_checkpoint(tmp_path: Path, on: Any) -> None:
+    checkpoint = save(tmp_path / "out/checkpoint-10", canonical())
+    (tmp_path / "out/checkpoint-9").mkdir()
+    path = config(tmp_path, **STOCK)
+    for refused in (
+        [],
+        ["resume_from_checkpoint=true"],
+        ["stage=DPO"],
+        [f"resume_from_checkpoint={checkpoint}", f"output_dir={tmp_path / 'other'}"],
+    ):
+        outcome = run("train", path, *refused, "--dry-run")
+        assert outcome.code == 2, refused
+        assert outcome.err.startswith(f"{checkpoint} is a flex checkpoint, and without flex_checkpoint: true ")
+        assert "  next: Set flex_checkpoint: true; or to begin anew, name another output_dir" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *(
+            ["flex_checkpoint=true"],
+            ["overwrite_output_dir=true"],
+            ["resume_from_checkpoint=false"],
+            ["do_train=false"],
+        ),
+        *(["output_dir={}/other"], ["output_dir={}/stock"], ["stage=DPO", "output_dir={}/other", "{}"]),
+    ],
+)
+def test_a_run_that_resumes_from_no_flex_checkpoint_is_let_through(
+    tmp_path: Path, on: Any, overrides: list[str]
+) -> None:
+    checkpoint = save(tmp_path / "out/checkpoint-10", canonical())
+    (tmp_path / "stock/checkpoint-11").mkdir(parents=True)
+    shutil.copytree(checkpoint, tmp_path / "stock/checkpoint-3")
+    named = f"resume_from_checkpoint={checkpoint}"
+    given = [named if text == "{}" else text.format(tmp_path) for text in overrides]
+    assert prepare(config(tmp_path, **STOCK), 1, given).ranks == 1
+
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def model_of(directory: Path, **changes: Any) -> str:
+    """A directory with the configuration of a tiny Llama."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**TINY, **changes}))
+    return str(directory)
+
+
+FULL = {"fine_tuning": "full", "stage": "PT", "device": "cpu"}
+
+
+def test_a_degree_that_the_model_cannot_have_is_refused_as_plan_refuses_it(tmp_path: Path, on: Any) -> None:
+    path = config(tmp_path, model_name_or_path=model_of(tmp_path / "model"), **FULL)
+    outcome = run("train", path, "--nproc", "3", "tensor_model_parallel_size=3")
+    assert outcome.code == 2
+    assert outcome.err.startswith("This model cannot have the grid tp=3.\n")
+    assert "vocab_size=64 is not divisible by tp=3" in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides"),
+    [
+        ({}, ["tensor_model_parallel_size=2"]),
+        ({}, ["pipeline_model_parallel_size=6"]),
+        ({"model_type": "of nobody"}, ["tensor_model_parallel_size=3"]),
+        ({"model_type": "minimax_m2", "vocab_size": 66, "num_experts": 4}, ["tensor_model_parallel_size=3"]),
+        ({}, ["tensor_model_parallel_size=3", "stage=ernie_pretrain"]),
+        ({}, ["tensor_model_parallel_size=3", "flex_checkpoint=false"]),
+        ({}, ["tensor_model_parallel_size=3", "expert_model_parallel_size=3"]),
+        ({}, ["tensor_model_parallel_size=3", "custom_register_path={}/own.py"]),
+        ({}, ["tensor_model_parallel_size=3", "model_name_or_path=owner/name"]),
+    ],
+)
+def test_a_degree_that_may_be_possible_is_let_through(
+    tmp_path: Path, on: Any, changes: dict[str, Any], overrides: list[str]
+) -> None:
+    (tmp_path / "own.py").touch()
+    path = config(tmp_path, model_name_or_path=model_of(tmp_path / "model", **changes), **FULL)
+    assert prepare(path, 6, [text.format(tmp_path) for text in overrides]).ranks == 6
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"fine_tuning": "lora"}, "flex_checkpoint: true and fine_tuning: lora: adapters"),
+        ({"fine_tuning": "LoRA", "stage": "SFT"}, "flex_checkpoint: true and fine_tuning: LoRA: adapters"),
+        ({}, "flex_checkpoint: true and no fine_tuning, which means LoRA: adapters"),
+    ],
+)
+def test_adapters_are_refused_before_anything_starts_by_the_key_that_is_written(
+    tmp_path: Path, on: Any, keys: dict[str, Any], said: str
+) -> None:
+    model = model_of(tmp_path / "model")
+    outcome = run("train", config(tmp_path, model_name_or_path=model, **keys))
+    assert outcome.code == 2
+    assert said in outcome.err
+    assert "next: Set fine_tuning: full, or remove flex_checkpoint." in outcome.err
+    off = config(tmp_path, model_name_or_path=model, **{"device": "cpu", **keys, "flex_checkpoint": False})
+    assert prepare(off, 1, []).ranks == 1
 
 
 @pytest.mark.parametrize("verb", [["train", "--dry-run"], ["train"], ["demo"]])
@@ -390,6 +509,16 @@ def test_the_screen_shows_what_is_worth_reading_and_remembers_how_far_it_is() ->
     assert (screen.resumed, screen.step, screen.loss, screen.checkpoint) == (3, 6, "5.68", "out/checkpoint-6")
 
 
+def test_what_a_training_did_not_come_to_is_null_and_a_loss_is_a_number(tmp_path: Path) -> None:
+    absent = ("report", "resumed", "step", "loss", "checkpoint", "stopped_by", "goes_on")
+    for number, (line, loss) in enumerate((("", None), ("loss: 5.92332745, global_step: 3,", 5.92332745))):
+        job = training.Job(("-c", f"print({line!r})"), 1, {}, tmp_path / str(number), True)
+        ended, _ = training.run(job, io.StringIO())
+        found = json.loads(msgspec.json.encode(ended))
+        assert found["loss"] == loss
+        assert [key for key in absent if found[key] is not None] == ([] if loss is None else ["step", "loss"])
+
+
 def test_a_terminal_keeps_its_colours() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -423,6 +552,35 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, name: str,
     with pytest.raises(OptionError) as caught:
         read_settings(path)
     assert caught.value.where == str(path)
+
+
+def test_a_fault_of_a_yaml_says_where_it_is_in_which_file(tmp_path: Path) -> None:
+    for text, said in (("a: 1\nb: [1\n", 'in "job.yaml", line 2'), ("a: \0", 'in "job.yaml", position 3')):
+        (tmp_path / "job.yaml").write_text(text)
+        with pytest.raises(OptionError) as caught:
+            read_settings(tmp_path / "job.yaml")
+        assert said in caught.value.render()
+        assert "unicode string" not in caught.value.render()
+    with pytest.raises(OptionError, match='in "max_steps", line 1'):
+        parse_overrides(["max_steps=[3"])
+
+
+def test_a_key_that_is_in_a_yaml_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    for text in ("a: 1\nseed: 3\nb: 2\n'seed': 4\n", "a: 1\nb: {c: 1,\n  d: 2,\n\n  d: 3}\n"):
+        path.write_text(text)
+        with pytest.raises(OptionError) as caught:
+            read_settings(path)
+        said = caught.value.render()
+        assert f"the key {'seed' if 'seed' in text else 'd'} is there" in said
+        lines = (2, 4) if "seed" in text else (3, 5)
+        assert all(f'in "job.yaml", line {line}, column' in said for line in lines)
+
+
+def test_a_key_that_replaces_a_merged_one_is_not_there_twice(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("b: &b {x: 1, y: 1}\na: &a {<<: *b, x: 2}\nc: {<<: *a, y: 3}\nd: [*a, 1, '1']\ne: {1: 1, '1': 2}\n")
+    assert read_settings(path) == yaml.safe_load(path.read_text())
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.yml", "a.json"])
@@ -470,6 +628,8 @@ def test_a_training_leaves_a_checkpoint_that_is_right(tmp_path: Path) -> None:
     assert "global_step: 3" in outcome.err
     found = outcome.document
     assert (found["resumed"], found["step"], found["checkpoint"]) == (None, 3, str(tmp_path / "out/checkpoint-3"))
+    assert isinstance(found["loss"], float)
+    assert [found[key] for key in ("report", "stopped_by", "goes_on")] == [None, None, None]
     assert witness.read_text() == "custom_template"
     checkpoint = tmp_path / "out/checkpoint-3"
     assert run("verify", checkpoint).code == 0
