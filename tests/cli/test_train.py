@@ -28,6 +28,7 @@ from paddleformers_fc.cli.screen import Screen
 from paddleformers_fc.cli.stock_keys import stock_keys
 from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, parse_overrides, prepare, read_settings
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.families.minimax_m2 import FAMILY as MINIMAX
 from paddleformers_fc.runtime.launch import LaunchResult
 from paddleformers_fc.trainer import register
 from tests.cli.support import Outcome, run, save
@@ -383,7 +384,7 @@ def test_a_degree_that_the_model_cannot_have_is_refused_as_plan_refuses_it(tmp_p
         ({}, ["tensor_model_parallel_size=2"]),
         ({}, ["pipeline_model_parallel_size=6"]),
         ({"model_type": "of nobody"}, ["tensor_model_parallel_size=3"]),
-        ({"model_type": "minimax_m2", "vocab_size": 66, "num_experts": 4}, ["tensor_model_parallel_size=3"]),
+        ({**MINIMAX.tiny, "model_type": "minimax_m2", "vocab_size": 66}, ["tensor_model_parallel_size=3"]),
         ({}, ["tensor_model_parallel_size=3", "stage=ernie_pretrain"]),
         ({}, ["tensor_model_parallel_size=3", "flex_checkpoint=false"]),
         ({}, ["tensor_model_parallel_size=3", "expert_model_parallel_size=3"]),
