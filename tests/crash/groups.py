@@ -90,16 +90,16 @@ class KillAt:
     """The end of a process, or of all ranks of its job, at one operation; a write is torn first.
 
     Args:
-        number: of the operation.
+        change: of the operation, among those that change something.
         all_ranks: whether the others are killed too.
     """
 
-    number: int
+    change: int
     all_ranks: bool
 
     def before(self, operation: Operation) -> None:
         """Die if it is time."""
-        if operation.number == self.number:
+        if operation.change == self.change:
             operation.tear()
             if self.all_ranks:
                 os.killpg(0, signal.SIGKILL)

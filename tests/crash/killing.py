@@ -52,6 +52,7 @@ class Kill(Generic[S]):
         scenario: the job.
         rank: who comes to its operation.
         number: of the operation.
+        change: the same, among those that change something.
         kind: of the operation.
         all_ranks: whether the others are killed too.
     """
@@ -59,6 +60,7 @@ class Kill(Generic[S]):
     scenario: S
     rank: int
     number: int
+    change: int
     kind: str
     all_ranks: bool
 
@@ -90,11 +92,10 @@ def run_alone(scenario: Scenario, there: Path) -> list[RankEnd]:
 def every_kill(scenario: S, ends: Sequence[RankEnd]) -> list[Kill[S]]:
     """Each rank alone, and all of them, at each operation of each rank that changes something."""
     return [
-        Kill(scenario, rank, number, kind, all_ranks)
+        Kill(scenario, rank, number, change, kind, all_ranks)
         for all_ranks in ((False, True) if scenario.ranks > 1 else (True,))
         for rank, end in enumerate(ends)
-        for number, kind in enumerate(end.kinds)
-        if kind != "look"
+        for change, (number, kind) in enumerate(one for one in enumerate(end.kinds) if one[1] != "look")
     ]
 
 
@@ -104,7 +105,7 @@ def run_killed(kill: Kill[S], there: Path) -> list[RankEnd]:
     Raises:
         Lost: one has not, or has touched files past the net.
     """
-    ends = run(kill.scenario, there, {kill.rank: KillAt(kill.number, kill.all_ranks)})
+    ends = run(kill.scenario, there, {kill.rank: KillAt(kill.change, kill.all_ranks)})
     for rank, end in enumerate(ends):
         if end.code == -signal.SIGKILL and (kill.all_ranks or rank == kill.rank):
             continue

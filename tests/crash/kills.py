@@ -165,5 +165,5 @@ def _save_and_rotate(there: Path, grid: str, channel: Channel) -> None:
 def _damaged(there: Path) -> None:
     _steps(there, "dp=2", 3, 4, 5)
     (there / "checkpoint-5" / "config.json").write_bytes(b"")
-    Group(1, lambda channel: save(there, ONE, 6, NEW, channel), there, {0: KillAt(60, True)}).end()
+    Group(1, lambda channel: save(there, ONE, 6, NEW, channel), there, {0: KillAt(57, True)}).end()
     assert len(unfinished(there)) == 1

@@ -80,6 +80,8 @@ class Operation:
 
     Args:
         number: from 0, in the order of one process.
+        change: from 0, among those that change something; -1 for one that does not. Where threads share the work, who
+            opens and looks at what is not the same in every run, and what is changed is.
         kind: ``create``, ``write``, ``sync``, ``mkdir``, ``rename``, ``link``, ``exchange``, ``unlink``, ``rmdir``;
             ``look`` for one that changes nothing.
         path: the file or directory; of a rename or link the new name.
@@ -90,6 +92,7 @@ class Operation:
     """
 
     number: int
+    change: int
     kind: str
     path: str
     other: str = ""
@@ -193,7 +196,8 @@ class Net:
         offset: int | None = None,
     ) -> Any:
         with self._order:
-            operation = Operation(len(self.kinds), kind, path, other, tear, data, offset)
+            change = -1 if kind == "look" else sum(one != "look" for one in self.kinds)
+            operation = Operation(len(self.kinds), change, kind, path, other, tear, data, offset)
             self.kinds.append(kind)
             self.gate.before(operation)
             self._inside.now = True

@@ -143,7 +143,7 @@ def _aside(there: Path) -> None:
 
 def _crashed(there: Path) -> None:
     _empty(there)
-    Group(1, lambda channel: save(there, ONE, 6, OLD, channel), there, {0: KillAt(40, True)}).end()
+    Group(1, lambda channel: save(there, ONE, 6, OLD, channel), there, {0: KillAt(37, True)}).end()
 
 
 PLACES: dict[str, Callable[[Path], None]] = {
