@@ -3,13 +3,8 @@
 from paddleformers_fc.plan.build import Source, plan_reads
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
-from paddleformers_fc.plan.sources import (
-    canonical_layout,
-    canonical_source,
-    huggingface_source,
-    resume_source,
-    stated_source,
-)
+from paddleformers_fc.plan.sources import canonical_layout, canonical_source, huggingface_source, resume_source
+from paddleformers_fc.plan.statements import stated_source
 
 __all__ = [
     "EqualCheck",
