@@ -513,7 +513,9 @@ def test_the_screen_shows_what_is_worth_reading_and_remembers_how_far_it_is() ->
 def test_what_a_training_did_not_come_to_is_null_and_a_loss_is_a_number(tmp_path: Path) -> None:
     absent = ("report", "resumed", "step", "loss", "checkpoint", "stopped_by", "goes_on")
     for number, (line, loss) in enumerate((("", None), ("loss: 5.92332745, global_step: 3,", 5.92332745))):
-        job = training.Job(("-c", f"print({line!r})"), 1, {}, tmp_path / str(number), True)
+        script = tmp_path / f"{number}.py"
+        script.write_text(f"print({line!r})")
+        job = training.Job((str(script),), 1, {}, tmp_path / str(number), True)
         ended, _ = training.run(job, io.StringIO())
         found = json.loads(msgspec.json.encode(ended))
         assert found["loss"] == loss

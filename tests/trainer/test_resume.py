@@ -125,7 +125,7 @@ def test_a_step_that_was_replaced_on_some_disks_only_is_passed_over_and_named(tm
     make_checkpoint(outputs[1], 9)
     said: list[str] = []
     assert together(outputs, said) == [output / "checkpoint-5" for output in outputs]
-    assert "different checkpoints under one name.; rank 0: step 9, 3 ranks" in said[0]
+    assert "different checkpoints under one name: rank 0: step 9, 3 ranks" in said[0]
     assert "ranks 1-2: step 9, 1 rank," in said[0]
 
 
