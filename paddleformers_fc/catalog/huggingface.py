@@ -28,6 +28,7 @@ from paddleformers_fc.wording import count_text
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_FETCH_AGAIN = "Fetch the files again: the index and the files are not of one download."
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 """The longest index that is read: that of 400,000 tensors."""
 
@@ -52,10 +53,10 @@ def open_huggingface(directory: Place) -> Catalog:
     ]
     if faults:
         raise Corrupt(
-            f"{len(faults)} tensors of the index are not in their files.",
+            f"The index names files that lack {count_text(len(faults), 'tensor')}.",
             where=str(directory / INDEX_NAME),
             evidence=fold(faults),
-            next_step="Fetch the files again: the index and the files are not of one download.",
+            next_step=_FETCH_AGAIN,
         )
     tensors, contradictions = gather_shards(_shards(_with_unnamed(files, headers, directory), headers))
     if contradictions:
@@ -133,7 +134,7 @@ def _with_unnamed(files: dict[str, list[str]], headers: dict[str, Header], direc
             f"{count_text(len(faults), 'tensor')} of several files cannot be told apart: the index does not name them.",
             where=str(directory / INDEX_NAME),
             evidence=fold(faults),
-            next_step="Fetch the files again: the index and the files are not of one download.",
+            next_step=_FETCH_AGAIN,
         )
     added = {name: list(tensors) for name, tensors in files.items()}
     for tensor, names in holders.items():

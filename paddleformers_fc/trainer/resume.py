@@ -98,7 +98,7 @@ def newest_or_begin(output_dir: Path, channel: Channel, warn: Callable[[str], No
                 f"{output_dir} holds checkpoints, and none can be resumed from. A run from the beginning would write "
                 "over them.",
                 where=str(output_dir),
-                evidence=[_kind_of(path) for path in held[:_MOST_NAMED]],
+                evidence=[_kind_of(path) for path in held],
                 next_step="Put back what is missing, or name a checkpoint in resume_from_checkpoint. To begin anew, "
                 "name another output_dir, or set overwrite_output_dir: true.",
             )

@@ -56,6 +56,8 @@ from paddleformers_fc.wording import count_text
 
 Native = Callable[..., Any]
 
+_told_data = msgspec.json.Decoder(tuple[position.Order, int | None])
+
 _RUN = "_flex_run"
 
 _WAITING = "_pp_data_buffer"
@@ -401,7 +403,7 @@ def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.Order, i
         return own
     reads = not batches.is_handed_its_batches(loader)
     told = agree(_channel(args), "looking at the data", lambda: msgspec.json.encode(own) if reads else b"")
-    return msgspec.json.decode(next(filter(None, told)), type=tuple[position.Order, int | None])
+    return _told_data.decode(next(filter(None, told)))
 
 
 def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> position.Start:

@@ -505,21 +505,24 @@ def export(output_dir: str, layout: Mapping[str, Any], resume: str) -> dict[str,
     return found
 
 
+TO_BEST = {
+    "save_steps": 1,
+    "save_total_limit": 1,
+    "evaluation_strategy": "steps",
+    "eval_steps": 1,
+    "do_eval": True,
+    "load_best_model_at_end": True,
+    "learning_rate": 0.3,
+    "lr_scheduler_type": "constant",
+}
+"""A learning rate that makes the model worse, so that its first checkpoint is the best."""
+
+
 def run_to_best(output_dir: str) -> dict[str, Any]:
-    """Train with a learning rate that makes the model worse; what it ends with is its best checkpoint."""
+    """Train beyond the best checkpoint; what it ends with is that one."""
     from paddleformers_fc.trainer import seam
 
-    arguments = {
-        "max_steps": 3,
-        "save_steps": 1,
-        "save_total_limit": 1,
-        "evaluation_strategy": "steps",
-        "eval_steps": 1,
-        "do_eval": True,
-        "load_best_model_at_end": True,
-        "learning_rate": 0.3,
-        "lr_scheduler_type": "constant",
-    }
+    arguments = {**TO_BEST, "max_steps": 3}
     trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, eval_dataset=tiny.Samples())
     trainer.train()
     at_end = trainer.evaluate()["eval_loss"]
@@ -531,17 +534,7 @@ def run_to_best(output_dir: str) -> dict[str, Any]:
 
 def go_on_to_best(output_dir: str, steps: int, resume: str | None = None) -> dict[str, Any]:
     """Train as :func:`run_to_best` does, up to a step; what is best, and what the model is at the end."""
-    arguments = {
-        "max_steps": steps,
-        "save_steps": 1,
-        "save_total_limit": 1,
-        "evaluation_strategy": "steps",
-        "eval_steps": 1,
-        "do_eval": True,
-        "load_best_model_at_end": True,
-        "learning_rate": 0.3,
-        "lr_scheduler_type": "constant",
-    }
+    arguments = {**TO_BEST, "max_steps": steps}
     trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, eval_dataset=tiny.Samples())
     trainer.train(resume_from_checkpoint=resume)
     state = trainer.state
