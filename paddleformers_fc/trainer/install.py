@@ -13,21 +13,21 @@ from typing import Any
 
 from paddleformers.trainer import PdArgumentParser, Trainer
 
-from paddleformers_fc.trainer import seam
+from paddleformers_fc.trainer import loading, saving, seam
 from paddleformers_fc.trainer.arguments import with_flex_fields
 from paddleformers_fc.trainer.mixin import FlexTrainerMixin
 
 OVERRIDES: dict[str, Callable[..., Any]] = {
     "__init__": seam.construct,
-    "train": seam.train,
-    "_inner_training_loop": seam.inner_training_loop,
-    "_load_flex_checkpoint": seam.load,
-    "_load_rng_state": seam.load_rng_state,
-    "_save_checkpoint": seam.save,
-    "save_model": seam.save_model_of_slices,
-    "_save": seam.save_model,
-    "_sorted_checkpoints": seam.sorted_checkpoints,
-    "_rotate_checkpoints": seam.rotate_checkpoints,
+    "train": loading.train,
+    "_inner_training_loop": loading.inner_training_loop,
+    "_load_flex_checkpoint": loading.load,
+    "_load_rng_state": loading.load_rng_state,
+    "_save_checkpoint": saving.save,
+    "save_model": saving.save_model_of_slices,
+    "_save": saving.save_model,
+    "_sorted_checkpoints": saving.sorted_checkpoints,
+    "_rotate_checkpoints": saving.rotate_checkpoints,
 }
 """The methods of ``Trainer`` that ask first, and what they do instead."""
 

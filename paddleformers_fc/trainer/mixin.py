@@ -1,6 +1,7 @@
 """The Trainer of a script: PaddleFormers' Trainer, or a subclass of it, whose checkpoints are flex checkpoints.
 
-Every method hands over to :mod:`.seam`, which hands over to PaddleFormers where ``flex_checkpoint`` is false.
+Every method hands over to its function (:mod:`.seam`), which hands over to PaddleFormers where ``flex_checkpoint`` is
+false.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 from paddleformers.trainer import Trainer
 
-from paddleformers_fc.trainer import seam
+from paddleformers_fc.trainer import loading, saving, seam
 
 _AnyTrainer: Any = object
 """What the mixin is put before: only the class that has both knows whose methods ``super()`` finds."""
@@ -23,33 +24,33 @@ class FlexTrainerMixin(_AnyTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.train``; ``resume_from_checkpoint=True`` takes the newest finished checkpoint."""
-        return seam.train(self, super().train, *args, **kwargs)
+        return loading.train(self, super().train, *args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        return seam.inner_training_loop(self, super()._inner_training_loop, *args, **kwargs)
+        return loading.inner_training_loop(self, super()._inner_training_loop, *args, **kwargs)
 
     def _load_flex_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        seam.load(self, super()._load_flex_checkpoint, *args, **kwargs)
+        loading.load(self, super()._load_flex_checkpoint, *args, **kwargs)
 
     def _load_rng_state(self, *args: Any, **kwargs: Any) -> None:
-        seam.load_rng_state(self, super()._load_rng_state, *args, **kwargs)
+        loading.load_rng_state(self, super()._load_rng_state, *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        seam.save(self, super()._save_checkpoint, *args, **kwargs)
+        saving.save(self, super()._save_checkpoint, *args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """As ``Trainer.save_model``: the model in HuggingFace format. Every rank must call."""
-        seam.save_model_of_slices(self, super().save_model, *args, **kwargs)
+        saving.save_model_of_slices(self, super().save_model, *args, **kwargs)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        seam.save_model(self, super()._save, *args, **kwargs)
+        saving.save_model(self, super()._save, *args, **kwargs)
 
     def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> list[str]:
-        found: list[str] = seam.sorted_checkpoints(self, super()._sorted_checkpoints, *args, **kwargs)
+        found: list[str] = saving.sorted_checkpoints(self, super()._sorted_checkpoints, *args, **kwargs)
         return found
 
     def _rotate_checkpoints(self, *args: Any, **kwargs: Any) -> None:
-        seam.rotate_checkpoints(self, super()._rotate_checkpoints, *args, **kwargs)
+        saving.rotate_checkpoints(self, super()._rotate_checkpoints, *args, **kwargs)
 
 
 class FlexTrainer(FlexTrainerMixin, Trainer):

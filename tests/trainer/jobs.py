@@ -520,7 +520,7 @@ TO_BEST = {
 
 def run_to_best(output_dir: str) -> dict[str, Any]:
     """Train beyond the best checkpoint; what it ends with is that one."""
-    from paddleformers_fc.trainer import seam
+    from paddleformers_fc.trainer import loading
 
     arguments = {**TO_BEST, "max_steps": 3}
     trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, eval_dataset=tiny.Samples())
@@ -528,7 +528,7 @@ def run_to_best(output_dir: str) -> dict[str, Any]:
     at_end = trainer.evaluate()["eval_loss"]
     state, last = trainer.state, Path(output_dir) / "checkpoint-3"
     found = {"best": state.best_metric, "at_end": at_end, "checkpoint": state.best_model_checkpoint}
-    seam._load_best(trainer, last)
+    loading._load_best(trainer, last)
     return {**found, "of_last": trainer.evaluate()["eval_loss"]}
 
 
@@ -610,10 +610,10 @@ def random_states() -> dict[str, Any]:
 def left_alone(output_dir: str) -> str:
     """Rank 0 wants to exchange something and rank 1 does not; what rank 0 is told."""
     from paddleformers_fc.errors import PeerError
-    from paddleformers_fc.trainer import seam
+    from paddleformers_fc.trainer.run import channel_of
 
     trainer = flex_trainer(tiny.DP2.to_json(), output_dir, {"flex_timeout": 2})
-    channel = seam._channel(trainer.args)
+    channel = channel_of(trainer.args)
     try:
         return "" if channel.rank else str(channel.exchange(b""))
     except PeerError as error:

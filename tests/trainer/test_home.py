@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.cli.starting import refuse_resume
-from paddleformers_fc.trainer import seam
+from paddleformers_fc.trainer import loading
 from tests.trainer.test_rotation import make_checkpoint
 
 
@@ -38,8 +38,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_in_the_home_directory_is_resumed_from_there(home: Path, asked: bool | str, step: int) -> None:
     args = arguments(output_dir="~/run", flex_plan_cache="~/plans")
     assert args.output_dir == str(home / "run")
-    assert seam._chosen(args, asked) == home / "run" / f"checkpoint-{step}"
-    assert seam._plans(args)._directory == home / "plans"
+    assert loading._chosen(args, asked) == home / "run" / f"checkpoint-{step}"
+    assert loading._plans(args)._directory == home / "plans"
     assert os.listdir() == []
 
 
@@ -47,4 +47,4 @@ def test_what_the_command_lets_pass_is_what_the_ranks_resume(home: Path) -> None
     named = {"flex_checkpoint": True, "resume_from_checkpoint": "~/run/checkpoint-3"}
     refuse_resume(named)
     args = SimpleNamespace(resume_from_checkpoint=None, flex_timeout=60)
-    assert seam._chosen(args, named["resume_from_checkpoint"]) == home / "run" / "checkpoint-3"
+    assert loading._chosen(args, named["resume_from_checkpoint"]) == home / "run" / "checkpoint-3"

@@ -11,7 +11,7 @@ import pytest
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.places import place
-from paddleformers_fc.trainer import documents, seam
+from paddleformers_fc.trainer import documents, saving
 from paddleformers_fc.trainer.options import FlexFields, check_options
 from tests.harness.tiny import SD2V2, TP2
 from tests.storage.serving import serving
@@ -81,6 +81,6 @@ def test_a_password_is_not_written_into_a_checkpoint() -> None:
 def test_a_model_is_not_exported_to_a_url() -> None:
     trainer = SimpleNamespace(args=SimpleNamespace(flex_checkpoint=True, flex_max_shard_size="5GB", output_dir="out"))
     with pytest.raises(OptionError, match="An export cannot be written to s3://bucket/model"):
-        seam.save_pretrained(trainer, pytest.fail, "s3://bucket/model")
+        saving.save_pretrained(trainer, pytest.fail, "s3://bucket/model")
     with pytest.raises(OptionError, match="An export cannot be written to memory://model"):
-        seam.save_model(trainer, pytest.fail, "memory://model")
+        saving.save_model(trainer, pytest.fail, "memory://model")

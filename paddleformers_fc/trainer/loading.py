@@ -1,0 +1,337 @@
+"""Resuming, as PaddleFormers' Trainer does it when ``flex_checkpoint`` is true: one function per method that changes.
+
+Which checkpoint, its weights and states, and then the data where the checkpoint ended. The training loop is
+PaddleFormers' own; it is told that nothing is resumed, because a resumed run's state, data position and random state
+are put in place here. Whatever may fail on one rank alone runs inside an agreement of all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import paddle.distributed as dist
+from paddleformers.utils.log import logger
+
+from paddleformers_fc.catalog import FlexCheckpoint
+from paddleformers_fc.errors import StorageError
+from paddleformers_fc.execute.channel import Channel, agree, together
+from paddleformers_fc.execute.crew import ReadOptions
+from paddleformers_fc.execute.load import PLANS, load_checkpoint
+from paddleformers_fc.execute.opening import open_checkpoint, own_file
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.plan.cache import PlanCache
+from paddleformers_fc.storage.documents import read_document
+from paddleformers_fc.storage.files import exists
+from paddleformers_fc.storage.manifest import newest_checkpoint
+from paddleformers_fc.storage.places import Place, at_home, place
+from paddleformers_fc.trainer import batches, documents, optimizers, position, resume, rng, state
+from paddleformers_fc.trainer.best import found_again
+from paddleformers_fc.trainer.callback import CheckpointReport
+from paddleformers_fc.trainer.options import parse_size
+from paddleformers_fc.trainer.run import (
+    WAITING,
+    Native,
+    Run,
+    called,
+    channel_of,
+    refuse_optimizer,
+    reporters,
+    run_of,
+    when_active,
+)
+from paddleformers_fc.wording import count_text
+
+_told_data = msgspec.json.Decoder(tuple[position.Order, int | None])
+
+
+@when_active
+def train(
+    trainer: Any,
+    native: Native,
+    resume_from_checkpoint: str | bool | None = None,
+    ignore_keys_for_eval: list[str] | None = None,
+) -> Any:
+    """``Trainer.train``: ``True`` becomes the path of the newest finished checkpoint.
+
+    Raises:
+        NotACheckpoint: there is none, or what was named is none.
+    """
+    run = run_of(trainer)
+    run.resumed_from = run.progress = run.generators = None
+    run.told_of_generators = False
+    chosen = run.chosen = _chosen(trainer.args, resume_from_checkpoint)
+    if chosen is None:
+        _warn_of_another_run(trainer.args)
+    return native(None if chosen is None else str(chosen), ignore_keys_for_eval)
+
+
+def _chosen(args: Any, requested: str | bool | None) -> Place | None:
+    if getattr(args, "looks_for_last_checkpoint", False):
+        if requested and args.resume_from_checkpoint is None:
+            # The command line resumes by itself from the newest directory, whatever is in it.
+            return resume.newest_or_begin(Path(args.output_dir), channel_of(args), logger.warning)
+        # Its preference training asks for that directory, or for none, whatever was named.
+        requested = args.resume_from_checkpoint
+    if not requested:
+        return None
+    if requested is True:
+        return resume.newest_or_refuse(Path(args.output_dir), channel_of(args), logger.warning)
+    return resume.named(place(at_home(requested)), channel_of(args))
+
+
+def _warn_of_another_run(args: Any) -> None:
+    """Say that a run from the beginning will share its directory with the checkpoints of an earlier one."""
+    if not args.should_log:
+        return
+    try:
+        found, _ = newest_checkpoint(Path(args.output_dir))
+    except StorageError:
+        return  # The first save will say it.
+    if found is not None:
+        logger.warning(
+            f"This run starts from the beginning, and {args.output_dir} holds checkpoints of another, up to {found}. "
+            "Until this run has passed that step, resume_from_checkpoint: true would take the other's. Name another "
+            "output_dir to keep them apart."
+        )
+
+
+@when_active
+def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
+    """``Trainer._load_flex_checkpoint``: fill model and optimizer, and take over the Trainer's state.
+
+    Raises:
+        FlexError: the same on every rank, before any weight has changed; see :mod:`paddleformers_fc.execute.load`.
+    """
+    started = time.monotonic()
+    args, channel = trainer.args, channel_of(trainer.args)
+    run = run_of(trainer)
+    directory = _meant(run, resume_from_checkpoint)
+    roll = called(args, f"resuming from {directory.name}")
+    checkpoint = open_checkpoint(directory, channel, args.flex_verify, args.flex_threads, roll)
+    continued = not args.ignore_load_lr_and_optim
+    progress = documents.read_progress(checkpoint, channel) if continued else None
+    if progress is not None:
+        _refuse_unlike(trainer, progress, directory)
+    generators = own_file(checkpoint, channel, documents.rng_name) if continued else None
+    roles = together(channel, "preparing the optimizer", lambda: _roles_to_fill(trainer, checkpoint, continued))
+    config = documents.model_config(trainer.model)
+    options = _read_options(args)
+    report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config, _plans(args))
+    _drop_begun_step(trainer, run)
+    run.resumed_from, run.progress, run.generators = directory, progress, generators
+    if progress is not None:
+        _take_over(trainer, progress)
+        _look_for_best(trainer, directory, channel)
+    loaded = CheckpointReport(
+        step=checkpoint.manifest.step,
+        directory=directory,
+        seconds=time.monotonic() - started,
+        bytes=report.bytes_read,
+        known_plan=report.known_plan,
+    )
+    for reporter in reporters(trainer):
+        reporter.on_checkpoint_loaded(args, loaded)
+
+
+def _read_options(args: Any) -> ReadOptions:
+    return ReadOptions(
+        threads=args.flex_threads, staging_bytes=parse_size(args.flex_staging_size), once=args.flex_read == "once"
+    )
+
+
+def _plans(args: Any) -> PlanCache:
+    return PlanCache(Path(at_home(args.flex_plan_cache))) if args.flex_plan_cache != "none" else PLANS
+
+
+def _meant(run: Run, named: str) -> Place:
+    """The checkpoint that a native method names."""
+    return run.chosen if run.chosen is not None and named == str(run.chosen) else place(named)
+
+
+def _roles_to_fill(trainer: Any, checkpoint: FlexCheckpoint, continued: bool) -> state.LiveRoles:
+    """The live weights and states that the checkpoint is to fill."""
+    stored = checkpoint.catalog.roles
+    masters = stored.get(MASTER_WEIGHT, {})
+    state.make_room(trainer.model)
+    if not (continued or masters):
+        return state.model_roles(trainer.model)
+    optimizers.refuse_unsupported(trainer.optimizer)
+    if continued:
+        state.create_states(trainer.model, trainer.optimizer, {*masters, *stored.get(OPTIMIZER_STATE, {})})
+        wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE)
+        return _asked_for(wanted, stored, state.run_roles(trainer.model, trainer.optimizer))
+    # Master weights are weights: a new run from a checkpoint's weights begins with all of their digits.
+    state.create_states(trainer.model, trainer.optimizer, masters)
+    return _asked_for((MODEL_STATE, MASTER_WEIGHT), stored, state.run_roles(trainer.model, trainer.optimizer))
+
+
+def _asked_for(wanted: Sequence[str], stored: Mapping[str, object], live: state.LiveRoles) -> state.LiveRoles:
+    """The live roles that are wanted, and the stored ones of which this rank holds nothing.
+
+    A role that no rank names is left alone by a load. Under overlaps of a pipeline Paddle has nothing to make states
+    of before the first step, and a run would go on with new ones; of a role that is named, what no rank holds is
+    missed.
+    """
+    return {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
+
+
+def _refuse_unlike(trainer: Any, progress: documents.Progress, directory: Place) -> None:
+    """Before anything changes: what :func:`_take_over` will set must be what these objects could have saved."""
+    position.from_document(progress.data, str(directory / documents.DATA))
+    documents.refuse_unlike(progress.scheduler, trainer.lr_scheduler.state_dict(), directory / documents.SCHEDULER)
+    if trainer.do_grad_scaling and progress.scaler is not None:
+        documents.refuse_unlike(progress.scaler, trainer.scaler.state_dict(), directory / documents.SCALER)
+
+
+def _take_over(trainer: Any, progress: documents.Progress) -> None:
+    """Scheduler, scaler and state of the run that is continued."""
+    trainer.lr_scheduler.set_state_dict(progress.scheduler)
+    if trainer.do_grad_scaling and progress.scaler is not None:
+        trainer.scaler.load_state_dict(progress.scaler)
+    trainer.state = progress.state
+
+
+def _drop_begun_step(trainer: Any, run: Run) -> None:
+    """What a training that broke off in the middle of a step has left in this Trainer: gradients, and batches."""
+    if run.has_trained:
+        state.drop_gradients(trainer.model, trainer.optimizer)
+    setattr(trainer, WAITING, [])
+
+
+def _look_for_best(trainer: Any, resumed: Place, channel: Channel) -> None:
+    """Where the best checkpoint is now; said here if it is gone, and not by an error when training has ended."""
+    named = trainer.state.best_model_checkpoint
+    if named is None:
+        return
+    found = trainer.state.best_model_checkpoint = found_again(named, resumed, channel)
+    if found is None and trainer.args.should_log:
+        logger.warning(
+            f"The best checkpoint so far is gone: {named} is neither there nor beside {resumed}. The next one that "
+            "is evaluated and saved takes its place."
+        )
+
+
+@when_active
+def inner_training_loop(
+    trainer: Any,
+    native: Native,
+    args: Any,
+    model: Any,
+    train_dataloader: Any,
+    len_dataloader: int | None,
+    max_steps: int,
+    num_train_epochs: int,
+    num_update_steps_per_epoch: int,
+    num_train_samples: int,
+    resume_from_checkpoint: str | None,
+    ignore_keys_for_eval: list[str] | None,
+) -> Any:
+    """``Trainer._inner_training_loop``: a resumed run's data begins where the checkpoint ended.
+
+    Raises:
+        OptionError: the data is dealt in another order or in portions that do not fit, or the optimizer is one whose
+            states are not supported.
+    """
+    run = run_of(trainer)
+    # Only now is it certain which optimizer the run has, and what sharding has made of it.
+    together(channel_of(args), "looking at the optimizer", lambda: refuse_optimizer(trainer))
+    order, passes = _data(args, train_dataloader, len_dataloader)
+    start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
+    on_made_up = None
+    if run.progress is not None:
+        start = _start(run, args, order, passes)
+        done = trainer.state.global_step >= max_steps
+        epochs = position.epochs_left(start, num_train_epochs, args.max_steps > 0, done)
+        loader = batches.ResumedBatches(
+            train_dataloader,
+            start,
+            order.indexed,
+            on_first_batch=lambda: trainer._load_rng_state(str(run.resumed_from)),
+            on_epoch_over=run.tracker.begin_next_epoch,
+            keep_waiting=getattr(trainer, WAITING).append,
+        )
+        on_made_up = loader.expect_first
+    run.tracker.begin(order, passes, start, run.progress is not None, num_train_epochs, on_made_up)
+    run.has_trained = True
+    with run.best.kept_from(trainer):
+        result = native(
+            args,
+            model,
+            loader,
+            len_dataloader,
+            max_steps,
+            epochs,
+            num_update_steps_per_epoch,
+            num_train_samples,
+            None,
+            ignore_keys_for_eval,
+        )
+    if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+        _load_best(trainer, Path(trainer.state.best_model_checkpoint))
+    return result
+
+
+def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.Order, int | None]:
+    """The order of the data, and the passes of an epoch if they are known.
+
+    Where ranks are handed their batches by others, these say it for all: who reads nothing knows neither.
+    """
+    own = batches.order_of(loader), passes
+    if not args.distributed_dataloader:
+        return own
+    reads = not batches.is_handed_its_batches(loader)
+    told = agree(channel_of(args), "looking at the data", lambda: msgspec.json.encode(own) if reads else b"")
+    return _told_data.decode(next(filter(None, told)))
+
+
+def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> position.Start:
+    if run.progress is None or run.resumed_from is None:
+        return position.Start(position.Position(), 0)
+    saved = position.from_document(run.progress.data, f"{run.resumed_from}/{documents.DATA}")
+    pace = position.pace_of(args, passes)
+    change = position.changed_batch(saved[1], pace)
+    if change and args.should_log:
+        logger.warning(change)
+    if args.ignore_data_skip:
+        return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
+    if not order.indexed and saved[0].samples and args.should_log:
+        other = position.changed_stream(documents.told_arguments(run.resumed_from), args)
+        if other:
+            logger.warning(other)
+    pipeline = args.pipeline_model_parallel_size > 1
+    return position.start_after(saved, pace, order, passes, pipeline)
+
+
+def _load_best(trainer: Any, directory: Path) -> None:
+    """The weights of the best checkpoint, once training has ended."""
+    channel = channel_of(trainer.args)
+    checkpoint = open_checkpoint(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
+    roles = together(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
+    options = _read_options(trainer.args)
+    load_checkpoint(checkpoint, roles, documents.model_config(trainer.model), channel, options)
+    if trainer.args.should_log:
+        logger.info(f"The model now has the weights of its best checkpoint, {directory}.")
+
+
+@when_active
+def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None:
+    """``Trainer._load_rng_state``: this rank's random generators, if the number of ranks has not changed."""
+    if checkpoint is None:
+        return
+    args = trainer.args
+    run = run_of(trainer)
+    path = _meant(run, checkpoint) / documents.rng_name(dist.get_rank())
+    raw = read_document(path) if exists(path) else run.generators
+    restored = raw is not None and rng.restore(
+        raw, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
+    )
+    if not restored and args.should_log and not run.told_of_generators:
+        run.told_of_generators = True
+        logger.warning(
+            f"Random generators start anew: {checkpoint} has none for {count_text(args.world_size, 'rank')}. "
+            "Dropout and other randomness differ from the run that was saved."
+        )

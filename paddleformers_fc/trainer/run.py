@@ -1,0 +1,115 @@
+"""What this package remembers of one Trainer, and what its replaced methods have in common.
+
+A replaced method is a function that takes the Trainer, the native method, and the method's arguments.
+:func:`when_active` makes it one that does nothing of its own where ``flex_checkpoint`` is not true.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.execute.channel import Channel
+from paddleformers_fc.execute.disks import Disks
+from paddleformers_fc.execute.rollcall import Called
+from paddleformers_fc.storage.places import Place
+from paddleformers_fc.trainer import batches, documents, optimizers
+from paddleformers_fc.trainer.best import BestCheckpoint
+from paddleformers_fc.trainer.callback import FlexCheckpointCallback
+from paddleformers_fc.trainer.options import FIELD_NAMES
+from paddleformers_fc.trainer.watch import patient_channel
+
+Native = Callable[..., Any]
+"""A method of PaddleFormers' own."""
+
+RUN = "_flex_run"
+"""Our attribute of a Trainer, for its :class:`Run`."""
+WAITING = "_pp_data_buffer"
+"""PaddleFormers' attribute for the batches that a pipeline has taken and not trained."""
+
+_SHARED_OPTIONS = ("aoa_config", "ignore_load_lr_and_optim", "ignore_save_lr_and_optim", "ignore_data_skip")
+"""PaddleFormers' options that decide what is saved and loaded, and that every rank must have alike."""
+
+
+@dataclass
+class Run:
+    """What this package remembers of one Trainer.
+
+    Args:
+        tracker: follows the position in the data.
+        chosen: the checkpoint to resume from; None in a run from the beginning. The native methods hand it on as text,
+            which for a URL lacks its password.
+        resumed_from: the checkpoint that was loaded; None in a run from the beginning.
+        progress: the Trainer's state in that checkpoint; None unless it is to be continued.
+        generators: this process's random generators in that checkpoint, where it does not see the file.
+        saved: the last checkpoint that this run has saved.
+        disks: which processes share the disk that they save on; known after the first save.
+        told_of_differences: whether the log says that replicas differ.
+        has_trained: whether its loop has run before, which may have left a step that it had begun.
+        told_of_generators: whether the log says that random generators could not be restored.
+        best: keeps the name of the best checkpoint from PaddleFormers' loop.
+    """
+
+    tracker: batches.PositionTracker
+    best: BestCheckpoint = field(default_factory=BestCheckpoint)
+    chosen: Place | None = None
+    resumed_from: Place | None = None
+    progress: documents.Progress | None = None
+    generators: bytes | None = None
+    saved: Path | None = None
+    disks: Disks | None = None
+    told_of_differences: bool = False
+    has_trained: bool = False
+    told_of_generators: bool = False
+
+
+def is_active(args: Any) -> bool:
+    """Whether training arguments ask for this package."""
+    return bool(getattr(args, "flex_checkpoint", False))
+
+
+def when_active(override: Callable[..., Any]) -> Callable[..., Any]:
+    """The override for Trainers that ask for it, the native method for all others."""
+
+    @functools.wraps(override)
+    def either(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
+        if not is_active(trainer.args):
+            return native(*args, **kwargs)
+        return override(trainer, native, *args, **kwargs)
+
+    return either
+
+
+def refuse_optimizer(trainer: Any) -> None:
+    """Refuse an optimizer whose states the first save could not write, after hours of training.
+
+    Raises:
+        OptionError: see :func:`.optimizers.refuse_unsupported`.
+    """
+    if not trainer.args.ignore_save_lr_and_optim:
+        optimizers.refuse_unsupported(trainer.optimizer)
+
+
+def called(args: Any, doing: str) -> Called:
+    """What ranks that were started alike have in common, for the roll call of what they are ``doing``."""
+    names = (*FIELD_NAMES, *_SHARED_OPTIONS)
+    return Called(doing, {name: getattr(args, name) for name in names if hasattr(args, name)})
+
+
+def channel_of(args: Any) -> Channel:
+    """All ranks of the job, none of which waits for another forever."""
+    return patient_channel(args.flex_timeout)
+
+
+def run_of(trainer: Any) -> Run:
+    """What :func:`.seam.construct` has made for a Trainer."""
+    run: Run = getattr(trainer, RUN)
+    return run
+
+
+def reporters(trainer: Any) -> list[FlexCheckpointCallback]:
+    """The callbacks that are told of saves and loads."""
+    return [one for one in trainer.callback_handler.callbacks if isinstance(one, FlexCheckpointCallback)]

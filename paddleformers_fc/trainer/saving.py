@@ -1,0 +1,276 @@
+"""Saving, rotation and export, as PaddleFormers' Trainer does them when ``flex_checkpoint`` is true.
+
+One function per method that changes. Whatever may fail on one rank alone runs inside an agreement of all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle.distributed as dist
+from paddleformers.trainer.trainer_utils import ShardingOption
+from paddleformers.utils.env import PREFIX_CHECKPOINT_DIR
+from paddleformers.utils.log import logger
+
+from paddleformers_fc.errors import OptionError, StorageError
+from paddleformers_fc.execute.channel import Channel, together
+from paddleformers_fc.execute.disks import Disks
+from paddleformers_fc.execute.export import save_weights
+from paddleformers_fc.execute.save import JobRecord, save_checkpoint
+from paddleformers_fc.execute.told import spelled
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.storage.manifest import Manifest
+from paddleformers_fc.storage.places import local
+from paddleformers_fc.trainer import documents, position, rng, rotation, state
+from paddleformers_fc.trainer.callback import CheckpointReport
+from paddleformers_fc.trainer.options import parse_size
+from paddleformers_fc.trainer.run import Native, Run, called, channel_of, reporters, run_of, when_active
+from paddleformers_fc.wording import count_text
+
+
+@when_active
+def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | None = None) -> None:
+    """``Trainer._save_checkpoint``: write ``checkpoint-N`` as a whole, then delete what is beyond the limit.
+
+    Raises:
+        FlexError: the same on every rank; the previous checkpoints are untouched.
+    """
+    with run_of(trainer).best.shown_in(trainer):
+        _save(trainer, metrics)
+
+
+def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
+    started = time.monotonic()
+    args, channel = trainer.args, channel_of(trainer.args)
+    trainer.runtime_timer.start("checkpoint saving time")
+    directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    roll = called(args, f"saving {directory.name}")
+
+    def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
+        _note_best(trainer, metrics, directory)
+        return _roles_to_save(trainer), _files(trainer, channel)
+
+    roles, files = together(channel, "preparing a checkpoint", prepare, roll)
+    job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args))
+    bound = parse_size(args.flex_max_file_size)
+    config, checked = documents.model_config(trainer.model), args.flex_check_replicas
+    report = save_checkpoint(directory, roles, config, files, job, channel, bound, checked)
+    _note_saved(run_of(trainer), directory, report.disks, args)
+    for path in report.set_aside:
+        logger.warning(f"{path} was in the way of {directory} and is kept; delete it when nobody needs it.")
+    _tell_of_differences(trainer, directory, report.differences)
+    trainer.runtime_timer.stop()
+    seconds = time.monotonic() - started
+    saved = CheckpointReport(job.step, directory, seconds, _total_bytes(report.manifest), report.differences)
+    for reporter in reporters(trainer):
+        reporter.on_checkpoint_saved(args, saved)
+    trainer._rotate_checkpoints(output_dir=args.output_dir)
+
+
+def _tell_of_differences(trainer: Any, directory: Path, differences: tuple[str, ...]) -> None:
+    """Say once in a run that its ranks have gone apart; every checkpoint says it of itself."""
+    run = run_of(trainer)
+    if not differences or run.told_of_differences:
+        return
+    run.told_of_differences = True
+    if trainer.args.should_log:
+        lines = "".join(f"\n  - {line}" for line in differences)
+        logger.warning(
+            "Ranks that hold the same part of a tensor hold different numbers: training has gone apart on them. "
+            f"{directory} has one of the versions, and its flex_checkpoint.json lists what differs. This is said once "
+            f"in a run; flex_check_replicas: refuse saves nothing then.{lines}"
+        )
+
+
+def _note_saved(run: Run, directory: Path, disks: Disks, args: Any) -> None:
+    """Remember what rotation must know; say once that a checkpoint lies on several disks."""
+    known = run.disks is not None and run.disks.leads == disks.leads
+    if len(disks.of_leads) > 1 and not known and args.should_log:
+        shared = "; ".join(spelled(ranks) for ranks in disks.sharing().values())
+        logger.warning(
+            f"{args.output_dir} lies on {len(disks.of_leads)} disks, which are seen by: {shared}. Each gets a part of "
+            "every checkpoint; to resume, all parts must be seen, each by any rank."
+        )
+    run.saved, run.disks = directory, disks
+
+
+def _roles_to_save(trainer: Any) -> state.LiveRoles:
+    if trainer.args.ignore_save_lr_and_optim:
+        return state.model_roles(trainer.model)
+    return state.run_roles(trainer.model, trainer.optimizer)
+
+
+def _files(trainer: Any, channel: Channel) -> dict[str, bytes]:
+    """This rank's small files; those that are the same on every rank are written by the first."""
+    args, tracker = trainer.args, run_of(trainer).tracker
+    files: dict[str, bytes] = {}
+    if args.save_rng_states:
+        files[documents.rng_name(channel.rank)] = rng.capture(args.world_size, args.use_hybrid_parallel)
+    if channel.rank == 0:
+        data = position.to_document(tracker.position, position.pace_of(args), tracker.order)
+        files |= {**documents.model_files(trainer), **documents.trainer_files(trainer, data)}
+    return files
+
+
+def _note_best(trainer: Any, metrics: dict[str, float] | None, directory: Path) -> None:
+    """Remember the best checkpoint, as PaddleFormers does.
+
+    Raises:
+        OptionError: the evaluation has no such metric.
+    """
+    args, state = trainer.args, trainer.state
+    if metrics is None or args.metric_for_best_model is None:
+        return
+    named = args.metric_for_best_model
+    name = named if named.startswith("eval_") else f"eval_{named}"
+    if name not in metrics:
+        raise OptionError(
+            f"The evaluation has no metric {name}, by which the best checkpoint is to be chosen.",
+            where=f"metric_for_best_model: {named}",
+            evidence=[f"it has {', '.join(sorted(metrics))}"],
+            next_step="Name one of these in metric_for_best_model; of several evaluation sets the last one counts.",
+        )
+    value = metrics[name]
+    better = np.greater if args.greater_is_better else np.less
+    if state.best_metric is None or state.best_model_checkpoint is None or better(value, state.best_metric):
+        state.best_metric = float(value)
+        state.best_model_checkpoint = str(directory)
+
+
+def parallel_degrees(args: Any) -> dict[str, int]:
+    """The degree of every parallel axis, for the reader of a manifest."""
+    sharding = max(args.sharding_parallel_size, 1)
+    return {
+        "dp": max(args.dataset_world_size // sharding, 1),
+        "tp": max(args.tensor_model_parallel_size, 1),
+        "pp": max(args.pipeline_model_parallel_size, 1),
+        "sharding": sharding,
+        "ep": max(args.expert_model_parallel_size, 1),
+        "sep": max(args.sep_parallel_size, 1),
+        "cp": max(args.context_parallel_size, 1),
+    }
+
+
+@when_active
+def sorted_checkpoints(
+    trainer: Any,
+    native: Native,
+    output_dir: str | None = None,
+    checkpoint_prefix: str = PREFIX_CHECKPOINT_DIR,
+    use_mtime: bool = False,
+) -> list[str]:
+    """``Trainer._sorted_checkpoints``: by step, which copying files does not change."""
+    found = rotation.numbered(Path(output_dir or trainer.args.output_dir), checkpoint_prefix)
+    return [str(path) for path in found]
+
+
+@when_active
+def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, output_dir: str | None = None) -> None:
+    """``Trainer._rotate_checkpoints``: on the first rank of every disk, and never the newest finished one."""
+    args, run = trainer.args, run_of(trainer)
+    if dist.get_rank() not in (run.disks.of_leads if run.disks is not None else (0,)):
+        return
+    with run.best.shown_in(trainer):
+        best = trainer.state.best_model_checkpoint
+    limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
+    try:
+        needed = [path for path in (run.saved, None if best is None else Path(best)) if path is not None]
+        level, threads = args.flex_verify, args.flex_threads
+        rotation.rotate(Path(output_dir or args.output_dir), limit, needed, logger.info, level, threads)
+    except StorageError as error:
+        # The checkpoint is saved; that an old one resists is no reason to end the run.
+        logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")
+
+
+@when_active
+def save_model_of_slices(
+    trainer: Any,
+    native: Native,
+    output_dir: str | None = None,
+    merge_tensor_parallel: bool = False,
+    last_fc_to_hf: bool = False,
+) -> None:
+    """``Trainer.save_model``: under sharding stage 3 without gathering the whole model on every rank before.
+
+    Slices are exported as they lie, and on a CPU the gathering fails.
+
+    Raises:
+        FlexError: the same on every rank; an older export in the directory is untouched.
+    """
+    save = trainer._save if ShardingOption.FULL_SHARD in trainer.args.sharding else native
+    save(output_dir, merge_tensor_parallel=merge_tensor_parallel, last_fc_to_hf=last_fc_to_hf)
+
+
+@when_active
+def save_model(
+    trainer: Any,
+    native: Native,
+    output_dir: str | None = None,
+    state_dict: Any = None,
+    merge_tensor_parallel: bool = False,
+    last_fc_to_hf: bool = False,
+) -> None:
+    """``Trainer._save``: the model in HuggingFace format, with everything that ``from_pretrained`` needs.
+
+    Raises:
+        FlexError: the same on every rank; an older export in the directory is untouched.
+    """
+    _export(
+        trainer, local(output_dir or trainer.args.output_dir, "An export"), parse_size(trainer.args.flex_max_shard_size)
+    )
+
+
+def save_pretrained(
+    trainer: Any,
+    native: Native,
+    save_dir: str,
+    is_main_process: bool = True,
+    state_dict: Any = None,
+    *args: Any,
+    max_shard_size: str | int | None = None,
+    **kwargs: Any,
+) -> None:
+    """``model.save_pretrained`` of a Trainer's model. Every rank must call, as for the native method.
+
+    Args:
+        trainer: the Trainer that the model belongs to.
+        native: the model's own method, used if a ``state_dict`` is given that is not the model's.
+        save_dir: the directory to write.
+        is_main_process: without meaning here; the ranks share the work.
+        state_dict: other weights than the model's.
+        max_shard_size: largest file, such as ``"5GB"`` or a number of bytes. Default: ``flex_max_shard_size``.
+
+    Raises:
+        FlexError: the same on every rank; an older export in the directory is untouched.
+    """
+    if state_dict is not None:
+        native(save_dir, is_main_process, state_dict, *args, **kwargs)
+        return
+    asked = trainer.args.flex_max_shard_size if max_shard_size is None else max_shard_size
+    _export(trainer, local(save_dir, "An export"), parse_size(asked) if isinstance(asked, str) else int(asked))
+
+
+def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
+    channel = channel_of(trainer.args)
+    roll = called(trainer.args, f"exporting to {directory.name}")
+
+    def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
+        roles = state.model_roles(trainer.model)
+        if channel.rank != 0:
+            return roles, {}
+        arguments = documents.arguments_document(trainer.args)
+        return roles, {**documents.model_files(trainer), documents.EXPORTED_ARGUMENTS: arguments}
+
+    roles, files = together(channel, "preparing an export", prepare, roll)
+    config = documents.model_config(trainer.model)
+    report = save_weights(roles[MODEL_STATE], config, files, directory, max_shard_bytes, channel)
+    if trainer.args.should_log:
+        tensors, files_made = count_text(report.tensors, "tensor"), count_text(len(report.files), "file")
+        logger.info(f"Exported {tensors} to {directory} in {files_made}.")
+
+
+def _total_bytes(manifest: Manifest) -> int:
+    return sum(receipt.size for receipt in manifest.files)
