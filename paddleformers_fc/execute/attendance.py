@@ -51,6 +51,10 @@ _SERVER = 0
 class Board(Protocol):
     """Counters and texts that every rank of a job sees; what Paddle calls a store."""
 
+    @property
+    def name(self) -> str:
+        """How an error names it, with its address."""
+
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which begins at 0; its new value. Adding 0 is looking."""
 
@@ -76,6 +80,7 @@ class Attendance:
         self._lock = threading.Lock()
         self._rank = rank
         self._size = world_size
+        self._configured = patience
         self._muster = min(LONGEST_MUSTER, patience / 4)
         self._patience = patience - self._muster
         self._interval = max(_SHORTEST_LOOK, world_size * _LOOK_PER_RANK)
@@ -153,7 +158,7 @@ class Attendance:
                 gave_up = True
                 if self._add(_ARRIVALS, _GAVE_UP) % _GAVE_UP < expected:
                     self._add(_LOST, 1)
-                    return f"Not every rank has come within {self._patience:g} s."
+                    return f"Not every rank has come within flex_timeout: {self._configured:g} s."
                 self._add(_ARRIVALS, -_GAVE_UP)  # The last one came first after all.
             time.sleep(interval)
             interval = min(2 * interval, self._interval)
@@ -187,14 +192,17 @@ class Attendance:
             where=f"a job of {self._size} ranks",
             evidence=[said],
             next_step="Look into the logs of these ranks, and start the job again from its newest checkpoint; raise "
-            "flex_timeout if they were only slow.",
+            f"flex_timeout, which is {self._configured:g} s, if they were only slow.",
         )
 
     def _nobody_answers(self) -> PeerError:
         return PeerError(
             "The store of the job does not answer. The job cannot go on.",
             where=f"a job of {self._size} ranks",
-            evidence=[f"rank {_SERVER}, or the launcher that keeps the store for it, has ended"],
+            evidence=[
+                f"{self._board.name} is served by rank {_SERVER}, which has ended, or which this node cannot reach",
+                f"flex_timeout: {self._configured:g} s",
+            ],
             next_step=f"Look into the log of rank {_SERVER}, and start the job again from its newest checkpoint.",
         )
 

@@ -81,18 +81,19 @@ def group_store(default_store: Any, rank: int, group_id: int) -> Any:
 
 def _serve(group_id: int) -> tuple[Any, str]:
     """A new store and its address. Another process may take the free port first, so this tries a few."""
+    host = stores.own_host()
     refusals: list[str] = []
     for _ in range(_BIND_ATTEMPTS):
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, 0))
             port = probe.getsockname()[1]
         try:
-            return stores.open_store("127.0.0.1", port, is_master=True), f"127.0.0.1:{port}"
+            return stores.open_store(host, port, is_master=True), f"{host}:{port}"
         except Exception as refusal:  # Paddle says in no type of its own that a port is taken.
             refusals.append(f"port {port}: {refusal}")
     raise errors.PeerError(
         f"No port could be bound for the store of process group {group_id}.",
-        where="127.0.0.1",
+        where=host,
         evidence=refusals,
         next_step="Check the machine's limit on open sockets.",
     )

@@ -32,6 +32,7 @@ from paddle.base import core
 from paddle.distributed import collective
 
 from .. import errors
+from . import stores
 
 _HEADER = struct.Struct("<qqqq")  # group id, channel, sender's global rank, bytes that follow
 _TOKEN_BYTES = 16
@@ -85,9 +86,10 @@ class Mailbox:
         self._world_size = 1
         self._gone: set[int] = set()
         self._somebody_went = threading.Condition()
-        self._server = socket.create_server(("127.0.0.1", 0), backlog=128)
+        host = stores.own_host()
+        self._server = socket.create_server((host, 0), backlog=128)
         port = self._server.getsockname()[1]
-        store.set(_ADDRESS_KEY.format(rank=rank), f"127.0.0.1:{port}:{self._token.hex()}")
+        store.set(_ADDRESS_KEY.format(rank=rank), f"{host}:{port}:{self._token.hex()}")
         threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
 
     def learn_addresses(self, store: Any, world_size: int) -> None:
@@ -171,7 +173,7 @@ class Mailbox:
             threading.Thread(target=self._read, args=(connection,), name="mailbox-reader", daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
-        # A stranger on the loopback interface does not know the token and is not listened to.
+        # A stranger on the network does not know the token and is not listened to.
         introduction = _receive(connection, _TOKEN_BYTES + _RANK.size)
         if introduction is None or introduction[:_TOKEN_BYTES] != self._token:
             connection.close()

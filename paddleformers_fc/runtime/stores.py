@@ -1,10 +1,14 @@
-"""Stores through which ranks find each other: no three seconds at the start, no 40 ms per question.
+"""Stores through which ranks find each other: no three seconds at the start, no 40 ms per question, no endless wait.
 
 Paddle's TCP store costs time in two places. Its client sleeps three seconds after a refused connection, so that a job
 whose ranks start together waits for nothing whenever rank 0 is not the first; here a rank waits until the port answers
 and only then lets Paddle connect. And the client writes each question in several small pieces without
 ``TCP_NODELAY``, so that every answer waits for a delayed acknowledgement, 40 ms; groups ask dozens of questions. Here
 the option is set on the store's sockets once they are open.
+
+Paddle's client also waits without a bound for every answer. It hangs if another service listens at the address, and
+after a power failure of the node that serves the store. :class:`StoreClient` speaks the same protocol over a connection
+of its own, with a bound on every wait. The agreement of ranks before each exchange uses it on every device.
 
 Time: eight ranks with all groups of tp2 pp2 sharding2 find each other in 1 s instead of 9 s. Memory: nothing.
 """
@@ -15,28 +19,55 @@ import functools
 import os
 import socket
 import stat
+import struct
 import time
-from collections.abc import Collection
-from contextlib import suppress
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from paddle.base import core
 
+from ..errors import PeerError
+
 _POLL_SECONDS = 0.02
-_DEADLINE_SECONDS = 60.0
+OPENING_SECONDS = 60.0
+"""Seconds that opening a connection to a store may take."""
+
 _TIMEOUT_SECONDS = 120
+LOOPBACK = "127.0.0.1"
+
+_ADD, _GET, _SET = 0, 1, 3
+"""The commands of Paddle's store that are used here."""
+
+_PREFIX = "/"
+"""Paddle's client puts it in front of every key."""
+
+_COMMAND, _LENGTH, _NUMBER = struct.Struct("=i"), struct.Struct("=Q"), struct.Struct("=q")
+_PROBE_KEY = "flex/probe"
+_LONGEST_PART = 1 << 16
 
 
-def master_address() -> tuple[str, int] | None:
-    """Where rank 0 listens, from the environment; None when nothing is said about it."""
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+def job_store_address() -> tuple[str, int] | None:
+    """Return the address of the job's store, which rank 0 serves; None if the environment does not contain it.
+
+    Paddle reads ``PADDLE_MASTER``, then the first of ``PADDLE_TRAINER_ENDPOINTS``. ``MASTER_ADDR`` and ``MASTER_PORT``
+    are not the store: the launcher's rendezvous listens there.
+    """
     endpoint = os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")[0]
     host, colon, port = endpoint.rpartition(":")
     return (host, int(port)) if colon else None
 
 
-def wait_for(address: tuple[str, int], deadline_seconds: float = _DEADLINE_SECONDS) -> bool:
+def own_host() -> str:
+    """Return the address at which the other ranks reach this one; the loopback address if all are on one node."""
+    endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
+    hosts = {endpoint.rpartition(":")[0] for endpoint in endpoints}
+    own = os.environ.get("PADDLE_CURRENT_ENDPOINT", "").rpartition(":")[0]
+    return own if own and len(hosts) > 1 else LOOPBACK
+
+
+def wait_for(address: tuple[str, int], deadline_seconds: float = OPENING_SECONDS) -> bool:
     """Wait until something listens at ``address``; False when the time is over (Paddle then reports it)."""
     end = time.monotonic() + deadline_seconds
     while time.monotonic() < end:
@@ -57,21 +88,110 @@ def open_store(host: str, port: int, is_master: bool) -> Any:
     return store
 
 
-def open_client(host: str, port: int) -> Any:
-    """A connection of its own to a store that is there; it answers at once, and no other socket is touched."""
-    before = set(_open_sockets())
-    store = core.TCPStore(host, port, False, 1, _TIMEOUT_SECONDS)
-    send_at_once(before)
-    return store
-
-
-def send_at_once(but: Collection[int] = ()) -> None:
-    """Set ``TCP_NODELAY`` on this process' open TCP sockets; Paddle does not tell which is a store's.
+class StoreClient:
+    """A connection to Paddle's TCP store with a bound on every wait. One thread at a time may use it.
 
     Args:
-        but: descriptors that are left as they are.
+        address: host and port of the store.
+        opening: seconds that the connection and the first answer may take.
+        timeout: seconds that every later answer may take.
+
+    Raises:
+        PeerError: no connection, or no answer in the store's protocol. The error names the address.
     """
-    for descriptor in set(_open_sockets()).difference(but):
+
+    def __init__(self, address: tuple[str, int], opening: float, timeout: float) -> None:
+        self._address = f"{address[0]}:{address[1]}"
+        self.name = f"the store at {self._address}"
+        self._socket = self._connected(address, opening)
+        weakref.finalize(self, self._socket.close)
+        self._socket.settimeout(opening)
+        try:
+            self.add(_PROBE_KEY, 0)
+        except OSError as error:
+            raise self._unreachable("does not answer as the store of this job", opening, error) from error
+        self._socket.settimeout(timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins at 0, and return its new value.
+
+        Raises:
+            OSError: no answer in time; the connection cannot be used again.
+        """
+        self._send(_ADD, key, _NUMBER.pack(amount))
+        return int(_NUMBER.unpack(self._receive(_NUMBER.size))[0])
+
+    def set(self, key: str, value: str) -> None:
+        """Store a text."""
+        data = value.encode()
+        self._send(_SET, key, _LENGTH.pack(len(data)) + data)
+
+    def get(self, key: str) -> bytes:
+        """Return a text that has been stored.
+
+        Raises:
+            OSError: no answer in time; the connection cannot be used again.
+        """
+        self._send(_GET, key, b"")
+        (size,) = _LENGTH.unpack(self._receive(_LENGTH.size))
+        return bytes(self._receive(size))
+
+    def _connected(self, address: tuple[str, int], seconds: float) -> socket.socket:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                connection = socket.create_connection(address, timeout=max(end - time.monotonic(), _POLL_SECONDS))
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return connection
+            except OSError as error:
+                if time.monotonic() >= end:
+                    raise self._unreachable("cannot be reached", seconds, error) from error
+            time.sleep(_POLL_SECONDS)
+
+    def _unreachable(self, problem: str, seconds: float, error: OSError) -> PeerError:
+        return PeerError(
+            f"The address of the job's store, {self._address}, {problem}.",
+            where=self._address,
+            evidence=[f"waited {seconds:g} s: {error}", *_settings()],
+            next_step="Start the ranks with one launcher per node, whose PADDLE_MASTER they inherit, and let every "
+            "node reach this address.",
+        )
+
+    def _send(self, command: int, key: str, rest: bytes) -> None:
+        name = (_PREFIX + key).encode()
+        with _closed_on_failure(self._socket):
+            self._socket.sendall(_COMMAND.pack(command) + _LENGTH.pack(len(name)) + name + rest)
+
+    def _receive(self, size: int) -> bytearray:
+        received = bytearray()
+        with _closed_on_failure(self._socket):
+            while len(received) < size:
+                part = self._socket.recv(min(size - len(received), _LONGEST_PART))
+                if not part:
+                    raise ConnectionResetError("the connection was closed")
+                received += part
+        return received
+
+
+@contextmanager
+def _closed_on_failure(connection: socket.socket) -> Iterator[None]:
+    """After a failure the next bytes on the connection may belong to an earlier question, so it is closed."""
+    try:
+        yield
+    except OSError:
+        connection.close()
+        raise
+
+
+def _settings() -> list[str]:
+    """Return the environment variables that name addresses, for errors."""
+    names = ("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT")
+    return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+
+
+def send_at_once() -> None:
+    """Set ``TCP_NODELAY`` on this process' open TCP sockets; Paddle does not tell which is a store's."""
+    for descriptor in _open_sockets():
         with suppress(OSError):  # Closed meanwhile, or not TCP.
             with socket.socket(fileno=os.dup(descriptor)) as duplicate:
                 duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -93,7 +213,7 @@ def apply() -> None:
 
     @functools.wraps(original)
     def create_or_get_global_tcp_store() -> Any:
-        address = master_address()
+        address = job_store_address()
         if address is not None and os.environ.get("PADDLE_TRAINER_ID", "0") != "0":
             wait_for(address)
         store = original()

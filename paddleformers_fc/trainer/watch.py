@@ -7,8 +7,9 @@ exchanges, a thread watches the clock, and whether another rank has found the jo
 all ranks print, writes where every thread of the process stands, and ends the process, which ends the job: a launcher
 sees a failed rank instead of a job that is forever about to save.
 
-The store is asked through a connection of its own, for a client of Paddle's store mixes up the answers when two threads
-ask at once. It is opened for a save or load and closed after it.
+The store is asked through a connection of its own (:class:`paddleformers_fc.runtime.stores.StoreClient`): a client of
+Paddle's store mixes up the answers when two threads ask at once, and waits for them without a bound. It is opened for a
+save or load and closed after it.
 """
 
 from __future__ import annotations
@@ -74,11 +75,14 @@ class Watchman:
     def _time_is_over(self) -> FlexError:
         if self._attendance is not None:
             self._attendance.give_up()
-            return self._attendance.report(f"An exchange between the ranks has not ended within {self._patience:g} s.")
+            return self._attendance.report(
+                f"An exchange between the ranks has not ended within flex_timeout: {self._patience:g} s."
+            )
         return PeerError(
             f"Rank {self._rank} has waited {self._patience} s for the other ranks and gives up.",
             where=f"rank {self._rank} of {self._size}",
-            next_step="Find the rank that failed in the other ranks' logs, or raise flex_timeout if they are slow.",
+            next_step="Find the rank that failed in the other ranks' logs, or raise flex_timeout, which is "
+            f"{self._patience:g} s, if they are slow.",
         )
 
     def _leave(self, error: FlexError) -> None:
@@ -113,15 +117,16 @@ def watched(channel: Channel, patience: float, board: Board | None = None) -> Ch
 def patient_channel(patience: float = DEFAULT_PATIENCE) -> Channel:
     """All ranks of the running job, none of which waits for another longer than ``patience`` seconds."""
     channel = job_channel()
-    return watched(channel, patience, _open_board() if channel.world_size > 1 else None)
+    return watched(channel, patience, _open_board(patience) if channel.world_size > 1 else None)
 
 
-def _open_board() -> Board | None:
-    """A connection to the store of the job; None where the environment does not say where it is."""
+def _open_board(patience: float) -> Board | None:
+    """A connection to the store of the job; None where the environment does not contain its address.
+
+    Raises:
+        PeerError: nothing at that address answers as the store; on this rank alone.
+    """
     from paddleformers_fc.runtime import stores
 
-    address = stores.master_address()
-    if address is None:
-        return None
-    board: Board = stores.open_client(*address)
-    return board
+    address = stores.job_store_address()
+    return address and stores.StoreClient(address, min(patience, stores.OPENING_SECONDS), patience)

@@ -21,6 +21,8 @@ PATIENCE = 1.0
 class Counters:
     """A board in memory."""
 
+    name = "the board in memory"
+
     def __init__(self) -> None:
         self.numbers: Counter[str] = Counter()
         self.texts: dict[str, str] = {}
