@@ -163,32 +163,37 @@ def open_checkpoint(
     return _open_divided(directory, sight, looked.sights, channel, verify, threads)
 
 
-def check_together(directory: Place, channel: Channel) -> None:
+def check_together(directory: Place, channel: Channel, level: str = "size", threads: int = 4) -> None:
     """See whether a checkpoint is finished: somebody sees every file of it, in its size.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks of the job; every rank must call.
+        level: ``full`` also compares the checksums of all files; the ranks share the work.
+        threads: how many threads of this rank compare checksums.
     Raises:
         CheckpointError: the same on every rank: it is not, or it is of different saves on different disks.
     """
 
     def check_alone(own: Sight | None) -> None:
-        if channel.rank == 0:  # Where all see the same, one of them looks closer.
-            verify_files(directory, read_manifest(directory) if own is None else own.manifest, "size")
+        # On every rank: nodes whose disks hold copies see the same manifest, and a file of one copy may be truncated.
+        verify_files(directory, read_manifest(directory) if own is None else own.manifest, "size")
 
     looked = _look(directory, channel, check_alone)
     if looked.alike:
         refuse_failed(channel, looked.faults)
-        return
     manifest = _common_manifest(directory, looked, channel)
     seen_by = _seen_by(manifest, looked.sights)
-    _refuse_lost(directory, seen_by, looked.sights)
+    if not looked.alike:
+        _refuse_lost(directory, seen_by, looked.sights)
 
-    def check() -> None:
-        _verify_seen(directory, manifest, seen_by, channel.rank, "size")
+        def check() -> None:
+            _verify_seen(directory, manifest, seen_by, channel.rank, "size")
 
-    together(channel, f"looking at the files of {directory.name}", check)
+        together(channel, f"looking at the files of {directory.name}", check)
+    if level == "full":
+        identities = looked.own.identities if looked.own else {}
+        check_files(directory, _share(manifest, seen_by, channel), identities, channel, threads)
 
 
 def own_file(checkpoint: FlexCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:

@@ -70,16 +70,21 @@ def train(
 
 
 def _chosen(args: Any, requested: str | bool | None) -> Place | None:
+    def warn(line: str) -> None:
+        if args.should_log:  # On every node.
+            logger.warning(line)
+
     if getattr(args, "looks_for_last_checkpoint", False):
-        if requested and args.resume_from_checkpoint is None:
-            # The command line resumes by itself from the newest directory, whatever is in it.
-            return resume.newest_or_begin(Path(args.output_dir), channel_of(args), logger.warning)
+        if args.resume_from_checkpoint is None and not args.overwrite_output_dir:
+            # The command line resumes by itself from the newest directory, whatever is in it. What was requested does
+            # not count: it is None on a node whose disk is empty, and all ranks must decide together.
+            return resume.newest_or_begin(Path(args.output_dir), channel_of(args), warn)
         # Its preference training asks for that directory, or for none, whatever was named.
         requested = args.resume_from_checkpoint
     if not requested:
         return None
     if requested is True:
-        return resume.newest_or_refuse(Path(args.output_dir), channel_of(args), logger.warning)
+        return resume.newest_or_refuse(Path(args.output_dir), channel_of(args), warn)
     return resume.named(place(at_home(requested)), channel_of(args))
 
 

@@ -19,6 +19,7 @@ from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import CheckpointError, NotACheckpoint
 from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.opening import check_together
+from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.plan.stock import is_stock
 from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
@@ -29,27 +30,31 @@ from paddleformers_fc.storage.places import Place
 _MOST_NAMED = 3
 
 
-def newest(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path | None:
-    """The newest finished checkpoint of a run; None if it has none.
+def newest(
+    output_dir: Path, channel: Channel, level: str = "size", threads: int = 4
+) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Find the newest finished checkpoint of a run.
 
     Args:
         output_dir: where the run saves.
         channel: all ranks of the job; every rank must call.
-        warn: gets one line per directory that is passed over, on the first rank.
+        level: as for :func:`.check_together`.
+        threads: as for :func:`.check_together`.
     Returns:
-        of one and the same step on every rank, a path in this rank's output directory.
+        of one and the same step on every rank, a path in this rank's output directory, or None; and every newer
+        directory that is passed over, with the reason, which is the same on every rank and names ranks that differ.
     Raises:
         StorageError: the operating system refused to look.
     """
+    passed_over: list[tuple[Path, str]] = []
     for name in _names(output_dir, channel):
         try:
-            check_together(output_dir / name, channel)
+            check_together(output_dir / name, channel, level, threads)
         except CheckpointError as error:
-            if channel.rank == 0:
-                warn(f"{output_dir / name} cannot be resumed from and is passed over: {error.in_one_line()}")
+            passed_over.append((output_dir / name, error.in_one_line()))
         else:
-            return output_dir / name
-    return None
+            return output_dir / name, passed_over
+    return None, passed_over
 
 
 def _names(output_dir: Path, channel: Channel) -> list[str]:
@@ -85,28 +90,42 @@ def newest_or_begin(output_dir: Path, channel: Channel, warn: Callable[[str], No
 
     A run that begins anew beside checkpoints that are damaged, or that another format holds, would save over them.
 
+    Args:
+        output_dir: where the run saves.
+        channel: all ranks of the job; every rank must call.
+        warn: gets a line for every directory that is passed over, on every rank.
+
     Raises:
-        NotACheckpoint: there are checkpoints, and none can be resumed from.
+        NotACheckpoint: the same on every rank: there are checkpoints, and none can be resumed from.
     """
-    passed_over: list[str] = []
-    found = newest(output_dir, channel, passed_over.append)
-
-    def refuse() -> None:
-        held = [path for path in candidates_in(output_dir) if is_directory(path) and list_directory(path)]
-        if found is None and held:
-            raise NotACheckpoint(
-                f"{output_dir} holds checkpoints, and none can be resumed from. A run from the beginning would write "
-                "over them.",
-                where=str(output_dir),
-                evidence=[_kind_of(path) for path in held],
-                next_step="Put back what is missing, or name a checkpoint in resume_from_checkpoint. To begin anew, "
-                "name another output_dir, or set overwrite_output_dir: true.",
-            )
-
-    for line in passed_over:
-        warn(line)
-    together(channel, "looking for checkpoints", refuse)
+    found, passed_over = newest(output_dir, channel)
+    for path, why in passed_over:
+        warn(f"{path} cannot be resumed from and is passed over: {why}")
+    held = _held(output_dir, channel) if found is None and passed_over else []
+    if held:
+        raise NotACheckpoint(
+            f"{output_dir} holds checkpoints, and none can be resumed from. A run from the beginning would write "
+            "over them.",
+            where=str(output_dir),
+            evidence=[*held, *(f"{path.name}: {why}" for path, why in passed_over)],
+            next_step="Put back what is missing, or name a checkpoint in resume_from_checkpoint. To begin anew, "
+            "name another output_dir, or set overwrite_output_dir: true.",
+        )
     return found
+
+
+def _held(output_dir: Path, channel: Channel) -> list[str]:
+    """What the ranks see in an output directory with nothing to resume from; empty directories do not count."""
+
+    def look() -> bytes:
+        seen = [path for path in candidates_in(output_dir) if is_directory(path) and list_directory(path)]
+        return msgspec.json.encode([_kind_of(path) for path in seen])
+
+    ranks: dict[str, list[int]] = {}
+    for rank, payload in enumerate(agree(channel, "looking for checkpoints", look)):
+        for line in msgspec.json.decode(payload, type=list[str]):
+            ranks.setdefault(line, []).append(rank)
+    return [line if len(seers) == channel.world_size else f"{line} ({spelled(seers)})" for line, seers in ranks.items()]
 
 
 def _kind_of(directory: Path) -> str:
@@ -119,16 +138,19 @@ def _kind_of(directory: Path) -> str:
 
 
 def newest_or_refuse(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path:
-    """As :func:`newest`, for a run that must resume.
+    """As :func:`newest_or_begin`, for a run that must resume.
 
     Raises:
-        NotACheckpoint: there is none.
+        NotACheckpoint: the same on every rank: there is none, with the reason for every directory passed over.
     """
-    found = newest(output_dir, channel, warn)
+    found, passed_over = newest(output_dir, channel)
+    for path, why in passed_over:
+        warn(f"{path} cannot be resumed from and is passed over: {why}")
     if found is None:
         raise NotACheckpoint(
             f"{output_dir} has no finished checkpoint to resume from.",
             where=str(output_dir),
+            evidence=[f"{path.name}: {why}" for path, why in passed_over],
             next_step="Name a checkpoint in resume_from_checkpoint, or remove that key to start from the beginning.",
         )
     return found

@@ -89,7 +89,7 @@ def save_together(output_dir: Path, grid: str, step: int, generation: int) -> No
 
 def resume_and_save(output_dir: Path, grid: str, step: int, generation: int, channel: Channel) -> None:
     """Load the newest checkpoint under a layout, look at every number, and save a step."""
-    found = newest(output_dir, channel, _quiet)
+    found = newest(output_dir, channel)[0]
     if found is None:
         raise Lost(f"{output_dir} has nothing to resume from.")
     roles = filled(_model(grid).roles(channel.rank), functools.partial(_constant, 0))
@@ -168,7 +168,7 @@ def chosen(output_dir: Path, kept: bool = False) -> Found:
         theirs = kept and name.startswith("kept-")
         if parse_step(output_dir / name) is None and name not in hidden and not theirs:
             raise Lost(f"{name} is neither a checkpoint nor recognised as unfinished.")
-    after = newest(output_dir, ALONE, _quiet)
+    after = newest(output_dir, ALONE)[0]
     if after is None or (after != before and whole(after) != generation):
         raise Lost(f"{before} was the newest, and {after} is taken.")
     step = parse_step(after)

@@ -31,6 +31,22 @@ def resume_and_save_again(places: list[str], **settings: Any) -> None:
     jobs.resume_and_save_again(**settings)
 
 
+def resume_by_itself(places: list[str], **settings: Any) -> dict[str, Any]:
+    """Train as the command line does: each rank names the newest directory that it sees, and a fresh disk has none."""
+    from paddleformers.trainer import get_last_checkpoint
+
+    from paddleformers_fc.errors import FlexError
+
+    go_to(places)
+    trainer = jobs.flex_trainer(**settings)
+    trainer.args.looks_for_last_checkpoint = True
+    try:
+        trainer.train(resume_from_checkpoint=get_last_checkpoint("out") if os.path.isdir("out") else None)
+    except FlexError as error:
+        return {"error": type(error).__name__, "text": error.render(), "steps": len(trainer.losses)}
+    return jobs.outcome(trainer)
+
+
 def export(places: list[str], resume: str, **settings: Any) -> list[str]:
     """Export after a resume; the files that this rank then sees."""
     go_to(places)

@@ -151,6 +151,34 @@ def test_a_lost_disk_is_an_error_that_names_files_and_ranks(ranks: ForkServer, s
     assert "model_state/rank-00001.safetensors is missing" in alone["text"]
 
 
+@pytest.mark.parametrize("numbers", [(0, 7), (7, 0)], ids=["second fresh", "first fresh"])
+def test_a_node_with_a_fresh_disk_joins_the_decision_to_resume(
+    ranks: ForkServer, saved: Saved, tmp_path: Path, numbers: tuple[int, int]
+) -> None:
+    (tmp_path / "disk-0").mkdir()
+    merged(disks(saved.directory, 0, 1), "checkpoint-3", tmp_path / "disk-0/out")
+    result = run(ranks, "resume_by_itself", DP2, disks(tmp_path, *numbers), **SIX_STEPS)
+    assert [one["losses"] for one in result.values] == [saved.losses[3:]] * 2
+
+
+def test_parts_on_a_lost_disk_stop_the_run_on_every_node_with_the_reason_for_each_checkpoint(
+    ranks: ForkServer, saved: Saved, tmp_path: Path
+) -> None:
+    result = run(ranks, "resume_by_itself", DP2, disks(saved.copied(tmp_path), 0, 7), **SIX_STEPS)
+    for found in result.values:
+        assert (found["error"], found["steps"]) == ("NotACheckpoint", 0)
+        for step in (3, 6):
+            (reason,) = [line for line in found["text"].splitlines() if f"- checkpoint-{step}: " in line]
+            assert "rank-00001.safetensors is seen by no rank" in reason
+            assert "rank 1: no checkpoint of this name is there" in reason
+        assert "checkpoint-6 is damaged (rank 0)" in found["text"]
+
+
+def test_no_disk_has_a_checkpoint_and_the_run_begins_on_all(ranks: ForkServer, tmp_path: Path) -> None:
+    result = run(ranks, "resume_by_itself", DP2, disks(tmp_path, 0, 1), max_steps=1)
+    assert [one["step"] for one in result.values] == [1, 1]
+
+
 def test_old_checkpoints_are_deleted_on_every_disk(ranks: ForkServer, tmp_path: Path) -> None:
     places = disks(tmp_path, 0, 1)
     run(ranks, "run", DP2, places, max_steps=3, save_steps=1, save_total_limit=2)

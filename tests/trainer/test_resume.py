@@ -18,24 +18,23 @@ from tests.trainer.test_rotation import make_checkpoint
 def test_the_newest_finished_one_is_taken(tmp_path: Path) -> None:
     for step in (2, 10, 9):
         make_checkpoint(tmp_path, step)
-    assert newest(tmp_path, LocalChannel(), pytest.fail) == tmp_path / "checkpoint-10"
+    assert newest(tmp_path, LocalChannel()) == (tmp_path / "checkpoint-10", [])
 
 
 def test_an_empty_newest_directory_is_passed_over_with_a_warning_that_names_it(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 2)
     (tmp_path / "checkpoint-4").mkdir()
-    warnings: list[str] = []
-    assert newest(tmp_path, LocalChannel(), warnings.append) == tmp_path / "checkpoint-2"
-    (warning,) = warnings
-    assert str(tmp_path / "checkpoint-4") in warning
+    found, passed_over = newest(tmp_path, LocalChannel())
+    assert found == tmp_path / "checkpoint-2"
+    assert [path for path, _ in passed_over] == [tmp_path / "checkpoint-4"]
 
 
 def test_a_truncated_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 2)
     (make_checkpoint(tmp_path, 4) / "config.json").write_bytes(b"")
-    warnings: list[str] = []
-    assert newest(tmp_path, LocalChannel(), warnings.append) == tmp_path / "checkpoint-2"
-    assert "config.json" in warnings[0]
+    found, passed_over = newest(tmp_path, LocalChannel())
+    assert found == tmp_path / "checkpoint-2"
+    assert "config.json" in passed_over[0][1]
 
 
 @pytest.mark.parametrize("what", ["", "config.json", "flex_checkpoint.json"])
@@ -44,10 +43,9 @@ def test_links_in_a_circle_are_passed_over_with_a_warning_that_names_the_step(tm
     circle = make_checkpoint(tmp_path, 4) / what
     circle.rename(tmp_path / "elsewhere")
     circle.symlink_to(circle)
-    warnings: list[str] = []
-    assert newest(tmp_path, LocalChannel(), warnings.append) == tmp_path / "checkpoint-2"
-    (warning,) = warnings
-    assert str(tmp_path / "checkpoint-4") in warning
+    found, passed_over = newest(tmp_path, LocalChannel())
+    assert found == tmp_path / "checkpoint-2"
+    assert [path for path, _ in passed_over] == [tmp_path / "checkpoint-4"]
 
 
 def test_nothing_to_resume_from_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
@@ -84,12 +82,16 @@ def test_a_run_does_not_begin_anew_over_checkpoints_that_can_be_mended(tmp_path:
 
 
 def test_a_missing_output_directory_holds_nothing(tmp_path: Path) -> None:
-    assert newest(tmp_path / "absent", LocalChannel(), pytest.fail) is None
+    assert newest(tmp_path / "absent", LocalChannel()) == (None, [])
 
 
 def together(outputs: list[Path], said: list[str]) -> list[Path | None]:
-    """What every rank takes, each with an output directory of its own; warnings are said."""
-    return succeed(len(outputs), lambda channel: newest(outputs[channel.rank], channel, said.append))
+    """What every rank takes, each with an output directory of its own; what the first passes over is said."""
+    found = succeed(len(outputs), lambda channel: newest(outputs[channel.rank], channel))
+    reasons = [[why for _, why in passed_over] for _, passed_over in found]
+    assert reasons == [reasons[0]] * len(outputs)
+    said.extend(f"{path}: {why}" for path, why in found[0][1])
+    return [checkpoint for checkpoint, _ in found]
 
 
 def test_every_rank_takes_the_same_step_from_where_it_sees_it(tmp_path: Path) -> None:
