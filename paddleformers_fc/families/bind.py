@@ -354,7 +354,10 @@ def _stack_rules(kind: _Kind, stack: Stack, tensor: ModelTensor, numbers: list[s
     """A rule per expert, or a single one where the experts lie along the axis of their parts."""
     count, length = sizes.length("experts"), tensor.shape[stack.axis] if stack.axis < len(tensor.shape) else 0
     share = 1 if stack.new else length // max(count, 1)
-    if not share or share * count != length or count > MAX_EXPERTS:
+    declared = kind.statement.shape[stack.axis] if kind.statement.shape else "None"
+    # A length that is divisible alone is no proof: twice as many experts of half the size are as long.
+    unlike = sizes.knows(declared) and sizes.length(declared) != length
+    if not share or share * count != length or count > MAX_EXPERTS or unlike:
         return f"shape {list(tensor.shape)} does not hold {count} experts on axis {stack.axis}"
     one = _layout(kind.statement, _of_one(tensor.shape, stack, share), _of_one(tensor.cuts, stack, 1), sizes)
     if isinstance(one, str):

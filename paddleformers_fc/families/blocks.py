@@ -60,14 +60,14 @@ TIED_HEAD = TiedName("lm_head.weight", "model.embed_tokens.weight")
 TIED_FLEET_HEAD = TiedName("model.lm_head.weight", "model.embedding.embed_tokens.weight")
 
 
-def ends(embedding_cut: int | None = 0) -> Statements:
+def ends(embedding_cut: int | None = 0, head_bias: str = "lm_head_bias") -> Statements:
     """Embedding, last norm and head of a PaddleFormers model."""
     vocabulary = ("vocab", "hidden")
     return declared(
         same("model.embed_tokens.weight", shape=vocabulary, cut=embedding_cut),
         norm("model.norm"),
         same("lm_head.weight", shape=vocabulary, cut=0),
-        only("lm_head_bias", same("lm_head.bias", shape=("vocab",), cut=0)),
+        only(head_bias, same("lm_head.bias", shape=("vocab",), cut=0)),
     )
 
 

@@ -116,7 +116,7 @@ SIZES: Mapping[str, str] = {
     "kv": "kv_heads * head",
     "ffn": "intermediate_size",
     "expert_ffn": "moe_intermediate_size",
-    "experts": "num_experts",
+    "experts": "num_experts | num_local_experts | n_routed_experts",
     "mtp_layers": "num_nextn_predict_layers or 0",
 }
 """Sizes that most families share; a family's own come before them."""

@@ -8,7 +8,7 @@ from paddleformers_fc.families import blocks
 from paddleformers_fc.families.declarations import Family, Numbers, declared, fresh, only
 
 ATTENTION, FFN, PREDICTION = blocks.LAYER + ".self_attn", blocks.LAYER + ".mlp", "model.layers.{mtp}"
-SPARSE = "n_routed_experts and layer >= first_k_dense_replace and layer % moe_layer_freq == 0"
+SPARSE = "experts and layer >= first_k_dense_replace and layer % moe_layer_freq == 0"
 
 FAMILY = Family(
     name="deepseek_v3",
@@ -28,7 +28,6 @@ FAMILY = Family(
     ),
     tied=(blocks.TIED_HEAD,),
     optional=(PREDICTION + ".eh_proj.bias", PREDICTION + "."),
-    sizes={"experts": "n_routed_experts"},
     numbers=(Numbers("layer", "layers + mtp_layers"), Numbers("mtp", "mtp_layers", start="layers")),
     defaults={"moe_layer_freq": 1, "first_k_dense_replace": 0},
     tiny=dict(

@@ -22,7 +22,6 @@ FAMILY = Family(
         fresh("model.rotary_emb.{inv_freq,original_inv_freq}", shape=("head // 2",), where="False"),
     ),
     tied=(blocks.TIED_HEAD,),
-    sizes={"experts": "num_local_experts or num_experts"},
     defaults={"attention_bias": True, "head_dim": 64},
     tiny=dict(blocks.TINY, head_dim=4, num_local_experts=4),
 )

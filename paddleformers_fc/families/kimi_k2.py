@@ -7,7 +7,7 @@ from paddleformers_fc.families.declarations import Family, Statements, declared,
 def _layer(layer: str, sparse: str) -> Statements:
     return declared(
         blocks.norm(layer + ".{input,post_attention}_layernorm"),
-        blocks.latent_attention(layer + ".self_attn"),
+        blocks.latent_attention(layer + ".self_attn", down_bias="attention_bias"),
         only(f"not ({sparse})", blocks.fused_ffn(layer + ".mlp")),
         only(sparse, blocks.router(layer + ".mlp.gate"), blocks.score_correction(layer + ".mlp.gate")),
         only(sparse, blocks.fleet_experts(layer + ".mlp")),
@@ -25,7 +25,6 @@ FAMILY = Family(
     ),
     tied=(blocks.TIED_FLEET_HEAD,),
     optional=("model.layers.{mtp}.",),
-    sizes={"experts": "n_routed_experts"},
     numbers=blocks.FLEET_NUMBERS,
     defaults={"first_k_dense_replace": 3, "n_shared_experts": 1},
     tiny=dict(

@@ -41,7 +41,7 @@ FAMILY = Family(
     tied=(blocks.TIED_FLEET_HEAD,),
     optional=("model.layers.{mtp}.",),
     sizes={
-        "experts": "n_routed_experts or num_local_experts",
+        "expert_ffn": "moe_intermediate_size or intermediate_size",
         "mtp_layers": "mtp_num_layers or num_nextn_predict_layers or 0",
     },
     numbers=blocks.FLEET_NUMBERS,

@@ -4,8 +4,12 @@ A declaration says ``"heads * head"`` or ``"layer >= first_k_dense_replace"``; h
 truth. A name is, in this order, a number of the tensor's own name (``layer``), a size that the family declares, a key
 of the configuration, a default of the family. Inside the size ``x`` the name ``x`` is the configuration's.
 
+Libraries call one size by several names: ``num_experts | num_local_experts`` is the one that the configuration gives,
+or the default of the first. Where it gives several, they must be equal.
+
 Expressions are read by Python's own parser and walked over a short list of nodes, so that a declaration is data:
-integers, texts, names, arithmetic, comparison, ``and or not``, ``x if y else z``. Each text is parsed once per process.
+integers, texts, names, arithmetic, comparison, ``and or not``, ``x if y else z``, names joined by ``|``. Each text is
+parsed once per process.
 """
 
 from __future__ import annotations
@@ -104,6 +108,8 @@ class Sizes:
             return node.value
         if isinstance(node, ast.Name):
             return self._named(node.id, numbers)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            return self._synonym(synonyms(node), numbers)
         if isinstance(node, ast.BinOp):
             left, right = self._walk(node.left, numbers), self._walk(node.right, numbers)
             return _ARITHMETIC[type(node.op)](_number(left), _number(right))
@@ -125,6 +131,22 @@ class Sizes:
             if bool(value) is isinstance(node.op, ast.Or):
                 return value
         return value
+
+    def _synonym(self, names: tuple[str, ...], numbers: Mapping[str, int]) -> Any:
+        """The value of names for one key.
+
+        Raises:
+            MappingError: the configuration gives several of them, and they differ.
+        """
+        given = {name: self._config[name] for name in names if self.is_given(name)}
+        if any(value != next(iter(given.values())) for value in given.values()):
+            raise MappingError(
+                f"{' and '.join(given)} are names of one key, and their values differ.",
+                where="config.json",
+                evidence=[f"{name}: {value}" for name, value in given.items()],
+                next_step="Correct the configuration: give one of the names, or the same value to all.",
+            )
+        return next(iter(given.values())) if given else self._named(names[0], numbers)
 
     def _compared(self, node: ast.Compare, numbers: Mapping[str, int]) -> bool:
         left = self._walk(node.left, numbers)
@@ -184,6 +206,14 @@ def parsed(expression: str) -> ast.expr:
     return tree
 
 
+def synonyms(node: ast.expr) -> tuple[str, ...]:
+    """The names that ``|`` joins in an expression, in order; none if it joins anything else than names."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        left, right = synonyms(node.left), synonyms(node.right)
+        return (*left, *right) if left and right else ()
+    return (node.id,) if isinstance(node, ast.Name) else ()
+
+
 @lru_cache(maxsize=4096)
 def names_of(expression: str) -> frozenset[str]:
     """The names that an expression uses; none for an empty one."""
@@ -194,7 +224,9 @@ def names_of(expression: str) -> frozenset[str]:
 
 def _is_known(node: ast.AST) -> bool:
     if isinstance(node, (ast.operator, ast.cmpop)):
-        return type(node) in _ARITHMETIC or type(node) in _COMPARISONS
+        return type(node) in _ARITHMETIC or type(node) in _COMPARISONS or isinstance(node, ast.BitOr)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return bool(synonyms(node))
     if isinstance(node, ast.Constant):
         return node.value is None or isinstance(node.value, (int, str))
     return isinstance(

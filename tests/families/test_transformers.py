@@ -1,0 +1,120 @@
+"""Families against files that Transformers wrote: its names for sizes, its tensors, its shapes.
+
+``transformers.json`` is made by ``tools/transformers_fixtures.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families import OptionalNames, bind, enumerate_tensors, family_for
+from paddleformers_fc.families.text import aoa_text
+
+CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("transformers.json").read_text())
+CLASSES = (True, False)
+
+
+def canonical(config: dict[str, Any]) -> dict[str, list[int]]:
+    """The canonical tensors that a family gives for a configuration."""
+    family = family_for(config)
+    rules = bind(family, config, [tensor.under() for tensor in enumerate_tensors(family, config)])
+    return {name: list(spec.shape) for name, spec in rules.mapping().sources.items()}
+
+
+def settings(case: str, **changes: Any) -> dict[str, Any]:
+    """The configuration of a case, with changes."""
+    config: dict[str, Any] = {**CASES[case]["config"], **changes}
+    return config
+
+
+def test_every_family_has_a_case() -> None:
+    assert {config["model_type"] for config in (case["config"] for case in CASES.values())} == {
+        *("llama", "ernie4_5", "ernie4_5_moe", "phi3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
+        *("glm4_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "minimax_m2", "kimi_k2"),
+    }
+
+
+@pytest.mark.parametrize("is_fleet", CLASSES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_tensors_of_a_family_are_those_that_transformers_writes(case: str, is_fleet: bool) -> None:
+    config, stored = settings(case, is_fleet=is_fleet), CASES[case]["tensors"]
+    optional = OptionalNames(family_for(config), config)
+    found = canonical(config)
+    assert {name: shape for name, shape in found.items() if name in stored or name not in optional} == stored
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_configuration_of_transformers_gives_statements_in_both_directions(case: str) -> None:
+    config = settings(case, is_fleet=True)
+    family = family_for(config)
+    tensors = [tensor.under() for tensor in enumerate_tensors(family, config)]
+    assert aoa_text(family, config, tensors)
+    assert aoa_text(family, config, tensors, reverse=True)
+
+
+def renamed(case: str, old: str, new: str) -> dict[str, Any]:
+    """A configuration that calls a key otherwise."""
+    config = settings(case, is_fleet=True)
+    config[new] = config.pop(old)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("case", "written", "also"),
+    [
+        ("qwen3_moe", "num_local_experts", "num_experts"),
+        ("qwen3_moe", "num_local_experts", "n_routed_experts"),
+        ("gpt_oss", "num_local_experts", "num_experts"),
+        ("minimax_m2", "num_local_experts", "n_routed_experts"),
+        ("minimax_m2", "num_local_experts", "num_experts"),
+        ("minimax_m2", "intermediate_size", "moe_intermediate_size"),
+        ("glm4_moe", "n_routed_experts", "num_local_experts"),
+        ("deepseek_v3", "n_routed_experts", "num_local_experts"),
+        ("kimi_k2", "n_routed_experts", "num_local_experts"),
+        ("ernie4_5_moe", "moe_num_experts", "num_experts"),
+    ],
+)
+def test_a_size_is_read_under_each_of_its_names(case: str, written: str, also: str) -> None:
+    assert canonical(renamed(case, written, also)) == canonical(settings(case, is_fleet=True))
+
+
+def test_two_names_of_one_size_that_differ_are_refused() -> None:
+    config = settings("qwen3_moe", is_fleet=True, num_experts=8)
+    with pytest.raises(MappingError) as caught:
+        canonical(config)
+    assert "num_experts and num_local_experts are names of one key" in caught.value.what
+    assert list(caught.value.evidence) == ["num_experts: 8", "num_local_experts: 4"]
+
+
+def test_two_names_of_one_size_may_both_be_given() -> None:
+    config = settings("qwen3_moe", is_fleet=True)
+    assert canonical({**config, "num_experts": 4, "n_routed_experts": None}) == canonical(config)
+
+
+FUSED = ["qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "kimi_k2"]
+
+
+@pytest.mark.parametrize("backend", ["moe_expert_fusion", "using_sonic_moe"])
+@pytest.mark.parametrize("case", FUSED)
+def test_fused_experts_of_paddlefleet_are_the_tensors_that_transformers_writes(case: str, backend: str) -> None:
+    config, stored = settings(case, is_fleet=True, **{backend: True}), CASES[case]["tensors"]
+    names = [tensor.name for tensor in enumerate_tensors(family_for(config), config)]
+    assert any(name.endswith("grouped_gemm_experts.weight1") for name in names)
+    assert not any(".experts." in name for name in names)
+    optional = OptionalNames(family_for(config), config)
+    assert {name: shape for name, shape in canonical(config).items() if name not in optional} == stored
+
+
+def test_stacked_experts_that_are_fewer_than_the_configuration_gives_are_refused() -> None:
+    # Eight experts of 16 columns are as long as four of 32.
+    config = settings("qwen3_moe", is_fleet=False, fd_fallback=True)
+    family = family_for(config)
+    tensors = [tensor.under() for tensor in enumerate_tensors(family, config)]
+    with pytest.raises(MappingError) as caught:
+        bind(family, {**config, "num_local_experts": 8}, [one for one in tensors if ".experts." in one.name])
+    assert any("gate_up_proj: shape [128, 32] does not hold 8 experts" in line for line in caught.value.evidence)
