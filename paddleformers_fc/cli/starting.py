@@ -16,7 +16,7 @@ from typing import Any
 
 from paddleformers_fc.cli.opening import config_beside
 from paddleformers_fc.cli.stock_keys import stock_keys
-from paddleformers_fc.errors import EnvironmentMismatch, FlexError, OptionError
+from paddleformers_fc.errors import EnvironmentMismatch, OptionError
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
@@ -244,33 +244,39 @@ def refuse_adapters(settings: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_degrees(settings: Mapping[str, Any]) -> None:
-    """Refuse a tensor parallel degree that PaddleFormers' model would refuse in every rank.
+def refuse_model(settings: Mapping[str, Any]) -> None:
+    """Refuse a model that every rank would refuse: its configuration, or its tensor parallel degree.
 
-    Only of a declared family whose ``config.json`` is on this machine, and only if one of the numbers that all models
-    check does not divide; then all that does not is said, as ``plan`` says it. A pipeline may have empty layers and
-    fall back to others of its ways to deal, so that its degree is left to PaddleFormers.
+    Only where its ``config.json`` is on this machine. A degree is refused only if one of the numbers that all models of
+    PaddleFormers check does not divide; then the error lists all that do not, as ``plan`` does. A pipeline may have
+    empty layers and another way to divide them, so that its degree is left to PaddleFormers.
 
     Raises:
-        OptionError: with the numbers.
+        FormatError: the configuration is not a JSON object.
+        MappingError: no family declares the model, or the configuration lacks a size or contradicts itself.
+        OptionError: the degree does not divide the model; with the numbers.
     """
-    degree, model = settings.get(_DEGREES[0]), settings.get(_PATH)
-    sure = settings.get("flex_checkpoint") and _stage(settings) in _TEXT_STAGES and isinstance(model, str) and model
-    changed = any(settings.get(key) not in (None, False, 1) for key in _OWN_EXPERTS) or not settings.keys().isdisjoint(
-        _CHECKED
-    )
-    if not sure or changed or not isinstance(degree, int) or degree < 2:
+    model = settings.get(_PATH)
+    if not settings.get("flex_checkpoint") or _stage(settings) not in _TEXT_STAGES or not isinstance(model, str):
         return
-    try:
-        config = config_beside(Path(at_home(str(model))))
-        family = family_for(config)
-    except FlexError:
-        return  # A name of a hub, or a model that nobody declared: it is said where it is loaded.
+    config = config_beside(Path(at_home(model))) if model else {}
+    if not config:
+        return  # A name of a hub.
+    family = family_for(config)
+    # PaddleFormers takes keys of the model from the same file.
+    given = {key: value for key, value in settings.items() if value is not None}
     checked = _CHECKED[:1] if family.name in _CHECKS_VOCABULARY_ALONE else _CHECKED
     try:
-        declared_model(family, config, ParallelGrid(tp=degree))
+        declared_model(family, {**config, **given}, ParallelGrid(tp=_checked_degree(settings)))
     except OptionError as error:
         if any(line.startswith(f"{name}=") for line in error.evidence for name in checked):
             raise
-    except FlexError:
-        return
+
+
+def _checked_degree(settings: Mapping[str, Any]) -> int:
+    """The tensor parallel degree, or 1 where other keys decide what it divides."""
+    degree = settings.get(_DEGREES[0])
+    changed = any(settings.get(key) not in (None, False, 1) for key in _OWN_EXPERTS)
+    return (
+        degree if isinstance(degree, int) and degree > 1 and not changed and settings.keys().isdisjoint(_CHECKED) else 1
+    )

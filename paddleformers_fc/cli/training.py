@@ -180,7 +180,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
     starting.refuse_resume_without_the_key(settings)
     if own is None:  # A registration of the user's may bring another model.
         starting.refuse_adapters(settings)
-        starting.refuse_degrees(settings)
+        starting.refuse_model(settings)
     device = _device(settings.get("device"))
     added, environment = _registration(settings.get(REGISTER_KEY))
     passed = [text for text in overrides if not text.startswith(f"{REGISTER_KEY}=")]

@@ -383,7 +383,8 @@ def test_a_degree_that_the_model_cannot_have_is_refused_as_plan_refuses_it(tmp_p
     [
         ({}, ["tensor_model_parallel_size=2"]),
         ({}, ["pipeline_model_parallel_size=6"]),
-        ({"model_type": "of nobody"}, ["tensor_model_parallel_size=3"]),
+        ({"model_type": "of nobody"}, ["flex_checkpoint=false"]),
+        ({"model_type": "of nobody"}, ["custom_register_path={}/own.py"]),
         ({**MINIMAX.tiny, "model_type": "minimax_m2", "vocab_size": 66}, ["tensor_model_parallel_size=3"]),
         ({}, ["tensor_model_parallel_size=3", "stage=ernie_pretrain"]),
         ({}, ["tensor_model_parallel_size=3", "flex_checkpoint=false"]),
@@ -398,6 +399,45 @@ def test_a_degree_that_may_be_possible_is_let_through(
     (tmp_path / "own.py").touch()
     path = config(tmp_path, model_name_or_path=model_of(tmp_path / "model", **changes), **FULL)
     assert prepare(path, 6, [text.format(tmp_path) for text in overrides]).ranks == 6
+
+
+EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (EXPERTS, "is not in the configuration"),
+        ({**EXPERTS, "num_experts": 4, "num_local_experts": 8}, "num_experts: 4"),
+        ({"hidden_size": None}, "needs hidden"),
+        ({"model_type": "of nobody"}, "No family declares model_type 'of nobody'"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_every_rank_would_refuse_is_refused_before_any_starts(
+    tmp_path: Path, on: Any, changes: dict[str, Any], said: str, degree: int
+) -> None:
+    path = config(tmp_path, model_name_or_path=model_of(tmp_path / "model", **changes), **FULL)
+    outcome = run("train", path, "--dry-run", "--nproc", "2", f"tensor_model_parallel_size={degree}")
+    assert outcome.code == 1
+    assert said in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides"),
+    [
+        ({**EXPERTS, "num_local_experts": 4}, []),
+        ({**EXPERTS, "num_experts": 4}, []),
+        (EXPERTS, ["n_routed_experts=4"]),
+    ],
+)
+def test_a_size_that_the_file_or_the_command_line_gives_is_enough(
+    tmp_path: Path, on: Any, changes: dict[str, Any], overrides: list[str]
+) -> None:
+    path = config(tmp_path, model_name_or_path=model_of(tmp_path / "model", **changes), **FULL)
+    assert run("train", path, "--dry-run", *overrides).code == 0
 
 
 @pytest.mark.parametrize(
