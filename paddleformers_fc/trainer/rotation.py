@@ -7,17 +7,23 @@ Whole is what ``flex_verify`` would find whole at a resume, and at least by the 
 flipped in the newest one costs the older ones under ``size``, and under ``full`` it does not: then the newest one is
 read and hashed before anything older is deleted, by the process that deletes, which is one pass over it for every save
 that has something to delete.
+
+Where a run saves onto several disks, each holds a part of every checkpoint and no process sees whether one is whole. So
+all ranks look together, and the newest one that is whole over all disks stays on each of them. If none is whole, no
+checkpoint is deleted.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from paddleformers_fc.errors import CheckpointError
+from paddleformers_fc.execute.channel import ALONE, Channel, agree
 from paddleformers_fc.storage.commit import clean_unfinished, remove_checkpoint
-from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
+from paddleformers_fc.storage.manifest import read_manifest
+from paddleformers_fc.trainer import resume
 
 
 def numbered(output_dir: Path, prefix: str) -> list[Path]:
@@ -46,6 +52,8 @@ def rotate(
     say: Callable[[str], None],
     level: str = "size",
     threads: int = 4,
+    channel: Channel = ALONE,
+    leads: Collection[int] = (0,),
 ) -> None:
     """Delete the checkpoints of a run that are beyond its limit, and what crashed saves have left.
 
@@ -56,26 +64,44 @@ def rotate(
         say: gets one line per directory that is deleted, and per damaged one that an older one stays for.
         level: how it is seen that the newest one is whole: ``full``, or else by the sizes of its files.
         threads: how many read and hash under ``full``.
+        channel: all ranks where the run saves onto several disks, and every rank must call; else this process alone.
+        leads: the ranks that delete, one for each disk.
 
     Raises:
         StorageError: the operating system refused.
     """
-    removed, _ = clean_unfinished(output_dir)
-    for leftover in removed:
-        say(f"Deleted {leftover.path}. {leftover.why}")
-    if limit is None:
+    is_lead = channel.rank in leads
+
+    def clean() -> bytes:
+        if not is_lead:
+            return b""
+        removed, _ = clean_unfinished(output_dir)
+        for leftover in removed:
+            say(f"Deleted {leftover.path}. {leftover.why}")
+        return b"too many" if limit is not None and len(_finished(output_dir)) > limit else b""
+
+    if not any(agree(channel, "cleaning the output directory", clean)) or limit is None:
         return
-    checkpoints = [path for path in numbered(output_dir, "checkpoint") if _is_finished(path)]
-    read = level == "full" and len(checkpoints) > limit
-    newest, damaged = newest_checkpoint(output_dir, "full" if read else "size", threads=threads)
-    wanted = {path.resolve() for path in (newest, *needed) if path is not None}
-    kept = frozenset(path for path in checkpoints if path.resolve() in wanted)
+    newest, damaged = resume.newest(output_dir, channel, "full" if level == "full" else "size", threads)
+    if not is_lead:
+        return
+    checkpoints = _finished(output_dir)
     for path, why in damaged:
-        if newest is not None and path in checkpoints:
-            say(f"{path} is not whole, so {newest} stays under every limit: {why}")
+        if path in checkpoints:
+            stays = f"{newest} stays under every limit" if newest is not None else "no checkpoint is deleted"
+            say(f"{path} is not whole, so {stays}: {why}")
+    if newest is None:
+        return
+    wanted = {path.resolve() for path in (newest, *needed)}
+    kept = frozenset(path for path in checkpoints if path.resolve() in wanted)
     for path in superfluous(checkpoints, limit, kept):
         remove_checkpoint(path)
         say(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
+
+
+def _finished(output_dir: Path) -> list[Path]:
+    """The finished checkpoints of a run on this disk, lowest step first."""
+    return [path for path in numbered(output_dir, "checkpoint") if _is_finished(path)]
 
 
 def _is_finished(path: Path) -> bool:

@@ -16,7 +16,7 @@ from paddleformers.utils.env import PREFIX_CHECKPOINT_DIR
 from paddleformers.utils.log import logger
 
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.execute.channel import Channel, together
+from paddleformers_fc.execute.channel import ALONE, Channel, together
 from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.export import save_weights
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
@@ -169,17 +169,19 @@ def sorted_checkpoints(
 
 @when_active
 def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, output_dir: str | None = None) -> None:
-    """``Trainer._rotate_checkpoints``: on the first rank of every disk, and never the newest finished one."""
+    """``Trainer._rotate_checkpoints``: on the first rank of every disk, and never the newest whole one."""
     args, run = trainer.args, run_of(trainer)
-    if dist.get_rank() not in (run.disks.of_leads if run.disks is not None else (0,)):
+    leads = run.disks.of_leads if run.disks is not None else (0,)
+    channel = channel_of(args) if len(leads) > 1 else ALONE
+    if channel is ALONE and dist.get_rank() != 0:
         return
     with run.best.shown_in(trainer):
         best = trainer.state.best_model_checkpoint
     limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
     try:
         needed = [path for path in (run.saved, None if best is None else Path(best)) if path is not None]
-        level, threads = args.flex_verify, args.flex_threads
-        rotation.rotate(Path(output_dir or args.output_dir), limit, needed, logger.info, level, threads)
+        level, threads, directory = args.flex_verify, args.flex_threads, Path(output_dir or args.output_dir)
+        rotation.rotate(directory, limit, needed, logger.info, level, threads, channel, leads)
     except StorageError as error:
         # The checkpoint is saved; that an old one resists is no reason to end the run.
         logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")

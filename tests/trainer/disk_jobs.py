@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 from tests.trainer import jobs
@@ -45,6 +47,31 @@ def resume_by_itself(places: list[str], **settings: Any) -> dict[str, Any]:
     except FlexError as error:
         return {"error": type(error).__name__, "text": error.render(), "steps": len(trainer.losses)}
     return jobs.outcome(trainer)
+
+
+def lose_what_was_saved(places: list[str], lost: str, flip: bool, **settings: Any) -> list[str]:
+    """Train, and change a file of a checkpoint after it was saved and before older ones are deleted.
+
+    Args:
+        lost: the file in ``output_dir``; it is changed on the disks that have it.
+        flip: one bit changes, else the file is truncated.
+    Returns:
+        the names of checkpoints that are left on this rank's disk.
+    """
+    from paddleformers_fc.trainer.callback import CheckpointReport, FlexCheckpointCallback
+
+    class Lose(FlexCheckpointCallback):
+        def on_checkpoint_saved(self, args: Any, report: CheckpointReport) -> None:
+            path = Path(args.output_dir, lost)
+            if report.step == args.max_steps and path.exists():
+                with contextlib.suppress(FileExistsError):  # Another rank that sees this disk has changed it.
+                    Path("lost").touch(exist_ok=False)
+                    data = path.read_bytes()
+                    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if flip else data[:8])
+
+    go_to(places)
+    jobs.flex_trainer(**settings, callbacks=[Lose()]).train()
+    return sorted(name for name in os.listdir("out") if "checkpoint" in name)
 
 
 def export(places: list[str], resume: str, **settings: Any) -> list[str]:
