@@ -6,7 +6,7 @@ small read per file. A directory without a manifest is not a checkpoint and is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,11 +19,11 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.codec import decode_rules
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.documents import parse_json, read_document
+from paddleformers_fc.storage.documents import MAX_DOCUMENT_BYTES, parse_json, read_document
 from paddleformers_fc.storage.dtypes import item_size
 from paddleformers_fc.storage.files import each
 from paddleformers_fc.storage.identity import Identities, identities_of
-from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
+from paddleformers_fc.storage.manifest import Manifest, read_listed, read_manifest, verify_files
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.safetensors import read_header
 
@@ -62,6 +62,13 @@ class FlexCheckpoint:
         """The files that hold tensors, by path relative to the directory."""
         tensors = (tensor for named in self.catalog.roles.values() for tensor in named.values())
         return frozenset(file for tensor in tensors for file, _ in tensor.places)
+
+    def document(self, name: str, most: int | None = None) -> bytes:
+        """Return the bytes of a small file after comparing them with its checksum.
+
+        See :func:`paddleformers_fc.storage.manifest.read_listed` for arguments and errors.
+        """
+        return read_listed(self.catalog.root, self.manifest, name, most)
 
 
 @dataclass(frozen=True)
@@ -107,22 +114,29 @@ def open_flex(directory: Place, verify: str = "size") -> FlexCheckpoint:
     return open_seen(directory, see(directory), verify)
 
 
-def open_seen(directory: Place, sight: Sight, verify: str) -> FlexCheckpoint:
-    """As :func:`open_flex`, for a checkpoint that :func:`see` has looked at."""
-    verify_files(directory, sight.manifest, verify)
-    documents = {name: read_beside(directory / name) for name in DOCUMENTS}
+def open_seen(directory: Place, sight: Sight, verify: str, compared: Collection[str] | None = None) -> FlexCheckpoint:
+    """As :func:`open_flex`, for a checkpoint that :func:`see` has looked at.
+
+    Args:
+        directory: as for :func:`open_flex`.
+        sight: what :func:`see` returned.
+        verify: as for :func:`open_flex`.
+        compared: under ``size`` the documents whose checksums are compared; None for all of them.
+    """
+    verify_files(directory, sight.manifest, verify, documents=compared)
+    documents = {name: read_beside(directory, sight.manifest, name) for name in DOCUMENTS}
     catalog, faults = gathered(directory, sight.manifest, lambda path: shards_of(directory, path))
     return described(replace(catalog, identities=sight.identities), faults, sight.manifest, documents)
 
 
-def read_beside(path: Place) -> bytes:
-    """The bytes of one of :data:`DOCUMENTS`.
+def read_beside(directory: Place, manifest: Manifest, name: str) -> bytes:
+    """Return the bytes of one of :data:`DOCUMENTS` after comparing them with the manifest's checksum.
 
     Raises:
-        Corrupt: there is no such file.
+        Corrupt: the file is missing or altered.
         FormatError: it is longer than any that was written.
     """
-    return read_document(path, MAX_MAPPING_BYTES) if path.name == MAPPING_NAME else read_document(path)
+    return read_listed(directory, manifest, name, MAX_MAPPING_BYTES if name == MAPPING_NAME else MAX_DOCUMENT_BYTES)
 
 
 def gathered(

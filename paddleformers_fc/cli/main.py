@@ -100,7 +100,10 @@ def inspect(
 def verify(
     directory: Directory,
     level: Annotated[
-        Level, typer.Option(help="off: manifest and headers. size: also that every file is there. full: every byte.")
+        Level,
+        typer.Option(
+            help="off: manifest and headers. size: also that files are there, and documents. full: every byte."
+        ),
     ] = Level.full,
     as_json: Json = False,
 ) -> int:

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_flex, open_huggingface
 from paddleformers_fc.catalog.distcp import open_distcp
-from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME, read_config
+from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME, parse_config, read_beside, read_config
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.plan.stock import is_stock
 from paddleformers_fc.storage.files import exists, list_directory
-from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
 from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.places import Place, local
 
@@ -107,9 +107,12 @@ def config_beside(directory: Place) -> dict[str, Any]:
     """The model's configuration in a directory; empty where there is none.
 
     Raises:
+        Corrupt: the directory is a checkpoint, and the file is not what was saved.
         FormatError: it is not a JSON object.
     """
     path = directory / CONFIG_NAME
+    if exists(directory / MANIFEST_NAME):
+        return parse_config(read_beside(directory, read_manifest(directory), CONFIG_NAME), path)
     return read_config(path) if exists(path) else {}
 
 

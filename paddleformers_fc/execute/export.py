@@ -52,7 +52,7 @@ from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.blocks import digest_of
 from paddleformers_fc.storage.commit import discard, place_of, publish, replace as replace_files
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
-from paddleformers_fc.storage.files import list_directory, read_file, real_path, write_file
+from paddleformers_fc.storage.files import list_directory, real_path, write_file
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, verify_files
 from paddleformers_fc.storage.places import Place, RemotePath
 from paddleformers_fc.storage.safetensors import SharedWriter, lay_out
@@ -471,9 +471,7 @@ def _small_files(checkpoint: FlexCheckpoint, channel: Channel) -> dict[str, byte
 
     def read() -> dict[str, bytes]:
         mine = handed if channel.rank == 0 else {}
-        return {
-            name: read_file(checkpoint.catalog.root / name) if data is None else data for name, data in mine.items()
-        }
+        return {name: checkpoint.document(name) if data is None else data for name, data in mine.items()}
 
     return together(channel, "reading what describes the model", read)
 

@@ -11,7 +11,7 @@ Memory: descriptions of the files that not all ranks see, linear in the shards t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -40,8 +40,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.stock import open_stored
-from paddleformers_fc.storage.documents import read_document
-from paddleformers_fc.storage.manifest import Manifest, manifest_seal, read_manifest, verify_files
+from paddleformers_fc.storage.manifest import Manifest, is_document, manifest_seal, read_manifest, verify_files
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.receipts import FileReceipt
 from paddleformers_fc.wording import count_text
@@ -125,9 +124,9 @@ def open_checkpoint(
 ) -> FlexCheckpoint:
     """Open a finished checkpoint on every rank, or raise the same error on every rank.
 
-    Under ``full`` the ranks share the checksums of everything that is not a tensor's number: headers and documents. The
-    numbers are left to the load, which knows which of them a rank will read. Where ranks see different files, each
-    compares the whole of those it sees.
+    Under ``size`` the ranks share the checksums of documents. Under ``full`` they share those of headers as well; the
+    tensors are left to the load, which knows which of them a rank will read. Where ranks see different files, each
+    compares those it sees.
 
     Args:
         directory: ``checkpoint-N``.
@@ -140,7 +139,7 @@ def open_checkpoint(
 
     def check_sizes(own: Sight | None) -> None:
         if own is not None:
-            verify_files(directory, own.manifest, "size")
+            verify_files(directory, own.manifest, "size", documents=())
 
     def open_alone(own: Sight | None) -> None:
         if own is None:
@@ -148,7 +147,8 @@ def open_checkpoint(
             opened.append(open_stored(directory, verify))
         else:
             level = "off" if verify == "full" else verify
-            opened.append(replace(open_seen(directory, own, level), unread=verify == "full"))
+            compared = _documents_of(own.manifest, {}, channel)
+            opened.append(replace(open_seen(directory, own, level, compared), unread=verify == "full"))
 
     # Nothing is made of a file's bytes before they are known to be those that were written.
     looked = _look(directory, channel, check_sizes if verify == "full" else open_alone, roll)
@@ -220,7 +220,7 @@ def own_file(checkpoint: FlexCheckpoint, channel: Channel, name_of: Callable[[in
 
     def read() -> dict[int, Bytes]:
         asking = [rank for rank, reader in readers.items() if reader == channel.rank]
-        return {rank: np.frombuffer(read_document(catalog.root / name_of(rank)), np.uint8) for rank in asking}
+        return {rank: np.frombuffer(checkpoint.document(name_of(rank)), np.uint8) for rank in asking}
 
     held = together(channel, f"reading small files of {catalog.root.name}", read)
     mine = readers.get(channel.rank)
@@ -302,10 +302,11 @@ def _open_divided(
     readers = {path: ranks[index % len(ranks)] for index, (path, ranks) in enumerate(seen_by.items())}
 
     def tell() -> bytes:
-        _verify_seen(directory, manifest, seen_by, channel.rank, "size" if verify == "full" else verify)
+        compared = () if verify == "full" else _documents_of(manifest, seen_by, channel)
+        _verify_seen(directory, manifest, seen_by, channel.rank, "size" if verify == "full" else verify, compared)
         mine = [path for path, reader in readers.items() if reader == channel.rank]
         shards = {path: [_encoded(shard) for shard in shards_of(directory, path)] for path in mine if _holds(path)}
-        documents = {path: read_beside(directory / path) for path in mine if path in DOCUMENTS}
+        documents = {path: read_beside(directory, manifest, path) for path in mine if path in DOCUMENTS}
         return msgspec.msgpack.encode(_Told(shards, documents))
 
     told: dict[str, list[_Described]] = {}
@@ -324,17 +325,29 @@ def _open_divided(
     def put_together() -> FlexCheckpoint:
         catalog, faults = gathered(directory, manifest, shards)
         catalog = replace(catalog, identities=sight.identities, seen_by=seen_by)
-        own = {name: read_beside(directory / name) for name in DOCUMENTS if name not in documents}
+        own = {name: read_beside(directory, manifest, name) for name in DOCUMENTS if name not in documents}
         return described(catalog, faults, manifest, {**documents, **own})
 
     return together(channel, f"opening {directory.name}", put_together)
 
 
-def _verify_seen(directory: Place, manifest: Manifest, seen_by: SeenBy, rank: int, level: str) -> None:
+def _verify_seen(
+    directory: Place,
+    manifest: Manifest,
+    seen_by: SeenBy,
+    rank: int,
+    level: str,
+    compared: Collection[str] | None = None,
+) -> None:
     """Check the files that this rank sees."""
     here = [one for one in manifest.files if rank in seen_by.get(one.path, (rank,))]
     if here:
-        verify_files(directory, msgspec.structs.replace(manifest, files=here), level)
+        verify_files(directory, msgspec.structs.replace(manifest, files=here), level, documents=compared)
+
+
+def _documents_of(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> frozenset[str]:
+    """Return the documents whose checksums this rank compares for all ranks."""
+    return frozenset(receipt.path for receipt in _share(manifest, seen_by, channel) if is_document(receipt.path))
 
 
 def _share(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> list[FileReceipt]:

@@ -11,12 +11,14 @@ from pathlib import Path
 
 from paddleformers_fc.catalog import FlexCheckpoint, open_flex
 from paddleformers_fc.catalog.distcp import StockCheckpoint, is_distcp, open_distcp
-from paddleformers_fc.catalog.flex import CONFIG_NAME, read_config
+from paddleformers_fc.catalog.flex import CONFIG_NAME, parse_config
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.families import ModelTensor, bind, family_for
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.storage.files import exists, size_of
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, FileReceipt, Manifest
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.documents import read_document
+from paddleformers_fc.storage.files import exists
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest
 from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.places import Place
 
@@ -58,16 +60,19 @@ def described_stock(stock: StockCheckpoint) -> FlexCheckpoint:
             evidence=[f"{CONFIG_NAME} is not in it"],
             next_step=f"Copy the model's {CONFIG_NAME} into the directory; Paddle does not save it.",
         )
-    config = read_config(path)
+    raw = read_document(path)
+    config = parse_config(raw, path)
     family = family_for(config)
     weights = catalog.roles[MODEL_STATE].values()
     tensors = [ModelTensor(one.name, one.shape, one.dtype, stock.cuts[one.name]) for one in weights]
     rules = bind(family, config, tensors)
-    return FlexCheckpoint(catalog, record_of(stock, family.name), rules, config)
+    return FlexCheckpoint(catalog, _record_of(stock, family.name, raw), rules, config)
 
 
-def record_of(stock: StockCheckpoint, family: str) -> Manifest:
+def _record_of(stock: StockCheckpoint, family: str, config: bytes) -> Manifest:
     """What can be said of the save. Of its files, that which an export takes over: the configuration."""
+    hasher = BlockHasher()
+    hasher.update(config)
     ranks = {path.rpartition("/")[2].partition("_")[0] for path in stock.files}
     return Manifest(
         written_by=WRITER,
@@ -77,5 +82,5 @@ def record_of(stock: StockCheckpoint, family: str) -> Manifest:
         parallel={},
         family=family,
         aoa={},
-        files=[FileReceipt(CONFIG_NAME, size_of(stock.catalog.root / CONFIG_NAME), "", 1, [])],
+        files=[hasher.receipt(CONFIG_NAME)],
     )

@@ -5,6 +5,9 @@ Configurations, indices and the Trainer's state come from disks and downloads. P
 numbers of thousands of digits). Here there is one reader and one failure: :class:`ValueError`, whose text is the
 reason. NaN and infinity are let through, because the Trainer's state and some published configurations hold them.
 
+A document with a recorded checksum is read by :func:`read_recorded` alone. The file is read whole in any case, so its
+checksum is compared at every verification level.
+
 Time is linear in the text. Memory: the file's bytes, which are bounded, and at most thirty times as much while they are
 parsed.
 """
@@ -15,9 +18,12 @@ import json
 from collections import Counter
 from typing import Any
 
-from paddleformers_fc.errors import FormatError
+import xxhash
+
+from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.files import open_regular, read_range
 from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.receipts import FileReceipt
 
 MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
 """The longest document that is read unless its reader says otherwise; a configuration has a few kilobytes."""
@@ -50,6 +56,33 @@ def read_document(path: Place, most: int = MAX_DOCUMENT_BYTES) -> bytes:
                 next_step="The file was damaged or is something else. Restore it or use another copy.",
             )
         return read_range(file, 0, file.size)
+
+
+def read_recorded(directory: Place, receipt: FileReceipt, most: int, next_step: str) -> bytes:
+    """Return all bytes of a small file after comparing them with its recorded checksum.
+
+    Args:
+        directory: the directory that the receipt's path is relative to.
+        receipt: the size and checksum recorded when the file was written.
+        most: bound on its length in bytes, as for :func:`read_document`.
+        next_step: advice for an altered file.
+
+    Raises:
+        Corrupt: the file is missing or altered.
+        FormatError: it is longer than the bound, or not a regular file.
+        StorageError: it cannot be read.
+    """
+    path = directory / receipt.path
+    raw = read_document(path, most)
+    digest = xxhash.xxh3_128_hexdigest(raw)
+    if (len(raw), digest) != (receipt.size, receipt.digest):
+        raise Corrupt(
+            f"{path} does not match its checksum.",
+            where=str(path),
+            evidence=[f"recorded {receipt.size} bytes, {receipt.digest}; found {len(raw)} bytes, {digest}"],
+            next_step=next_step,
+        )
+    return raw
 
 
 def parse_json(raw: bytes) -> Any:

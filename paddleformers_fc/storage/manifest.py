@@ -5,23 +5,25 @@ every file with its size and checksums, so that a missing, truncated, exchanged 
 number of it reaches a model. The manifest also carries a checksum of itself.
 
 Reading is strict: an unknown version, an unknown field, a path that leaves the directory are refused. Checking has
-three levels: ``off``; ``size`` (one ``stat`` per file); ``full`` (every byte is read and hashed by a few threads, with
-1 MiB of memory per thread, 4 MiB for a remote checkpoint). All faults of a checkpoint come in one error.
+three levels: ``off``; ``size`` (one ``stat`` per file, and the checksums of documents, which are all files that hold no
+tensors); ``full`` (every byte is read and hashed by a few threads, with 1 MiB of memory per thread, 4 MiB for a remote
+checkpoint). All faults of a checkpoint come in one error. At every level a document is compared with its checksum when
+its content is used (:func:`read_listed`).
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 import msgspec
 import xxhash
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, FormatError, NotACheckpoint, OptionError
-from paddleformers_fc.storage.blocks import compare
-from paddleformers_fc.storage.documents import read_document
+from paddleformers_fc.storage.blocks import Found, compare
+from paddleformers_fc.storage.documents import read_document, read_recorded
 from paddleformers_fc.storage.files import (
     each,
     fsync_directory,
@@ -48,8 +50,10 @@ __all__ = [
     "Manifest",
     "candidates",
     "candidates_in",
+    "is_document",
     "manifest_seal",
     "newest_checkpoint",
+    "read_listed",
     "read_manifest",
     "verify_files",
     "write_manifest",
@@ -79,6 +83,7 @@ _OWN_FILES = {
 _END = b"\n"
 """The last byte of a manifest: behind the JSON, so that every truncation is seen."""
 _ANOTHER = "The manifest was damaged or edited. Restore it or use another checkpoint."
+_RESTORE = "Restore these files or use another checkpoint."
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -117,6 +122,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def differences(self) -> list[str]:
         """Where replicas differed; empty where they did not."""
         return [] if isinstance(self.differing_replicas, msgspec.UnsetType) else self.differing_replicas
+
+    def receipt(self, name: str) -> FileReceipt | None:
+        """Return the receipt of a file by its path; None where the manifest does not list it."""
+        return next((one for one in self.files if one.path == name), None)
 
 
 class _Sealed(Manifest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -202,15 +211,54 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     fsync_directory(directory)
 
 
-def verify_files(directory: Place, manifest: Manifest, level: str, *, threads: int = 4) -> None:
+def is_document(path: str) -> bool:
+    """Return whether a file of a checkpoint holds no tensors, so that it is small and read whole."""
+    return not path.endswith(".safetensors")
+
+
+def read_listed(directory: Place, manifest: Manifest, name: str, most: int | None = None) -> bytes:
+    """Return the bytes of a document after comparing them with the manifest's checksum, at every verification level.
+
+    Args:
+        directory: ``checkpoint-N``.
+        manifest: as read from it.
+        name: the document's path relative to the directory.
+        most: bound on its length in bytes; None for the recorded size.
+
+    Raises:
+        Corrupt: the document is missing or altered, or the manifest does not list it.
+        FormatError: it is longer than the bound, or not a regular file.
+        StorageError: it cannot be read.
+    """
+    receipt = manifest.receipt(name)
+    if receipt is None:
+        raise Corrupt(
+            f"{directory} is a checkpoint without {name}.",
+            where=str(directory),
+            evidence=[f"the manifest does not list {name}"],
+            next_step="Use another checkpoint.",
+        )
+    return read_recorded(directory, receipt, receipt.size if most is None else most, _RESTORE)
+
+
+def verify_files(
+    directory: Place,
+    manifest: Manifest,
+    level: str,
+    *,
+    threads: int = 4,
+    documents: Collection[str] | None = None,
+) -> None:
     """Check the files of a checkpoint against its manifest.
 
     Args:
         directory: ``checkpoint-N``.
         manifest: as read from it.
-        level: ``"off"`` checks nothing; ``"size"`` that every file is there, inside the directory and of its size, and
-            that no other file of a save lies beside them; ``"full"`` also reads every byte and compares checksums.
-        threads: how many threads read and hash under ``"full"``.
+        level: ``"off"`` checks nothing; ``"size"`` that every file is there, inside the directory and of its size, that
+            no other file of a save lies beside them, and the checksums of documents; ``"full"`` also reads every byte
+            and compares checksums.
+        threads: how many threads read and hash.
+        documents: under ``"size"`` the paths of the documents whose checksums are compared; None for all of them.
 
     Raises:
         Corrupt: with every fault of the checkpoint as evidence.
@@ -224,12 +272,13 @@ def verify_files(directory: Place, manifest: Manifest, level: str, *, threads: i
     faulty = _file_faults(directory, manifest)
     strangers = _extra_files(directory, manifest)
     faults = [*faulty.values(), *strangers]
-    if level == "full":
-        whole = [(one, range(len(one.blocks))) for one in manifest.files if one.path not in faulty]
-        found = compare(directory, whole, threads)
-        if found.refusal and not (faults or found.faults):
-            raise found.refusal
-        faults += found.evidence
+    hashed = [one for one in manifest.files if one.path not in faulty and (level == "full" or is_document(one.path))]
+    if level == "size" and documents is not None:
+        hashed = [one for one in hashed if one.path in documents]
+    found = compare(directory, [(one, range(len(one.blocks))) for one in hashed], threads) if hashed else Found()
+    if found.refusal and not (faults or found.faults):
+        raise found.refusal
+    faults += found.evidence
     if faults:
         raise Corrupt(
             f"{directory} is damaged: {len(faults)} {'fault' if len(faults) == 1 else 'faults'} found.",
@@ -242,7 +291,7 @@ def verify_files(directory: Place, manifest: Manifest, level: str, *, threads: i
 def _mending(strangers: bool, damaged: bool) -> str:
     """What can be done about files that do not belong to a checkpoint, and about those of it that are not whole."""
     if not strangers:
-        return "Restore these files or use another checkpoint."
+        return _RESTORE
     if not damaged:
         return "Move these files away."
     return "Move away what does not belong to it, and restore the other files or use another checkpoint."
@@ -253,9 +302,10 @@ def newest_checkpoint(
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest checkpoint that can be resumed from.
 
-    Candidates are ``checkpoint-N`` by falling N. One is taken if its manifest can be read and its files have the right
-    sizes, or under ``full`` the right bytes. A crash while a checkpoint was replaced by a newer save of the same step
-    can leave it under a hidden name (see ``commit``); then that directory is returned. Nothing is changed on disk.
+    Candidates are ``checkpoint-N`` by falling N. One is taken if its manifest can be read, its files have the right
+    sizes and its documents, or under ``full`` all files, the right bytes. A crash while a checkpoint was replaced by a
+    newer save of the same step can leave it under a hidden name (see ``commit``); then that directory is returned.
+    Nothing is changed on disk.
 
     What is wrong with the checkpoint itself, a file that is missing or a link that leads to nothing, is a reason to
     pass over it. That this user may not look, or that a device fails, is none: it says nothing of the checkpoint.

@@ -31,9 +31,10 @@ from paddleformers.transformers.model_utils import clean_model_class_name, get_p
 
 from paddleformers_fc.catalog.flex import CONFIG_NAME, FlexCheckpoint
 from paddleformers_fc.errors import FlexError, FormatError, MismatchError
-from paddleformers_fc.execute.channel import Channel, agree
-from paddleformers_fc.storage.documents import read_document
+from paddleformers_fc.execute.channel import Channel, agree, together
+from paddleformers_fc.execute.opening import own_file
 from paddleformers_fc.storage.files import files_within, read_file
+from paddleformers_fc.storage.manifest import read_listed, read_manifest
 from paddleformers_fc.storage.places import Place, masked
 from paddleformers_fc.trainer import codecs
 
@@ -140,9 +141,9 @@ def told_arguments(directory: Place) -> dict[str, Any]:
     Args:
         directory: the checkpoint.
     """
-    path = directory / ARGUMENTS
     try:
-        return codecs.decode_object(read_document(path, _MAX_BYTES), str(path))
+        raw = read_listed(directory, read_manifest(directory), ARGUMENTS, _MAX_BYTES)
+        return codecs.decode_object(raw, str(directory / ARGUMENTS))
     except FlexError:
         return {}
 
@@ -188,7 +189,7 @@ def read_progress(checkpoint: FlexCheckpoint, channel: Channel) -> Progress:
                 next_step="Set ignore_load_lr_and_optim: true to start a new run from its weights, or use another one.",
             )
         mine = [name for name in (STATE, SCHEDULER, DATA, SCALER) if checkpoint.catalog.reader(name) == channel.rank]
-        raws = {name: read_document(directory / name, _MAX_BYTES) for name in mine if name in listed}
+        raws = {name: checkpoint.document(name, _MAX_BYTES) for name in mine if name in listed}
         for name, raw in raws.items():
             codecs.decode_object(raw, str(directory / name))
         return json.dumps({name: raw.decode() for name, raw in raws.items()}).encode()
@@ -203,6 +204,27 @@ def read_progress(checkpoint: FlexCheckpoint, channel: Channel) -> Progress:
         scaler=documents.get(SCALER),
         data=documents[DATA],
     )
+
+
+def read_generators(checkpoint: FlexCheckpoint, channel: Channel) -> bytes | None:
+    """Return the document of this rank's random generators, whichever rank sees the file; None where there is none.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        channel: all ranks of the job; every rank must call.
+
+    Raises:
+        Corrupt: on every rank, if the document of any rank is altered.
+    """
+    name = rng_name(channel.rank)
+    received = own_file(checkpoint, channel, rng_name)
+
+    def read() -> bytes | None:
+        if received is not None or checkpoint.manifest.receipt(name) is None:
+            return received
+        return checkpoint.document(name, _MAX_BYTES)
+
+    return together(channel, "reading random generators", read)
 
 
 _COUNT = Annotated[int, msgspec.Meta(ge=0)]

@@ -21,11 +21,9 @@ from paddleformers_fc.errors import StorageError
 from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.load import PLANS, load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint, own_file
+from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.plan.cache import PlanCache
-from paddleformers_fc.storage.documents import read_document
-from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from paddleformers_fc.storage.places import Place, at_home, place
 from paddleformers_fc.trainer import batches, documents, optimizers, position, resume, rng, state
@@ -121,7 +119,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     progress = documents.read_progress(checkpoint, channel) if continued else None
     if progress is not None:
         _refuse_unlike(trainer, progress, directory)
-    generators = own_file(checkpoint, channel, documents.rng_name) if continued else None
+    generators = documents.read_generators(checkpoint, channel) if continued else None
     roles = together(channel, "preparing the optimizer", lambda: _roles_to_fill(trainer, checkpoint, continued))
     config = documents.model_config(trainer.model)
     options = _read_options(args)
@@ -330,9 +328,8 @@ def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None
     args = trainer.args
     run = run_of(trainer)
     path = _meant(run, checkpoint) / documents.rng_name(dist.get_rank())
-    raw = read_document(path) if exists(path) else run.generators
-    restored = raw is not None and rng.restore(
-        raw, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
+    restored = run.generators is not None and rng.restore(
+        run.generators, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
     )
     if not restored and args.should_log and not run.told_of_generators:
         run.told_of_generators = True

@@ -52,8 +52,8 @@ class FlexFields:
     flex_verify: str = field(
         default="size",
         metadata={
-            "help": "What is checked before a checkpoint is read: off, size (every file is there and of its size) or "
-            "full (also the checksums of all that this process reads). Default: size."
+            "help": "What is checked before a checkpoint is read: off, size (every file is there and of its size, and "
+            "the checksums of documents) or full (also those of all that this process reads). Default: size."
         },
     )
     flex_threads: int = field(

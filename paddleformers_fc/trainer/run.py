@@ -44,7 +44,7 @@ class Run:
             which for a URL lacks its password.
         resumed_from: the checkpoint that was loaded; None in a run from the beginning.
         progress: the Trainer's state in that checkpoint; None unless it is to be continued.
-        generators: this process's random generators in that checkpoint, where it does not see the file.
+        generators: this process's random generators in that checkpoint; None if it has none of this process.
         saved: the last checkpoint that this run has saved.
         disks: which processes share the disk that they save on; known after the first save.
         told_of_differences: whether the log says that replicas differ.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -72,6 +73,13 @@ def seal(checkpoint: Path, block_bytes: int = 1 << 20) -> None:
         receipts.append(hasher.receipt(path.relative_to(checkpoint).as_posix()))
     fields = {name: getattr(manifest, name) for name in Manifest.__struct_fields__}
     write_manifest(checkpoint, Manifest(**{**fields, "files": receipts}))
+
+
+def alter(path: Path) -> None:
+    """Replace the last digit of a document by another one: valid JSON of equal length."""
+    raw = path.read_bytes()
+    at = max(found.start() for found in re.finditer(rb"[0-9]", raw))
+    path.write_bytes(raw[:at] + (b"1" if raw[at : at + 1] != b"1" else b"2") + raw[at + 1 :])
 
 
 def flip(path: Path, position: int) -> None:

@@ -103,11 +103,11 @@ def test_an_empty_grid_is_not_taken_for_one_rank(stored: Path, grid: str) -> Non
     assert "The grid to plan for is empty." in outcome.err
 
 
-def test_a_refused_grid_opens_no_file_but_the_configuration(stored: Path, tmp_path: Path) -> None:
+def test_a_refused_grid_opens_no_file_but_the_manifest_and_the_configuration(stored: Path, tmp_path: Path) -> None:
     broken = tmp_path / "checkpoint-3"
     shutil.copytree(stored, broken)
     for path in broken.rglob("*"):
-        if path.is_file() and path.name != "config.json":
+        if path.is_file() and path.name not in ("config.json", "flex_checkpoint.json"):
             path.write_bytes(b"")
     assert run("plan", broken, "--to", "tp=4").code == 2
     assert run("plan", broken, "--to", "tp=2").code == 1

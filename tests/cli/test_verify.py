@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.support import flip, run, save, seal
+from tests.cli.support import alter, flip, run, save, seal
 from tests.execute.simulated import CONFIG, canonical
 
 ALL_CHECKS = ["manifest", "files", "tensors", "mapping", "equal values"]
@@ -105,12 +105,41 @@ def test_a_file_that_does_not_belong_is_to_be_moved_away_and_not_restored(copy: 
     assert restored == "Restore these files or use another checkpoint."
 
 
-def test_without_looking_at_files_a_missing_small_file_is_not_found(copy: Path) -> None:
+def test_an_altered_document_is_found_by_size_and_under_off_where_its_content_is_used(copy: Path) -> None:
+    (copy / "trainer").mkdir()
+    (copy / "trainer/state.json").write_text('{"global_step": 3}')
     seal(copy)
-    (copy / "config.json").rename(copy / "elsewhere.json")
-    (copy / "config.json").write_text("{}")
+    (copy / "trainer/state.json").write_text('{"global_step": 4}')
     assert run("verify", copy, "--level", "off").code == 0
-    assert run("verify", copy, "--level", "size").code == 1
+    by_size = run("verify", copy, "--level", "size", "--json").document
+    assert failed_check(by_size) == "files"
+    assert [line.split(" in ")[0] for line in by_size["evidence"]] == ["trainer/state.json does not match its checksum"]
+    seal(copy)
+    for name in ("config.json", "mapping.json"):
+        text = (copy / name).read_bytes()
+        alter(copy / name)
+        by_use = run("verify", copy, "--level", "off", "--json").document
+        assert failed_check(by_use) == "tensors"
+        assert by_use["what"].endswith(f"{name} does not match its checksum.")
+        (copy / name).write_bytes(text)
+
+
+@pytest.mark.parametrize("name", ["config.json", "mapping.json"])
+def test_every_command_refuses_an_altered_document(copy: Path, four: Path, tmp_path: Path, name: str) -> None:
+    alter(copy / name)
+    commands: list[list[object]] = [
+        ["inspect", copy],
+        ["verify", copy, "--level", "off"],
+        ["diff", four, copy],
+        ["diff", copy, four],
+        ["export", copy, tmp_path / "export", "--verify", "off"],
+        *([["aoa", copy], ["plan", copy, "--to", "tp=2"]] if name == "config.json" else []),
+    ]
+    for command in commands:
+        outcome = run(*command, "--json")
+        assert (outcome.code, outcome.document["error"]) == (1, "Corrupt"), command
+        lines = [outcome.document["what"], *outcome.document["evidence"]]
+        assert any(f"{name} does not match its checksum" in line for line in lines)
 
 
 def test_a_damaged_manifest_is_the_first_check(copy: Path) -> None:

@@ -111,9 +111,9 @@ def row(known: Fault, seen: Observed) -> str:
     return f"| {known.key} | {known.trigger} | {seen.stock} | {seen.ours} | `{known.test}` |".replace("\n", " ")
 
 
-def order(key: str) -> tuple[str, int]:
-    """Where a fault's row stands: by letter, then by number."""
-    return key[0], int(key[1:])
+def order(key: str) -> tuple[int, int]:
+    """Where a fault's row stands: by section, then by number."""
+    return list(TITLES).index(key[0]), int(key[1:])
 
 
 HEAD = """\
@@ -125,8 +125,8 @@ that shows what this package does. "Nothing changed" means that every target was
 before.
 
 Unless a row says otherwise, a checkpoint is read as by default, with `flex_verify: size`. What `size` cannot see, a
-byte that has changed in a file of the right length, `full` sees: a load hashes all that it will read, the `verify` verb
-everything.
+changed byte of a tensor in a file of the right length, `full` sees: a load hashes all that it will read, the `verify`
+verb everything. Documents are compared with their checksums at every level.
 """
 HOSTILE = """\
 ## Hostile input
@@ -136,7 +136,11 @@ names is run, no file outside its directory is read, and no more memory is taken
 against accidents and not against whoever rewrites them too; what follows holds for files that were forged with care.
 
 """
-TITLES = {"S": "Paddle's flex checkpoint", "T": "PaddleFormers' Trainer and files"}
+TITLES = {
+    "S": "Paddle's flex checkpoint",
+    "T": "PaddleFormers' Trainer and files",
+    "G": "Every way in and every way out",
+}
 COUNTED = {"Mutations": "mutations", "Crashes": "crash-"}
 """Titles of what is counted, and how its keys begin."""
 COLUMNS = "| | trigger | stock | ours | test |\n|---|---|---|---|---|"

@@ -20,7 +20,8 @@ import sys
 import time
 import traceback
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.errors import FlexError, MappingError, from_wire
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, manifest_seal
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, manifest_seal, read_manifest
 from tests.corruption.nodes import TEXTS, mutated, written
 
 SPARE_BYTES = 1 << 30
@@ -171,10 +173,33 @@ def _manifest(directory: Path) -> Target:
 
 def _plain(name: str) -> Callable[[Path], Target]:
     def make(directory: Path) -> Target:
-        path = directory / name
-        return Target((json.loads(path.read_bytes()),), _written_to(path, _use_checkpoint(directory), bytes))
+        use = _use_checkpoint(directory)
+
+        def run(raw: bytes) -> None:
+            with forged(directory, name, raw):
+                use()
+
+        return Target((json.loads((directory / name).read_bytes()),), run)
 
     return make
+
+
+@contextmanager
+def forged(directory: Path, name: str, raw: bytes) -> Iterator[None]:
+    """A checkpoint with another document whose checksum is in the manifest; both files are put back at the end."""
+    paths = (directory / name, directory / MANIFEST_NAME)
+    originals = [path.read_bytes() for path in paths]
+    hasher = BlockHasher()
+    hasher.update(raw)
+    manifest = read_manifest(directory)
+    files = [hasher.receipt(name) if one.path == name else one for one in manifest.files]
+    paths[0].write_bytes(raw)
+    paths[1].write_bytes(sealed(msgspec.structs.replace(manifest, files=files)))
+    try:
+        yield
+    finally:
+        for path, original in zip(paths, originals, strict=True):
+            path.write_bytes(original)
 
 
 def _headed(header: bytes, rest: bytes) -> bytes:

@@ -8,7 +8,11 @@ from pathlib import Path
 
 from tests.corruption import guarantees
 
-KNOWN = [*(f"S{number}" for number in range(1, 19)), *(f"T{number}" for number in range(1, 20))]
+KNOWN = [
+    *(f"S{number}" for number in range(1, 19)),
+    *(f"T{number}" for number in range(1, 20)),
+    "G50",
+]
 """The faults that this package promises to be free of."""
 
 

@@ -197,16 +197,11 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(name: str, place: Pa
 
 @pytest.mark.parametrize(("field", "value"), [("shape", [1 << 60]), ("dtype", "float16")])
 def test_rules_that_know_a_tensor_as_another_than_its_file_are_refused(place: Path, field: str, value: Any) -> None:
-    path = place / "mapping.json"
-    original = path.read_bytes()
-    document = json.loads(original)
+    document = json.loads((place / "mapping.json").read_bytes())
     document["targets"]["model.norm.weight"][field] = value
-    path.write_bytes(json.dumps(document).encode())
-    try:
+    with hostile.forged(place, "mapping.json", json.dumps(document).encode()):
         with pytest.raises(Corrupt, match=r"model\.norm\.weight: stored as float32 \[16\], the rules know it as"):
             open_flex(place, "off")
-    finally:
-        path.write_bytes(original)
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

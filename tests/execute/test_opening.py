@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
+from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
 from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.opening import check_together, open_checkpoint
@@ -101,7 +101,7 @@ def test_what_one_rank_alone_cannot_open_of_what_all_see_is_told_by_all(tmp_path
         save(place / STEP, ARRAYS, 1, 2)
     (places[1] / STEP / "mapping.json").write_bytes(b"{")
     error = refused(places, "off")
-    assert isinstance(error, FormatError)
+    assert isinstance(error, Corrupt)
     assert "on rank 1" in str(error)
 
 

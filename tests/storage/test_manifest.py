@@ -275,7 +275,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "full",
         rf"{WEIGHTS} does not match its checksum in 1 of \d+ blocks: block 2 \(from byte 128\)",
     ),
-    "other content of the same size": (lambda d: (d / STATE).write_text('{"value": 8}'), "full", STATE),
+    "other content of the same size": (lambda d: (d / STATE).write_text('{"value": 8}'), "size", STATE),
 }
 
 

@@ -1,0 +1,95 @@
+"""A resume from a checkpoint with an altered small document: refused at every verification level, on every rank."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.runtime.forkserver import ForkServer
+from tests.cli.support import alter
+from tests.harness.tiny import DP2
+from tests.trainer.test_disks import disks, run as run_on_disks
+from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
+
+DOCUMENTS = [
+    "config.json",
+    "mapping.json",
+    "trainer/data.json",
+    "trainer/rng-00000.json",
+    "trainer/rng-00001.json",
+    "trainer/scheduler.json",
+    "trainer/state.json",
+]
+
+
+@pytest.fixture(scope="module")
+def third(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks at step 3."""
+    output_dir = tmp_path_factory.mktemp("dp2")
+    ranks.run(f"{JOBS}:run", 2, settings(DP2, output_dir, max_steps=3, save_steps=3))
+    return output_dir / "checkpoint-3"
+
+
+def the_one_refusal(values: Any) -> str:
+    """The text of the error that every rank raised with its weights unchanged."""
+    assert values[0] == values[1]
+    assert values[0]["error"] == "Corrupt"
+    assert not values[0]["changed"]
+    return str(values[0]["text"])
+
+
+@pytest.mark.parametrize(("name", "level"), [*((name, "off") for name in DOCUMENTS), ("trainer/state.json", "full")])
+def test_an_altered_document_is_refused_on_every_rank_at_every_level(
+    ranks: ForkServer, third: Path, tmp_path: Path, name: str, level: str
+) -> None:
+    broken = tmp_path / "checkpoint-3"
+    shutil.copytree(third, broken)
+    alter(broken / name)
+    given = settings(DP2, tmp_path / "out", broken, **SIX_STEPS, flex_verify=level)
+    text = the_one_refusal(ranks.run(f"{JOBS}:refused", 2, given).values)
+    assert re.search(rf"{name} does not match its checksum", text)
+
+
+def test_all_altered_documents_come_in_one_error_under_size(ranks: ForkServer, third: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "checkpoint-3"
+    shutil.copytree(third, broken)
+    for name in DOCUMENTS:
+        alter(broken / name)
+    given = settings(DP2, tmp_path / "out", broken, **SIX_STEPS)
+    text = the_one_refusal(ranks.run(f"{JOBS}:refused", 2, given).values)
+    assert [name for name in DOCUMENTS if name not in text] == []
+
+
+def test_the_newest_checkpoint_with_an_altered_document_is_skipped(
+    ranks: ForkServer, third: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(third, tmp_path / "checkpoint-3")
+    result = ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, True, **SIX_STEPS))
+    alter(tmp_path / "checkpoint-6/trainer/state.json")
+    again = ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, True, **SIX_STEPS))
+    assert again.values[0]["losses"] == result.values[0]["losses"]
+    said = [line for line in again.logs[0].read_text().splitlines() if "WARN" in line and "checkpoint-6" in line]
+    assert len(said) == 1
+    assert "trainer/state.json does not match its checksum" in said[0]
+
+
+@pytest.mark.parametrize("level", ["off", "size"])
+@pytest.mark.parametrize(
+    ("name", "disk", "places"),
+    [
+        ("trainer/rng-00001.json", 1, (1, 0)),
+        ("config.json", 1, (0, 1)),
+    ],
+)
+def test_an_altered_document_on_the_disk_of_another_host_is_refused(
+    ranks: ForkServer, tmp_path: Path, name: str, disk: int, places: tuple[int, int], level: str
+) -> None:
+    run_on_disks(ranks, "run", DP2, disks(tmp_path, 0, 1), max_steps=3, save_steps=3)
+    alter(tmp_path / f"disk-{disk}/out/checkpoint-3" / name)
+    given = {**SIX_STEPS, "flex_verify": level}
+    result = run_on_disks(ranks, "refused", DP2, disks(tmp_path, *places), "out/checkpoint-3", **given)
+    assert re.search(rf"{name} does not match its checksum", the_one_refusal(result.values))
