@@ -63,7 +63,7 @@ guarantees: $(STAMP)
 # Documents are also chosen by coverage where atheris is installed: $(BIN)/pip install atheris
 soak: $(STAMP)
 	@FLEX_MUTATIONS=10000 $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 tests/corruption/test_mutations.py
-	@FLEX_ALL_INSTANTS=1 $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 tests/crash/test_sweeps.py
+	@FLEX_ALL_INSTANTS=1 $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 -o timeout=7200 tests/crash/test_sweeps.py
 	@FLEX_HOSTILE=3000 FLEX_HOSTILE_SEED=2 $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 tests/corruption/test_hostile_documents.py
 	@$(BIN)/python -m tests.corruption.guided
 

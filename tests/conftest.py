@@ -1,6 +1,11 @@
-"""Fixtures that every room's tests may use."""
+"""Fixtures that every room's tests may use, and what Hypothesis may not judge: how long something takes."""
 
-from tests.harness.fixtures import bare_ranks, ranks
+from hypothesis import HealthCheck, settings
+
+from tests.harness.fixtures import bare_ranks, patient_ranks, ranks
 from tests.storage.buckets import bucket, s3
 
-__all__ = ["bare_ranks", "bucket", "ranks", "s3"]
+settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any load")
+
+__all__ = ["bare_ranks", "bucket", "patient_ranks", "ranks", "s3"]

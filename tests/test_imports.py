@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.limits import LIMIT
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "paddleformers_fc"
 PURE = ("errors", "wording", "mapping", "families", "layout", "catalog", "plan", "storage")
@@ -46,7 +48,7 @@ for module in sys.argv[1:]:
 
 def _python(code: str, arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 def _copy_of_the_project(directory: Path) -> Path:

@@ -6,7 +6,8 @@ and may have threads. It runs one job at a time: N forked ranks, each with a fre
 result file.
 
 Protocol: one line of JSON per request on the server's standard input, one line per answer on a pipe; results are
-JSON files. No pickle. The server, and with it every rank, ends when its standard input is closed.
+JSON files. No pickle. An empty line, while a job runs, ends that job. The server, and with it every rank, ends when its
+standard input is closed.
 
 A forked rank is a copy of the server: the preloaded modules must not have computed anything on several threads,
 which is why the server and its ranks run with one thread each.
@@ -45,8 +46,7 @@ PRELOAD = (
 )
 """What a server imports unless told otherwise; ``module:function`` entries are called as well."""
 
-_START_SECONDS = 120.0
-_MARGIN_SECONDS = 30.0
+_ABANDON = b"\n"
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class ForkServer:
             PaddleFormers and activates the CPU runtime.
         directory: gets one directory of logs and results per job; a temporary one, removed at the end, by default.
         grace: seconds for the other ranks of a job to end by themselves once one has failed.
+        patience: seconds for the server to start or to answer, and for a job that is given no time of its own.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class ForkServer:
         preload: Sequence[str] = PRELOAD,
         directory: Path | None = None,
         grace: float = ranks.GRACE_SECONDS,
+        patience: float = ranks.PATIENCE_SECONDS,
     ) -> None:
         self._grace = grace
+        self._patience = patience
         self._preload = tuple(preload)
         self._stack = ExitStack()
         self._directory = directory
@@ -101,7 +104,7 @@ class ForkServer:
             root.mkdir(parents=True, exist_ok=True)
             self._root = root
             self._process = self._start(stack, root / "server.log")
-            self._answer(_START_SECONDS)
+            self._answer(self._patience)
             self._stack = stack.pop_all()
         return self
 
@@ -110,14 +113,16 @@ class ForkServer:
     ) -> None:
         self._stack.close()
 
-    def run(self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None, timeout: float = 60.0) -> JobResult:
+    def run(
+        self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> JobResult:
         """Run a job of which every rank is expected to return.
 
         Args:
             job: ``module:function``, importable by the server under this process' ``sys.path``.
             nproc: number of ranks.
             kwargs: keyword arguments of the function, JSON; the same on every rank.
-            timeout: seconds until all ranks are stopped.
+            timeout: seconds until all ranks are stopped; those of the server's patience by default.
 
         Raises:
             PeerError: a rank failed or hung; with the end of each rank's log, stacks of hung ranks included.
@@ -128,9 +133,12 @@ class ForkServer:
         return result
 
     def attempt(
-        self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None, timeout: float = 60.0
+        self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> JobResult:
         """As :meth:`run`, for a job of which ranks may fail: the result says which.
+
+        An exception that interrupts the waiting (an interrupt, the time limit of a test) ends the job and prints the
+        stacks of its ranks. The server then takes the next one.
 
         Raises:
             PeerError: the server itself has ended.
@@ -138,23 +146,29 @@ class ForkServer:
         self._jobs += 1
         directory = self._root / f"job-{self._jobs:05d}"
         directory.mkdir()
+        timeout = self._patience if timeout is None else timeout
         request = _Request(job, nproc, dict(kwargs or {}), timeout, self._grace, str(directory))
+        self._ask(json.dumps(asdict(request)).encode() + b"\n")
+        try:
+            answer = self._answer(timeout + self._patience)
+        except errors.PeerError:
+            raise
+        except BaseException:
+            self._ask(_ABANDON)
+            result = _result(request, self._answer(self._patience))
+            print(_failure(job, result).render(), file=sys.stderr)
+            raise
+        return _result(request, answer)
+
+    def _ask(self, line: bytes) -> None:
         pipe = self._process.stdin
         if pipe is None:
             raise self._gone()
         try:
-            pipe.write(json.dumps(asdict(request)).encode() + b"\n")
+            pipe.write(line)
             pipe.flush()
         except OSError:
             raise self._gone() from None
-        answer = self._answer(timeout + _MARGIN_SECONDS)
-        return JobResult(
-            values=tuple(_read_value(_result_path(directory, rank)) for rank in range(nproc)),
-            returncodes=tuple(answer["returncodes"]),
-            logs=tuple(_log_path(directory, rank) for rank in range(nproc)),
-            timed_out=answer["timed_out"],
-            seconds=answer["seconds"],
-        )
 
     def _start(self, stack: ExitStack, log: Path) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
@@ -202,6 +216,17 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _result(request: _Request, answer: Mapping[str, Any]) -> JobResult:
+    directory = Path(request.directory)
+    return JobResult(
+        values=tuple(_read_value(_result_path(directory, rank)) for rank in range(request.nproc)),
+        returncodes=tuple(answer["returncodes"]),
+        logs=tuple(_log_path(directory, rank) for rank in range(request.nproc)),
+        timed_out=answer["timed_out"],
+        seconds=answer["seconds"],
+    )
 
 
 def _failure(job: str, result: JobResult) -> errors.PeerError:
@@ -265,11 +290,12 @@ class _Server:
     def __init__(self, requests: int, answers: int) -> None:
         self._requests = requests
         self._answers = answers
+        self._lines = os.fdopen(requests, "rb", closefd=False)
         self._lifeline_read, self._lifeline_write = os.pipe()
 
     def serve(self) -> None:
-        with os.fdopen(self._requests, "rb", closefd=False) as lines:
-            for line in lines:
+        while line := self._lines.readline():
+            if line != _ABANDON:  # That of a job whose answer was already under way.
                 outcome = self._run(_Request(**json.loads(line)))
                 self.answer(asdict(outcome))
 
@@ -279,12 +305,15 @@ class _Server:
     def _run(self, request: _Request) -> ranks.Outcome:
         environments = ranks.rank_environments(request.nproc)
         processes = [self._fork(request, rank, environment) for rank, environment in enumerate(environments)]
-        return ranks.supervise(processes, request.timeout, request.grace, self._check_client)
+        return ranks.supervise(processes, request.timeout, request.grace, self._is_abandoned)
 
-    def _check_client(self) -> None:
-        # The client sends nothing while a job runs, so a readable input is a closed one.
-        if select.select([self._requests], [], [], 0)[0]:
+    def _is_abandoned(self) -> bool:
+        # While a job runs the client sends at most the line that ends it, so that an end of input is read at once.
+        if not select.select([self._requests], [], [], 0)[0]:
+            return False
+        if not self._lines.readline():
             raise _ClientGone
+        return True
 
     def _fork(self, request: _Request, rank: int, environment: Mapping[str, str]) -> _ForkedRank:
         pid = os.fork()

@@ -33,15 +33,14 @@ from paddle.distributed import collective
 
 from .. import errors
 from . import stores
+from .ranks import PATIENCE_SECONDS
 
 _HEADER = struct.Struct("<qqqq")  # group id, channel, sender's global rank, bytes that follow
 _TOKEN_BYTES = 16
 _RANK = struct.Struct("<q")
-_LEAVE_SECONDS = 30.0
 _PIECE = 1 << 20
 _ADDRESS_KEY = "p2p-mailbox/{rank}"
 TIMEOUT_VARIABLE = "FLEX_P2P_TIMEOUT"
-_DEFAULT_TIMEOUT = 120.0
 
 MESSAGES = 0
 """The channel of ``send`` and ``recv``."""
@@ -118,9 +117,9 @@ class Mailbox:
         """The next message from global rank ``source``, in the order in which it was sent.
 
         Raises:
-            PeerError: none came within the time that ``FLEX_P2P_TIMEOUT`` allows (seconds, default 120).
+            PeerError: none came within the time that ``FLEX_P2P_TIMEOUT`` allows (seconds, default 1800).
         """
-        timeout = float(os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT))
+        timeout = float(os.environ.get(TIMEOUT_VARIABLE, PATIENCE_SECONDS))
         try:
             return self._queue(group_id, channel, source).get(timeout=timeout)
         except queue.Empty:
@@ -146,10 +145,10 @@ class Mailbox:
                 self._writer(0).put(_HEADER.pack(0, _FAREWELL, self.rank, 0), b"")
         self.flush()
         if self.rank != 0:
-            self._writer(0).wait_for_end(_LEAVE_SECONDS)
+            self._writer(0).wait_for_end(PATIENCE_SECONDS)
             return
         with self._somebody_went:
-            self._somebody_went.wait_for(lambda: len(self._gone) >= self._world_size - 1, _LEAVE_SECONDS)
+            self._somebody_went.wait_for(lambda: len(self._gone) >= self._world_size - 1, PATIENCE_SECONDS)
 
     def _writer(self, target: int) -> _Writer:
         if target not in self._writers:

@@ -2,8 +2,8 @@
 
 A job is a set of rank processes, each the leader of a process group of its own and writing to a log of its own. The
 supervisor polls them until all have ended. When one fails, the others get a few seconds to fail by themselves (they
-usually notice, and their message is worth reading); when time is over, or they do not, each first dumps its Python
-stacks into its log (SIGUSR1) and is then killed with its whole process group. Ranks hold the read end of a pipe, the
+usually notice, and their message is worth reading); when time is over, or they do not, each writes its Python stacks
+into its log and ends (SIGUSR1), and what is left of its process group is killed. Ranks hold the read end of a pipe, the
 life line, whose write end only their starter has: a starter that vanishes, however it ends, takes its ranks along.
 
 This module imports neither Paddle nor anything else beyond the standard library.
@@ -27,9 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+PATIENCE_SECONDS = 1800.0
+"""How long a rank, or the process that starts ranks, waits for another process before that one counts as hung. On a
+loaded machine everything takes many times as long, so no limit of the CPU runtime is shorter than this one."""
+
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0
-DUMP_SECONDS = 1.0
+DUMP_SECONDS = 60.0
 TIMED_OUT = 124
 _TAIL_BYTES = 6000
 _PORTS = range(12000, 32000)
@@ -100,7 +104,7 @@ def rank_environments(nproc: int) -> list[dict[str, str]]:
         "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
         "PADDLE_LOCAL_SIZE": str(nproc),
         "PADDLE_GLOBAL_SIZE": str(nproc),
-        "FLAGS_stop_check_timeout": "120",
+        "FLAGS_stop_check_timeout": f"{PATIENCE_SECONDS:.0f}",
     }
     if nproc > 1:
         shared |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -119,7 +123,7 @@ def rank_environments(nproc: int) -> list[dict[str, str]]:
 
 
 def supervise(
-    processes: Sequence[RankProcess], timeout: float, grace: float, each_poll: Callable[[], None] = lambda: None
+    processes: Sequence[RankProcess], timeout: float, grace: float, each_poll: Callable[[], bool | None] = lambda: None
 ) -> Outcome:
     """Wait for all ranks, or for the first that fails, or until time is over; nothing of the job runs afterwards.
 
@@ -127,7 +131,8 @@ def supervise(
         processes: the ranks, by rank, just started.
         timeout: seconds for the whole job.
         grace: seconds for the other ranks to end by themselves once one has failed.
-        each_poll: called every 20 ms. What it raises ends the job and is raised again.
+        each_poll: called every 20 ms. True ends the job as the timeout does. What it raises ends the job and is raised
+            again.
     """
     start = time.monotonic()
     deadline = start + timeout
@@ -141,19 +146,21 @@ def supervise(
                 break
             if failed_at is None and any(process.poll() for process in processes):
                 failed_at = now
-            each_poll()
+            if each_poll():
+                break
             time.sleep(POLL_SECONDS)
     except BaseException:
         kill(processes)
         raise
     alone += _newly_ended(processes, alone)
     hung = [process for rank, process in enumerate(processes) if rank not in alone]
-    if hung:
-        dump_stacks(hung)
+    end_with_stacks(hung)
     kill(processes)
-    codes = tuple(process.poll() for process in processes)
+    codes = [process.poll() for process in processes]
     return Outcome(
-        returncodes=tuple(-signal.SIGKILL if code is None else code for code in codes),
+        returncodes=tuple(
+            code if code is not None and rank in alone else -signal.SIGKILL for rank, code in enumerate(codes)
+        ),
         timed_out=bool(hung) and failed_at is None,
         seconds=time.monotonic() - start,
         alone=tuple(alone),
@@ -166,8 +173,8 @@ def _newly_ended(processes: Sequence[RankProcess], known: Sequence[int]) -> list
     return sorted(ended, key=lambda rank: ended[rank] != -signal.SIGKILL)
 
 
-def dump_stacks(processes: Sequence[RankProcess]) -> None:
-    """Make each rank write its Python stacks into its log, and give it a second to do so."""
+def end_with_stacks(processes: Sequence[RankProcess]) -> None:
+    """Make each rank write its Python stacks into its log and end; one that cannot within a minute is left running."""
     for process in processes:
         os.kill(process.pid, signal.SIGUSR1)
     end = time.monotonic() + DUMP_SECONDS
@@ -187,13 +194,15 @@ def kill(processes: Sequence[RankProcess]) -> None:
 
 
 def prepare_rank(lifeline: int) -> None:
-    """In a new rank, which leads a process group: dump stacks on SIGUSR1, end when the life line is closed.
+    """In a new rank, which leads a process group: dump stacks and end on SIGUSR1, end when the life line is closed.
 
     Args:
         lifeline: file descriptor of the pipe's read end.
     """
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Chained to the signal's default action: the process ends when, and not before, all stacks are written.
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
 
     def watch() -> None:
         os.read(lifeline, 1)  # Nothing is ever written: this returns when the starter has gone.

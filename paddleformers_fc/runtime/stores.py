@@ -29,12 +29,12 @@ from typing import Any
 from paddle.base import core
 
 from ..errors import PeerError
+from .ranks import PATIENCE_SECONDS
 
 _POLL_SECONDS = 0.02
 OPENING_SECONDS = 60.0
 """Seconds that opening a connection to a store may take."""
 
-_TIMEOUT_SECONDS = 120
 LOOPBACK = "127.0.0.1"
 
 _ADD, _GET, _SET = 0, 1, 3
@@ -67,7 +67,7 @@ def own_host() -> str:
     return own if own and len(hosts) > 1 else LOOPBACK
 
 
-def wait_for(address: tuple[str, int], deadline_seconds: float = OPENING_SECONDS) -> bool:
+def wait_for(address: tuple[str, int], deadline_seconds: float = PATIENCE_SECONDS) -> bool:
     """Wait until something listens at ``address``; False when the time is over (Paddle then reports it)."""
     end = time.monotonic() + deadline_seconds
     while time.monotonic() < end:
@@ -83,7 +83,7 @@ def wait_for(address: tuple[str, int], deadline_seconds: float = OPENING_SECONDS
 def open_store(host: str, port: int, is_master: bool) -> Any:
     """A TCP store that answers at once: its server when ``is_master``, else a client of it."""
     # A world size of 1: the server answers from the start instead of counting its clients first.
-    store = core.TCPStore(host, port, is_master, 1, _TIMEOUT_SECONDS)
+    store = core.TCPStore(host, port, is_master, 1, int(PATIENCE_SECONDS))
     send_at_once()
     return store
 

@@ -17,6 +17,7 @@ from paddleformers_fc import __version__, errors
 from paddleformers_fc.cli import inspection
 from paddleformers_fc.cli.main import exit_code, main
 from tests.cli.support import run
+from tests.harness.limits import LIMIT
 
 VERBS = ("inspect", "verify", "diff", "plan", "export", "train", "demo", "matrix", "register-path")
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +54,7 @@ print(json.dumps([name for name in sys.argv[2:] if name in sys.modules]), file=s
 def python(code: str, *arguments: str) -> Any:
     """The last line that ``code`` printed on the error stream, as JSON."""
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stderr.splitlines()[-1])
 

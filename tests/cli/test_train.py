@@ -33,6 +33,7 @@ from paddleformers_fc.runtime.launch import LaunchResult
 from paddleformers_fc.trainer import register
 from tests.cli.support import Outcome, run, save
 from tests.execute.simulated import canonical
+from tests.harness.limits import LIMIT
 
 OURS = f"custom_register_path={register.PATH}"
 LAUNCHER = ("-m", "paddleformers.cli.launcher", "train")
@@ -290,7 +291,7 @@ print(*[field.name for kind in parser._TRAIN_ARGS for field in dataclasses.field
 def test_every_key_that_paddleformers_takes_is_known_without_importing_it() -> None:
     known = stock_keys()
     assert known is not None
-    done = subprocess.run([sys.executable, "-c", ALL_KEYS], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run([sys.executable, "-c", ALL_KEYS], capture_output=True, text=True, timeout=LIMIT, check=True)
     taken = set(done.stdout.splitlines()[-1].split())
     assert {"save_total_limit", "tensor_model_parallel_size", "model_name_or_path", "template"} <= taken
     assert sorted(taken - known) == []

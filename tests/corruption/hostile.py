@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 import resource
 import struct
@@ -32,12 +33,11 @@ from paddleformers_fc.errors import FlexError, MappingError, from_wire
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, manifest_seal, read_manifest
 from tests.corruption.nodes import TEXTS, mutated, written
+from tests.harness.limits import LIMIT
 
 SPARE_BYTES = 1 << 30
-DEADLINE = 120
+DEADLINE = math.ceil(LIMIT)
 """Seconds that a process may compute before the system kills it."""
-_PATIENCE = 290.0
-"""Seconds after which a process that computes nothing is killed too."""
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 
@@ -88,7 +88,7 @@ def fuzz(kind: str, directory: Path, seed: int, count: int) -> Outcome:
 def child(*arguments: object) -> bytes:
     """What a process of this module prints."""
     command = [sys.executable, "-m", "tests.corruption.hostile", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, timeout=_PATIENCE, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=LIMIT, check=False)
     if done.returncode:
         raise AssertionError(f"{' '.join(command)}\n{done.stderr.decode()[-4000:]}")
     return done.stdout.splitlines()[-1]

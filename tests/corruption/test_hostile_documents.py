@@ -128,7 +128,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.one_of(st.binary(max_size=200), json_values.map(lambda value: str(value).replace("'", '"').encode())))
 def test_any_bytes_are_refused_or_read(raw: bytes) -> None:
     for read in (

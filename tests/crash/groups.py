@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -24,10 +25,10 @@ from typing import Any
 from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.channel import ALONE, Channel
 from tests.crash.net import Gate, Net, Open, Operation, bytes_written, cast
+from tests.harness.limits import LIMIT
 
 DONE, REFUSED, BROKEN = 0, 3, 4
 """Exit codes: the job was done, ended with an error of ours, or with anything else."""
-_SECONDS = 60
 _LENGTH = struct.Struct("<I")
 
 
@@ -289,7 +290,7 @@ def _become(
 ) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(0, leader)
-    signal.alarm(_SECONDS)
+    signal.alarm(math.ceil(LIMIT))
     for number, (ours, theirs) in enumerate(pairs, start=1):
         if rank != 0:
             ours.close()

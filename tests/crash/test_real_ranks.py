@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,6 @@ from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, 
 from paddleformers_fc.storage.names import parse_beside
 from tests.harness.tiny import DP2, SD2V2, SINGLE, Layout
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, Saved, settings, train_six
-
-TIMEOUT = 6
-
-
-@pytest.fixture(scope="module")
-def patient_ranks() -> Iterator[ForkServer]:
-    """Forked ranks that may live on until they have noticed that one of them is dead."""
-    with ForkServer(grace=TIMEOUT + 20.0) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +43,9 @@ def test_ranks_killed_in_a_save_end_the_job_and_the_step_before_goes_on_with_as_
 ) -> None:
     out = tmp_path / "out"
     shutil.copytree(saved.third, out / "checkpoint-3")
-    given = settings(layout, out, True, **SIX_STEPS, flex_timeout=TIMEOUT)
+    given = settings(layout, out, True, **SIX_STEPS)
     job = {"victims": victims, "kind": kind, "part": part, **given}
-    result = patient_ranks.attempt("tests.crash.jobs:run_and_die", layout.nproc, job, timeout=90)
+    result = patient_ranks.attempt("tests.crash.jobs:run_and_die", layout.nproc, job)
     assert [result.returncodes[rank] for rank in victims] == [-9] * len(victims)
     assert 0 not in result.returncodes
     assert not result.timed_out

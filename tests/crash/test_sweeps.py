@@ -38,7 +38,6 @@ USUAL = [
 ]
 
 
-@pytest.mark.timeout(7200 if ALL else 900)
 @pytest.mark.parametrize("usual", USUAL, ids=lambda usual: usual.kind)
 def test_a_whole_checkpoint_is_found_whatever_happens(usual: Usual) -> None:
     tally = sweep.run(usual.kind, 0 if ALL else usual.each)

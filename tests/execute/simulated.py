@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 
 from paddleformers_fc.execute.channel import Bytes
+from tests.harness.limits import LIMIT
 
 HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, GROUPS, HEAD = 16, 24, 32, 4, 2, 4
 CONFIG = {
@@ -38,7 +39,7 @@ class Hub:
 
     def __post_init__(self) -> None:
         self.given = [None] * self.size
-        self.barrier = threading.Barrier(self.size, timeout=60)
+        self.barrier = threading.Barrier(self.size, timeout=LIMIT)
 
     def meet(self, rank: int, thing: Any) -> list[Any]:
         """What every rank lays down."""
@@ -100,7 +101,7 @@ def job(ranks: int, work: Callable[[ThreadChannel], Any]) -> list[Any]:
         except Exception as error:  # The test looks at what every rank raised.
             outcomes[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:

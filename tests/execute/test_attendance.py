@@ -1,4 +1,7 @@
-"""Ranks that meet before they exchange: all of them go on, or all that live raise one error that names the others."""
+"""Ranks that meet before they exchange: all of them go on, or all that live raise one error that names the others.
+
+Time passes only while every living rank waits (:class:`tests.harness.clocks.ThreadClock`).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,16 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.errors import FlexError, PeerError
-from paddleformers_fc.execute.attendance import Attendance, attended
+from paddleformers_fc.execute import attendance
+from paddleformers_fc.execute.attendance import LONGEST_MUSTER, Attendance, attended
 from paddleformers_fc.execute.channel import Channel
 from tests.execute.simulated import ThreadChannel, job
+from tests.harness.clocks import ThreadClock
+from tests.harness.limits import LIMIT
 
 PATIENCE = 1.0
+SLACK = 0.01
+"""A few ticks of the clock."""
 
 
 class Counters:
@@ -56,9 +64,24 @@ def with_board(channel: ThreadChannel, board: Counters, patience: float = PATIEN
     return attended(channel, Attendance(board, channel.rank, channel.world_size, patience))
 
 
+def timed(ranks: int, work: Callable[[ThreadChannel, ThreadClock], Any]) -> list:
+    """What every rank returned or raised, in a time of their own."""
+    clock = ThreadClock(ranks)
+
+    def until_the_end(channel: ThreadChannel) -> Any:
+        try:
+            return work(channel, clock)
+        finally:
+            clock.leave()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attendance, "time", clock)
+        return job(ranks, until_the_end)
+
+
 def outcomes(board: Counters, ranks: int, work: Callable[[Channel], Any], patience: float = PATIENCE) -> list:
-    """What every rank returned or raised."""
-    return job(ranks, lambda channel: work(with_board(channel, board, patience)))
+    """What every rank returned or raised, whose channel has a board."""
+    return timed(ranks, lambda channel, _: work(with_board(channel, board, patience)))
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
@@ -74,19 +97,22 @@ def test_ranks_that_all_come_exchange_as_often_as_they_like(ranks: int) -> None:
 def test_ranks_that_do_not_come_are_named_to_all_others_and_the_job_stays_lost(missing: set[int]) -> None:
     board = Counters()
 
-    def work(channel: Channel) -> Any:
-        channel.exchange(b"")
+    def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
+        met = with_board(channel, board)
+        met.exchange(b"")
         if channel.rank in missing:
             return "gone"
         raised = []
         for _ in range(2):
+            began = clock.monotonic()
             try:
-                channel.exchange(b"")
+                met.exchange(b"")
             except PeerError as error:
                 raised.append(str(error))
+            assert clock.monotonic() - began < 2 * PATIENCE
         return raised
 
-    found = outcomes(board, 4, work)
+    found = timed(4, work)
     assert [found[rank] for rank in missing] == ["gone"] * len(missing)
     reports = [found[rank] for rank in range(4) if rank not in missing]
     assert len(reports[0]) == 2
@@ -100,15 +126,16 @@ def test_a_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
     board = Counters()
     over = threading.Event()
 
-    def work(channel: Channel) -> None:
+    def work(channel: ThreadChannel, clock: ThreadClock) -> None:
         if channel.rank == 1:
-            assert over.wait(30)
+            with clock.away():
+                assert over.wait(LIMIT)
         try:
-            channel.exchange(b"")
+            with_board(channel, board).exchange(b"")
         finally:
             over.set()
 
-    first, late = outcomes(board, 2, work, patience=0.2)
+    first, late = timed(2, work)
     assert isinstance(first, PeerError)
     assert "rank 1 did not come" in str(first)
     assert str(late) == str(first)
@@ -117,10 +144,17 @@ def test_a_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
 def test_the_least_patient_rank_gives_up_for_all() -> None:
     board = Counters()
 
-    def work(channel: ThreadChannel) -> Any:
-        return None if channel.rank == 2 else with_board(channel, board, (0.4, 10_000.0)[channel.rank]).exchange(b"")
+    def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
+        if channel.rank == 2:
+            return None
+        try:
+            return with_board(channel, board, (0.4, 10_000.0)[channel.rank]).exchange(b"")
+        finally:
+            ended.append(clock.monotonic())
 
-    first, second, _ = job(3, work)
+    ended: list[float] = []
+    first, second, _ = timed(3, work)
+    assert max(ended) < 0.4 + LONGEST_MUSTER + SLACK
     assert isinstance(first, PeerError)
     assert str(first) == str(second)
     assert "rank 2 did not come" in str(first)
@@ -133,7 +167,7 @@ def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
         def add(self, key: str, amount: int) -> int:
             if amount > 1 and self.numbers[key] == 1:
                 come.set()
-                assert came.wait(30)
+                assert came.wait(LIMIT)
             value = super().add(key, amount)
             if value == 2 and key == "flex/arrivals":
                 came.set()
@@ -141,13 +175,14 @@ def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
 
     come, came = threading.Event(), threading.Event()
 
-    def work(channel: Channel) -> Any:
+    def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
         if channel.rank == 1:
-            assert come.wait(30)
-        return channel.exchange(b"x")
+            with clock.away():
+                assert come.wait(LIMIT)
+        return with_board(channel, board).exchange(b"x")
 
     board = LastMoment()
-    assert outcomes(board, 2, work, patience=0.2) == [[b"x", b"x"]] * 2
+    assert timed(2, work) == [[b"x", b"x"]] * 2
     assert board.numbers["flex/arrivals"] == 2
 
 
@@ -165,18 +200,17 @@ def test_whoever_comes_whenever_either_all_go_on_or_none(seed: int) -> None:
     rng = random.Random(seed)
     board, ranks = Counters(), 4
     delays = [[rng.choice([0.0, 0.0, 0.04, 0.05, 0.06]) for _ in range(6)] for _ in range(ranks)]
-    nothing = threading.Event()
 
-    def work(channel: Channel) -> int:
+    def work(channel: ThreadChannel, clock: ThreadClock) -> int:
         for number, delay in enumerate(delays[channel.rank]):
-            nothing.wait(delay)
+            clock.wait(delay)
             try:
-                channel.exchange(b"")
+                with_board(channel, board, patience=0.07).exchange(b"")
             except PeerError:
                 return number
         return 6
 
-    assert len(set(outcomes(board, ranks, work, patience=0.07))) == 1
+    assert len(set(timed(ranks, work))) == 1
 
 
 def test_a_store_whose_server_has_ended_is_told_alike_on_every_rank() -> None:
@@ -187,16 +221,16 @@ def test_a_store_whose_server_has_ended_is_told_alike_on_every_rank() -> None:
 
 
 def test_a_rank_that_dies_in_the_exchange_is_named_to_all_others() -> None:
-    board, all_in = Counters(), threading.Barrier(3, timeout=30)
+    board, all_in = Counters(), threading.Barrier(3, timeout=LIMIT)
 
-    def work(channel: ThreadChannel) -> Any:
-        attendance = Attendance(board, channel.rank, 3, PATIENCE)
+    def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
+        meeting = Attendance(board, channel.rank, 3, PATIENCE)
         if channel.rank == 1:
-            attendance.meet()
+            meeting.meet()
             return all_in.wait()
-        return attended(Torn(channel, all_in), attendance).exchange(b"")
+        return attended(Torn(channel, all_in), meeting).exchange(b"")
 
-    first, _, third = job(3, work)
+    first, _, third = timed(3, work)
     assert isinstance(first, FlexError)
     assert str(first) == str(third)
     assert "Connection reset by peer" in first.what

@@ -47,7 +47,7 @@ def files_in(place: Path) -> set[str]:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_lead_of_a_disk_is_the_lowest_rank_that_sees_it(disks: list[int]) -> None:
     put: dict[int, set[str]] = {disk: set() for disk in disks}
 

@@ -27,6 +27,7 @@ from paddleformers_fc.storage.manifest import newest_checkpoint
 from tests.corruption import ours
 from tests.corruption.jobs import no_longer_than
 from tests.execute.simulated import CONFIG, canonical, job, live, same_values, succeed
+from tests.harness.limits import LIMIT
 
 ARRAYS = canonical()
 RANKS = 2
@@ -77,9 +78,9 @@ def load(directory: Path, verify: str = "size", arrays: Any = ARRAYS, after: Cal
     def work(channel: Any) -> None:
         roles = live(arrays, RANKS, channel.rank, empty=True)
         checkpoint = open_checkpoint(directory, channel, verify)
-        if opened.wait(30) == 0:
+        if opened.wait(LIMIT) == 0:
             after()
-        opened.wait(30)
+        opened.wait(LIMIT)
         load_checkpoint(checkpoint, roles, CONFIG, channel)
         assert same_values(roles, live(arrays, RANKS, channel.rank))
 
@@ -201,7 +202,7 @@ def test_two_directories_are_loaded_in_two_threads_at_the_same_time(place: Path)
     def work(directory: Path, arrays: Any) -> None:
         try:
             for _ in range(5):
-                both.wait(30)
+                both.wait(LIMIT)
                 succeed(1, lambda channel: load_alone(directory, arrays, channel))
         except BaseException as error:
             failures.append(error)

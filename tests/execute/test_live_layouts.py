@@ -42,7 +42,7 @@ def test_a_tour_through_every_layout_changes_no_bit(
             "source": None if source is None else str(source),
             "target": str(target),
         }
-        result = ranks.run("tests.execute.live_jobs:hop", layout.nproc, job, timeout=120)
+        result = ranks.run("tests.execute.live_jobs:hop", layout.nproc, job)
         assert not any(result.values)
         found = list(canonical_digests(target))
         digests = digests or found

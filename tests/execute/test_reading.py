@@ -30,8 +30,8 @@ from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage import files, scatter
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.regions import BLOCK_BYTES, HOT_BYTES
+from tests.harness.limits import LIMIT
 
-PATIENCE = 60
 ROLE = "model_state"
 NAMES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "uint8"]
 
@@ -116,7 +116,7 @@ class Stored:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(wanted(), min_size=1, max_size=6),
     st.sampled_from([1, 2, 16]),
@@ -173,11 +173,10 @@ class CountingOs:
     def preadv(self, descriptor: int, buffers: Any, offset: int) -> int:
         self.reads.append(threading.current_thread().name)
         if self._meeting is not None:
-            self._meeting.wait(PATIENCE)
+            self._meeting.wait(LIMIT)
         return os.preadv(descriptor, buffers, offset)
 
 
-@pytest.mark.timeout(PATIENCE)
 def test_items_that_share_some_of_their_boxes_are_each_filled_by_all_of_theirs(tmp_path: Path) -> None:
     values = matrix(tmp_path, 4, 4)
     shape, straight, across, all_of_it = (4, 4), (0, 1), (1, 0), whole((4, 4))
@@ -393,7 +392,7 @@ def nothing_left() -> Iterator[None]:
     yield
     for thread in set(threading.enumerate()) - threads:
         # One that an interrupt met before it was known to its pool does nothing but end.
-        thread.join(PATIENCE)
+        thread.join(LIMIT)
     assert set(threading.enumerate()) == threads
     assert descriptors() == files_before
 
@@ -505,7 +504,7 @@ class Meeting:
     def read(self, *_: object) -> int:
         """Come, and be written down."""
         self.by.append(threading.current_thread())
-        self.barrier.wait(PATIENCE)
+        self.barrier.wait(LIMIT)
         return 1
 
 
@@ -538,7 +537,6 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible", "nothing_left")
-@pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize("threads", [1, 4])
 def test_an_interrupt_joins_threads_and_closes_files(tmp_path: Path, threads: int) -> None:
     values = matrix(tmp_path, 1024, 4096)
@@ -561,13 +559,14 @@ def test_signals_during_reads_change_nothing(tmp_path: Path) -> None:
     items = [item_of(values.shape, part, (1, 0)), item_of(values.shape, part, (0, 1), "v")]
     seen: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(number))
-    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    suite = signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
     try:
         slots = empty_slots(items)
         carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads=1))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *suite)  # The limit of the suite.
     assert seen
     assert slots[ROLE, "w"].array.tobytes() == values[:, 1024:1536].T.tobytes()
     assert slots[ROLE, "v"].array.tobytes() == values[:, 1024:1536].tobytes()

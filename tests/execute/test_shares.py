@@ -86,7 +86,7 @@ def elements(shard: Shard) -> np.ndarray:
     return part if shard.flat is None else part[shard.flat[0] : shard.flat[1]]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(jobs(), st.integers(1, 40), st.integers(1, 60))
 def test_every_element_is_written_once_by_a_rank_that_holds_it(everyone: list[Held], least: int, most: int) -> None:
     with pytest.MonkeyPatch.context() as patched:

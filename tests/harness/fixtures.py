@@ -7,12 +7,22 @@ from collections.abc import Iterator
 import pytest
 
 from paddleformers_fc.runtime.forkserver import PRELOAD, ForkServer
+from tests.harness.limits import LIMIT
+
+PATIENT = (*PRELOAD, "tests.harness.limits:be_patient")
+
+
+@pytest.fixture(scope="session")
+def patient_ranks() -> Iterator[ForkServer]:
+    """The same as ``ranks``, which live on when one of them has failed: for tests of what the others then do."""
+    with ForkServer(PATIENT, grace=LIMIT) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[ForkServer]:
     """Forks ranks in which Paddle and PaddleFormers are imported and the CPU runtime is active."""
-    with ForkServer() as server:
+    with ForkServer(PATIENT) as server:
         yield server
 
 

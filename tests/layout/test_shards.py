@@ -16,7 +16,7 @@ from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.storage.safetensors import TensorEntry
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_the_fragments_of_a_range_are_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
     size = int(np.prod(shape))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec, prove
@@ -80,7 +80,7 @@ def shifted(box: Box, axis: int, by: int) -> Box:
     return Box(tuple(lo), tuple(hi))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 @given(rule_sets())
 def refuse_every_mutant(rules: RuleSet) -> None:
     declared = rules.mapping()

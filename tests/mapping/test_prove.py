@@ -78,7 +78,7 @@ def test_all_faults_come_in_one_report_with_indices_folded() -> None:
     assert caught.value.evidence == ("model.layers.{0...31}.w.weight: [0:2] is not written",)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rule_sets(), st.data())
 def test_every_mutation_that_changes_a_number_is_refused(rules: RuleSet, data: st.DataObject) -> None:
     mapping = rules.mapping()

@@ -110,7 +110,7 @@ def test_a_slab_survives_the_way_through_json() -> None:
     assert decode_rules(encode_rules(rules), "mapping.json") == rules
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rule_sets())
 def test_forward_then_reverse_restores_every_number(rules: RuleSet) -> None:
     mapping = rules.mapping()
@@ -121,7 +121,7 @@ def test_forward_then_reverse_restores_every_number(rules: RuleSet) -> None:
     assert all((back[name] == arrays[name]).all() for name in arrays)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rule_sets())
 def test_a_mapping_composed_with_its_reverse_is_the_identity(rules: RuleSet) -> None:
     mapping = rules.mapping()

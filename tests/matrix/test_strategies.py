@@ -81,7 +81,7 @@ class Sources:
 
 
 def train(ranks: ForkServer, training: Training) -> list[float]:
-    losses: list[float] = ranks.run(JOB, training.layout.nproc, training.to_json(), timeout=120).values[0]
+    losses: list[float] = ranks.run(JOB, training.layout.nproc, training.to_json()).values[0]
     return losses
 
 

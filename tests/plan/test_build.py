@@ -51,7 +51,7 @@ def filled(plan: LoadPlan, root: Path, shard: Shard, **options: int) -> np.ndarr
     return array
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 4), st.data())
 def test_any_shard_of_a_fused_tensor_is_put_together_from_any_pieces(
     tmp_path_factory: pytest.TempPathFactory, pieces: int, data: st.DataObject

@@ -109,7 +109,7 @@ def test_casts_are_said() -> None:
     assert not [cast for cast in found.cast if cast.name.endswith("gate.weight")]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_the_cost_of_an_item_is_what_reading_it_costs(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
@@ -148,7 +148,7 @@ class _File:
         self._directory.cleanup()
 
 
-def test_ten_thousand_ranks_of_a_large_model_are_planned_in_a_minute() -> None:
+def test_ten_thousand_ranks_of_a_large_model_are_planned_in_a_minute_of_one_core() -> None:
     grid = "tp=8,pp=8,sharding=160,ep=64,split=true"
     command = [sys.executable, "-m", "tests.plan.large", grid]
     root = Path(__file__).resolve().parents[2]
@@ -158,7 +158,7 @@ def test_ten_thousand_ranks_of_a_large_model_are_planned_in_a_minute() -> None:
     found = json.loads(ended.stdout)
     assert found["ranks"] == 10_240
     assert 299e9 < found["parameters"] < 300e9
-    assert found["seconds"] < 60
+    assert found["cpu_seconds"] < 60
     assert found["peak_bytes"] < 4 << 30
     # Each rank has the weights of its stage and experts, and a share of the states; the states are held once.
     assert found["largest"] < 4e9

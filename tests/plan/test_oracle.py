@@ -147,7 +147,7 @@ def planned(items: list[ReadItem], size: int) -> list[Where]:
     return [filled[index] for index in range(size)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(models(), models(), st.data())
 def test_a_plan_reads_every_element_from_where_it_is_stored(
     stored: RuleSet, wanted: RuleSet, data: st.DataObject

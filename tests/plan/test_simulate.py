@@ -100,7 +100,7 @@ def test_a_simulated_layout_is_the_live_one(
     ranks: ForkServer, tmp_path: Path, model_type: str, layout: Layout, model: dict[str, Any]
 ) -> None:
     job = {"model_type": model_type, "layout": layout.to_json(), "model": model, "output_dir": str(tmp_path)}
-    live = ranks.run("tests.plan.live_layouts:describe", layout.nproc, job, timeout=120).values
+    live = ranks.run("tests.plan.live_layouts:describe", layout.nproc, job).values
     config = {"model_type": model_type, **live[0]["config"]}
     simulated = declared_model(family_for(config), config, grid_of(layout), "bfloat16" if layout.bf16 else "float32")
     for rank, found in enumerate(live):

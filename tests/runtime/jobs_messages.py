@@ -143,8 +143,8 @@ def a_message_that_never_comes(timeout: str) -> str:
 
     from paddleformers_fc.runtime import p2p
 
-    os.environ[p2p.TIMEOUT_VARIABLE] = timeout
     dist.init_parallel_env()
+    os.environ[p2p.TIMEOUT_VARIABLE] = timeout
     if dist.get_rank() == 0:
         return ""
     try:

@@ -10,6 +10,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tests.harness.waiting import wait_for_file
+
 
 def identity(**given: Any) -> dict[str, Any]:
     """What the rank was given, and who it is."""
@@ -33,24 +35,25 @@ def fail_on(rank: int) -> str:
     return "fine"
 
 
-def die_on(rank: int) -> None:
-    """One rank kills itself, the others wait for ever."""
+def die_on(rank: int, waiting: str) -> None:
+    """One rank of two kills itself as soon as the other waits, for ever, which it shows by a file."""
     if os.environ["PADDLE_TRAINER_ID"] == str(rank):
+        wait_for_file(Path(waiting))
         os.kill(os.getpid(), signal.SIGKILL)
-    wait_for_a_sign_that_never_comes()
+    wait_for_a_sign_that_never_comes(Path(waiting))
 
 
 def hang_with_a_child(pid_file: str) -> None:
     """Start a process of one's own and wait for ever."""
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    unfinished = Path(f"{pid_file}.unfinished")
-    unfinished.write_text(str(child.pid))
-    unfinished.rename(pid_file)
-    wait_for_a_sign_that_never_comes()
+    wait_for_a_sign_that_never_comes(Path(pid_file), str(child.pid))
 
 
-def wait_for_a_sign_that_never_comes() -> None:
-    """Hang, in a function whose name can be found in a stack."""
+def wait_for_a_sign_that_never_comes(shown: Path, text: str = "") -> None:
+    """Hang, in a function whose name can be found in a stack; a file shows that it has come here."""
+    unfinished = shown.with_name(f"{shown.name}-{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.rename(shown)
     threading.Event().wait()
 
 
@@ -72,7 +75,7 @@ if __name__ == "__main__":
         "print": lambda: print(identity(), flush=True),
         "loud": lambda: loud(int(arguments[0])),
         "fail": lambda: fail_on(int(arguments[0])),
-        "die": lambda: die_on(int(arguments[0])),
+        "die": lambda: die_on(int(arguments[0]), arguments[1]),
         "hang": lambda: hang_with_a_child(arguments[0]),
     }
     calls[command]()

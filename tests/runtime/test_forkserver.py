@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from paddleformers_fc.errors import PeerError
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.runtime.forkserver import ForkServer, JobResult
+from tests.harness.limits import LIMIT
+from tests.harness.waiting import reached, wait_for_end, wait_for_file
 
 JOBS = "tests.runtime.jobs_plain"
 
@@ -20,29 +23,6 @@ def plain() -> Iterator[ForkServer]:
     """A server that preloads nothing."""
     with ForkServer(preload=()) as server:
         yield server
-
-
-def has_ended(pid: int, deadline_seconds: float = 10) -> bool:
-    """Whether a process ends, or has ended, before the deadline; a zombie has ended."""
-    end = time.monotonic() + deadline_seconds
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def wait_for_file(path: Path, deadline_seconds: float = 20) -> str:
-    """The content of a file as soon as it exists."""
-    end = time.monotonic() + deadline_seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} never came"
-        time.sleep(0.01)
-    return path.read_text()
 
 
 def test_every_rank_returns_its_own_value(plain: ForkServer) -> None:
@@ -93,19 +73,50 @@ def test_a_value_that_is_no_json_is_a_failure(plain: ForkServer) -> None:
 
 def test_hung_ranks_show_their_stacks_and_take_their_children_along(plain: ForkServer, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    result = plain.attempt(f"{JOBS}:hang_with_a_child", 1, {"pid_file": str(pid_file)}, timeout=2)
-    assert result.timed_out
-    assert result.returncodes == (-9,)
-    assert "wait_for_a_sign_that_never_comes" in result.logs[0].read_text()
-    assert has_ended(int(pid_file.read_text()))
+    results: list[JobResult] = []
+
+    def start(seconds: float) -> None:
+        given = {"pid_file": str(pid_file)}
+        results.append(plain.attempt(f"{JOBS}:hang_with_a_child", 1, given, timeout=seconds))
+        assert results[-1].timed_out
+        assert results[-1].returncodes == (-9,)
+
+    reached(start, pid_file)
+    assert "wait_for_a_sign_that_never_comes" in results[-1].logs[0].read_text()
+    wait_for_end(int(pid_file.read_text()))
 
 
-def test_a_killed_rank_does_not_leave_the_others_hanging() -> None:
+def test_a_killed_rank_does_not_leave_the_others_hanging(tmp_path: Path) -> None:
     with ForkServer(preload=(), grace=0.2) as server:
-        result = server.attempt(f"{JOBS}:die_on", 2, {"rank": 1})
+        result = server.attempt(f"{JOBS}:die_on", 2, {"rank": 1, "waiting": str(tmp_path / "waiting")})
+        assert "wait_for_a_sign_that_never_comes" in result.logs[0].read_text()
     assert result.returncodes == (-9, -9)
     assert not result.timed_out
-    assert result.seconds < 5
+
+
+def test_a_job_whose_client_is_interrupted_ends_with_its_stacks_and_the_next_one_runs(
+    plain: ForkServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pid_file = tmp_path / "pid"
+
+    def interrupt() -> None:
+        wait_for_file(pid_file)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    main = threading.main_thread().ident
+    assert main is not None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    watcher = threading.Thread(target=interrupt, daemon=True)
+    watcher.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            plain.attempt(f"{JOBS}:hang_with_a_child", 2, {"pid_file": str(pid_file)})
+    finally:
+        signal.signal(signal.SIGINT, before)
+        watcher.join(LIMIT)
+    wait_for_end(int(pid_file.read_text()))
+    assert "wait_for_a_sign_that_never_comes" in capfd.readouterr().err
+    assert plain.run(f"{JOBS}:fail_on", 2, {"rank": 7}).values == ("fine", "fine")
 
 
 def test_logs_hold_both_outputs(plain: ForkServer) -> None:
@@ -124,10 +135,10 @@ def test_ranks_end_with_the_server_and_the_server_with_its_client(tmp_path: Path
     if client == 0:
         try:
             with ForkServer(preload=()) as server:
-                server.attempt(f"{JOBS}:hang_with_a_child", 1, {"pid_file": str(pid_file)}, timeout=600)
+                server.attempt(f"{JOBS}:hang_with_a_child", 1, {"pid_file": str(pid_file)})
         finally:
             os._exit(1)
     child = int(wait_for_file(pid_file))
     os.kill(client, 9)
     os.waitpid(client, 0)
-    assert has_ended(child)
+    wait_for_end(child)

@@ -14,6 +14,7 @@ import pytest
 
 from paddleformers_fc.storage.files import files_within
 from paddleformers_fc.storage.places import RemotePath
+from tests.harness.limits import LIMIT
 
 REGION = "us-east-1"
 CREDENTIALS = {
@@ -117,13 +118,15 @@ def s3() -> Iterator[Store]:
 def bucket(s3: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """A bucket that fsspec finds by its configuration and the environment, as a user's."""
     import boto3
+    from botocore.config import Config
 
     for name in _UNWANTED:
         monkeypatch.delenv(name, raising=False)
     for name, value in {**CREDENTIALS, **_NOTHING, "AWS_DEFAULT_REGION": REGION}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": s3.url})
-    client = boto3.client("s3", endpoint_url=s3.url)
+    patient = {"connect_timeout": LIMIT, "read_timeout": LIMIT}
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": s3.url, "config_kwargs": patient})
+    client = boto3.client("s3", endpoint_url=s3.url, config=Config(**patient))
     name = f"bucket-{uuid.uuid4().hex}"
     client.create_bucket(Bucket=name)
     s3.answers.clear()

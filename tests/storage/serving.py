@@ -11,6 +11,11 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import aiohttp
+import fsspec
+
+from tests.harness.limits import LIMIT
+
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
@@ -116,10 +121,15 @@ def serving(root: Path) -> Iterator[Served]:
     server = _Server(("127.0.0.1", 0), partial(_Handler, served=served))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
+    # The client waits for an answer as long as a test may take, in place of its own five minutes.
+    patient = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=LIMIT, sock_connect=LIMIT)}}
+    before = fsspec.config.conf.get("http", {})
+    fsspec.config.conf["http"] = {**before, **patient}
     try:
         served.url = f"http://127.0.0.1:{server.server_port}"
         yield served
     finally:
+        fsspec.config.conf["http"] = before
         server.shutdown()
         thread.join()
         server.server_close()

@@ -13,7 +13,7 @@ from paddleformers_fc.storage import blocks, checksum
 from paddleformers_fc.storage.checksum import BlockHasher
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(pieces=st.lists(st.binary(max_size=40), max_size=8), block_bytes=st.integers(1, 50))
 def test_pieces_of_any_length_give_the_checksums_of_the_whole(pieces: list[bytes], block_bytes: int) -> None:
     hasher = BlockHasher(block_bytes)

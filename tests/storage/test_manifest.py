@@ -194,7 +194,7 @@ def test_a_link_that_stays_inside_and_a_link_to_the_checkpoint_are_fine(checkpoi
     assert value_of(tmp_path / "latest") == 7
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(data=st.data())
 def test_any_flipped_bit_of_a_manifest_is_noticed(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -225,7 +225,7 @@ def test_a_manifest_nested_too_deeply_is_refused(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(raw=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_random_bytes_are_no_manifest(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     directory = tmp_path_factory.mktemp("manifest")

@@ -17,8 +17,7 @@ import pytest
 from paddleformers_fc.errors import Corrupt, FormatError, OptionError, StorageError
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.ranges import RangeReader
-
-PATIENCE = 30
+from tests.harness.limits import LIMIT
 
 
 class WatchedOs:
@@ -50,7 +49,7 @@ class WatchedOs:
 
     def preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
         if self._meeting is not None:
-            self._meeting.wait(PATIENCE)
+            self._meeting.wait(LIMIT)
         return os.preadv(descriptor, [buffers[0][: self._per_call]], offset)
 
     @property
@@ -119,7 +118,6 @@ def test_a_file_that_ends_early_is_corrupt_and_says_where(
     assert caught.value.evidence == (f"wanted 200 bytes from byte {offset}, got {got}",)
 
 
-@pytest.mark.timeout(PATIENCE)
 def test_a_missing_file_is_corrupt_and_takes_no_descriptor(data_files: list[Path]) -> None:
     with RangeReader(max_open_files=1) as reader:
         with pytest.raises(Corrupt, match="gone is missing"):
@@ -212,7 +210,7 @@ def test_many_threads_share_few_descriptors(data_files: list[Path], monkeypatch:
         return bytes(buffer) == bytes((position + job % 8) % 256 for position in range(offset, offset + 96))
 
     with RangeReader(max_open_files=3) as reader, ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(read, range(600), timeout=PATIENCE))
+        assert all(pool.map(read, range(600), timeout=LIMIT))
     assert machine.most_open <= 3
     assert machine.still_open == 0
 
@@ -223,7 +221,7 @@ def test_two_threads_read_one_file_at_the_same_time(data_files: list[Path], monk
     with RangeReader(max_open_files=1) as reader, ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(reader.read_into, data_files[0], 0, bytearray(9)) for _ in range(2)]
         for job in jobs:
-            job.result(PATIENCE)
+            job.result(LIMIT)
     assert machine.still_open == 0
 
 
@@ -234,7 +232,7 @@ def test_two_threads_that_open_one_file_at_the_same_time_keep_one_descriptor(
 
     class MeetingOs(WatchedOs):
         def open(self, *arguments: Any) -> int:
-            meeting.wait(PATIENCE)
+            meeting.wait(LIMIT)
             return super().open(*arguments)
 
     machine = MeetingOs()
@@ -242,7 +240,7 @@ def test_two_threads_that_open_one_file_at_the_same_time_keep_one_descriptor(
     with RangeReader(max_open_files=2) as reader, ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(reader.read_into, data_files[0], 0, bytearray(9)) for _ in range(2)]
         for job in jobs:
-            job.result(PATIENCE)
+            job.result(LIMIT)
         assert (machine.opened, machine.still_open) == (2, 1)
     assert machine.still_open == 0
 
@@ -259,7 +257,7 @@ def test_a_thread_that_waits_for_a_file_goes_on_as_soon_as_another_has_opened_it
 
     class SlowOs(WatchedOs):
         def open(self, *arguments: Any) -> int:
-            assert waiting.wait(PATIENCE)
+            assert waiting.wait(LIMIT)
             return super().open(*arguments)
 
     machine = SlowOs(meeting=threading.Barrier(2))
@@ -268,7 +266,7 @@ def test_a_thread_that_waits_for_a_file_goes_on_as_soon_as_another_has_opened_it
         monkeypatch.setattr(reader, "_change", Condition())
         jobs = [pool.submit(reader.read_into, data_files[0], 0, bytearray(9)) for _ in range(2)]
         for job in jobs:
-            job.result(PATIENCE)
+            job.result(LIMIT)
     assert machine.opened == 1
 
 
@@ -280,19 +278,19 @@ def test_a_thread_waits_for_a_descriptor_instead_of_exceeding_the_bound(
     class SlowOs(WatchedOs):
         def preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
             entered.set()
-            assert may_leave.wait(PATIENCE)
+            assert may_leave.wait(LIMIT)
             return super().preadv(descriptor, buffers, offset)
 
     machine = SlowOs()
     monkeypatch.setattr(files, "os", machine)
     with RangeReader(max_open_files=1) as reader, ThreadPoolExecutor(2) as pool:
         first = pool.submit(reader.read_into, data_files[0], 0, bytearray(9))
-        assert entered.wait(PATIENCE)
+        assert entered.wait(LIMIT)
         second = pool.submit(reader.read_into, data_files[1], 0, bytearray(9))
         assert not second.done()
         may_leave.set()
-        first.result(PATIENCE)
-        second.result(PATIENCE)
+        first.result(LIMIT)
+        second.result(LIMIT)
     assert machine.most_open == 1
 
 
@@ -359,7 +357,7 @@ def test_a_second_descriptor_of_a_file_that_cannot_be_closed_leaves_no_user_behi
 
     class MeetingOs(UnwillingOs):
         def open(self, *arguments: Any) -> int:
-            meeting.wait(PATIENCE)
+            meeting.wait(LIMIT)
             return super().open(*arguments)
 
     machine = MeetingOs(1)
@@ -367,7 +365,7 @@ def test_a_second_descriptor_of_a_file_that_cannot_be_closed_leaves_no_user_behi
     reader = RangeReader(max_open_files=2)
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(reader.read_into, data_files[0], 0, bytearray(9)) for _ in range(2)]
-        assert sorted(isinstance(job.exception(PATIENCE), StorageError) for job in jobs) == [False, True]
+        assert sorted(isinstance(job.exception(LIMIT), StorageError) for job in jobs) == [False, True]
     reader.close()
     assert machine.still_open == 0
 

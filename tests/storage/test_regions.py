@@ -96,7 +96,7 @@ def same_bits(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(cases())
 def test_a_region_is_what_indexing_gives(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
     path = tmp_path_factory.getbasetemp() / "region.bin"
@@ -116,7 +116,7 @@ def test_a_region_is_what_indexing_gives(tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases(), st.randoms())
 def test_blocks_read_in_any_order_fill_the_whole(
     tmp_path_factory: pytest.TempPathFactory, case: Case, random: Any

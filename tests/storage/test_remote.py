@@ -14,7 +14,7 @@ import fsspec
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError, StorageError
 from paddleformers_fc.storage import files, manifest, remote
@@ -25,6 +25,7 @@ from paddleformers_fc.storage.places import RemotePath, place
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace, ranges_of, read_region
 from paddleformers_fc.storage.safetensors import read_header
+from tests.harness.limits import LIMIT
 from tests.storage.serving import Served, serving
 from tests.storage.support import STATE, WEIGHTS, save
 
@@ -306,7 +307,7 @@ def test_what_a_store_does_not_tag_is_known_by_its_size(served: Served, tmp_path
 
 
 def test_files_are_looked_at_several_at_a_time(memory: RemotePath) -> None:
-    meeting = threading.Barrier(remote.AT_ONCE, timeout=30)
+    meeting = threading.Barrier(remote.AT_ONCE, timeout=LIMIT)
     paths = [memory / str(number) for number in range(remote.AT_ONCE)]
     found = files.each(lambda path: meeting.wait() >= 0 and path.name, paths, memory)
     assert list(found) == [path.name for path in paths]
@@ -344,7 +345,6 @@ def test_a_slice_of_short_rows_is_few_requests(served: Served, tmp_path: Path) -
         assert served.bytes <= whole.nbytes
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_ranges_of_a_region_hold_all_of_its_bytes(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4)))

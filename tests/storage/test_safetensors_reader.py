@@ -20,7 +20,7 @@ from paddleformers_fc.storage.dtypes import CODES, from_safetensors, to_numpy, t
 from paddleformers_fc.storage.safetensors import MAX_HEADER_BYTES, TensorEntry, read_header
 from tests.storage.support import SPELLINGS, header_bytes, writer_of
 
-THOROUGH = settings(derandomize=True, deadline=None, max_examples=300)
+THOROUGH = settings(derandomize=True, max_examples=300)
 
 
 @pytest.fixture(scope="session")

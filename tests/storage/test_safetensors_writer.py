@@ -44,7 +44,7 @@ def test_the_library_opens_the_file(tmp_path: Path) -> None:
         assert file.metadata() == {"made": "here"}
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 @given(
     codes=st.lists(st.sampled_from(sorted(CODES)), max_size=5),
     shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=5, max_size=5),

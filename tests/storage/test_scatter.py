@@ -17,9 +17,9 @@ from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.storage import scatter
 from paddleformers_fc.storage.files import MOST_BUFFERS, OpenFile, open_regular
 from paddleformers_fc.storage.scatter import BATCH, Rows, Scatter
+from tests.harness.limits import LIMIT
 
 SIZE = 1 << 20
-PATIENCE = 60
 APART = [0, 9, 17, 30]
 """Offsets of rows of 8 bytes that do not follow one another, so that they take a request each."""
 
@@ -166,7 +166,7 @@ def test_a_row_that_is_cut_short_to_the_length_of_another_is_named(
     one.close()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, SIZE + 10), max_size=20), st.integers(1, 64))
 def test_a_row_behind_the_end_is_named_whatever_stands_beside_it(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, offsets: list[int], length: int
@@ -219,14 +219,13 @@ def test_a_context_is_used_again_but_never_by_two_threads_at_a_time(file: OpenFi
     assert array.tobytes() == apart(data)
 
 
-@pytest.mark.timeout(PATIENCE)
 def test_many_threads_read_rows_of_one_file(file: OpenFile, data: bytes) -> None:
     meeting = threading.Barrier(8)
 
     def read(seed: int) -> bool:
         offsets = [int(one) for one in np.random.default_rng(seed).integers(0, SIZE - 64, 2000)]
         array = np.zeros((2000, 64), np.uint8)
-        meeting.wait(PATIENCE)
+        meeting.wait(LIMIT)
         one = Scatter()
         one.read(file, rows_into(array, offsets))
         one.close()
@@ -236,7 +235,6 @@ def test_many_threads_read_rows_of_one_file(file: OpenFile, data: bytes) -> None
         assert all(pool.map(read, range(8)))
 
 
-@pytest.mark.timeout(PATIENCE)
 def test_a_child_process_makes_contexts_of_its_own(file: OpenFile, data: bytes) -> None:
     array = np.zeros((4, 8), np.uint8)
     one = Scatter()

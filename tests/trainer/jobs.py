@@ -611,8 +611,10 @@ def left_alone(output_dir: str) -> str:
     """Rank 0 wants to exchange something and rank 1 does not; what rank 0 is told."""
     from paddleformers_fc.errors import PeerError
     from paddleformers_fc.trainer.run import channel_of
+    from tests.trainer.lost_jobs import keep_time
 
-    trainer = flex_trainer(tiny.DP2.to_json(), output_dir, {"flex_timeout": 2})
+    keep_time(Path(output_dir))
+    trainer = flex_trainer(tiny.DP2.to_json(), output_dir, {"flex_timeout": 100})
     channel = channel_of(trainer.args)
     try:
         return "" if channel.rank else str(channel.exchange(b""))

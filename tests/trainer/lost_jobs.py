@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.harness.clocks import ProcessClock
 from tests.trainer.jobs import flex_trainer, weights_of
 
 
@@ -28,7 +28,7 @@ def differ(kind: str, odd: int, resume: str | None, output_dir: str, layout: Map
     from paddleformers_fc.errors import FlexError
 
     # The process group must not know: it begins with the Trainer's arguments.
-    arguments = {"max_steps": 3 if resume else 1, "save_steps": 1, "flex_timeout": 20}
+    arguments = {"max_steps": 3 if resume else 1, "save_steps": 1}
     is_odd = os.environ["PADDLE_TRAINER_ID"] == str(odd)
     before = _OF_ARGUMENTS.get(kind)
     if is_odd and before is not None:
@@ -85,9 +85,16 @@ def differ_in_directory(directory: str, kind: str, **settings: Any) -> dict[str,
     return differ(kind, **settings)
 
 
-def die(
-    moment: str, victim: int, output_dir: str, layout: Mapping[str, Any], timeout: int, resume: str | None = None
-) -> None:
+def keep_time(directory: Path) -> None:
+    """Let the time in which ranks wait for each other pass only while all that live wait."""
+    from paddleformers_fc.execute import attendance
+
+    rank, ranks = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
+    # This process ends with the job.
+    attendance.time = ProcessClock(directory / "clock", rank, ranks)  # type: ignore[attr-defined]
+
+
+def die(moment: str, victim: int, output_dir: str, layout: Mapping[str, Any], resume: str | None = None) -> None:
     """Train, save and resume as a job of which one rank kills itself; every other rank writes down how it ended.
 
     Args:
@@ -95,22 +102,20 @@ def die(
         victim: the rank.
         output_dir: of the Trainer; gets ``ended-<rank>.json`` of every rank that raises.
         layout: a ``tiny.Layout`` as JSON.
-        timeout: ``flex_timeout``.
         resume: a checkpoint of three steps; None to train from the beginning and save.
     """
     rank = int(os.environ["PADDLE_TRAINER_ID"])
-    trainer = flex_trainer(layout, output_dir, {"max_steps": 6, "save_steps": 2, "flex_timeout": timeout})
+    keep_time(Path(output_dir))
+    trainer = flex_trainer(layout, output_dir, {"max_steps": 6, "save_steps": 2})
     if rank == victim:
         _die_when(moment)
     before = weights_of(trainer.model)
-    started = time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=resume)
     except BaseException as error:
         ended = {
             "error": type(error).__name__,
             "text": str(error),
-            "seconds": time.monotonic() - started,
             "step": trainer.state.global_step,
             "half": weights_of(trainer.model) != before,
         }

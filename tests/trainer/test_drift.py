@@ -32,8 +32,8 @@ def test_replicas_that_clipping_lets_go_apart_stand_in_every_checkpoint_and_once
     assert [log.read_text().count(TOLD) for log in result.logs] == [1, 0]
 
 
-def test_a_run_that_is_to_refuse_them_saves_nothing(ranks: ForkServer, tmp_path: Path) -> None:
-    result = train(ranks, tmp_path, max_grad_norm=0.01, flex_check_replicas="refuse")
+def test_a_run_that_is_to_refuse_them_saves_nothing(patient_ranks: ForkServer, tmp_path: Path) -> None:
+    result = train(patient_ranks, tmp_path, max_grad_norm=0.01, flex_check_replicas="refuse")
     assert result.returncodes == (1, 1)
     assert all("MismatchError" in log.read_text() and "model.norm.weight" in log.read_text() for log in result.logs)
     assert not list(tmp_path.glob("*checkpoint*"))

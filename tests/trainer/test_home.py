@@ -11,6 +11,7 @@ import pytest
 
 from paddleformers_fc.cli.starting import refuse_resume
 from paddleformers_fc.trainer import loading
+from tests.harness.limits import LIMIT
 from tests.trainer.test_rotation import make_checkpoint
 
 
@@ -46,5 +47,5 @@ def test_a_run_in_the_home_directory_is_resumed_from_there(home: Path, asked: bo
 def test_what_the_command_lets_pass_is_what_the_ranks_resume(home: Path) -> None:
     named = {"flex_checkpoint": True, "resume_from_checkpoint": "~/run/checkpoint-3"}
     refuse_resume(named)
-    args = SimpleNamespace(resume_from_checkpoint=None, flex_timeout=60)
+    args = SimpleNamespace(resume_from_checkpoint=None, flex_timeout=LIMIT)
     assert loading._chosen(args, named["resume_from_checkpoint"]) == home / "run" / "checkpoint-3"

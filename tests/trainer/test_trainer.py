@@ -431,8 +431,7 @@ def test_data_that_one_rank_reads_for_others_goes_on_with_the_next_sample(
     whole = ranks.run(f"{JOBS}:run_with_one_reader", 2, settings(layout, tmp_path / "whole", **SIX_STEPS)).values[0]
     assert whole == pytest.approx(saved.losses, abs=1e-6)
     third = tmp_path / "whole" / "checkpoint-3"
-    arguments = {**SIX_STEPS, "flex_timeout": 20}
-    again = ranks.run(f"{JOBS}:run_with_one_reader", 2, settings(layout, tmp_path / "again", third, **arguments))
+    again = ranks.run(f"{JOBS}:run_with_one_reader", 2, settings(layout, tmp_path / "again", third, **SIX_STEPS))
     assert again.values[0] == whole[3:]
 
 
@@ -823,5 +822,5 @@ def test_a_trainer_that_does_not_know_the_option_is_warned_of(ranks: ForkServer,
 
 def test_no_rank_waits_longer_than_it_was_told_to(ranks: ForkServer, tmp_path: Path) -> None:
     told, _ = ranks.run(f"{JOBS}:left_alone", 2, {"output_dir": str(tmp_path)}).values
-    assert "Not every rank has come within flex_timeout: 2 s." in told
+    assert "Not every rank has come within flex_timeout: 100 s." in told
     assert "rank 1 did not come" in told

@@ -9,6 +9,7 @@ import pytest
 
 from paddleformers_fc.execute.channel import LocalChannel
 from paddleformers_fc.trainer.watch import EXIT_CODE, watched
+from tests.harness.limits import LIMIT
 
 WAITS_FOR_EVER = """
 import threading
@@ -34,7 +35,7 @@ class Echo:
 
 def test_a_rank_that_waits_too_long_says_so_and_ends() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", WAITS_FOR_EVER], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", WAITS_FOR_EVER], capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert ended.returncode == EXIT_CODE
     assert "Rank 3 has waited 0.05 s for the other ranks and gives up." in ended.stderr
@@ -55,7 +56,7 @@ def closed():
 sys.stderr = {instead}
 """
     ended = subprocess.run(
-        [sys.executable, "-c", redirected + WAITS_FOR_EVER], capture_output=True, text=True, timeout=20, check=False
+        [sys.executable, "-c", redirected + WAITS_FOR_EVER], capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert ended.returncode == EXIT_CODE
     assert "Rank 3 has waited" in ended.stderr
@@ -63,10 +64,10 @@ sys.stderr = {instead}
 
 
 def test_an_exchange_in_time_is_passed_on() -> None:
-    channel = watched(Echo(), 60)
+    channel = watched(Echo(), LIMIT)
     assert (channel.rank, channel.world_size, channel.exchange(b"x")) == (1, 2, [b"x", b"x"])
 
 
 def test_a_process_alone_is_not_watched() -> None:
     alone = LocalChannel()
-    assert watched(alone, 60) is alone
+    assert watched(alone, LIMIT) is alone

@@ -20,6 +20,7 @@ from paddleformers_fc.runtime.launch import launch
 from paddleformers_fc.runtime.ranks import free_ports
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer.register import PATH
+from tests.harness.limits import LIMIT
 from tests.harness.tiny import SINGLE
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
 
@@ -44,7 +45,7 @@ REPLACED = [
 
 def test_the_facade_imports_no_paddle() -> None:
     code = "import sys, paddleformers_fc, paddleformers_fc.trainer; sys.exit('paddle' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT, check=False).returncode == 0
 
 
 def test_the_facade_has_the_names_that_a_script_needs_and_no_others() -> None:
@@ -70,7 +71,7 @@ def test_every_name_in_the_readme_can_be_imported() -> None:
     code = "import sys, paddleformers_fc\nfor name in sys.argv[1:]: eval(name)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -114,7 +115,7 @@ def test_the_stock_trainer_saves_and_resumes_once_installed(ranks: ForkServer, t
 
 def test_the_path_of_the_registration_file_is_printed() -> None:
     command = [sys.executable, "-m", "paddleformers_fc.trainer.register"]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True).stdout
     assert printed == f"{PATH}\n"
     assert PATH.is_file()
 
@@ -217,7 +218,7 @@ def test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes(
     }
     command = [sys.executable, "-m", "paddleformers.cli.cli", "train", str(path)]
     trained = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
     log = (tmp_path / "paddleformers_dist_log" / "workerlog.0").read_text()

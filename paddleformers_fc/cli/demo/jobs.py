@@ -21,8 +21,8 @@ import yaml
 from paddleformers_fc.cli.demo.settings import Layout, settings
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.runtime.launch import launch
+from paddleformers_fc.runtime.ranks import PATIENCE_SECONDS
 
-TIMEOUT_SECONDS = 180.0
 _HERE = Path(__file__).parent
 OURS = _HERE / "ours.py"
 STOCK = _HERE / "stock.py"
@@ -90,7 +90,7 @@ def train(run: Run, directory: Path) -> Trained:
         ["-m", "paddleformers.cli.launcher", "train", str(recipe)],
         nproc=run.layout.ranks,
         log_dir=directory / "logs" / run.name,
-        timeout=TIMEOUT_SECONDS,
+        timeout=PATIENCE_SECONDS,
     )
     if result.returncode != 0:
         raise FlexError(

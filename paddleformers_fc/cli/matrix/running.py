@@ -36,7 +36,6 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.runtime.forkserver import ForkServer, JobResult
 
 SERVERS = 2
-_SECONDS = 120.0
 _CHECKPOINT = f"checkpoint-{SAVED_AT}"
 _T = TypeVar("_T")
 
@@ -265,7 +264,7 @@ class Workshop:
         """
         server = self._servers.get()
         try:
-            result = server.attempt(JOB, training.layout.nproc, training.to_json(), _SECONDS)
+            result = server.attempt(JOB, training.layout.nproc, training.to_json())
         finally:
             self._servers.put(server)
         if not result.ok:

@@ -250,7 +250,7 @@ def test_a_cast_is_the_one_that_paddle_makes(dtypes: tuple[str, str], statement:
 def test_whatever_is_proved_paddle_moves_in_the_same_way_or_refuses_aloud() -> None:
     compared: list[Program] = []
 
-    @settings(max_examples=250, deadline=None)
+    @settings(max_examples=250)
     @given(programs())
     def compare(program: Program) -> None:
         try:

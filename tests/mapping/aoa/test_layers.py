@@ -139,7 +139,7 @@ def check(mapping: Mapping, hints: Hints) -> None:
 NUMBERS = st.lists(st.integers(0, 5), max_size=2, unique=True)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.lists(st.lists(st.sampled_from(sorted(KINDS)), max_size=4), min_size=1, max_size=3),
     st.lists(st.integers(0, 2), min_size=1, max_size=7),

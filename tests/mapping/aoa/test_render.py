@@ -314,7 +314,7 @@ def cut(rank: int, axis: int, count: int) -> Shape:
     return tuple(count if index == axis else 1 for index in range(rank))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases(), st.booleans())
 def test_random_rules_are_said_and_read_as_such_by_paddle(case: tuple[Mapping, Hints], reverse: bool) -> None:
     mapping, hints = case
