@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from paddleformers_fc.catalog.stored import StoredFragment, gather_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -31,3 +33,15 @@ def test_tensors_share_a_form_where_nothing_but_their_names_and_places_differs()
         )
         assert tensor.form is tensors[name].form
     assert len({id(tensor.form) for tensor in tensors.values()}) == len(SHARDS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("float32", (16, 4)), ("bfloat16", (8, 4)), ("float32", (8, 4, 1))], ids=str
+)
+def test_files_that_contradict_each_other_are_named_though_their_boxes_tile_a_tensor(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
+    one = Shard("w", "float32", (8, 4), Box((0, 0), (4, 4)))
+    other = Shard("w", dtype, shape, Box((4, 0), (8, 4)))
+    _, faults = gather_shards((shard, f"file {place}", 100, 4) for place, shard in enumerate((one, other)))
+    assert faults == [f"w: file 1 says {dtype} {list(shape)}, another file float32 [8, 4]"]

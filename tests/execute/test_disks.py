@@ -223,6 +223,21 @@ def test_tied_weights_on_different_disks_are_compared_and_loaded(tmp_path: Path)
     assert all(received > 0 for received in tied(places[::-1], "pp=2", load_only=True))
 
 
+@pytest.mark.parametrize(("stages", "disks"), [(3, 1), (4, 1), (4, 2), (4, 4)])
+def test_a_pipeline_whose_middle_stages_hold_nothing_tied_loads_and_compares_what_is_tied(
+    tmp_path: Path, stages: int, disks: int
+) -> None:
+    places = [tmp_path / f"disk-{rank % disks}" for rank in range(stages)]
+    grid = f"pp={stages}"
+    assert tied(places, grid) == [0] * stages
+    assert all(isinstance(outcome, int) for outcome in tied(places, grid, load_only=True))
+    part(list(dict.fromkeys(places)))
+    errors = tied(places, grid, load_only=True)
+    assert all(isinstance(error, MismatchError) for error in errors)
+    assert len({str(error) for error in errors}) == 1
+    assert f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000" in str(errors[0])
+
+
 def part(places: list[Path]) -> None:
     """Give a tied weight other numbers under its second name."""
     victim = alias_file(places)

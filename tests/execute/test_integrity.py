@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import msgspec
 import pytest
 
 from paddleformers_fc.catalog.flex import open_flex
-from paddleformers_fc.errors import Corrupt, FlexError
+from paddleformers_fc.errors import Corrupt, FlexError, StorageError
+from paddleformers_fc.execute import exchange
+from paddleformers_fc.execute.export import ExportReport, export_checkpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.storage.checksum import BlockHasher
@@ -127,6 +131,54 @@ def test_a_byte_that_no_rank_reads_does_not_matter_to_a_load_and_is_found_by_a_c
     assert all(isinstance(outcome, LoadReport) for outcome in load(checkpoint, 2, weights_alone=True))
     with pytest.raises(Corrupt, match="optimizer_state/rank-00000"):
         open_flex(checkpoint, "full")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_export_under_full_finds_a_byte_that_no_header_and_no_document_holds(checkpoint: Path, ranks: int) -> None:
+    target = checkpoint.parent / "exported"
+
+    def exported(verify: str) -> list[Any]:
+        return job(ranks, lambda channel: export_checkpoint(checkpoint, target, channel=channel, verify=verify))
+
+    assert all(isinstance(outcome, ExportReport) for outcome in exported("full"))
+    before = (target / "model.safetensors").read_bytes()
+    path, at = place_of(checkpoint, "model_state", "model.layers.1.mlp.down_proj.weight")
+    flip(path, at)
+    error = the_one_report(exported("full"))
+    assert f"block {at // BLOCK} (from byte {at // BLOCK * BLOCK})" in error.evidence[0]
+    assert (target / "model.safetensors").read_bytes() == before
+    assert sorted(one.name for one in checkpoint.parent.iterdir()) == ["checkpoint-3", "exported"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("unread", ["model_state/rank-00000.safetensors", "optimizer_state/rank-00001.safetensors"])
+def test_a_load_under_full_that_may_not_read_what_it_is_to_compare_is_refused_on_every_rank(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, unread: str, ranks: int
+) -> None:
+    original = os.preadv
+    numbers = min(one.begin for one in read_header(checkpoint / unread).tensors.values())
+
+    def refuse(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset > numbers and os.readlink(f"/proc/self/fd/{descriptor}").endswith(unread):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(descriptor, buffers, offset)
+
+    def work(channel: Any) -> None:
+        roles = live(ARRAYS, 1, channel.rank, empty=True)
+        with pytest.raises(StorageError) as caught:
+            load_checkpoint(open_checkpoint(checkpoint, channel, "full"), roles, CONFIG, channel)
+        assert same_values(roles, live(ARRAYS, 1, channel.rank, empty=True))
+        raise caught.value
+
+    compared: list[int] = []
+    carry_out = exchange.carry_out
+    monkeypatch.setattr(exchange, "carry_out", lambda *args: compared.append(1) or carry_out(*args))
+    monkeypatch.setattr(os, "preadv", refuse)
+    errors = job(ranks, work)
+    assert compared == [], "nothing is read before everything was compared"
+    assert all(isinstance(error, StorageError) for error in errors)
+    assert len({str(error) for error in errors}) == 1
+    assert unread in str(errors[0])
 
 
 def test_every_rank_hashes_its_share_and_not_the_whole(checkpoint: Path) -> None:

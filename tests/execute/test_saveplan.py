@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddleformers_fc.errors import StorageError
+from paddleformers_fc.errors import MismatchError, StorageError
 from paddleformers_fc.execute import shares
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
@@ -163,6 +163,48 @@ def test_only_the_last_plans_are_kept_and_every_rank_has_its_own() -> None:
     assert b"\0" in keeper.known(0)
     assert b"\1" not in keeper.known(0)
     assert len(keeper.known(0)) == KEPT_PLANS - 1
+
+
+HALF = "model.layers.1.mlp.down_proj.weight"
+
+
+def states(rank: int, sharded: int) -> Roles:
+    """Weights, their master weights and their states on one of two ranks, each half of a tensor or half of a range."""
+    roles = live(ARRAYS, 1 if sharded > 1 else 2, rank, sharded=sharded)
+    copies = {
+        name.removesuffix(".moment1_0"): weight
+        for name, weight in roles["optimizer_state"].items()
+        if name.endswith(".moment1_0")
+    }
+    return {**roles, "master_weight": copies}
+
+
+def save_part(directory: Path, roles: Roles, channel: ThreadChannel) -> None:
+    """Save what one rank holds."""
+    small = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+    save_checkpoint(directory, roles, CONFIG, small, JobRecord(3, 24, {}), channel)
+
+
+@pytest.mark.parametrize("sharded", [1, 2], ids=["boxes", "ranges"])
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [("optimizer_state", f"{HALF}.moment1_0"), ("optimizer_state", f"{HALF}.moment2_0"), ("master_weight", HALF)],
+)
+def test_a_job_that_lacks_a_part_of_a_state_saves_nothing(tmp_path: Path, role: str, name: str, sharded: int) -> None:
+    succeed(2, lambda channel: save_part(tmp_path / "whole", states(channel.rank, sharded), channel))
+
+    def work(channel: ThreadChannel) -> None:
+        held = states(channel.rank, sharded)
+        if channel.rank == 1:
+            del held[role][name]
+        save_part(tmp_path / "holes", held, channel)
+
+    errors = job(2, work)
+    assert all(isinstance(error, MismatchError) for error in errors)
+    assert str(errors[0]) == str(errors[1])
+    assert f"{name}: " in str(errors[0])
+    assert "is not stored" in str(errors[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -49,6 +49,30 @@ def test_ranks_that_hold_the_same_need_not_be_told_apart() -> None:
     assert divide([one, one, one]) == divide([one, again, decode_held(encode_held(one))])
 
 
+@pytest.mark.parametrize("holders", range(3, 9))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_a_large_range_is_written_to_its_last_element_whatever_its_length(holders: int, dtype: str) -> None:
+    for spare in range(holders + 1):
+        begin, end = 3, 3 + 10 * holders * MEBI + spare
+        one = Shard("flat", dtype, (end + 5,), whole((end + 5,)), (begin, end))
+        given = divide([held(one)] * holders)
+        ranges = sorted((piece.shard.flat, piece.start) for pieces in given for piece in pieces)
+        assert len(ranges) == holders
+        edges = [begin, *(flat[1] for flat, _ in ranges)]
+        assert [(flat, start) for flat, start in ranges] == [
+            ((low, high), low - begin) for low, high in zip(edges[:-1], [*edges[1:-1], end], strict=True)
+        ]
+
+
+@pytest.mark.parametrize("holders", [3, 5, 7])
+def test_a_large_tensor_is_written_to_its_last_row(holders: int) -> None:
+    for rows in range(4 * holders * MEBI // 1024, 4 * holders * MEBI // 1024 + holders):
+        given = divide([held(tensor("rows", rows, 1023))] * holders)
+        cuts = sorted((piece.shard.box.lo[0], piece.shard.box.hi[0]) for pieces in given for piece in pieces)
+        edges = [0, *(high for _, high in cuts)]
+        assert cuts == list(zip(edges[:-1], [*edges[1:-1], rows], strict=True))
+
+
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
 
 

@@ -102,6 +102,26 @@ def test_shards_survive_json() -> None:
 
 
 @pytest.mark.parametrize(
+    ("box", "flat", "said"),
+    [
+        (Box((0, 0), (4, 8)), (0, 32), None),
+        (Box((0, 0), (4, 8)), (32, 32), None),
+        (Box((0, 0), (4, 8)), (0, 33), "range 0:33 is outside its 32 elements"),
+        (Box((0, 0), (4, 8)), (-1, 3), "range -1:3 is outside its 32 elements"),
+        (Box((0, 0), (4, 8)), (5, 4), "range 5:4 is outside its 32 elements"),
+        (Box((2, 0), (4, 8)), (0, 17), "range 0:17 is outside its 16 elements"),
+        (Box((0, 0), (4, 9)), None, "box [0:4, 0:9] is outside shape [4, 8]"),
+        (Box((0, 0), (5, 8)), None, "box [0:5, 0:8] is outside shape [4, 8]"),
+        (Box((0,), (4,)), None, "box [0:4] is outside shape [4, 8]"),
+    ],
+)
+def test_a_shard_that_is_larger_than_its_tensor_by_one_is_impossible(
+    box: Box, flat: tuple[int, int] | None, said: str | None
+) -> None:
+    assert list(Shard("w", "float32", (4, 8), box, flat).faults()) == ([] if said is None else [f"w: {said}"])
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "{}",

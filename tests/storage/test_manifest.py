@@ -187,6 +187,20 @@ def test_a_link_out_of_the_checkpoint_is_refused(checkpoint: Path, tmp_path: Pat
         verify_files(checkpoint, manifest, "size")
 
 
+@pytest.mark.parametrize("what", ["file", "directory"])
+def test_a_link_into_a_sibling_whose_name_begins_alike_is_refused(checkpoint: Path, what: str) -> None:
+    sibling = checkpoint.with_name(f"{checkpoint.name}0")
+    shutil.copytree(checkpoint, sibling)
+    inside = WEIGHTS if what == "file" else "model_state"
+    manifest = read_manifest(checkpoint)
+    (checkpoint / inside).rename(checkpoint.parent / "aside")
+    (checkpoint / inside).symlink_to(sibling / inside)
+    with pytest.raises(FormatError, match=r"rank-00000\.safetensors is reached through a link that leaves"):
+        read_manifest(checkpoint)
+    with pytest.raises(Corrupt, match=r"rank-00000\.safetensors is reached through a link that leaves"):
+        verify_files(checkpoint, manifest, "size")
+
+
 def test_a_link_that_stays_inside_and_a_link_to_the_checkpoint_are_fine(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / WEIGHTS).rename(checkpoint / "real")
     (checkpoint / WEIGHTS).symlink_to(checkpoint / "real")
@@ -317,6 +331,44 @@ def test_all_faults_come_in_one_error(checkpoint: Path) -> None:
     text = "\n".join(caught.value.evidence)
     for name in ("trainer/0", "trainer/1", "trainer/2", STATE, "stray.safetensors"):
         assert name in text
+
+
+def refusing(suffix: str) -> Callable[..., int]:
+    """An ``os.preadv`` that fails for files whose names end so."""
+    original = os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(suffix):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(descriptor, buffers, offset)
+
+    return preadv
+
+
+@pytest.mark.parametrize("suffix", ["", WEIGHTS, STATE])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_full_check_that_may_not_read_does_not_pass(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, threads: int
+) -> None:
+    manifest = read_manifest(checkpoint)
+    monkeypatch.setattr(os, "preadv", refusing(suffix))
+    with pytest.raises(StorageError, match=r"(?s)Input/output error.*EIO") as caught:
+        verify_files(checkpoint, manifest, "full", threads=threads)
+    refused = [one.path for one in manifest.files if one.path.endswith(suffix)]
+    assert all(path in str(caught.value) for path in refused)
+    verify_files(checkpoint, manifest, "size")
+
+
+def test_damage_counts_before_a_file_that_may_not_be_read_and_both_are_named(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(checkpoint / STATE, 0, 1)
+    monkeypatch.setattr(os, "preadv", refusing(WEIGHTS))
+    with pytest.raises(Corrupt) as caught:
+        verify_files(checkpoint, read_manifest(checkpoint), "full")
+    damaged, unread = caught.value.evidence
+    assert damaged.startswith(f"{STATE} does not match its checksum")
+    assert unread.startswith(f"{WEIGHTS} cannot be read to the end: ")
 
 
 def test_many_bad_blocks_of_a_file_are_folded(checkpoint: Path) -> None:

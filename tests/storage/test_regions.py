@@ -15,7 +15,12 @@ from hypothesis import given, settings, strategies as st
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import (
+    BLOCK_BYTES,
     DEALT_RUN,
+    HOT_BYTES,
+    RUN_BYTES,
+    SHORT_RUN,
+    STRIPE,
     Region,
     Workspace,
     blocks_of,
@@ -167,6 +172,50 @@ def test_numbers_are_cast_while_they_are_read(tmp_path: Path) -> None:
     with RangeReader() as reader, Workspace() as workspace:
         read_region(reader, Region(path, 0, (4, 6), (0, 0), (4, 6), values.dtype), out, workspace)
     assert (out == values.astype(ml_dtypes.bfloat16)).all()
+
+
+BESIDE_A_STRIPE = [1, STRIPE - 1, STRIPE, *(times * STRIPE + 1 for times in (1, 2, 3, 8)), 5 * STRIPE - 1]
+
+
+@pytest.mark.parametrize("wanted", [np.float32, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize("rows", BESIDE_A_STRIPE)
+def test_a_transposed_region_is_whole_also_where_it_is_just_longer_than_a_stripe(
+    tmp_path: Path, rows: int, wanted: type
+) -> None:
+    path = tmp_path / "transposed"
+    values = np.random.default_rng(rows).standard_normal((rows + 2, 70)).astype(np.float32)
+    path.write_bytes(values.tobytes())
+    for columns in (1, 3, 64, 65):
+        out = np.full((columns, rows), 7, wanted).T
+        with RangeReader() as reader, Workspace() as workspace:
+            read_region(reader, Region(path, 0, values.shape, (1, 2), out.shape, values.dtype), out, workspace)
+        assert (out == values[1 : rows + 1, 2 : columns + 2].astype(wanted)).all()
+
+
+# Rows and columns of a region, elements of a row in the file, and whether it is transposed.
+BESIDE_A_BOUND = {
+    "a direct block": (2, BLOCK_BYTES // 8 + 1, BLOCK_BYTES // 8 + 1, False),
+    "two direct blocks": (1, BLOCK_BYTES // 2 + 1, BLOCK_BYTES // 2 + 1, False),
+    "scratch memory": (HOT_BYTES // 4 + 1, 2, 2, True),
+    "a run of a transpose": (STRIPE + 1, RUN_BYTES // 4 + 1, RUN_BYTES // 4 + 1, True),
+    "runs just short enough to be spanned": (300, SHORT_RUN // 4 - 1, SHORT_RUN // 2 - 2, False),
+    "runs just too long to be spanned": (300, SHORT_RUN // 4, SHORT_RUN // 2, False),
+    "gaps just too long to be spanned": (300, SHORT_RUN // 4 - 1, SHORT_RUN // 2 - 1, False),
+    "rows kept in mind": (4097, 3, 7, False),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE_A_BOUND)
+def test_a_region_just_past_a_bound_is_what_numpy_gives(tmp_path: Path, beside: str) -> None:
+    rows, columns, width, transposed = BESIDE_A_BOUND[beside]
+    path = tmp_path / "past"
+    values = np.arange(rows * width, dtype=np.uint32).reshape(rows, width)
+    path.write_bytes(values.tobytes())
+    out = np.zeros((columns, rows), np.uint32).T if transposed else np.zeros((rows, columns), np.uint32)
+    with RangeReader() as reader, Workspace() as workspace:
+        count = read_region(reader, Region(path, 0, values.shape, (0, 0), out.shape, values.dtype), out, workspace)
+    assert (out == values[:, :columns]).all()
+    assert out.nbytes <= count <= 2 * out.nbytes
 
 
 def test_a_file_that_ends_early_is_named_with_the_offset(tmp_path: Path) -> None:
