@@ -12,7 +12,7 @@
     ├── MismatchError        stored and wanted do not fit: names, shapes, dtypes, coverage
     ├── StorageError         the operating system refused a read, write, sync or rename
     ├── PeerError            another rank failed, or the ranks disagree
-    └── EnvironmentMismatch  a version of Paddle or PaddleFormers that this package does not know
+    └── EnvironmentMismatch  a version, a method or a Trainer class of Paddle or PaddleFormers that is not the known one
 
 Every error says what went wrong, where, on which evidence, and what to do next. All problems of one
 checkpoint are collected in one error: ``evidence`` is a list of lines, already folded for a reader.
@@ -160,7 +160,7 @@ class PeerError(FlexError):
 
 
 class EnvironmentMismatch(FlexError):
-    """A version of Paddle or PaddleFormers that this package does not know."""
+    """A version, a method or a Trainer class of Paddle or PaddleFormers that is not the one this package knows."""
 
 
 _BY_NAME = {

@@ -4,8 +4,8 @@ Paddle's CPU build trains data parallel only. After :func:`activate` tensor, pip
 versions, 2 and 3) and expert parallelism run on it over gloo, through PaddleFormers' own Trainer: real ranks, real
 collectives, real checkpoints, slowly. On an accelerator this package does nothing.
 
-Idea: each fault of the CPU build is mended in one named unit (the table is :mod:`.patches`), known for one version
-of Paddle and one of PaddleFormers; with any other, activation refuses instead of guessing.
+Idea: each fault of the CPU build is mended in one named unit (the table is :mod:`.patches`). What the units replace and
+read is listed in :mod:`paddleformers_fc.upstream`; where it is missing or different, activation refuses.
 
 Importing this package is cheap and does not import Paddle; :func:`activate` does (about 1 s, 2.5 s with
 PaddleFormers). :mod:`.launch` starts ranks, :mod:`.forkserver` starts them fast and often.
@@ -13,16 +13,11 @@ PaddleFormers). :mod:`.launch` starts ranks, :mod:`.forkserver` starts them fast
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import logging
 
-from ..errors import EnvironmentMismatch
+from .. import upstream
 
 __all__ = ["activate"]
-
-PADDLE_VERSION = "3.3.1"
-PADDLEFORMERS_VERSION = "1.2.0"
 
 _log = logging.getLogger(__name__)
 _applied: tuple[str, ...] | None = None
@@ -38,7 +33,8 @@ def activate() -> tuple[str, ...]:
         The names of the patches in force; empty when Paddle computes on an accelerator, where nothing is mended.
 
     Raises:
-        EnvironmentMismatch: a version of Paddle or PaddleFormers that the patches were not written for.
+        EnvironmentMismatch: what the patches replace or read is missing or different; nothing was patched. A version
+            alone is a warning here and refused with ``flex_checkpoint: true``, see ``flex_unknown_versions``.
     """
     global _applied
     if _applied is None:
@@ -47,25 +43,14 @@ def activate() -> tuple[str, ...]:
 
 
 def _activate() -> tuple[str, ...]:
-    import paddle
-
-    if paddle.device.get_device() != "cpu":
+    hooks = upstream.cpu_runtime()
+    if not hooks:
         return ()
-    _check_version("paddle", paddle.__version__, PADDLE_VERSION)
-    if importlib.util.find_spec("paddleformers") is not None:
-        _check_version("paddleformers", importlib.metadata.version("paddleformers"), PADDLEFORMERS_VERSION)
+    upstream.require(hooks)
+    for line in upstream.unknown_versions():
+        _log.warning("CPU runtime: %s. The patches are written for the known version.", line)
     from . import patches
 
     names = patches.apply_all()
     _log.warning("CPU runtime: %d patches for hybrid parallelism over gloo (%s).", len(names), ", ".join(names))
     return names
-
-
-def _check_version(package: str, found: str, known: str) -> None:
-    if found != known:
-        raise EnvironmentMismatch(
-            f"The CPU runtime knows {package} {known}, and this is {package} {found}.",
-            where=f"the installed package {package}",
-            evidence=[f"known: {known}", f"installed: {found}"],
-            next_step=f"Install {package}=={known}, or train on an accelerator, where the CPU runtime is not needed.",
-        )

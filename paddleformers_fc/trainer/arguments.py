@@ -3,6 +3,9 @@
 ``FlexTrainingArguments`` is for scripts. The command line parses into a class of its own; :func:`with_flex_fields`
 gives, for a class of PaddleFormers, the one that also has our options. Both are declared, not generated, so that they
 can be pickled and read like any other.
+
+Arguments are where ``flex_checkpoint: true`` first appears, whatever the way in, and before a process group exists. So
+making them checks the installed packages and attaches this package to the stock Trainer: :func:`attach`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddleformers.trainer import TrainingArguments
+from paddleformers.utils.log import logger
 
+from paddleformers_fc import upstream
 from paddleformers_fc.trainer.options import FlexFields
 
 
@@ -21,7 +26,33 @@ class FlexTrainingArguments(FlexFields, TrainingArguments):
 
     Raises:
         OptionError: an option is out of range, or contradicts ``flex_checkpoint: true``.
+        EnvironmentMismatch: ``flex_checkpoint`` is true, and Paddle or PaddleFormers is not as this package knows it.
     """
+
+    def __post_init__(self) -> None:
+        attach(self)
+        super().__post_init__()
+
+
+def attach(arguments: FlexFields) -> None:
+    """Where arguments ask for flex checkpoints, check the installed packages and let the stock Trainer heed the option.
+
+    A Trainer that does not know ``flex_checkpoint`` would save in PaddleFormers' own format without a word.
+
+    Args:
+        arguments: training arguments that are being made.
+
+    Raises:
+        EnvironmentMismatch: a hook is missing or different, or a version is unknown and not to be tried.
+    """
+    if not arguments.flex_checkpoint:
+        return
+    from paddleformers_fc.trainer.install import install
+
+    upstream.require(upstream.TRAINER)
+    for line in upstream.require_versions(arguments.flex_unknown_versions):
+        logger.warning(f"flex_unknown_versions: warn: {line}. This package is not tested with it.")
+    install()
 
 
 def with_flex_fields(kind: type[Any]) -> type[Any]:

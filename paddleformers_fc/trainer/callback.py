@@ -12,6 +12,7 @@ from typing import Any
 from paddleformers.trainer import TrainerCallback
 from paddleformers.utils.log import logger
 
+from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.wording import size_text
 
@@ -47,11 +48,17 @@ class FlexCheckpointCallback(TrainerCallback):
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Warn if the Trainer does not know ``flex_checkpoint`` and would save in another format."""
+        """Refuse a Trainer that does not know ``flex_checkpoint`` and would save in another format.
+
+        Raises:
+            EnvironmentMismatch: it does not.
+        """
         if getattr(args, "flex_checkpoint", False) and not getattr(args, ATTENDED, False):
-            logger.warning(
-                "flex_checkpoint is true, but this Trainer does not know it and saves in PaddleFormers' own format. "
-                "Use paddleformers_fc.FlexTrainer, or call paddleformers_fc.install() before the Trainer is made."
+            raise EnvironmentMismatch(
+                "flex_checkpoint is true, but this Trainer does not know it and saves in PaddleFormers' own format.",
+                where="on_init_end",
+                next_step="Use paddleformers_fc.FlexTrainer, or call paddleformers_fc.install() before the Trainer is "
+                "made.",
             )
 
     def on_checkpoint_saved(self, args: Any, report: CheckpointReport) -> None:

@@ -1,62 +1,95 @@
 """Flex checkpoints for the stock ``Trainer`` class and the stock command line, without a subclass.
 
-:func:`install` replaces the methods of :data:`OVERRIDES` on PaddleFormers' ``Trainer`` class by ones that ask the
-arguments first, and lets PaddleFormers' argument parser know our options. :func:`uninstall` puts the originals back. A
-Trainer whose arguments do not say ``flex_checkpoint: true`` runs the originals.
+:func:`install` replaces methods of PaddleFormers' ``Trainer`` class by ones that ask the arguments first, and lets
+PaddleFormers' argument parser know our options. :func:`uninstall` puts the originals back. A Trainer whose arguments do
+not say ``flex_checkpoint: true`` runs the originals.
+
+Nothing is replaced before the table of :mod:`paddleformers_fc.upstream` has been checked, so the modules that import
+more of PaddleFormers than this one are imported after that.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from paddleformers.trainer import PdArgumentParser, Trainer
 
-from paddleformers_fc.trainer import loading, saving, seam
+from paddleformers_fc import upstream
 from paddleformers_fc.trainer.arguments import with_flex_fields
-from paddleformers_fc.trainer.mixin import FlexTrainerMixin
 
-OVERRIDES: dict[str, Callable[..., Any]] = {
-    "__init__": seam.construct,
-    "train": loading.train,
-    "_inner_training_loop": loading.inner_training_loop,
-    "_load_flex_checkpoint": loading.load,
-    "_load_rng_state": loading.load_rng_state,
-    "_save_checkpoint": saving.save,
-    "save_model": saving.save_model_of_slices,
-    "_save": saving.save_model,
-    "_sorted_checkpoints": saving.sorted_checkpoints,
-    "_rotate_checkpoints": saving.rotate_checkpoints,
-}
-"""The methods of ``Trainer`` that ask first, and what they do instead."""
+_Replacement = tuple[type[Any], str, Callable[..., Any]]
+"""A class, the name of one of its methods, and what makes its replacement out of the original."""
 
+_ABSENT = object()
 _originals: dict[tuple[type[Any], str], Any] = {}
+"""What the classes themselves had under these names; ``_ABSENT`` where they inherit the method."""
 
 
 def install() -> None:
-    """Make the stock ``Trainer`` and argument parser know ``flex_checkpoint``. A second call does nothing."""
-    if _originals:
+    """Make the stock ``Trainer`` and argument parser know ``flex_checkpoint``. A second call does nothing.
+
+    Raises:
+        EnvironmentMismatch: the installed PaddleFormers is not as this package knows it; nothing was replaced.
+    """
+    if (Trainer, "train") in _originals:
         return
-    for name, override in OVERRIDES.items():
-        _replace(Trainer, name, _asking(Trainer.__dict__[name], override))
-    _replace(PdArgumentParser, "__init__", _constructed_with_our_options(PdArgumentParser.__init__))
-    _replace(PdArgumentParser, "parse_dict", _parsed_with_our_options(PdArgumentParser.parse_dict))
+    upstream.require(upstream.TRAINER)
+    _replace([*_trainer_methods(), *_PARSER])
+
+
+def install_options() -> None:
+    """Let PaddleFormers' argument parser know our options, and replace nothing else. A second call does nothing."""
+    _replace(_PARSER)
 
 
 def uninstall() -> None:
     """Put everything back that :func:`install` replaced."""
-    for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
-    _originals.clear()
+    while _originals:
+        (owner, name), original = _originals.popitem()
+        if original is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
-def _replace(owner: type[Any], name: str, replacement: Callable[..., Any]) -> None:
-    _originals[owner, name] = owner.__dict__[name]
-    setattr(owner, name, replacement)
+def _replace(replacements: Iterable[_Replacement]) -> None:
+    """Replace methods, all of them or none; those that are replaced already stay."""
+    try:
+        for owner, name, make in replacements:
+            if (owner, name) in _originals:
+                continue
+            replacement = make(getattr(owner, name))
+            _originals[owner, name] = vars(owner).get(name, _ABSENT)
+            setattr(owner, name, replacement)
+    except BaseException:
+        uninstall()
+        raise
 
 
-def _asking(original: Callable[..., Any], override: Callable[..., Any]) -> Callable[..., Any]:
+def _trainer_methods() -> list[_Replacement]:
+    """The methods of ``Trainer`` that ask first, and what they do instead."""
+    from paddleformers_fc.trainer import loading, saving, seam
+
+    overrides: dict[str, Callable[..., Any]] = {
+        "__init__": seam.construct,
+        "train": loading.train,
+        "_inner_training_loop": loading.inner_training_loop,
+        "_load_flex_checkpoint": loading.load,
+        "_load_rng_state": loading.load_rng_state,
+        "_save_checkpoint": saving.save,
+        "save_model": saving.save_model_of_slices,
+        "_save": saving.save_model,
+        "_sorted_checkpoints": saving.sorted_checkpoints,
+        "_rotate_checkpoints": saving.rotate_checkpoints,
+    }
+    return [(Trainer, name, functools.partial(_asking, override)) for name, override in overrides.items()]
+
+
+def _asking(override: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    from paddleformers_fc.trainer.mixin import FlexTrainerMixin
+
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, FlexTrainerMixin):
@@ -83,3 +116,9 @@ def _parsed_with_our_options(original: Callable[..., Any]) -> Callable[..., Any]
         return original(self, *args, **kwargs)
 
     return parse_dict
+
+
+_PARSER: tuple[_Replacement, ...] = (
+    (PdArgumentParser, "__init__", _constructed_with_our_options),
+    (PdArgumentParser, "parse_dict", _parsed_with_our_options),
+)

@@ -59,8 +59,9 @@ def train(
         NotACheckpoint: there is none, or what was named is none.
     """
     run = run_of(trainer)
-    run.resumed_from = run.progress = run.generators = None
+    run.resumed_from = run.progress = run.generators = run.saved = None
     run.told_of_generators = False
+    run.ran = {"train"}
     chosen = run.chosen = _chosen(trainer.args, resume_from_checkpoint)
     if chosen is None:
         _warn_of_another_run(trainer.args)
@@ -126,6 +127,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config, _plans(args))
     _drop_begun_step(trainer, run)
     run.resumed_from, run.progress, run.generators = directory, progress, generators
+    run.ran.add("_load_flex_checkpoint")
     if progress is not None:
         _take_over(trainer, progress)
         _look_for_best(trainer, directory, channel)
@@ -260,6 +262,7 @@ def inner_training_loop(
         on_made_up = loader.expect_first
     run.tracker.begin(order, passes, start, run.progress is not None, num_train_epochs, on_made_up)
     run.has_trained = True
+    run.ran.add("_inner_training_loop")
     with run.best.kept_from(trainer):
         result = native(
             args,

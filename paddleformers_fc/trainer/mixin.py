@@ -10,6 +10,8 @@ from typing import Any
 
 from paddleformers.trainer import Trainer
 
+from paddleformers_fc import upstream
+from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.trainer import loading, saving, seam
 
 _AnyTrainer: Any = object
@@ -17,7 +19,18 @@ _AnyTrainer: Any = object
 
 
 class FlexTrainerMixin(_AnyTrainer):
-    """Put it before a Trainer class: ``class MyTrainer(FlexTrainerMixin, SomeTrainer)``."""
+    """Put it before a Trainer class of PaddleFormers: ``class MyTrainer(FlexTrainerMixin, SomeTrainer)``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse classes whose save and load path this package does not know.
+
+        Raises:
+            EnvironmentMismatch: the class is no PaddleFormers Trainer, the mixin comes after it, or PaddleFormers is
+                not as this package knows it.
+        """
+        super().__init_subclass__(**kwargs)
+        upstream.require(upstream.TRAINER)
+        _refuse_other_classes(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seam.construct(self, super().__init__, *args, **kwargs)
@@ -51,6 +64,26 @@ class FlexTrainerMixin(_AnyTrainer):
 
     def _rotate_checkpoints(self, *args: Any, **kwargs: Any) -> None:
         saving.rotate_checkpoints(self, super()._rotate_checkpoints, *args, **kwargs)
+
+
+def _refuse_other_classes(cls: type[Any]) -> None:
+    bases = cls.__mro__
+    if Trainer in bases and bases.index(FlexTrainerMixin) < bases.index(Trainer):
+        return
+    others = [base for base in bases if base.__module__.partition(".")[0] == "paddlenlp"]
+    if Trainer in bases:
+        what = f"{cls.__name__} names FlexTrainerMixin after PaddleFormers' Trainer, whose methods then come first."
+    elif others:
+        what = "PaddleNLP's Trainer is not supported; FlexTrainerMixin is for PaddleFormers' Trainer."
+    else:
+        what = f"{cls.__name__} is not a Trainer of PaddleFormers; FlexTrainerMixin does nothing without one."
+    raise EnvironmentMismatch(
+        what,
+        where=f"{cls.__module__}.{cls.__qualname__}",
+        evidence=[f"its bases are {', '.join(f'{base.__module__}.{base.__qualname__}' for base in cls.__bases__)}"],
+        next_step="Write class MyTrainer(FlexTrainerMixin, SomeTrainer), where SomeTrainer is paddleformers.trainer."
+        "Trainer or a subclass of it.",
+    )
 
 
 class FlexTrainer(FlexTrainerMixin, Trainer):

@@ -28,6 +28,9 @@ REPLICA_WAYS = ("off", "warn", "refuse")
 READ_WAYS = ("each", "once")
 """Who reads what several processes need."""
 
+UNKNOWN_WAYS = ("refuse", "warn")
+"""What is done about versions of Paddle and PaddleFormers that this package is not tested with."""
+
 _MAY_BE_OFF = {"flex_verify": LEVELS, "flex_check_replicas": REPLICA_WAYS}
 """Keys with the value ``off``, which YAML reads as false where no quotes are about it."""
 
@@ -108,6 +111,14 @@ class FlexFields:
         metadata={
             "help": "Bound on the tensors of one file of a checkpoint, such as 500MB, 5GB or 4GiB; at least 1MB. A "
             "larger tensor is cut between rows. Default: 5GB."
+        },
+    )
+
+    flex_unknown_versions: str = field(
+        default="refuse",
+        metadata={
+            "help": "What to do with a version of Paddle or PaddleFormers that this package is not tested with: refuse "
+            "or warn. Names and signatures that this package depends on are checked either way. Default: refuse."
         },
     )
 
@@ -192,8 +203,9 @@ def _range_faults(options: Any) -> list[str]:
         value = getattr(options, name)
         if value is not False and value not in ways:
             faults.append(f"{name}: {value!r} is none of {', '.join(ways)}")
-    if options.flex_read not in READ_WAYS:
-        faults.append(f"flex_read: {options.flex_read!r} is none of {', '.join(READ_WAYS)}")
+    for name, known in {"flex_read": READ_WAYS, "flex_unknown_versions": UNKNOWN_WAYS}.items():
+        if getattr(options, name) not in known:
+            faults.append(f"{name}: {getattr(options, name)!r} is none of {', '.join(known)}")
     for name, largest in (("flex_threads", _MOST_THREADS), ("flex_timeout", _LONGEST_TIMEOUT)):
         value = getattr(options, name)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:

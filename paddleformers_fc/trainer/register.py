@@ -8,6 +8,7 @@ YAML. Its path, for the YAML, is printed by::
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -22,14 +23,62 @@ ERRORS = "PADDLEFORMERS_FC_ERRORS"
 
 
 def register() -> None:
-    """Let the stock Trainer and argument parser know ``flex_checkpoint``; on a CPU, mend Paddle for training."""
+    """Let the stock Trainer and argument parser know ``flex_checkpoint``; on a CPU, mend Paddle for training.
+
+    Where Paddle or PaddleFormers is not as this package knows it, a job that does not ask for flex checkpoints goes on
+    without this package, with a warning.
+
+    Raises:
+        EnvironmentMismatch: that is so, and the job may ask for flex checkpoints.
+    """
+    from paddleformers_fc import upstream
+    from paddleformers_fc.errors import EnvironmentMismatch
     from paddleformers_fc.runtime import activate
-    from paddleformers_fc.trainer.install import install
 
     if ERRORS in os.environ:
         _leave_error_in(Path(os.environ[ERRORS]))
+    try:
+        upstream.require((*upstream.TRAINER, *upstream.COMMAND_LINE, *upstream.cpu_runtime()))
+    except EnvironmentMismatch as error:
+        if _may_ask_for_flex():
+            raise
+        _go_on_without(error)
+        return
     activate()
+    from paddleformers_fc.trainer.install import install
+
     install()
+
+
+def _may_ask_for_flex() -> bool:
+    """Whether ``flex_checkpoint`` may be true in this job; False only if its command line and YAML show otherwise."""
+    if sys.argv[1:2] != ["train"]:
+        return True
+    try:
+        from paddleformers.cli.hparams.parser import read_args
+
+        settings = read_args()
+    except Exception:  # The command line reports what is wrong with its own arguments.
+        return True
+    return not isinstance(settings, dict) or settings.get("flex_checkpoint") not in (None, False)
+
+
+def _go_on_without(error: Exception) -> None:
+    """Leave PaddleFormers as it is, but for what fits: the CPU runtime, and a parser that accepts our keys."""
+    from paddleformers.utils.log import logger
+
+    from paddleformers_fc.errors import EnvironmentMismatch
+    from paddleformers_fc.runtime import activate
+
+    with contextlib.suppress(EnvironmentMismatch):  # The error lists what it would say.
+        activate()
+    logger.warning(f"flex_checkpoint: true is refused in this environment; this job does not ask for it.\n{error}")
+    try:
+        from paddleformers_fc.trainer.install import install_options
+
+        install_options()
+    except (ImportError, AttributeError) as missing:
+        logger.warning(f"The keys of paddleformers_fc are unknown to this parser: {missing}")
 
 
 def _leave_error_in(directory: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.execute.channel import Channel
 from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.rollcall import Called
@@ -40,12 +41,13 @@ class Run:
 
     Args:
         tracker: follows the position in the data.
+        ran: the replaced methods that have run since training was asked for, by name; see :mod:`.bypass`.
         chosen: the checkpoint to resume from; None in a run from the beginning. The native methods hand it on as text,
             which for a URL lacks its password.
         resumed_from: the checkpoint that was loaded; None in a run from the beginning.
         progress: the Trainer's state in that checkpoint; None unless it is to be continued.
         generators: this process's random generators in that checkpoint; None if it has none of this process.
-        saved: the last checkpoint that this run has saved.
+        saved: the last checkpoint that has been saved since training was asked for.
         disks: which processes share the disk that they save on; known after the first save.
         told_of_differences: whether the log says that replicas differ.
         has_trained: whether its loop has run before, which may have left a step that it had begun.
@@ -54,6 +56,7 @@ class Run:
     """
 
     tracker: batches.PositionTracker
+    ran: set[str] = field(default_factory=set)
     best: BestCheckpoint = field(default_factory=BestCheckpoint)
     chosen: Place | None = None
     resumed_from: Place | None = None
@@ -105,8 +108,18 @@ def channel_of(args: Any) -> Channel:
 
 
 def run_of(trainer: Any) -> Run:
-    """What :func:`.seam.construct` has made for a Trainer."""
-    run: Run = getattr(trainer, RUN)
+    """What :func:`.seam.construct` has made for a Trainer.
+
+    Raises:
+        EnvironmentMismatch: it has made nothing, because the Trainer was made without it or without the option.
+    """
+    run: Run | None = getattr(trainer, RUN, None)
+    if run is None:
+        raise EnvironmentMismatch(
+            "flex_checkpoint is true, and this Trainer was made without it.",
+            where=f"{type(trainer).__module__}.{type(trainer).__qualname__}",
+            next_step="Set flex_checkpoint before the Trainer is made, and let its __init__ call super().__init__.",
+        )
     return run
 
 

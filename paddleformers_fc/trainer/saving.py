@@ -25,6 +25,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.places import local
 from paddleformers_fc.trainer import documents, position, rng, rotation, state
+from paddleformers_fc.trainer.bypass import refuse_other_loop
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.options import parse_size
 from paddleformers_fc.trainer.run import Native, Run, called, channel_of, reporters, run_of, when_active
@@ -50,6 +51,8 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
     roll = called(args, f"saving {directory.name}")
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
+        if run_of(trainer).ran:
+            refuse_other_loop(trainer)
         _note_best(trainer, metrics, directory)
         return _roles_to_save(trainer), _files(trainer, channel)
 

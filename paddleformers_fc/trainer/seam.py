@@ -1,6 +1,6 @@
 """The seam: what PaddleFormers' Trainer does differently when ``flex_checkpoint`` is true, and how it is made.
 
-One function per method that changes; :data:`.install.OVERRIDES` lists them. Each takes the Trainer, the native method,
+One function per method that changes; :mod:`.install` lists them. Each takes the Trainer, the native method,
 and the method's arguments. :mod:`.mixin` calls them from a subclass, :mod:`.install` from the patched class; there is
 no third implementation. Without ``flex_checkpoint`` each one calls the native method with the arguments it was given
 and does nothing else.
@@ -20,6 +20,7 @@ from paddleformers.utils.log import logger
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import family_for
 from paddleformers_fc.trainer import batches, documents
+from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
 from paddleformers_fc.trainer.options import without_effect
 from paddleformers_fc.trainer.run import RUN, WAITING, Native, Run, is_active, refuse_optimizer, reporters
@@ -45,6 +46,7 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
     run = Run(batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))))
     setattr(trainer, RUN, run)
     trainer.add_callback(run.tracker)
+    trainer.add_callback(BypassCheck(trainer))
     if not reporters(trainer):
         trainer.add_callback(FlexCheckpointCallback())
     trainer.model.save_pretrained = functools.partial(save_pretrained, trainer, trainer.model.save_pretrained)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from typing import Any
 
@@ -55,16 +54,19 @@ def _refusal() -> dict[str, Any]:
     return {"error": "", "touched": paddle.Tensor.cuda is not before, "log": log.lines}
 
 
-def with_another_paddle() -> dict[str, Any]:
-    """Activate under a Paddle that nobody knows."""
-    paddle.__version__ = "3.9.0"
+def with_a_renamed_hook() -> dict[str, Any]:
+    """Activate under a Paddle in which a method that is patched has another name."""
+    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
+        DygraphShardingOptimizerV2,
+    )
+
+    del DygraphShardingOptimizerV2.clear_grad
     return _refusal()
 
 
-def with_another_paddleformers() -> dict[str, Any]:
-    """Activate under a PaddleFormers that nobody knows."""
-    true_version = importlib.metadata.version
-    importlib.metadata.version = lambda name: "1.3.0" if name == "paddleformers" else true_version(name)
+def with_another_paddle() -> dict[str, Any]:
+    """Activate under a version of Paddle that nobody knows."""
+    paddle.__version__ = "3.9.0"
     return _refusal()
 
 

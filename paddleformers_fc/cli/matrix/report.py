@@ -15,7 +15,7 @@ from types import TracebackType
 from paddleformers_fc.cli import output
 from paddleformers_fc.cli.matrix.recipe import Cell, Recipe
 from paddleformers_fc.cli.matrix.running import Found, Outcome, file_name
-from paddleformers_fc.runtime import PADDLE_VERSION, PADDLEFORMERS_VERSION
+from paddleformers_fc.upstream import VERSIONS
 
 _EQUAL, _WRONG, _NOT_RUN = "equal", "**wrong**", "-"
 _LOWEST = 1e-8
@@ -146,11 +146,14 @@ def _legend(recipe: Recipe, name: str) -> str:
         sharding stage 1 of whole parameters and of flattened ranges (`sd2` alone is the latter), `sd2s2` and `sd2s3`
         stages 2 and 3, with slices of all parameters above 1000 elements; `pp4vpp2` has two virtual stages on each of
         four ranks; `(ep2)` spreads the experts over two ranks. Losses are around 4.8, where neighbouring float32
-        numbers are 4.8e-07 apart. Measured with Paddle {PADDLE_VERSION} and PaddleFormers {PADDLEFORMERS_VERSION} on
-        CPUs;
+        numbers are 4.8e-07 apart. Measured with {_software()} on CPUs;
         `paddleformers-fc matrix recipes/verification/{name}.yaml` writes this page.
     """
     return textwrap.fill(" ".join(text.split()), 120)
+
+
+def _software() -> str:
+    return f"Paddle {VERSIONS['paddle']} and PaddleFormers {VERSIONS['paddleformers']}"
 
 
 def _remarks(recipe: Recipe, known: Mapping[str, Outcome | None]) -> list[str]:

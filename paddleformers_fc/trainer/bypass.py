@@ -1,0 +1,89 @@
+"""Stop a run whose training loop goes around this package.
+
+The replaced methods of a Trainer can be bypassed: by a subclass that overrides one of them without ``super()``, or by a
+PaddleFormers that calls another method. The run would then save in PaddleFormers' own format, or train on without the
+weights of the checkpoint that it was to resume. So each replaced method notes that it ran (:attr:`.run.Run.ran`,
+:attr:`.run.Run.saved`), and the notes are compared at the start of training, in every save and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paddleformers.trainer import TrainerCallback
+from paddleformers.utils.env import PREFIX_CHECKPOINT_DIR
+
+from paddleformers_fc.errors import EnvironmentMismatch
+from paddleformers_fc.execute.channel import together
+from paddleformers_fc.trainer.run import channel_of, run_of
+
+
+def refuse_other_loop(trainer: Any) -> None:
+    """Refuse to train or save where the loop, or the load that was asked for, is not the replaced method.
+
+    Args:
+        trainer: a Trainer that trains, or that saves without having trained.
+
+    Raises:
+        EnvironmentMismatch: with the methods that did not run.
+    """
+    run = run_of(trainer)
+    expected = ("train", "_load_flex_checkpoint", "_inner_training_loop")
+    skipped = [name for name in expected if name not in run.ran]
+    if run.chosen is None and "_load_flex_checkpoint" in skipped:
+        skipped.remove("_load_flex_checkpoint")
+    _refuse(trainer, "the start of training", skipped)
+
+
+class BypassCheck(TrainerCallback):
+    """Compares what the training loop has reached with the replaced methods that ran.
+
+    Args:
+        trainer: the Trainer whose callback it is.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop before the first step if the loop or the load was not ours.
+
+        Raises:
+            EnvironmentMismatch: the same on every rank.
+        """
+        together(channel_of(args), "starting to train", lambda: refuse_other_loop(self._trainer))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop after the first save that was not ours.
+
+        Raises:
+            EnvironmentMismatch: the same on every rank.
+        """
+        directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        skipped = [] if run_of(self._trainer).saved == directory else ["_save_checkpoint"]
+        together(
+            channel_of(args), f"looking at {directory.name}", lambda: _refuse(self._trainer, str(directory), skipped)
+        )
+
+
+def _refuse(trainer: Any, where: str, skipped: Sequence[str]) -> None:
+    if not skipped:
+        return
+    raise EnvironmentMismatch(
+        "flex_checkpoint is true, and the training loop did not go through this package.",
+        where=where,
+        evidence=[
+            f"{name} of paddleformers_fc did not run; the Trainer's own is {_definition(trainer, name)}"
+            for name in skipped
+        ],
+        next_step="Let the methods that a Trainer class overrides call super(). Delete checkpoints that such a run has "
+        "written: they are in another format.",
+    )
+
+
+def _definition(trainer: Any, name: str) -> str:
+    """Where the method that the loop finds under a name is defined."""
+    owner = next((one for one in type(trainer).__mro__ if name in vars(one)), type(trainer))
+    return f"{owner.__module__}.{owner.__qualname__}.{name}"

@@ -1,0 +1,302 @@
+"""Names of Paddle and PaddleFormers that are not there, or not as they were, are errors before anything is done."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc import upstream
+from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.trainer.options import CONFLICTS, FIELD_NAMES, WITHOUT_EFFECT
+from tests.harness.tiny import DP2, SINGLE
+from tests.trainer.test_trainer import JOBS as TRAINER_JOBS, settings
+from tests.trainer.test_ways_in import ROOT, write_yaml
+
+JOBS = "tests.trainer.upstream_jobs"
+PACKAGE = ROOT / "paddleformers_fc"
+ALL = (*upstream.TRAINER, *upstream.COMMAND_LINE, *upstream.CPU_RUNTIME)
+
+
+# ---- The table.
+
+
+@pytest.mark.parametrize("table", ["TRAINER", "COMMAND_LINE", "CPU_RUNTIME"])
+def test_every_hook_that_is_renamed_or_changed_is_reported_on_every_way_in(bare_ranks: ForkServer, table: str) -> None:
+    (found,) = bare_ranks.run(f"{JOBS}:unnoticed", 1, {"table": table}).values
+    assert found["missed"] == []
+    assert found["made"] >= len(getattr(upstream, table))
+    assert (found["left"], found["replaced"]) == ([], [])
+
+
+def test_one_error_lists_every_difference_and_every_unknown_version(ranks: ForkServer, tmp_path: Path) -> None:
+    (evidence,) = ranks.run(f"{JOBS}:two_differences", 1, {"output_dir": str(tmp_path)}).values
+    trainer = "paddleformers.trainer.trainer:Trainer"
+    assert evidence == [
+        "paddle 3.3.2 is installed; the known version is paddle 3.3.1",
+        f"{trainer}._load_rng_state is missing",
+        f"{trainer}._save_checkpoint is missing",
+    ]
+
+
+def test_an_installation_that_breaks_off_puts_everything_back(ranks: ForkServer) -> None:
+    (found,) = ranks.run(f"{JOBS}:install_breaks_off", 1).values
+    assert found == {"error": "'broken off'", "changed": []}
+
+
+def _sources(*packages: str) -> Iterator[tuple[Path, ast.Module]]:
+    for package in packages:
+        for path in sorted((PACKAGE / package).glob("*.py")):
+            yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _words(hook: upstream.Hook) -> set[str]:
+    return {*re.split("[:.]", hook.place), *hook.names}
+
+
+def test_every_name_that_is_imported_from_upstream_is_in_the_table() -> None:
+    known = set().union(*map(_words, ALL))
+    unknown = {
+        f"{path.relative_to(PACKAGE)}: {node.module}.{one.name}"
+        for path, tree in _sources("trainer", "execute", "layout", "runtime")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in upstream.VERSIONS
+        for one in node.names
+        if one.name not in known
+    }
+    # What upstream documents; and what the registration file can do without.
+    assert {one.rpartition(".")[2] for one in unknown} == {"PyLayer", "read_args"}
+
+
+def test_every_private_name_that_is_read_from_upstream_is_in_the_table() -> None:
+    known = set().union(*map(_words, ALL))
+    unknown = {
+        name: f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path, tree in _sources("trainer", "execute", "layout", "runtime")
+        for node, name in _private_names(tree)
+        if name not in known
+    }
+    assert unknown.keys() == OURS | PARTS
+
+
+OURS = {"_exit", "_receive", "_flex_attended", "_flex_run", "_token", "_api_key", "_viewed"}
+"""Private names that are none of upstream's: of this package and of Python."""
+
+PARTS = {"_on_calc_stream", "_fp32_master_0"}
+"""Parts of names that the table has whole, or as upstream begins them."""
+
+
+def _private_names(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
+    """Private attributes of other objects than ``self``, also those that are named by a text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            name = node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value
+        else:
+            continue
+        if re.fullmatch(r"_[a-z][a-z_0-9]*", name):
+            yield node, name
+
+
+def test_every_training_argument_that_is_read_is_in_the_table() -> None:
+    known = set().union(*(hook.names for hook in ALL if "TrainingArguments" in hook.place or "hparams" in hook.place))
+    read = {
+        node.attr
+        for _, tree in _sources("trainer")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("args", "trainer.args", "arguments")
+    }
+    compared = {conflict.key for conflict in (*CONFLICTS, *WITHOUT_EFFECT)}
+    assert (read | compared) - set(FIELD_NAMES) - known == set()
+
+
+def test_every_replaced_method_has_its_signature_in_the_table(ranks: ForkServer) -> None:
+    (replaced,) = ranks.run(f"{TRAINER_JOBS}:replaced_methods", 1).values
+    signed = {".".join(hook.place.split(":")[1].split(".")[-2:]) for hook in upstream.TRAINER if hook.signature}
+    assert set(replaced["installed"]) <= signed
+
+
+# ---- Versions.
+
+
+@pytest.mark.parametrize("name", ["paddle", "paddleformers"])
+def test_an_unknown_version_is_refused_before_a_process_group_exists(
+    ranks: ForkServer, tmp_path: Path, name: str
+) -> None:
+    given = {"versions": {name: "3.3.9"}, "output_dir": str(tmp_path)}
+    for found in ranks.run(f"{JOBS}:made_under", 2, {**given, "arguments": {"flex_checkpoint": True}}).values:
+        assert (found["error"], found["initialized"]) == ("EnvironmentMismatch", False)
+        assert f"{name} 3.3.9 is installed; the known version is {name} {upstream.VERSIONS[name]}" in found["text"]
+        assert "flex_unknown_versions: warn" in found["text"]
+
+
+def test_a_version_is_also_what_the_metadata_say(ranks: ForkServer, tmp_path: Path) -> None:
+    given = {"versions": {"paddleformers": "1.2.1"}, "output_dir": str(tmp_path), "metadata": True}
+    (found, _) = ranks.run(f"{JOBS}:made_under", 2, {**given, "arguments": {"flex_checkpoint": True}}).values
+    assert "paddleformers 1.2.1 is installed" in found["text"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"flex_checkpoint": False}, {"flex_checkpoint": True, "flex_unknown_versions": "warn"}]
+)
+def test_an_unknown_version_is_tried_where_that_is_asked_for_or_does_not_matter(
+    ranks: ForkServer, tmp_path: Path, arguments: dict[str, object]
+) -> None:
+    given = {"versions": {"paddle": "3.3.2", "paddleformers": "1.2.1"}, "output_dir": str(tmp_path)}
+    result = ranks.run(f"{JOBS}:made_under", 2, {**given, "arguments": arguments})
+    assert [found["error"] for found in result.values] == [None, None]
+    warned = "paddle 3.3.2 is installed" in result.logs[0].read_text()
+    assert warned == bool(arguments["flex_checkpoint"])
+
+
+@pytest.mark.parametrize("version", ["3.3.1.post126", "3.3.1+cu126"])
+def test_a_build_of_the_known_version_for_a_device_is_the_known_version(
+    ranks: ForkServer, tmp_path: Path, version: str
+) -> None:
+    given = {"versions": {"paddle": version}, "output_dir": str(tmp_path), "arguments": {"flex_checkpoint": True}}
+    assert [found["error"] for found in ranks.run(f"{JOBS}:made_under", 2, given).values] == [None, None]
+
+
+# ---- Loops that go around.
+
+STOPS_AT = {"train": 0, "_inner_training_loop": 0, "_save_checkpoint": 2}
+"""After which step a run must stop whose Trainer class calls PaddleFormers' own method in the place of ours."""
+
+
+@pytest.mark.parametrize("way", ["subclass", "installed"])
+@pytest.mark.parametrize("method", list(STOPS_AT))
+def test_a_loop_that_goes_around_this_package_stops(ranks: ForkServer, tmp_path: Path, method: str, way: str) -> None:
+    given = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path), "method": method, "way": way}
+    (found,) = ranks.run(f"{JOBS}:goes_around", 1, given).values
+    assert (found["error"], found["step"]) == ("EnvironmentMismatch", STOPS_AT[method])
+    line = f"{method} of paddleformers_fc did not run; the Trainer's own is {JOBS}.Mine.{method}"
+    assert line in found["text"]
+
+
+def test_a_resume_that_goes_around_this_package_stops_every_rank_before_a_step(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    ranks.run(f"{TRAINER_JOBS}:run", 2, settings(DP2, tmp_path, max_steps=2, save_steps=2))
+    given = {"layout": DP2.to_json(), "output_dir": str(tmp_path), "resume": str(tmp_path / "checkpoint-2")}
+    given |= {"method": "_load_flex_checkpoint", "way": "subclass"}
+    for found in ranks.run(f"{JOBS}:goes_around", 2, given).values:
+        assert (found["error"], found["step"]) == ("EnvironmentMismatch", 0)
+        assert "_load_flex_checkpoint of paddleformers_fc did not run" in found["text"]
+        assert "on every rank" in found["text"]
+
+
+def test_a_trainer_that_was_made_without_the_option_does_not_save(ranks: ForkServer, tmp_path: Path) -> None:
+    (error,) = ranks.run(f"{JOBS}:made_without_the_option", 1, {"output_dir": str(tmp_path)}).values
+    assert "this Trainer was made without it" in error
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_arguments_that_ask_for_flex_checkpoints_are_enough_for_the_stock_trainer(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    (names,) = ranks.run(f"{JOBS}:stock_trainer_with_flex_arguments", 1, {"output_dir": str(tmp_path)}).values
+    assert "flex_checkpoint.json" in names
+
+
+# ---- Trainer classes.
+
+
+def test_the_mixin_takes_trainers_of_paddleformers_and_nothing_else(ranks: ForkServer) -> None:
+    (errors,) = ranks.run(f"{JOBS}:refused_bases", 1).values
+    accepted = {name for name, error in errors.items() if not error}
+    assert accepted == {"a Trainer", "a subclass", "FlexTrainer"}
+    for name in ("PaddleNLP", "a subclass of PaddleNLP's"):
+        assert "PaddleNLP's Trainer is not supported" in errors[name]
+    for name in ("nothing", "an empty class", "a class of that name"):
+        assert "Mine is not a Trainer of PaddleFormers" in errors[name]
+    assert "names FlexTrainerMixin after PaddleFormers' Trainer" in errors["behind"]
+
+
+# ---- A PaddleFormers on the disk that differs.
+
+
+@pytest.fixture(scope="module")
+def corpus(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, its tokenizer and a real text."""
+    directory = tmp_path_factory.mktemp("corpus")
+    ranks.run(f"{TRAINER_JOBS}:write_corpus", 1, {"directory": str(directory), "text": str(ROOT / "LICENSE")})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def another_formers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of PaddleFormers, to be named in PYTHONPATH."""
+    directory = tmp_path_factory.mktemp("formers")
+    spec = find_spec("paddleformers")
+    assert spec is not None
+    assert spec.origin is not None
+    shutil.copytree(Path(spec.origin).parent, directory / "paddleformers")
+    return directory
+
+
+@pytest.fixture
+def renamed(another_formers: Path) -> Iterator[str]:
+    """The directory of the copy, in whose Trainer a private name is another one."""
+    path = another_formers / "paddleformers" / "trainer" / "trainer.py"
+    original = path.read_text(encoding="utf-8")
+    try:
+        yield str(another_formers)
+    finally:
+        path.write_text(original, encoding="utf-8")
+
+
+def rename(formers: str, name: str) -> None:
+    path = Path(formers) / "paddleformers" / "trainer" / "trainer.py"
+    text = path.read_text(encoding="utf-8")
+    assert name in text
+    path.write_text(re.sub(rf"\b{name}\b", f"{name}_renamed", text), encoding="utf-8")
+
+
+def start(formers: str, arguments: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run this Python on the copy of PaddleFormers."""
+    environment = {**os.environ, "PYTHONPATH": f"{formers}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_stock_command_line_stops_on_a_renamed_method_and_trains_without_flex_checkpoint(
+    renamed: str, corpus: Path, tmp_path: Path
+) -> None:
+    rename(renamed, "_save_checkpoint")
+    command = ["-m", "paddleformers.cli.launcher", "train"]
+    done = start(renamed, [*command, str(write_yaml(corpus, tmp_path / "out"))], tmp_path)
+    assert done.returncode != 0
+    assert "paddleformers.trainer.trainer:Trainer._save_checkpoint is missing" in done.stdout + done.stderr
+    assert not list(tmp_path.glob("out/checkpoint-*"))
+    stock = write_yaml(corpus, tmp_path / "stock", flex_checkpoint=False, max_steps=2)
+    done = start(renamed, [*command, str(stock)], tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "flex_checkpoint: true is refused in this environment" in done.stdout + done.stderr
+    assert list((tmp_path / "stock" / "checkpoint-2").glob("model_state/*.metadata"))
+
+
+def test_our_command_stops_on_a_renamed_attribute_of_the_pipeline(renamed: str, corpus: Path, tmp_path: Path) -> None:
+    rename(renamed, "_pp_data_buffer")
+    path = write_yaml(corpus, tmp_path / "out")
+    command = [str(Path(sys.executable).with_name("paddleformers-fc")), "train", str(path), "--nproc", "2"]
+    done = start(renamed, command, tmp_path)
+    assert done.returncode != 0
+    assert "Trainer.training_pipeline_step does not use _pp_data_buffer" in done.stdout + done.stderr
+    assert not list(tmp_path.glob("out/checkpoint-*"))
+
+
+def test_a_script_stops_on_a_renamed_loop(renamed: str, tmp_path: Path) -> None:
+    rename(renamed, "_inner_training_loop")
+    done = start(renamed, [str(ROOT / "recipes" / "script.py"), "--output", str(tmp_path / "out")], tmp_path)
+    assert done.returncode != 0
+    assert "paddleformers.trainer.trainer:Trainer._inner_training_loop is missing" in done.stderr
+    assert not list(tmp_path.glob("out/checkpoint-*"))

@@ -1,0 +1,324 @@
+"""Jobs for ranks: a Paddle and a PaddleFormers in which one hook after the other has another name."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import EnumMeta
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+from paddleformers_fc import upstream
+from paddleformers_fc.errors import EnvironmentMismatch, FlexError
+from tests.harness import tiny
+
+TABLES = {"TRAINER": upstream.TRAINER, "COMMAND_LINE": upstream.COMMAND_LINE, "CPU_RUNTIME": upstream.CPU_RUNTIME}
+
+
+def _owner(hook: upstream.Hook) -> tuple[Any, str]:
+    """The class or module that holds the object of a hook itself, and its name there."""
+    module, _, path = hook.place.partition(":")
+    *above, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for one in above:
+        owner = getattr(owner, one)
+    if isinstance(owner, type):
+        owner = next(one for one in owner.__mro__ if name in vars(one))
+    return owner, name
+
+
+@contextlib.contextmanager
+def _without(owner: Any, name: str) -> Iterator[None]:
+    """A block in which ``owner`` has this attribute under another name."""
+    original = vars(owner)[name]
+    # An enumeration has its members twice, and lets them be deleted and set only so.
+    kind: Any = type if isinstance(owner, EnumMeta) else type(owner)
+    member = owner._member_map_.pop(name) if isinstance(owner, EnumMeta) else None
+    kind.__delattr__(owner, name)
+    kind.__setattr__(owner, f"{name}_renamed", original)
+    try:
+        yield
+    finally:
+        kind.__delattr__(owner, f"{name}_renamed")
+        kind.__setattr__(owner, name, original)
+        if member is not None:
+            owner._member_map_[name] = member
+
+
+@contextlib.contextmanager
+def _with_another_signature(owner: Any, name: str) -> Iterator[None]:
+    original = vars(owner)[name]
+
+    def other(self: Any, *, renamed: int = 0) -> None:
+        raise AssertionError("nothing calls it")
+
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def _with_another_name_in(function: FunctionType, name: str) -> Iterator[None]:
+    """A block in which the code of a function, and of those within it, has another name in the place of one."""
+    original = function.__code__
+    function.__code__ = _renamed(original, name)
+    try:
+        yield
+    finally:
+        function.__code__ = original
+
+
+def _renamed(code: CodeType, name: str) -> CodeType:
+    def other(one: Any) -> Any:
+        if isinstance(one, CodeType):
+            return _renamed(one, name)
+        return f"{name}_renamed" if one == name else one
+
+    return code.replace(co_names=tuple(map(other, code.co_names)), co_consts=tuple(map(other, code.co_consts)))
+
+
+@contextlib.contextmanager
+def _without_member(owner: Any, name: str) -> Iterator[None]:
+    """A block in which a class lacks an attribute, wherever it inherits it from, and the field of that name."""
+    holders = [one for one in getattr(owner, "__mro__", [owner]) if one is not object and name in vars(one)]
+    fields = getattr(owner, "__dataclass_fields__", {})
+    field = fields.pop(name, None)
+    try:
+        with contextlib.ExitStack() as stack:
+            for holder in holders:
+                stack.enter_context(_without(holder, name))
+            yield
+    finally:
+        if field is not None:
+            fields[name] = field
+
+
+Change = tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]
+"""What must be reported, and what makes the change."""
+
+
+def _changes(hook: upstream.Hook) -> Iterator[Change]:
+    owner, name = _owner(hook)
+    # Where a class inherits another one of that name, the error says how that differs.
+    if hook.place != "paddle:Tensor":  # Paddle cannot be asked anything without it.
+        yield f"{hook.place} ", lambda: _without(owner, name)
+    if hook.signature:
+        yield f"{hook.place} has the parameters (self, *, renamed=0)", lambda: _with_another_signature(owner, name)
+    found = getattr(owner, name)
+    function = upstream._function(found)
+    for one in hook.names:
+        if function is None:
+            yield f"{hook.place} has no {one}", lambda one=one: _without_member(found, one)  # type: ignore[misc]
+        else:
+            yield f"{hook.place} does not use {one}", lambda one=one: _with_another_name_in(function, one)  # type: ignore[misc]
+
+
+def _caught(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except EnvironmentMismatch as error:
+        return str(error)
+    return ""
+
+
+def unnoticed(table: str) -> dict[str, Any]:
+    """Change one hook after the other; the changes that no way in reports, and how many were made."""
+    ways: dict[str, Callable[[], Any]] = {"check": lambda: upstream.require(TABLES[table])}
+    if table == "TRAINER":
+        ways |= {"install": _install, "mixin": _subclass, "facade": _import_from_facade}
+    if table != "CPU_RUNTIME":
+        ways["register"] = _register
+    made, missed = 0, []
+    for hook in TABLES[table]:
+        for expected, change in _changes(hook):
+            made += 1
+            with change():
+                texts = {way: _caught(work) for way, work in ways.items()}
+            missed += [f"{way}: {expected}" for way, text in texts.items() if expected not in text]
+    return {"made": made, "missed": missed, "left": upstream.differences(TABLES[table]), "replaced": _replaced()}
+
+
+def _install() -> None:
+    from paddleformers_fc.trainer.install import install
+
+    install()
+
+
+def _subclass() -> None:
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc.trainer.mixin import FlexTrainerMixin
+
+    type("Mine", (FlexTrainerMixin, Trainer), {})
+
+
+def _import_from_facade() -> Any:
+    import paddleformers_fc
+
+    return paddleformers_fc.FlexTrainer
+
+
+def _register() -> None:
+    from paddleformers_fc.trainer.register import register
+
+    register()
+
+
+def _replaced() -> list[str]:
+    from paddleformers_fc.trainer import install
+
+    return sorted(name for _, name in install._originals)
+
+
+def two_differences(output_dir: str) -> list[str]:
+    """Rename two hooks in a Paddle of another version, and make arguments; the evidence."""
+    import paddle
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import FlexTrainingArguments
+
+    paddle.__version__ = "3.3.2"
+    with _without(Trainer, "_save_checkpoint"), _without(Trainer, "_load_rng_state"):
+        try:
+            tiny.training_arguments(
+                tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True, flex_unknown_versions="warn"
+            )
+        except EnvironmentMismatch as error:
+            return list(error.evidence)
+    return []
+
+
+def install_breaks_off() -> dict[str, Any]:
+    """Install where the last of the replacements fails; the error, and which methods are others afterwards."""
+    from paddleformers_fc.trainer import install
+    from tests.trainer.jobs import _methods
+
+    def fail(original: Any) -> Any:
+        raise KeyError("broken off")
+
+    before = _methods()
+    owner, name, _ = install._PARSER[-1]
+    install._PARSER = (*install._PARSER[:-1], (owner, name, fail))
+    try:
+        install.install()
+    except KeyError as error:
+        return {"error": str(error), "changed": [name for name, value in _methods().items() if before[name] != value]}
+    return {}
+
+
+# ---- Versions.
+
+
+def made_under(
+    versions: Mapping[str, str], output_dir: str, arguments: Mapping[str, Any], metadata: bool = False
+) -> dict[str, Any]:
+    """Make arguments under other versions of Paddle and PaddleFormers; the error, or none.
+
+    Args:
+        metadata: whether the metadata of the distributions name the version, and not the modules.
+    """
+    import importlib.metadata
+
+    import paddle.distributed as dist
+
+    from paddleformers_fc import FlexTrainingArguments
+
+    true_version = importlib.metadata.version
+    if metadata:
+        importlib.metadata.version = lambda name: versions.get(name) or true_version(name)
+    else:
+        for name, version in versions.items():
+            importlib.import_module(name).__version__ = version  # type: ignore[attr-defined]
+    try:
+        tiny.training_arguments(tiny.DP2, output_dir, cls=FlexTrainingArguments, **arguments)
+    except FlexError as error:
+        return {"error": type(error).__name__, "text": str(error), "initialized": dist.is_initialized()}
+    return {"error": None, "initialized": dist.is_initialized()}
+
+
+# ---- Trainers that go around the replaced methods.
+
+
+def goes_around(
+    layout: Mapping[str, Any], output_dir: str, method: str, way: str, resume: str | None = None
+) -> dict[str, Any]:
+    """Train with a Trainer class that overrides one method and calls PaddleFormers' own in place of ``super()``.
+
+    Where a checkpoint is to be resumed it does nothing instead, because PaddleFormers' own method cannot read it.
+
+    Args:
+        way: ``subclass`` of ``FlexTrainer``, or of the stock Trainer, ``installed``.
+    """
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from tests.trainer.jobs import flex_trainer
+
+    native = getattr(Trainer, method)
+    base = FlexTrainer if way == "subclass" else Trainer
+
+    def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if resume else native(self, *args, **kwargs)
+
+    mine = type("Mine", (base,), {method: own})
+    arguments = {"max_steps": 4, "save_steps": 2}
+    trainer = flex_trainer(layout, output_dir, arguments, cls=mine)
+    assert isinstance(trainer.args, FlexTrainingArguments)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except FlexError as error:
+        return {"error": type(error).__name__, "text": str(error), "step": trainer.state.global_step}
+    return {"error": None, "step": trainer.state.global_step}
+
+
+def made_without_the_option(output_dir: str) -> str:
+    """Set ``flex_checkpoint`` when the Trainer has been made, and save; the error."""
+    from tests.trainer.jobs import flex_trainer
+
+    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, {"flex_checkpoint": False})
+    trainer.args.flex_checkpoint = True
+    return _caught(lambda: trainer._save_checkpoint(trainer.model))
+
+
+def stock_trainer_with_flex_arguments(output_dir: str) -> list[str]:
+    """Train with the stock Trainer class, without ``install()``; the names in its first checkpoint."""
+    from paddleformers.trainer import Trainer
+
+    from tests.trainer.jobs import flex_trainer
+
+    flex_trainer(tiny.SINGLE.to_json(), output_dir, {"max_steps": 1, "save_steps": 1}, cls=Trainer).train()
+    return sorted(path.name for path in (Path(output_dir) / "checkpoint-1").iterdir())
+
+
+# ---- What the mixin is put before.
+
+
+def refused_bases() -> dict[str, str]:
+    """Put the mixin before and behind several classes; the errors."""
+    import sys
+    from types import ModuleType
+
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import FlexTrainer, FlexTrainerMixin
+
+    module = ModuleType("paddlenlp.trainer.trainer")
+    sys.modules[module.__name__] = module
+    paddlenlp = type("Trainer", (), {"__module__": module.__name__})
+    other = type("Trainer", (), {"train": lambda self: None})
+    bases: dict[str, Sequence[type[Any]]] = {
+        "nothing": (FlexTrainerMixin,),
+        "an empty class": (FlexTrainerMixin, type("Empty", (), {})),
+        "a class of that name": (FlexTrainerMixin, other),
+        "PaddleNLP": (FlexTrainerMixin, paddlenlp),
+        "a subclass of PaddleNLP's": (FlexTrainerMixin, type("Theirs", (paddlenlp,), {})),
+        "behind": (Trainer, FlexTrainerMixin),
+        "a Trainer": (FlexTrainerMixin, Trainer),
+        "a subclass": (FlexTrainerMixin, type("Theirs", (Trainer,), {})),
+        "FlexTrainer": (FlexTrainer,),
+    }
+    return {name: _caught(lambda one=one: type("Mine", tuple(one), {})) for name, one in bases.items()}  # type: ignore[misc]
