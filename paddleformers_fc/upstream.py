@@ -415,9 +415,7 @@ def differences(hooks: Iterable[Hook]) -> list[str]:
 
 def cpu_runtime() -> tuple[Hook, ...]:
     """The rows of :data:`CPU_RUNTIME` that count here: none on an accelerator, and none of a package that is absent."""
-    import paddle
-
-    if paddle.device.get_device() != "cpu":
+    if importlib.import_module("paddle").device.get_device() != "cpu":
         return ()
     return tuple(hook for hook in CPU_RUNTIME if importlib.util.find_spec(_package(hook)) is not None)
 

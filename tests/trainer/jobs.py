@@ -477,13 +477,22 @@ def reports(output_dir: str, resume: str) -> list[list[Any]]:
     return told
 
 
-def stock_trainer_with_our_callback(output_dir: str) -> None:
-    """A Trainer that does not know ``flex_checkpoint`` although its arguments ask for it."""
+def stock_trainer_with_our_callback(output_dir: str) -> str:
+    """Make a Trainer that does not know ``flex_checkpoint`` although its arguments ask for it; the error."""
     from paddleformers.trainer import Trainer
 
-    from paddleformers_fc import FlexCheckpointCallback
+    from paddleformers_fc import FlexCheckpointCallback, FlexTrainingArguments
+    from paddleformers_fc.errors import EnvironmentMismatch
+    from paddleformers_fc.trainer.install import uninstall
 
-    flex_trainer(tiny.SINGLE.to_json(), output_dir, cls=Trainer, callbacks=[FlexCheckpointCallback()])
+    args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
+    uninstall()
+    model = tiny.build("llama", tiny.SINGLE, args)
+    try:
+        tiny.trainer(model, args, cls=Trainer, callbacks=[FlexCheckpointCallback()])
+    except EnvironmentMismatch as error:
+        return str(error)
+    return ""
 
 
 def export(output_dir: str, layout: Mapping[str, Any], resume: str) -> dict[str, Any]:

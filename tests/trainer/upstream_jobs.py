@@ -275,6 +275,23 @@ def goes_around(
     return {"error": None, "step": trainer.state.global_step}
 
 
+def train_with_a_renamed_method(layout: Mapping[str, Any], output_dir: str, name: str) -> dict[str, Any]:
+    """Train with the stock Trainer class and our arguments where a method has another name; the error."""
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import FlexTrainingArguments
+
+    with _without(Trainer, name):
+        try:
+            args = tiny.training_arguments(
+                layout, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True, max_steps=2, save_steps=1
+            )
+            tiny.trainer(tiny.build("llama", layout, args), args).train()
+        except FlexError as error:
+            return {"error": type(error).__name__, "evidence": list(error.evidence)}
+    return {"error": None, "evidence": []}
+
+
 def made_without_the_option(output_dir: str) -> str:
     """Set ``flex_checkpoint`` when the Trainer has been made, and save; the error."""
     from tests.trainer.jobs import flex_trainer
