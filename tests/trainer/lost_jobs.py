@@ -85,11 +85,11 @@ def differ_in_directory(directory: str, kind: str, **settings: Any) -> dict[str,
     return differ(kind, **settings)
 
 
-def keep_time(directory: Path) -> None:
-    """Let the time in which ranks wait for each other pass only while all that live wait."""
+def keep_time(directory: Path, ranks: int | None = None) -> None:
+    """Let the time in which ranks wait for each other pass only while all that live wait, or the first ``ranks``."""
     from paddleformers_fc.execute import attendance
 
-    rank, ranks = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
+    rank, ranks = int(os.environ["PADDLE_TRAINER_ID"]), ranks or int(os.environ["PADDLE_TRAINERS_NUM"])
     # This process ends with the job.
     attendance.time = ProcessClock(directory / "clock", rank, ranks)  # type: ignore[attr-defined]
 
