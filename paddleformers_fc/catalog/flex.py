@@ -35,6 +35,10 @@ DOCUMENTS = (MAPPING_NAME, CONFIG_NAME)
 StoredShard = tuple[Shard, str, int, int]
 """A shard, its file, the byte offset of its first element, bytes per element."""
 
+REFUSE = "refuse"
+TIED_WAYS = (REFUSE, "first", "last")
+"""What is read where copies of a tied tensor differ: none of them, or that of the first or last pipeline stage."""
+
 MAX_MAPPING_BYTES = 512 * 1024 * 1024
 """The longest mapping that is read: one tensor takes about a kilobyte of it."""
 
@@ -49,6 +53,8 @@ class FlexCheckpoint:
         rules: how that model's names are dealt out of canonical names.
         config: the model's configuration, as in ``config.json``.
         unread: whether the checksums of what is going to be read are still to be compared, by whoever reads it.
+        tied: which copy of a tied tensor is read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
+            must be equal.
     """
 
     catalog: Catalog
@@ -56,6 +62,7 @@ class FlexCheckpoint:
     rules: RuleSet
     config: dict[str, Any]
     unread: bool = False
+    tied: str = REFUSE
 
     @cached_property
     def files(self) -> frozenset[str]:
@@ -69,6 +76,21 @@ class FlexCheckpoint:
         See :func:`paddleformers_fc.storage.manifest.read_listed` for arguments and errors.
         """
         return read_listed(self.catalog.root, self.manifest, name, most)
+
+    @property
+    def preferred(self) -> dict[str, tuple[str, ...]]:
+        """The copies of every tied parameter, the chosen one first; empty where no copy is chosen."""
+        if self.tied == REFUSE:
+            return {}
+        recorded = {name: place for tie in self.manifest.ties for place, name in enumerate(tie.copies)}
+        found: dict[str, tuple[str, ...]] = {}
+        for tie in self.rules.ties:
+            found[tie.owner] = (*found.get(tie.owner, (tie.owner,)), tie.alias)
+        for owner, names in found.items():
+            # Without a record the copies are as declared: the owner is the embedding, on the first stage.
+            ordered = sorted(names, key=lambda name: recorded.get(name, len(recorded)))
+            found[owner] = tuple(ordered if self.tied == "first" else reversed(ordered))
+        return found
 
 
 @dataclass(frozen=True)

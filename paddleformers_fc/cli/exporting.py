@@ -62,7 +62,7 @@ class Exported(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def export(source: Place, target: Path, max_shard_bytes: int, verify: str, replace: bool) -> Exported:
+def export(source: Place, target: Path, max_shard_bytes: int, verify: str, replace: bool, tied: str) -> Exported:
     """Export a checkpoint.
 
     Args:
@@ -71,6 +71,7 @@ def export(source: Place, target: Path, max_shard_bytes: int, verify: str, repla
         max_shard_bytes: bound on the tensors of one file, in bytes.
         verify: how the source is checked first: ``off``, ``size`` or ``full``.
         replace: whether a model that is in the target may be replaced.
+        tied: which copy of a tied tensor is exported: ``refuse``, ``first`` or ``last``.
     Raises:
         OptionError: the target is a checkpoint, or holds a model that may not be replaced.
         FlexError: the source cannot be opened, proved or read, or the target not be written.
@@ -79,7 +80,7 @@ def export(source: Place, target: Path, max_shard_bytes: int, verify: str, repla
     kind = refuse_open_weights(source)
     small = described_by(read_manifest(source)) if kind == FLEX else [CONFIG_NAME]
     _refuse_target(target, small, replace)
-    report = export_checkpoint(source, target, max_shard_bytes, verify=verify)
+    report = export_checkpoint(source, target, max_shard_bytes, verify=verify, tied=tied)
     return Exported(
         source=str(source),
         path=str(target),

@@ -60,6 +60,7 @@ class JobFacts(msgspec.Struct, frozen=True):
         family: the model family whose mapping was used.
         written_by: program and version.
         differing_replicas: where its ranks held different numbers of the same part of a tensor, one line each.
+        diverged_ties: where copies of tied tensors differ, one line each; such a checkpoint is not whole.
     """
 
     step: int
@@ -69,6 +70,7 @@ class JobFacts(msgspec.Struct, frozen=True):
     family: str
     written_by: str
     differing_replicas: list[str]
+    diverged_ties: list[str]
 
 
 class RoleFacts(msgspec.Struct, frozen=True):
@@ -172,6 +174,7 @@ def _job(opened: Opened) -> JobFacts | None:
         manifest.family,
         manifest.written_by,
         manifest.differences,
+        [line for tie in manifest.ties for line in tie.differences],
     )
 
 
@@ -214,7 +217,11 @@ def _headline(found: Inspection) -> list[tuple[str, str]]:
         lines.append(("saved by", f"{job.written_by}, {count_text(job.world_size, 'rank')}{_degrees(job.parallel)}"))
         lines.append(("family", job.family))
         if job.differing_replicas:
-            lines.append(("replicas", _differences_text(job.differing_replicas)))
+            head = "ranks held different numbers of the same part of a tensor; one version of each is here:"
+            lines.append(("replicas", _differences_text(head, job.differing_replicas)))
+        if job.diverged_ties:
+            head = "copies of tied tensors differ; this checkpoint does not count as whole:"
+            lines.append(("tied tensors", _differences_text(head, job.diverged_ties)))
     if found.model:
         lines.append(("model", _model_text(found.model)))
     if MODEL_STATE in found.roles:
@@ -223,10 +230,9 @@ def _headline(found: Inspection) -> list[tuple[str, str]]:
     return lines
 
 
-def _differences_text(differences: list[str]) -> str:
+def _differences_text(head: str, differences: list[str]) -> str:
     shown = differences[:_MOST_DIFFERENCES]
     left = len(differences) - len(shown)
-    head = "ranks held different numbers of the same part of a tensor; one version of each is here:"
     return "\n".join([head, *shown, *([f"and {left:,} more, all with --json"] if left else [])])
 
 

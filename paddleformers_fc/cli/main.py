@@ -72,6 +72,14 @@ class Level(str, Enum):
     full = "full"
 
 
+class Tied(str, Enum):
+    """Which copy of a tied tensor is read."""
+
+    refuse = "refuse"
+    first = "first"
+    last = "last"
+
+
 Directory = Annotated[
     str, typer.Argument(metavar="DIR", help="A flex checkpoint or open weights: a path, or a URL such as s3://...")
 ]
@@ -206,6 +214,9 @@ def export(
         Level, typer.Option(help="How the checkpoint is checked first; only full finds flipped bits.")
     ] = Level.full,
     replace: Annotated[bool, typer.Option("--replace", help="Replace a model that is in the directory.")] = False,
+    tied: Annotated[
+        Tied, typer.Option(help="Which copy of a tied tensor is exported, by pipeline stage, where copies differ.")
+    ] = Tied.refuse,
     as_json: Json = False,
 ) -> int:
     """Write a checkpoint's weights as Hugging Face files; prints them and one md5, the same for every layout."""
@@ -217,7 +228,7 @@ def export(
     if target.exists() and not target.is_dir():
         raise typer.BadParameter(f"Directory {directory!r} is a file.")
     with output.working(f"exporting {source}"):
-        found = exporting.export(source, target, parse_size(max_shard_size), verify.value, replace)
+        found = exporting.export(source, target, parse_size(max_shard_size), verify.value, replace, tied.value)
     _present(found, exporting.show, as_json)
     return RIGHT
 

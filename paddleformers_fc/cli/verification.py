@@ -5,7 +5,8 @@
 ``files``         every file is there and of its size; at level ``full`` every byte is as it was written
 ``tensors``       headers follow their format; every tensor is stored whole and once, and is one that the rules know
 ``mapping``       the rules are proved; all canonical tensors can be made
-``equal values``  tied tensors, and numbers stored several times, are equal bit for bit (level ``full``)
+``equal values``  tied tensors, and numbers stored several times, are equal bit for bit (level ``full``); at every level
+                  the save found the copies of tied tensors equal
 ================  ==================================================================================================
 
 Each check rests on the ones before it, so the first that fails is the last that is made; it reports all it finds. What
@@ -29,7 +30,7 @@ from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, Mi
 from paddleformers_fc.execute.reading import verify_equal
 from paddleformers_fc.plan import LoadPlan, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.storage.files import each, size_of
-from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
+from paddleformers_fc.storage.manifest import Manifest, read_manifest, refuse_diverged, verify_files
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.wording import count_text, size_text
 
@@ -159,16 +160,22 @@ def _check_flex(directory: Place, level: str, protocol: _Protocol) -> None:
     )
     protocol.tensors = _tensor_count(checkpoint)
     plan = protocol.check("mapping", lambda: _prove(checkpoint), _plan_text)
-    if level == "full":
+    if level == "full" or manifest.ties:
         protocol.check(
             "equal values",
-            lambda: verify_equal(plan.checks, directory),
+            lambda: _compare(directory, manifest, plan, level),
             lambda _: (
                 f"{count_text(len(plan.checks), 'pair')} compared"
                 if plan.checks
                 else "there are no tied tensors and no numbers that are stored several times"
             ),
         )
+
+
+def _compare(directory: Place, manifest: Manifest, plan: LoadPlan, level: str) -> None:
+    refuse_diverged(directory, manifest)
+    if level == "full":
+        verify_equal(plan.checks, directory)
 
 
 def _check_tensors(directory: Place, level: str, protocol: _Protocol) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint
+from paddleformers_fc.catalog.flex import MAPPING_NAME, REFUSE, FlexCheckpoint
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree, together
@@ -112,6 +112,7 @@ def export_checkpoint(
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     channel: Channel = ALONE,
     verify: str = "size",
+    tied: str = REFUSE,
 ) -> ExportReport:
     """Write a checkpoint's weights as a Hugging Face directory.
 
@@ -121,12 +122,15 @@ def export_checkpoint(
         max_shard_bytes: bound on the tensors of one file, in bytes; a larger tensor has a file of its own.
         channel: the ranks that share the work; every rank must call.
         verify: how the source is checked: ``off``, ``size`` or ``full``.
+        tied: which copy of a tied tensor is exported, by pipeline stage: ``first`` or ``last``; under ``refuse`` the
+            copies must be equal.
     Raises:
         FlexError: the same on every rank; older weights in the target are untouched.
     """
     if max_shard_bytes < 1:
         raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
-    roll = Called(f"exporting to {target.name}", {"versions": software(), "max_shard_bytes": max_shard_bytes})
+    facts = {"versions": software(), "max_shard_bytes": max_shard_bytes, "flex_tied": tied}
+    roll = Called(f"exporting to {target.name}", facts)
 
     def prepare() -> Source:
         _refuse_checkpoint(target)
@@ -134,7 +138,7 @@ def export_checkpoint(
             verify_files(source, checkpoint.manifest, "full")
         return canonical_source(checkpoint)
 
-    checkpoint = open_checkpoint(source, channel, verify, roll=roll)
+    checkpoint = replace(open_checkpoint(source, channel, verify, roll=roll), tied=tied)
     canonical = together(channel, f"preparing an export to {target.name}", prepare)
     layout = canonical_layout(canonical).get(MODEL_STATE, {})
     _refuse_untied(canonical, layout, channel)
@@ -166,6 +170,7 @@ def save_weights(
     target: Path,
     max_shard_bytes: int,
     channel: Channel,
+    tied: str = REFUSE,
 ) -> ExportReport:
     """Write a live model's weights as a Hugging Face directory.
 
@@ -176,13 +181,14 @@ def save_weights(
         target: as in :func:`export_checkpoint`.
         max_shard_bytes: as in :func:`export_checkpoint`.
         channel: all ranks of the job; every rank must call.
+        tied: as in :func:`export_checkpoint`.
     Raises:
         FlexError: the same on every rank; older weights in the target are untouched.
     """
     with staging_beside(target, channel, _nothing, place_of) as staged:
         passage = staged.path / "weights"
         save_checkpoint(passage, {MODEL_STATE: weights}, config, files, JobRecord(0, 0, {}), channel)
-        report = export_checkpoint(passage, target, max_shard_bytes, channel)
+        report = export_checkpoint(passage, target, max_shard_bytes, channel, tied=tied)
         if channel.rank in staged.disks.of_leads:
             _try_discard(staged.path)
     return report

@@ -147,7 +147,7 @@ def load_checkpoint(
     """
     started = time.monotonic()
     facts = {"manifest": manifest_seal(checkpoint.manifest), "checks": checkpoint.unread}
-    facts["aoa_config"] = aoa_config or {}
+    facts |= {"aoa_config": aoa_config or {}, "flex_tied": checkpoint.tied}
     roll = _roll(checkpoint.catalog.root, config, facts)
     model = _whole_model(roles, channel, roll) if aoa_config else {}
 

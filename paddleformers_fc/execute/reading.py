@@ -21,6 +21,7 @@ from paddleformers_fc.execute.jobs import Key, Memory, dtype_of, jobs_of, region
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem
 from paddleformers_fc.storage.identity import Identities
+from paddleformers_fc.storage.manifest import CHOOSE_COPY
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace, pieces_of, read_region
@@ -187,7 +188,7 @@ def refuse_unequal(unequal: Sequence[EqualCheck], root: Place) -> None:
             f"{len(unequal)} pairs of tensors that must be equal differ. No weight was changed.",
             where=str(root),
             evidence=[f"{check.name}: {check.left.file} and {check.right.file} differ" for check in unequal],
-            next_step="Tied tensors were saved with different values; resume from another checkpoint.",
+            next_step=f"Copies of a tied tensor, or of one number, were saved with different values. {CHOOSE_COPY}",
         )
 
 

@@ -112,7 +112,8 @@ def refuse_different(lines: Sequence[str]) -> None:
             where="the live weights and optimizer states",
             evidence=lines,
             next_step="Training has gone apart on these ranks; resume from an older checkpoint and look for the cause, "
-            "or set flex_check_replicas: warn to save one of the versions.",
+            "or set flex_check_replicas: warn to save one of the versions (all copies of tied tensors, in a checkpoint "
+            "that is resumed only where it is named, with flex_tied).",
         )
 
 

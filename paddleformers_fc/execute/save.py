@@ -4,8 +4,8 @@
    ranks learn all descriptions, divide the bytes alike, and the coordinator proves the mapping of the whole model and
    that every tensor is held whole (:mod:`.saveplan`, :mod:`.shares`).
 2. The coordinator creates the staging directory beside the target.
-3. Every rank hashes what others hold as well (:mod:`.replicas`), writes its files, with checksums taken while writing,
-   and returns receipts and digests.
+3. Every rank hashes what others hold as well (:mod:`.replicas`) and the copies of tied tensors (:mod:`.ties`), writes
+   its files, with checksums taken while writing, and returns receipts and digests.
 4. The coordinator writes ``mapping.json`` and the manifest, and commits by renaming. Where ranks have written onto
    several disks, each disk gets both and commits by itself, when all are ready (:mod:`.finishing`).
 
@@ -17,7 +17,7 @@ the descriptions: linear in the shards of all ranks. What is not on the host is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,14 @@ from paddleformers_fc.execute.rollcall import Called, comparable, software
 from paddleformers_fc.execute.saveplan import ModelRecord, PlanKeeper, PlannedFile, SavePlan, digest, work_out
 from paddleformers_fc.execute.shares import Replica
 from paddleformers_fc.execute.staging import staging_beside
+from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import family_for
 from paddleformers_fc.families.bind import tied_names
 from paddleformers_fc.layout.codec import decode_held, encode_held
 from paddleformers_fc.layout.live import describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.manifest import FileReceipt, Manifest
+from paddleformers_fc.storage.manifest import DivergedTie, FileReceipt, Manifest
 from paddleformers_fc.storage.safetensors import LaidOutWriter
 
 Roles = Mapping[str, Mapping[str, Any]]
@@ -79,19 +80,31 @@ class SaveReport:
             way, and older checkpoints that could not be deleted; normally none.
         disks: which ranks wrote onto the same disk.
         differences: where ranks hold different numbers of the same part of a tensor, one line each; normally none.
+        diverged_ties: tied tensors whose copies differ, which make the checkpoint unusable for a resume; normally none.
     """
 
     manifest: Manifest
     set_aside: tuple[Path, ...]
     disks: Disks
     differences: tuple[str, ...] = ()
+    diverged_ties: tuple[DivergedTie, ...] = ()
 
 
 class _Written(msgspec.Struct):
-    """What one rank has written, and the digests of its replicas."""
+    """What one rank has written, and the digests of its replicas and of its copies of tied tensors."""
 
     receipts: list[FileReceipt]
     replicas: Digests
+    ties: list[bytes]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What all ranks have written: receipts by rank, and what differs."""
+
+    receipts: list[list[FileReceipt]]
+    differences: tuple[str, ...]
+    ties: tuple[DivergedTie, ...]
 
 
 class _Introduction(msgspec.Struct, array_like=True):
@@ -126,7 +139,8 @@ def save_checkpoint(
         channel: all ranks of the job; every rank must call.
         max_file_bytes: bound on the tensors of one file, in bytes; a larger tensor is cut between rows.
         replicas: what is done where ranks hold different numbers of the same part of a tensor: ``off`` does not look,
-            ``warn`` says so in the report and in the manifest, ``refuse`` saves nothing.
+            ``warn`` says so in the report and in the manifest, ``refuse`` saves nothing. Copies of a tied tensor are
+            always compared, and reported like under ``warn`` unless the value is ``refuse``.
     Returns:
         the manifest, what differs, and directories that the save had to leave beside it.
     Raises:
@@ -148,15 +162,15 @@ def save_checkpoint(
     _PLANS.keep(channel.rank, key, plan)
     checked = plan.replicas if replicas != "off" else ()
     with staging_beside(directory, channel, lambda: _refuse_undescribed(files)) as staged:
-        written, differences = _write_together(staged.path, own, plan, files, channel, checked, job.step)
+        written = _write_together(staged.path, own, plan, files, channel, checked, job.step)
         if replicas == "refuse":
-            refuse_different(differences)
+            refuse_different([*written.differences, *(line for tie in written.ties for line in tie.differences)])
 
         def describe(receipts: list[FileReceipt]) -> Manifest:
-            return _describe(staged.path, receipts, plan.described(), differences, job, channel.world_size)
+            return _describe(staged.path, receipts, plan.described(), written, job, channel.world_size)
 
-        finished = finish(staged, directory, written, files, describe, channel)
-    return SaveReport(finished.manifest, finished.set_aside, staged.disks, differences)
+        finished = finish(staged, directory, written.receipts, files, describe, channel)
+    return SaveReport(finished.manifest, finished.set_aside, staged.disks, written.differences, written.ties)
 
 
 def _write_together(
@@ -167,17 +181,18 @@ def _write_together(
     channel: Channel,
     checked: tuple[Replica, ...],
     step: int,
-) -> tuple[list[list[FileReceipt]], tuple[str, ...]]:
-    """The receipts of every rank, and what differs between replicas."""
+) -> _Outcome:
     hashed: list[Hashed] = []
 
     def write() -> bytes:
         hashed.append(hash_replicas(own, checked, step))
-        return msgspec.msgpack.encode(_Written(_write_share(staging, own, plan, files), hashed[0].groups))
+        ties = hash_ties(own, plan.ties, channel.rank)
+        return msgspec.msgpack.encode(_Written(_write_share(staging, own, plan, files), hashed[0].groups, ties))
 
     everyone = [_written.decode(payload) for payload in agree(channel, "writing", write)]
     differences = differing(channel, [one.replicas for one in everyone], hashed[0])
-    return [one.receipts for one in everyone], differences
+    ties = diverged(plan.ties, [one.ties for one in everyone])
+    return _Outcome([one.receipts for one in everyone], differences, ties)
 
 
 def _without_aliases(roles: Roles, config: Mapping[str, Any]) -> LiveRoles:
@@ -248,7 +263,7 @@ def _describe(
     staging: Path,
     receipts: list[FileReceipt],
     model: ModelRecord,
-    differences: Sequence[str],
+    written: _Outcome,
     job: JobRecord,
     world_size: int,
 ) -> Manifest:
@@ -263,7 +278,8 @@ def _describe(
         family=model.family,
         aoa=dict(model.aoa),
         files=sorted([*receipts, mapping], key=lambda receipt: receipt.path),
-        differing_replicas=list(differences) or msgspec.UNSET,
+        differing_replicas=list(written.differences) or msgspec.UNSET,
+        diverged_ties=list(written.ties) or msgspec.UNSET,
     )
 
 

@@ -15,14 +15,16 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.catalog.stored import gather_shards
 from paddleformers_fc.errors import MismatchError, PeerError
 from paddleformers_fc.execute.shares import Held, Piece, Replica, divide, files_of, replicas_of
+from paddleformers_fc.execute.ties import Ties, ties_of
 from paddleformers_fc.families import ModelTensor, bind, family_for
+from paddleformers_fc.families.bind import tied_names
 from paddleformers_fc.families.text import aoa_texts
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.codec import HEADER_KEY, encode_shards
@@ -93,11 +95,13 @@ class SavePlan:
         files: this rank's files.
         model: what the coordinator writes beside them; None on other ranks.
         replicas: this rank's shards that other ranks hold as well.
+        ties: the copies of tied tensors that all ranks compare.
     """
 
     files: tuple[PlannedFile, ...]
     model: ModelRecord | None
     replicas: tuple[Replica, ...] = ()
+    ties: Ties = field(default_factory=Ties)
 
     def described(self) -> ModelRecord:
         """What the coordinator writes.
@@ -153,14 +157,16 @@ def work_out(everyone: list[Held], config: Mapping[str, Any], rank: int, max_fil
         MismatchError: the shards of all ranks are not the whole model, once.
     """
     model = _record(everyone, config) if rank == 0 else None
-    share = divide(everyone)[rank]
+    shares = divide(everyone)
+    share = shares[rank]
     roles = sorted({piece.role for piece in share})
     files = [
         planned
         for role in roles
         for planned in _role_files(role, [piece for piece in share if piece.role == role], rank, max_file_bytes)
     ]
-    return SavePlan(tuple(files), model, tuple(replicas_of(everyone, rank)))
+    ties = ties_of(everyone, shares, tied_names(family_for(config), config))
+    return SavePlan(tuple(files), model, tuple(replicas_of(everyone, rank)), ties)
 
 
 def model_rules(config: Mapping[str, Any], shards: Mapping[str, Shard]) -> RuleSet:

@@ -44,12 +44,15 @@ class Source:
         mapping: stored parameters onto wanted parameters.
         stored_aliases: stored alias -> stored owner, for tied parameters.
         wanted_aliases: wanted alias -> wanted owner.
+        preferred: stored owner -> the names of all copies, the one to read first; of an owner that is not here the
+            copies must be equal.
     """
 
     catalog: Catalog
     mapping: Mapping
     stored_aliases: MappingABC[str, str] = field(default_factory=dict)
     wanted_aliases: MappingABC[str, str] = field(default_factory=dict)
+    preferred: MappingABC[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -228,12 +231,12 @@ class Planner:
         self.report.add("shape", f"{shard.name}: {what}, wanted {list(wanted)}")
 
     def _under_an_alias(self, role: str, parameter: str, suffix: str) -> StoredTensor | None:
-        """The stored state of a tied parameter: under its own name, or under an alias of it that must then be equal."""
-        stored = self._source.catalog.roles.get(role, {})
-        names = (parameter, *self._aliases[parameter])
+        """The stored state of a tied parameter: the preferred copy, or the owner's, which must equal all others."""
+        stored, preferred = self._source.catalog.roles.get(role, {}), self._source.preferred.get(parameter)
+        names = preferred or (parameter, *self._aliases[parameter])
         found = [stored[name + suffix] for name in names if name + suffix in stored]
         self.touched[role].update(tensor.name for tensor in found)
-        for other in found[1:]:
+        for other in found[1:] if preferred is None else ():
             self._must_equal(found[0], other)
         return found[0] if found else None
 

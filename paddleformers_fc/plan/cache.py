@@ -48,7 +48,7 @@ from paddleformers_fc.storage.documents import read_document
 from paddleformers_fc.storage.dtypes import to_safetensors
 from paddleformers_fc.storage.files import make_directories, remove_file, rename, write_file
 
-FORMAT = 1
+FORMAT = 2
 """Of the files in the directory; it is part of every key."""
 
 MOST_ITEMS = 250_000
@@ -75,6 +75,7 @@ class PlanKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         models: both configurations, and what their families declare.
         wanted: role, name, dtype, global shape, box and range of every shard, in order.
         statements: a user's ``aoa_config`` and the tensors that it speaks of.
+        tied: which copy of a tied tensor is read.
     """
 
     format: int
@@ -85,6 +86,7 @@ class PlanKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     models: str
     wanted: str
     statements: str
+    tied: str
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def plan_key(
         models=_digest(_json([checkpoint.config, dict(config), families])),
         wanted=_digest(msgspec.msgpack.encode([(role, list(one), list(one.values())) for role, one in wanted.items()])),
         statements=_digest(_json(aoa_config and dict(aoa_config)) + msgspec.msgpack.encode(model)),
+        tied=checkpoint.tied,
     )
 
 

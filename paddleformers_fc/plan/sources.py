@@ -44,7 +44,7 @@ def resume_source(checkpoint: FlexCheckpoint, live: RuleSet) -> tuple[Source, Re
     stored, wanted = stored_mapping(checkpoint), live.mapping()
     prove(wanted, "The model's mapping")
     composed = _with_own_tensors(stored.reversed().then(wanted), checkpoint.rules, live)
-    source = Source(checkpoint.catalog, composed, _aliases(checkpoint.rules), _aliases(live))
+    source = Source(checkpoint.catalog, composed, _aliases(checkpoint.rules), _aliases(live), checkpoint.preferred)
     return source, _shape_report(stored, wanted, _own_names(checkpoint.rules, live))
 
 
@@ -139,7 +139,8 @@ def canonical_source(checkpoint: FlexCheckpoint) -> Source:
         MappingError: where the checkpoint's rules cannot be proved.
     """
     stored = stored_mapping(checkpoint)
-    return Source(checkpoint.catalog, stored.reversed(), _aliases(checkpoint.rules))
+    aliases = _aliases(checkpoint.rules)
+    return Source(checkpoint.catalog, stored.reversed(), aliases, preferred=checkpoint.preferred)
 
 
 def canonical_layout(source: Source) -> dict[str, dict[str, Shard]]:

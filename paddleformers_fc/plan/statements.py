@@ -72,7 +72,7 @@ def stated_source(
     for line in report.lines["shape"]:
         if line.partition(":")[0] in read:
             kept.add("shape", line)
-    return Source(checkpoint.catalog, merged, derived.stored_aliases, derived.wanted_aliases), kept
+    return replace(derived, mapping=merged), kept
 
 
 def _bound(config: MappingABC[str, object], model: MappingABC[str, AoaTensor]) -> RuleSet:

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 import xxhash
 
-from paddleformers_fc.errors import CheckpointError, Corrupt, FormatError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import CheckpointError, Corrupt, FormatError, MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.storage.blocks import Found, compare
 from paddleformers_fc.storage.documents import read_document, read_recorded
 from paddleformers_fc.storage.files import (
@@ -46,6 +46,7 @@ __all__ = [
     "LEVELS",
     "MANIFEST_NAME",
     "VERSION",
+    "DivergedTie",
     "FileReceipt",
     "Manifest",
     "candidates",
@@ -55,6 +56,7 @@ __all__ = [
     "newest_checkpoint",
     "read_listed",
     "read_manifest",
+    "refuse_diverged",
     "verify_files",
     "write_manifest",
 ]
@@ -85,7 +87,25 @@ _END = b"\n"
 _ANOTHER = "The manifest was damaged or edited. Restore it or use another checkpoint."
 _RESTORE = "Restore these files or use another checkpoint."
 
+CHOOSE_COPY = (
+    "Resume from another checkpoint, or choose the copy of one pipeline stage: name this checkpoint in "
+    "resume_from_checkpoint with flex_tied: first or last, or run paddleformers-fc export --tied first|last."
+)
+"""What a user can do about diverged copies of tied tensors."""
+
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class DivergedTie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tied tensor whose copies were saved with different values.
+
+    Attributes:
+        copies: names of the copies by pipeline stage, first to last.
+        differences: one line per weight or state that differs, with the ranks of both copies.
+    """
+
+    copies: list[str]
+    differences: list[str]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -104,6 +124,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         files: every file but the manifest itself.
         differing_replicas: where ranks held different numbers of the same part of a tensor, one line each; not there
             where they did not.
+        diverged_ties: tied tensors whose copies differ; absent where all are equal. Such a checkpoint is not whole.
     """
 
     format: str = FORMAT
@@ -117,11 +138,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     aoa: dict[str, list[str]]
     files: list[FileReceipt]
     differing_replicas: list[str] | msgspec.UnsetType = msgspec.UNSET
+    diverged_ties: list[DivergedTie] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def differences(self) -> list[str]:
         """Where replicas differed; empty where they did not."""
         return [] if isinstance(self.differing_replicas, msgspec.UnsetType) else self.differing_replicas
+
+    @property
+    def ties(self) -> list[DivergedTie]:
+        """Tied tensors whose copies differ; empty where all are equal."""
+        return [] if isinstance(self.diverged_ties, msgspec.UnsetType) else self.diverged_ties
 
     def receipt(self, name: str) -> FileReceipt | None:
         """Return the receipt of a file by its path; None where the manifest does not list it."""
@@ -297,6 +324,25 @@ def _mending(strangers: bool, damaged: bool) -> str:
     return "Move away what does not belong to it, and restore the other files or use another checkpoint."
 
 
+def refuse_diverged(directory: Place, manifest: Manifest) -> None:
+    """Refuse a checkpoint whose manifest records diverged copies of tied tensors.
+
+    Args:
+        directory: ``checkpoint-N``.
+        manifest: as read from it.
+
+    Raises:
+        MismatchError: with every weight and state that differs.
+    """
+    if manifest.ties:
+        raise MismatchError(
+            f"{directory} was saved with diverged copies of tied tensors.",
+            where=str(directory),
+            evidence=[line for tie in manifest.ties for line in tie.differences],
+            next_step=CHOOSE_COPY,
+        )
+
+
 def newest_checkpoint(
     output_dir: Path, level: str = "size", *, threads: int = 4
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
@@ -325,8 +371,10 @@ def newest_checkpoint(
     skipped: list[tuple[Path, str]] = []
     for candidate in candidates_in(output_dir):
         try:
-            verify_files(candidate, read_manifest(candidate), level, threads=threads)
-        except CheckpointError as error:
+            manifest = read_manifest(candidate)
+            refuse_diverged(candidate, manifest)
+            verify_files(candidate, manifest, level, threads=threads)
+        except (CheckpointError, MismatchError) as error:
             skipped.append((candidate, error.in_one_line()))
         else:
             return candidate, skipped

@@ -30,6 +30,7 @@ class CheckpointReport:
         seconds: wall time on this rank.
         bytes: bytes of the whole checkpoint after a save; bytes that this rank read after a load.
         differences: after a save, where ranks held different numbers of the same part of a tensor; normally none.
+        diverged_ties: after a save, where copies of tied tensors differ; normally none.
         known_plan: after a load, whether this rank had its plan from before, from ``flex_plan_cache`` or this process.
     """
 
@@ -39,6 +40,7 @@ class CheckpointReport:
     bytes: int
     differences: tuple[str, ...] = ()
     known_plan: bool = False
+    diverged_ties: tuple[str, ...] = ()
 
 
 class FlexCheckpointCallback(TrainerCallback):

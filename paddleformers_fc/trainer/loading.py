@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import paddle.distributed as dist
 from paddleformers.utils.log import logger
 
 from paddleformers_fc.catalog import FlexCheckpoint
+from paddleformers_fc.catalog.flex import REFUSE
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.crew import ReadOptions
@@ -62,13 +64,16 @@ def train(
     run.resumed_from = run.progress = run.generators = run.saved = None
     run.told_of_generators = False
     run.ran = {"train"}
-    chosen = run.chosen = _chosen(trainer.args, resume_from_checkpoint)
+    chosen, run.named = _chosen(trainer.args, resume_from_checkpoint)
+    run.chosen = chosen
     if chosen is None:
         _warn_of_another_run(trainer.args)
     return native(None if chosen is None else str(chosen), ignore_keys_for_eval)
 
 
-def _chosen(args: Any, requested: str | bool | None) -> Place | None:
+def _chosen(args: Any, requested: str | bool | None) -> tuple[Place | None, bool]:
+    """The checkpoint to resume from, and whether it was named."""
+
     def warn(line: str) -> None:
         if args.should_log:  # On every node.
             logger.warning(line)
@@ -77,14 +82,14 @@ def _chosen(args: Any, requested: str | bool | None) -> Place | None:
         if args.resume_from_checkpoint is None and not args.overwrite_output_dir:
             # The command line resumes by itself from the newest directory, whatever is in it. What was requested does
             # not count: it is None on a node whose disk is empty, and all ranks must decide together.
-            return resume.newest_or_begin(Path(args.output_dir), channel_of(args), warn)
+            return resume.newest_or_begin(Path(args.output_dir), channel_of(args), warn), False
         # Its preference training asks for that directory, or for none, whatever was named.
         requested = args.resume_from_checkpoint
     if not requested:
-        return None
+        return None, False
     if requested is True:
-        return resume.newest_or_refuse(Path(args.output_dir), channel_of(args), warn)
-    return resume.named(place(at_home(requested)), channel_of(args))
+        return resume.newest_or_refuse(Path(args.output_dir), channel_of(args), warn), False
+    return resume.named(place(at_home(requested)), channel_of(args)), True
 
 
 def _warn_of_another_run(args: Any) -> None:
@@ -116,6 +121,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     directory = _meant(run, resume_from_checkpoint)
     roll = called(args, f"resuming from {directory.name}")
     checkpoint = open_checkpoint(directory, channel, args.flex_verify, args.flex_threads, roll)
+    checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint))
     continued = not args.ignore_load_lr_and_optim
     progress = documents.read_progress(checkpoint, channel) if continued else None
     if progress is not None:
@@ -140,6 +146,20 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     )
     for reporter in reporters(trainer):
         reporter.on_checkpoint_loaded(args, loaded)
+
+
+def _tied(trainer: Any, checkpoint: FlexCheckpoint) -> str:
+    """Which copy of a tied tensor is read. What differs is a user's to choose, of a checkpoint that he names."""
+    args, manifest = trainer.args, checkpoint.manifest
+    if not run_of(trainer).named or args.flex_tied == REFUSE:
+        return REFUSE
+    if manifest.ties and args.should_log:
+        lines = "".join(f"\n  - {line}" for tie in manifest.ties for line in tie.differences)
+        logger.warning(
+            f"Copies of tied tensors in {checkpoint.catalog.root} differ. Under flex_tied: {args.flex_tied} those of "
+            f"the {args.flex_tied} pipeline stage are read.{lines}"
+        )
+    return str(args.flex_tied)
 
 
 def _read_options(args: Any) -> ReadOptions:
@@ -316,6 +336,7 @@ def _load_best(trainer: Any, directory: Path) -> None:
     """The weights of the best checkpoint, once training has ended."""
     channel = channel_of(trainer.args)
     checkpoint = open_checkpoint(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
+    checkpoint = replace(checkpoint, tied=trainer.args.flex_tied)
     roles = together(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
     options = _read_options(trainer.args)
     load_checkpoint(checkpoint, roles, documents.model_config(trainer.model), channel, options)

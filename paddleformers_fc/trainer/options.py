@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from paddleformers_fc.catalog.flex import TIED_WAYS
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.mapping.aoa import statements_of
 from paddleformers_fc.storage.manifest import LEVELS
@@ -83,6 +84,13 @@ class FlexFields:
         metadata={
             "help": "What a save does about processes that hold different numbers of the same part of a tensor: off "
             "(does not look), warn (says so in the log and in the checkpoint) or refuse. Default: warn."
+        },
+    )
+    flex_tied: str = field(
+        default="refuse",
+        metadata={
+            "help": "Which copy of a tied tensor is read from the checkpoint that resume_from_checkpoint names, and "
+            "exported, where copies on different pipeline stages differ: refuse (none), first or last. Default: refuse."
         },
     )
     flex_timeout: int = field(
@@ -203,7 +211,7 @@ def _range_faults(options: Any) -> list[str]:
         value = getattr(options, name)
         if value is not False and value not in ways:
             faults.append(f"{name}: {value!r} is none of {', '.join(ways)}")
-    for name, known in {"flex_read": READ_WAYS, "flex_unknown_versions": UNKNOWN_WAYS}.items():
+    for name, known in {"flex_read": READ_WAYS, "flex_tied": TIED_WAYS, "flex_unknown_versions": UNKNOWN_WAYS}.items():
         if getattr(options, name) not in known:
             faults.append(f"{name}: {getattr(options, name)!r} is none of {', '.join(known)}")
     for name, largest in (("flex_threads", _MOST_THREADS), ("flex_timeout", _LONGEST_TIMEOUT)):

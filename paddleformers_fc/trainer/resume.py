@@ -16,7 +16,7 @@ import msgspec
 
 from paddleformers_fc.catalog.flex import MAPPING_NAME
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
-from paddleformers_fc.errors import CheckpointError, NotACheckpoint
+from paddleformers_fc.errors import CheckpointError, MismatchError, NotACheckpoint
 from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.opening import check_together
 from paddleformers_fc.execute.told import spelled
@@ -50,7 +50,7 @@ def newest(
     for name in _names(output_dir, channel):
         try:
             check_together(output_dir / name, channel, level, threads)
-        except CheckpointError as error:
+        except (CheckpointError, MismatchError) as error:
             passed_over.append((output_dir / name, error.in_one_line()))
         else:
             return output_dir / name, passed_over

@@ -3,14 +3,17 @@
 Only finished flex checkpoints are counted and deleted: what another program or another format left in the directory is
 not ours to remove. The newest one that is whole stays under every limit, and so does the best one.
 
+A checkpoint with diverged copies of tied tensors is not whole. It does not count towards the limit, and is deleted
+before a whole one.
+
 Whole is what ``flex_verify`` would find whole at a resume, and at least by the sizes of files. So a bit that has
 flipped in the newest one costs the older ones under ``size``, and under ``full`` it does not: then the newest one is
 read and hashed before anything older is deleted, by the process that deletes, which is one pass over it for every save
 that has something to delete.
 
 Where a run saves onto several disks, each holds a part of every checkpoint and no process sees whether one is whole. So
-all ranks look together, and the newest one that is whole over all disks stays on each of them. If none is whole, no
-checkpoint is deleted.
+all ranks look together, and the newest one that is whole over all disks stays on each of them. If none is whole, only
+checkpoints with diverged ties are deleted.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from pathlib import Path
 from paddleformers_fc.errors import CheckpointError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree
 from paddleformers_fc.storage.commit import clean_unfinished, remove_checkpoint
-from paddleformers_fc.storage.manifest import read_manifest
+from paddleformers_fc.storage.manifest import Manifest, read_manifest
 from paddleformers_fc.trainer import resume
 
 
@@ -85,28 +88,32 @@ def rotate(
     newest, damaged = resume.newest(output_dir, channel, "full" if level == "full" else "size", threads)
     if not is_lead:
         return
-    checkpoints = _finished(output_dir)
+    manifests = _finished(output_dir)
+    checkpoints = list(manifests)
     for path, why in damaged:
-        if path in checkpoints:
-            stays = f"{newest} stays under every limit" if newest is not None else "no checkpoint is deleted"
+        if path in manifests:
+            stays = f"{newest} stays under every limit" if newest is not None else "no whole checkpoint is deleted"
             say(f"{path} is not whole, so {stays}: {why}")
-    if newest is None:
-        return
-    wanted = {path.resolve() for path in (newest, *needed)}
+    wanted = {path.resolve() for path in (newest, *needed) if path is not None}
     kept = frozenset(path for path in checkpoints if path.resolve() in wanted)
-    for path in superfluous(checkpoints, limit, kept):
+    diverged = [path for path, manifest in manifests.items() if manifest.ties]
+    doomed = [path for path in diverged if path not in kept][: max(0, len(checkpoints) - limit)]
+    if newest is not None:
+        whole = [path for path in checkpoints if path not in diverged]
+        doomed += superfluous(whole, limit, kept.intersection(whole))
+    for path in doomed:
         remove_checkpoint(path)
         say(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
 
 
-def _finished(output_dir: Path) -> list[Path]:
-    """The finished checkpoints of a run on this disk, lowest step first."""
-    return [path for path in numbered(output_dir, "checkpoint") if _is_finished(path)]
+def _finished(output_dir: Path) -> dict[Path, Manifest]:
+    """The finished checkpoints of a run on this disk, lowest step first, with their manifests."""
+    found = {path: _manifest(path) for path in numbered(output_dir, "checkpoint")}
+    return {path: manifest for path, manifest in found.items() if manifest is not None}
 
 
-def _is_finished(path: Path) -> bool:
+def _manifest(path: Path) -> Manifest | None:
     try:
-        read_manifest(path)
+        return read_manifest(path)
     except CheckpointError:
-        return False
-    return True
+        return None

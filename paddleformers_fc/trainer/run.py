@@ -44,6 +44,7 @@ class Run:
         ran: the replaced methods that have run since training was asked for, by name; see :mod:`.bypass`.
         chosen: the checkpoint to resume from; None in a run from the beginning. The native methods hand it on as text,
             which for a URL lacks its password.
+        named: whether ``chosen`` is what a user named, and not the newest one.
         resumed_from: the checkpoint that was loaded; None in a run from the beginning.
         progress: the Trainer's state in that checkpoint; None unless it is to be continued.
         generators: this process's random generators in that checkpoint; None if it has none of this process.
@@ -59,6 +60,7 @@ class Run:
     ran: set[str] = field(default_factory=set)
     best: BestCheckpoint = field(default_factory=BestCheckpoint)
     chosen: Place | None = None
+    named: bool = False
     resumed_from: Place | None = None
     progress: documents.Progress | None = None
     generators: bytes | None = None

@@ -65,9 +65,19 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
     for path in report.set_aside:
         logger.warning(f"{path} was in the way of {directory} and is kept; delete it when nobody needs it.")
     _tell_of_differences(trainer, directory, report.differences)
+    if report.diverged_ties and args.should_log:
+        lines = "".join(f"\n  - {line}" for tie in report.diverged_ties for line in tie.differences)
+        logger.warning(
+            f"Copies of tied tensors differ between pipeline stages. {directory} is saved and does not count as "
+            "whole: resume_from_checkpoint: true skips it, and save_total_limit deletes no whole checkpoint for it. "
+            f"Resume from an older checkpoint and look for the cause.{lines}"
+        )
     trainer.runtime_timer.stop()
     seconds = time.monotonic() - started
-    saved = CheckpointReport(job.step, directory, seconds, _total_bytes(report.manifest), report.differences)
+    ties = tuple(line for tie in report.diverged_ties for line in tie.differences)
+    saved = CheckpointReport(
+        job.step, directory, seconds, _total_bytes(report.manifest), report.differences, diverged_ties=ties
+    )
     for reporter in reporters(trainer):
         reporter.on_checkpoint_saved(args, saved)
     trainer._rotate_checkpoints(output_dir=args.output_dir)
@@ -271,7 +281,8 @@ def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
 
     roles, files = together(channel, "preparing an export", prepare, roll)
     config = documents.model_config(trainer.model)
-    report = save_weights(roles[MODEL_STATE], config, files, directory, max_shard_bytes, channel)
+    tied = trainer.args.flex_tied
+    report = save_weights(roles[MODEL_STATE], config, files, directory, max_shard_bytes, channel, tied)
     if trainer.args.should_log:
         tensors, files_made = count_text(report.tensors, "tensor"), count_text(len(report.files), "file")
         logger.info(f"Exported {tensors} to {directory} in {files_made}.")

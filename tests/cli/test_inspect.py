@@ -30,6 +30,7 @@ def test_a_checkpoint_says_who_saved_it(four: Path) -> None:
         "family": "ernie4_5",
         "written_by": f"paddleformers_fc {__version__}",
         "differing_replicas": [],
+        "diverged_ties": [],
     }
     assert found["model"]["num_key_value_heads"] == 2
 

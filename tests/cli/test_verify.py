@@ -7,8 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import structs
 
+from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from tests.cli.support import alter, flip, run, save, seal
 from tests.execute.simulated import CONFIG, canonical
 
@@ -217,6 +220,14 @@ def test_tied_tensors_are_compared(tmp_path: Path) -> None:
     assert right.code == 0
     # Two tensor-parallel pieces of the weight and of each of its two moments, and its two powers of beta.
     assert right.document["checks"][-1]["detail"] == "8 pairs compared"
+    for level in ("size", "full"):
+        recorded = run("verify", tmp_path / "unequal", "--level", level, "--json")
+        assert recorded.code == 1
+        assert failed_check(recorded.document) == "equal values"
+        assert any("lm_head.weight on " in line for line in recorded.document["evidence"])
+    # What an earlier version saved has no record, and is found by reading.
+    manifest = read_manifest(tmp_path / "unequal")
+    write_manifest(tmp_path / "unequal", structs.replace(manifest, diverged_ties=msgspec.UNSET))
     assert run("verify", tmp_path / "unequal", "--level", "size").code == 0
     wrong = run("verify", tmp_path / "unequal", "--json")
     assert wrong.code == 1

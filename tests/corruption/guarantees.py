@@ -24,7 +24,8 @@ class Fault:
     """A known way to lose or garble a checkpoint.
 
     Args:
-        key: its number; ``S`` faults are Paddle's, ``T`` faults of PaddleFormers' Trainer and files.
+        key: its number; ``S`` faults are Paddle's, ``T`` faults of PaddleFormers' Trainer and files, ``G`` faults on
+            any way in or out.
         trigger: what leads to it.
         test: file and name of the test.
     """

@@ -12,6 +12,7 @@ KNOWN = [
     *(f"S{number}" for number in range(1, 19)),
     *(f"T{number}" for number in range(1, 20)),
     *("G30", "G31"),
+    "G40",
     "G50",
 ]
 """The faults that this package promises to be free of."""

@@ -6,19 +6,23 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from msgspec.structs import replace
 
 from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.commit import create_staging
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.manifest import Manifest, write_manifest
+from paddleformers_fc.storage.manifest import DivergedTie, Manifest, read_manifest, write_manifest
 from paddleformers_fc.trainer.rotation import numbered, rotate, superfluous
+
+WEIGHTS = "model_state/rank-00000.safetensors"
 
 
 def make_checkpoint(output_dir: Path, step: int) -> Path:
-    """A finished checkpoint with the small files of every one."""
+    """A finished checkpoint with the documents of every one, and a file of tensors that nothing opens."""
     directory = output_dir / f"checkpoint-{step}"
     directory.mkdir()
-    receipts = [write_file(directory / name, b"{}", root=directory) for name in ("config.json", "mapping.json")]
+    names = ("config.json", "mapping.json", WEIGHTS)
+    receipts = [write_file(directory / name, b"{}", root=directory) for name in names]
     manifest = Manifest(
         written_by="test", step=step, consumed_samples=0, world_size=1, parallel={}, family="", aoa={}, files=receipts
     )
@@ -74,8 +78,8 @@ def test_the_newest_whole_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
 
 
 def rot(checkpoint: Path) -> None:
-    """Let a bit flip in a file, whose size stays."""
-    (checkpoint / "config.json").write_bytes(b"{|")
+    """Let a bit flip in a file of tensors, whose size stays."""
+    (checkpoint / WEIGHTS).write_bytes(b"{|")
 
 
 def test_under_full_a_rotten_newest_one_does_not_cost_the_last_that_is_whole(tmp_path: Path) -> None:
@@ -87,7 +91,7 @@ def test_under_full_a_rotten_newest_one_does_not_cost_the_last_that_is_whole(tmp
     rotate(tmp_path, 1, [tmp_path / "checkpoint-8"], said.append, "full")
     assert left(tmp_path) == ["checkpoint-4", "checkpoint-8"]
     assert "checkpoint-8 is not whole, so" in said[0]
-    assert "config.json" in said[0]
+    assert WEIGHTS in said[0]
 
 
 def test_by_sizes_alone_a_flipped_bit_is_not_seen(tmp_path: Path) -> None:
@@ -107,6 +111,41 @@ def test_a_run_rotates_by_what_it_would_resume_from(
     rot(tmp_path / "checkpoint-4")
     (names,) = ranks.run("tests.trainer.jobs:rotate", 1, {"output_dir": str(tmp_path), "level": level}).values
     assert names == stay
+
+
+def part_copies(checkpoint: Path) -> None:
+    """Record that copies of a tied tensor differ."""
+    ties = [DivergedTie(["embedding", "head"], ["model_state head on rank 1, embedding on rank 0"])]
+    write_manifest(checkpoint, replace(read_manifest(checkpoint), diverged_ties=ties))
+
+
+@pytest.mark.parametrize("level", ["off", "size", "full"])
+@pytest.mark.parametrize(
+    ("limit", "steps", "stay"),
+    [
+        (1, "w d", "w d"),
+        (1, "w d d", "w d"),
+        (2, "w w d", "w w d"),
+        (2, "w w d d", "w w d"),
+        (2, "w d d d", "w d"),
+        (3, "w d d", "w d d"),
+        (2, "w w d w", "w w"),
+        (2, "w d w w", "w w"),
+        (2, "d d d", "d d"),
+    ],
+)
+def test_checkpoints_with_diverged_ties_cost_no_whole_one(
+    tmp_path: Path, level: str, limit: int, steps: str, stay: str
+) -> None:
+    """Each is saved and rotated in its turn."""
+    for step, kind in enumerate(steps.split(), 1):
+        saved = make_checkpoint(tmp_path, step)
+        if kind == "d":
+            part_copies(saved)
+        rotate(tmp_path, limit, [saved], quiet, level)
+    kinds = ["d" if read_manifest(tmp_path / name).ties else "w" for name in left(tmp_path)]
+    assert kinds == stay.split()
+    assert f"checkpoint-{len(steps.split())}" in left(tmp_path)
 
 
 def test_directories_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None:

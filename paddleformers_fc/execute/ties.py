@@ -1,0 +1,230 @@
+"""Whether the copies of a tied tensor are equal when they are saved.
+
+A tied tensor has one copy per pipeline stage that uses it, under different names and with optimizer states of its own.
+Training keeps the copies equal, and a load refuses copies that differ. So every save compares them, whatever
+``flex_check_replicas`` is set to: a checkpoint with diverged copies is saved with a record of it in the manifest, and
+is never resumed or kept in place of a whole one.
+
+What is compared is what is written. The copies of one tensor may be sharded differently on their stages (flattened
+ranges of fused buffers, tensor-parallel cuts), so the plan intersects the pieces that ranks write of one copy with
+those of the other. Each rank hashes its sides of the intersections, and the digests travel with the receipts.
+
+Time: one xxh3 pass over the tied tensors that the rank writes, and on an accelerator their copy to the host. Memory:
+one block of 16 MiB, and 16 bytes per intersection and rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from paddleformers_fc.execute.memory import host_parts
+from paddleformers_fc.execute.shares import Held, Piece
+from paddleformers_fc.execute.told import spelled
+from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.layout.shards import Fragment, Shard
+from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape
+from paddleformers_fc.storage.files import byte_view
+from paddleformers_fc.storage.manifest import DivergedTie
+
+_BLOCK_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPart:
+    """A box of one copy that one rank writes.
+
+    Args:
+        rank: the rank.
+        role: role of the shard.
+        name: full name of the shard.
+        start: index, in elements, of the fragment in the rank's shard.
+        shape: shape of the fragment.
+        part: the box, in coordinates of the fragment.
+    """
+
+    rank: int
+    role: str
+    name: str
+    start: int
+    shape: Shape
+    part: Box
+
+
+@dataclass(frozen=True, slots=True)
+class TiedPart:
+    """A box that two copies of a tied tensor both hold.
+
+    Args:
+        owner: the tied parameter.
+        line: the two copies and their ranks, for a report.
+        sides: the box in either copy.
+    """
+
+    owner: str
+    line: str
+    sides: tuple[CopyPart, CopyPart]
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """What a save compares of tied tensors; the same on every rank.
+
+    Args:
+        parts: the boxes to compare.
+        unlike: owner and report of copies that differ in shape or dtype.
+        stages: the names of every tied parameter's copies by pipeline stage, first to last.
+    """
+
+    parts: tuple[TiedPart, ...] = ()
+    unlike: tuple[tuple[str, str], ...] = ()
+    stages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+_Copies = dict[str, list[tuple[int, Piece]]]
+"""Rank and piece of everything that is written, by the parameter's name."""
+
+
+def ties_of(everyone: Sequence[Held], shares: Sequence[Sequence[Piece]], owners: Mapping[str, str]) -> Ties:
+    """Return what a save compares of tied tensors.
+
+    Args:
+        everyone: the shards of every rank, by rank.
+        shares: the pieces that every rank writes, by rank.
+        owners: the owner of every alias.
+    """
+    if not owners:
+        return Ties()
+    parts: list[TiedPart] = []
+    unlike: list[tuple[str, str]] = []
+    for (owner, role, suffix), copies in _states(shares, owners).items():
+        first, *others = sorted(copies, key=lambda name: (name != owner, name))
+        for other in others:
+            full = [(name, name + suffix, _holders(everyone, role, name + suffix)) for name in (other, first)]
+            (alias, alias_full, alias_ranks), (base, base_full, base_ranks) = full
+            one, two = copies[base][0][1].shard, copies[alias][0][1].shard
+            if (one.global_shape, one.dtype) != (two.global_shape, two.dtype):
+                unlike.append((owner, f"{role} {alias_full}: {_form(two)}, {base_full}: {_form(one)}"))
+                continue
+            line = f"{role} {alias_full} on {spelled(alias_ranks)}, {base_full} on {spelled(base_ranks)}"
+            parts.extend(TiedPart(owner, line, sides) for sides in _intersections(copies[alias], copies[base]))
+    return Ties(tuple(parts), tuple(unlike), _stages(everyone, owners))
+
+
+def hash_ties(roles: Mapping[str, Mapping[str, Any]], ties: Ties, rank: int) -> list[bytes]:
+    """Return the digests of this rank's sides, 16 bytes each, in the order of the parts.
+
+    Args:
+        roles: role -> name -> live ``ShardedWeight``.
+        ties: what is compared.
+        rank: this rank.
+    """
+    sides = (side for part in ties.parts for side in part.sides if side.rank == rank)
+    return [_digest(roles[side.role][side.name].local_tensor, side) for side in sides]
+
+
+def diverged(ties: Ties, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTie, ...]:
+    """Return the tied tensors whose copies differ; the same on every rank.
+
+    Args:
+        ties: what was compared.
+        digests: what :func:`hash_ties` returned, by rank.
+    """
+    ranks = [iter(own) for own in digests]
+    total: dict[tuple[str, str], int] = {}
+    unequal: dict[tuple[str, str], int] = {}
+    for part in ties.parts:
+        one, other = (next(ranks[side.rank]) for side in part.sides)
+        key = (part.owner, part.line)
+        total[key] = total.get(key, 0) + 1
+        if one != other:
+            unequal[key] = unequal.get(key, 0) + 1
+    lines: dict[str, list[str]] = {}
+    for (owner, line), count in unequal.items():
+        whole = total[owner, line]
+        lines.setdefault(owner, []).append(line if count == whole else f"{line}: {count} of {whole} parts differ")
+    for owner, line in ties.unlike:
+        lines.setdefault(owner, []).append(line)
+    return tuple(DivergedTie(list(ties.stages[owner]), found) for owner, found in lines.items())
+
+
+def _states(shares: Sequence[Sequence[Piece]], owners: Mapping[str, str]) -> dict[tuple[str, str, str], _Copies]:
+    """The written pieces of every tied weight and state that has several copies, by owner, role and suffix."""
+    names = {*owners, *owners.values()}
+    beginnings = tuple(names)
+    found: dict[tuple[str, str, str], _Copies] = {}
+    for rank, share in enumerate(shares):
+        for piece in share:
+            if not piece.shard.name.startswith(beginnings):
+                continue
+            state = split_state_name(piece.role, piece.shard.name)
+            if state.parameter in names:
+                key = (owners.get(state.parameter, state.parameter), piece.role, state.suffix)
+                found.setdefault(key, {}).setdefault(state.parameter, []).append((rank, piece))
+    return {key: copies for key, copies in found.items() if len(copies) > 1}
+
+
+def _stages(everyone: Sequence[Held], owners: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """The copies of every tied parameter by pipeline stage.
+
+    Among ranks that differ in their stage alone, a later stage has the higher rank. So the stages of two copies are in
+    the order of the lowest ranks that hold them.
+    """
+    copies: dict[str, list[str]] = {}
+    for alias, owner in owners.items():
+        copies.setdefault(owner, [owner]).append(alias)
+    return {
+        owner: tuple(sorted(held, key=lambda name: _holders(everyone, MODEL_STATE, name)[0]))
+        for owner, names in copies.items()
+        if (held := [name for name in names if _holders(everyone, MODEL_STATE, name)])
+    }
+
+
+def _holders(everyone: Sequence[Held], role: str, name: str) -> list[int]:
+    return [rank for rank, held in enumerate(everyone) if name in held.get(role, {})]
+
+
+def _form(shard: Shard) -> str:
+    return f"{shard.dtype} {list(shard.global_shape)}"
+
+
+def _intersections(
+    one: Sequence[tuple[int, Piece]], other: Sequence[tuple[int, Piece]]
+) -> Iterator[tuple[CopyPart, CopyPart]]:
+    """Every box that a piece of one copy and a piece of the other have in common, in both."""
+    held = [(rank, piece, fragment) for rank, piece in other for fragment in piece.shard.fragments]
+    finder = BoxFinder([fragment.box for _, _, fragment in held])
+    for rank, piece in one:
+        for fragment in piece.shard.fragments:
+            for index in finder.near(fragment.box):
+                common = fragment.box.intersect(held[index][2].box)
+                if common is not None:
+                    yield _part(rank, piece, fragment, common), _part(*held[index], common)
+
+
+def _part(rank: int, piece: Piece, fragment: Fragment, common: Box) -> CopyPart:
+    box = fragment.box
+    start = piece.start + fragment.start
+    return CopyPart(rank, piece.role, piece.shard.name, start, box.shape, common.relative_to(box.lo))
+
+
+def _digest(tensor: Any, side: CopyPart) -> bytes:
+    """The digest of a box's elements in row-major order."""
+    state = xxhash.xxh3_128()
+    shape = side.shape or (1,)
+    part = side.part if side.shape else Box((0,), (1,))
+    row = math.prod(shape[1:])
+    inside = (slice(None), *(slice(low, high) for low, high in zip(part.lo[1:], part.hi[1:], strict=True)))
+    step = max(1, _BLOCK_BYTES // max(row * 8, 1))
+    for low in range(part.lo[0], part.hi[0], step):
+        high = min(low + step, part.hi[0])
+        blocks = list(host_parts(tensor, side.start + low * row, side.start + high * row))
+        block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        rows = block.reshape((high - low, *shape[1:]))[inside]
+        state.update(byte_view(np.ascontiguousarray(rows)))
+    return state.digest()
