@@ -132,6 +132,12 @@ class Sizes:
                 return value
         return value
 
+    def _keys(self, expression: str, within: frozenset[str] = frozenset()) -> set[str]:
+        """The configuration keys that an expression reads; a size inside its own expression is a key."""
+        names = names_of(expression)
+        inside = {name for name in names - within if name in self._declared}
+        return {*(names - inside)}.union(*(self._keys(self._declared[name], within | {name}) for name in inside))
+
     def _synonym(self, names: tuple[str, ...], numbers: Mapping[str, int]) -> Any:
         """The value of names for one key.
 
@@ -175,9 +181,11 @@ class Sizes:
         return value
 
     def _refused(self, expression: str, reason: str) -> MappingError:
+        keys = sorted(self._keys(expression))
         return MappingError(
             f"`{expression}` {reason}.",
             where="config.json",
+            evidence=[] if keys == [expression] else [f"it is read from {', '.join(keys)}"],
             next_step="Complete the configuration, or the family's sizes and defaults.",
         )
 

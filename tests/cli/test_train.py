@@ -409,9 +409,9 @@ EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 16}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (EXPERTS, "is not in the configuration"),
+        (EXPERTS, "it is read from n_routed_experts, num_experts, num_local_experts"),
         ({**EXPERTS, "num_experts": 4, "num_local_experts": 8}, "num_experts: 4"),
-        ({"hidden_size": None}, "needs hidden"),
+        ({"hidden_size": None}, "it is read from hidden_size"),
         ({"model_type": "of nobody"}, "No family declares model_type 'of nobody'"),
     ],
     ids=str,
