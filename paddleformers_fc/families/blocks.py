@@ -56,6 +56,9 @@ TINY_LATENT = {
 STEPPED = "layer not in (mlp_only_layers or ()) and (layer + 1) % decoder_sparse_step == 0"
 """Which layers have experts, where a configuration excepts some and takes every n-th of the others."""
 
+EXPORTED_PREDICTION = {"num_nextn_predict_layers": "mtp_layers"}
+"""A key that canonical configurations have. PaddleFormers drops it, as if it were a setting of a run."""
+
 TIED_HEAD = TiedName("lm_head.weight", "model.embed_tokens.weight")
 TIED_FLEET_HEAD = TiedName("model.lm_head.weight", "model.embedding.embed_tokens.weight")
 

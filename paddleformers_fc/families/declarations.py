@@ -144,6 +144,8 @@ class Family:
         numbers: the family's own numbers, beside and before :data:`NUMBERS`.
         defaults: what the model's class takes for configuration keys that a ``config.json`` does not hold.
         tiny: a configuration of a few thousand elements, on which the family is proved when it is registered.
+        exported: keys that an exported ``config.json`` has beside those that PaddleFormers writes, and the expressions
+            that give their values: what other libraries call a size, and what PaddleFormers drops.
     """
 
     name: str
@@ -155,6 +157,7 @@ class Family:
     numbers: tuple[Numbers, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    exported: Mapping[str, str] = field(default_factory=dict)
 
 
 def same(

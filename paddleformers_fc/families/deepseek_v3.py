@@ -38,4 +38,5 @@ FAMILY = Family(
         first_k_dense_replace=1,
         num_nextn_predict_layers=1,
     ),
+    exported=blocks.EXPORTED_PREDICTION,
 )

@@ -7,6 +7,7 @@ attention alone and ``mlp_bias`` for the feed-forward, so that an export of thei
 from paddleformers_fc.families import blocks
 from paddleformers_fc.families.declarations import Family, declared
 
+EXPORTED_BIASES = {key: f"({key} or False) if use_bias else None" for key in ("mlp_bias", "lm_head_bias")}
 FFN_BIAS = "use_bias if mlp_bias == None else mlp_bias"
 
 FAMILY = Family(
@@ -21,4 +22,5 @@ FAMILY = Family(
     tied=(blocks.TIED_HEAD,),
     defaults={"head_dim": 128, "tie_word_embeddings": True},
     tiny=dict(blocks.TINY, head_dim=4, use_bias=True, mlp_bias=False),
+    exported=EXPORTED_BIASES,
 )

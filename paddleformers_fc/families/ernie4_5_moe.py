@@ -6,7 +6,7 @@ of the dense family; ``use_bias`` of Transformers gives one to the head as well,
 
 from paddleformers_fc.families import blocks
 from paddleformers_fc.families.declarations import Family, Numbers, Statements, declared, only, same
-from paddleformers_fc.families.ernie4_5 import FFN_BIAS
+from paddleformers_fc.families.ernie4_5 import EXPORTED_BIASES, FFN_BIAS
 
 BLOCK = "model.mtp_block.{index}"
 STATICS = (blocks.LAYER + ".mlp.moe_statics.", BLOCK + ".mlp.moe_statics.")
@@ -54,4 +54,6 @@ FAMILY = Family(
     tiny=blocks.TINY
     | {"num_hidden_layers": 3, "num_nextn_predict_layers": 2, "moe_num_experts": 4, "moe_intermediate_size": 16}
     | {"use_bias": True, "mlp_bias": False, "lm_head_bias": False},
+    exported={key: key for key in ("moe_use_aux_free", "moe_norm_min")}
+    | {**blocks.EXPORTED_PREDICTION, **EXPORTED_BIASES},
 )

@@ -41,4 +41,5 @@ FAMILY = Family(
         num_nextn_predict_layers=1,
         num_empty_layers_add_in_head=1,
     ),
+    exported=blocks.EXPORTED_PREDICTION,
 )

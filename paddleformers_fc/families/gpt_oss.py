@@ -24,4 +24,5 @@ FAMILY = Family(
     tied=(blocks.TIED_HEAD,),
     defaults={"attention_bias": True, "head_dim": 64},
     tiny=dict(blocks.TINY, head_dim=4, num_local_experts=4),
+    exported={"num_experts": "experts", "num_local_experts": "experts"},
 )

@@ -34,4 +34,5 @@ FAMILY = Family(
         first_k_dense_replace=1,
         moe_expert_fusion=True,
     ),
+    exported=blocks.EXPORTED_PREDICTION,
 )

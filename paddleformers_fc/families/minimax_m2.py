@@ -15,6 +15,9 @@ NAMES = {
     ".up_proj.": ".w3.",
 }
 
+HAS_DENSE = "first_k_dense_replace or use_dense_mtp"
+"""Which models have a feed-forward beside the experts; in others ``intermediate_size`` is the size of an expert."""
+
 
 def _layer(layer: str, dense: str) -> Statements:
     attention, ffn = layer + ".self_attn", layer + ".mlp"
@@ -47,4 +50,6 @@ FAMILY = Family(
     numbers=blocks.FLEET_NUMBERS,
     defaults={"first_k_dense_replace": 0, "use_qk_norm": True, "qk_norm_type": "per_layer", "head_dim": 128},
     tiny=dict(blocks.TINY, head_dim=8, n_routed_experts=4, moe_intermediate_size=16, num_nextn_predict_layers=1),
+    exported=blocks.EXPORTED_PREDICTION
+    | {"num_local_experts": "experts", "intermediate_size": f"intermediate_size if {HAS_DENSE} else expert_ffn"},
 )

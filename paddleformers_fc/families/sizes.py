@@ -76,6 +76,14 @@ class Sizes:
             raise self._refused(expression, f"gives {found!r}, which is no length")
         return found
 
+    def value(self, expression: str) -> Any:
+        """The value of an expression, of any type; None if the configuration does not give it.
+
+        Raises:
+            MappingError: as :meth:`length`.
+        """
+        return self._value(expression, _NO_NUMBERS)
+
     def holds(self, condition: str, numbers: Mapping[str, int] = _NO_NUMBERS) -> bool:
         """Whether a condition holds; an empty one always does.
 

@@ -33,10 +33,12 @@ from paddleformers_fc.catalog.flex import CONFIG_NAME, FlexCheckpoint
 from paddleformers_fc.errors import FlexError, FormatError, MismatchError
 from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.opening import own_file
+from paddleformers_fc.families import family_for, is_known
+from paddleformers_fc.families.exported import exported_config
 from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.manifest import read_listed, read_manifest
 from paddleformers_fc.storage.places import Place, masked
-from paddleformers_fc.trainer import codecs
+from paddleformers_fc.trainer import codecs, inherited
 
 STATE = "trainer/state.json"
 SCHEDULER = "trainer/scheduler.json"
@@ -49,6 +51,7 @@ EXPORTED_ARGUMENTS = "training_args.json"
 _LAYOUT_KEYS = frozenset({"moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"})
 _MAX_BYTES = 512 * 1024 * 1024  # A state holds its history: half a kilobyte for every line of the log.
 _MOST_STEPS = 1 << 53
+_JSON = (bool, int, float, str, list, tuple, dict)
 _SECRET_ENDINGS = ("_token", "_api_key", "password", "secret")
 
 
@@ -62,9 +65,12 @@ def model_config(model: Any) -> dict[str, Any]:
 
     Args:
         model: the model as it was built, or a wrapper of it.
+
+    Raises:
+        MappingError: the configuration contradicts itself.
     """
     model = unwrap_model(model)
-    config = copy.deepcopy(getattr(model, "config_to_save", model.config))
+    config = copy.deepcopy(inherited.config_of(model))
     if not config.architectures:
         config.architectures = [clean_model_class_name(type(model).__name__)]
     dtype = get_parameter_dtype(model)
@@ -72,8 +78,17 @@ def model_config(model: Any) -> dict[str, Any]:
         config.dtype = str(dtype).rpartition(".")[2]
     config.tensor_model_parallel_size = 1
     config._save_to_hf = True
-    values = json.loads(config.to_json_string(use_diff=True, saving_file=True))
+    written = json.loads(config.to_json_string(use_diff=True, saving_file=True))
+    family = family_for(written) if is_known(written) else None
+    values = exported_config(family, written, _live_keys(model, config), inherited.of(model).config)
     return {key: value for key, value in values.items() if key not in _LAYOUT_KEYS}
+
+
+def _live_keys(model: Any, config: Any) -> dict[str, Any]:
+    """Every key of a live configuration that JSON can hold, under each of its names."""
+    values = {"is_fleet": bool(getattr(model, "is_fleet", False)), **vars(config)}
+    values |= {name: values[target] for name, target in config.attribute_map.items() if target in values}
+    return {key: value for key, value in values.items() if value is None or isinstance(value, _JSON)}
 
 
 def config_text(model: Any) -> str:
@@ -92,15 +107,13 @@ def model_files(trainer: Any) -> dict[str, bytes]:
     """
     model = unwrap_model(trainer.model)
     writers: list[Callable[[str], Any]] = []
-    if model.can_generate() and getattr(model, "generation_config", None) is not None:
-        writers.append(model.generation_config.save_pretrained)
     if trainer.tokenizer is not None and trainer.args.save_tokenizer:
         writers.append(trainer.tokenizer.save_pretrained)
     if trainer.processing_class is not None:
         writers.append(trainer.processing_class.save_pretrained)
     if getattr(trainer.args, "copy_custom_file_list", None):
         writers.append(trainer.copy_custom_files)
-    return {**_written_by(writers), CONFIG_NAME: config_text(model).encode()}
+    return {**_written_by(writers), **inherited.generation_file(model), CONFIG_NAME: config_text(model).encode()}
 
 
 def trainer_files(trainer: Any, data: dict[str, Any]) -> dict[str, bytes]:

@@ -23,12 +23,12 @@ from paddleformers_fc.errors import StorageError
 from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.load import PLANS, load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_checkpoint, own_file
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from paddleformers_fc.storage.places import Place, at_home, place
-from paddleformers_fc.trainer import batches, documents, optimizers, position, resume, rng, state
+from paddleformers_fc.trainer import batches, documents, inherited, optimizers, position, resume, rng, state
 from paddleformers_fc.trainer.best import found_again
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.options import parse_size
@@ -127,10 +127,16 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     if progress is not None:
         _refuse_unlike(trainer, progress, directory)
     generators = documents.read_generators(checkpoint, channel) if continued else None
-    roles = together(channel, "preparing the optimizer", lambda: _roles_to_fill(trainer, checkpoint, continued))
+    handed = own_file(checkpoint, channel, lambda rank: inherited.GENERATION)
+
+    def prepare() -> tuple[state.LiveRoles, bytes | None]:
+        return _roles_to_fill(trainer, checkpoint, continued), _own_or_handed(checkpoint, inherited.GENERATION, handed)
+
+    roles, generation = together(channel, "preparing the optimizer", prepare)
     config = documents.model_config(trainer.model)
     options = _read_options(args)
     report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config, _plans(args))
+    inherited.take_over(trainer.model, checkpoint.config, generation)
     _drop_begun_step(trainer, run)
     run.resumed_from, run.progress, run.generators = directory, progress, generators
     run.ran.add("_load_flex_checkpoint")
@@ -160,6 +166,11 @@ def _tied(trainer: Any, checkpoint: FlexCheckpoint) -> str:
             f"the {args.flex_tied} pipeline stage are read.{lines}"
         )
     return str(args.flex_tied)
+
+
+def _own_or_handed(checkpoint: FlexCheckpoint, name: str, handed: bytes | None) -> bytes | None:
+    """A small file of a checkpoint, None if it has none; ``handed`` is what :func:`own_file` returned for it."""
+    return handed if handed is not None or checkpoint.manifest.receipt(name) is None else checkpoint.document(name)
 
 
 def _read_options(args: Any) -> ReadOptions:

@@ -13,11 +13,12 @@ from typing import Any
 
 from paddleformers.utils.log import logger
 
+from paddleformers_fc.execute.channel import together
 from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.load import LoadReport, load_weights
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.places import RemotePath, place
-from paddleformers_fc.trainer import documents, state
+from paddleformers_fc.trainer import documents, inherited, state
 from paddleformers_fc.trainer.watch import patient_channel
 
 
@@ -40,7 +41,9 @@ def load_open_weights(model: Any, directory: str | PathLike[str] | RemotePath, t
     roles = state.model_roles(model)
     config = documents.model_config(model)
     source = place(directory)
+    described = together(channel, "reading what describes the model", lambda: inherited.read_documents(source))
     report = load_weights(source, roles, config, channel, ReadOptions(threads=threads))
+    inherited.take_over(model, *described)
     if channel.rank == 0:
         for name in fold(report.fresh):
             logger.warning(f"{name} is not in {source} and keeps its initial values.")

@@ -15,11 +15,12 @@ import functools
 from typing import Any
 
 from paddleformers.peft import LoRAModel
+from paddleformers.transformers import PretrainedModel
 from paddleformers.utils.log import logger
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import family_for
-from paddleformers_fc.trainer import batches, documents
+from paddleformers_fc.trainer import batches, documents, inherited
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
 from paddleformers_fc.trainer.options import without_effect
@@ -34,9 +35,11 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
         OptionError: the model or the optimizer is one whose checkpoints are not supported.
         MappingError: no family declares the model.
     """
-    for given in (*args, *kwargs.values()):
-        if is_active(given):
-            setattr(given, ATTENDED, True)
+    given = (*args, *kwargs.values())
+    for active in filter(is_active, given):
+        setattr(active, ATTENDED, True)
+        for model in (one for one in given if isinstance(one, PretrainedModel)):
+            inherited.keep_use_cache(model)
     native(*args, **kwargs)
     arguments = trainer.args
     if not is_active(arguments) or trainer.model is None:

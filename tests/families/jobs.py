@@ -119,3 +119,55 @@ def _shards(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def _bounds(slices: tuple[slice, ...]) -> list[list[int]]:
     return [[int(one.start), int(one.stop)] for one in slices]
+
+
+CONFIGS = {
+    "llama": "LlamaConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "qwen2_moe": "Qwen2MoeConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "glm4_moe": "Glm4MoeConfig",
+    "deepseek_v3": "DeepseekV3Config",
+    "kimi_k2": "KimiK2Config",
+    "minimax_m2": "MiniMaxM2Config",
+    "ernie4_5": "Ernie4_5Config",
+    "ernie4_5_moe": "Ernie4_5_MoeConfig",
+    "gpt_oss": "GptOssConfig",
+    "gemma3_text": "Gemma3TextConfig",
+    "phi3": "Phi3Config",
+}
+
+
+def exported_configs(sources: Mapping[str, Mapping[str, Any]], kept: bool) -> dict[str, Any]:
+    """What an export's config.json has for models of PaddleFormers' configuration classes: a dict, or the error's text.
+
+    Args:
+        sources: a ``config.json`` by name.
+        kept: whether the model keeps it, as one that was filled with the weights beside it does.
+    """
+    return {name: _exported_config(source, kept) for name, source in sources.items()}
+
+
+def _exported_config(source: Mapping[str, Any], kept: bool) -> dict[str, Any] | str:
+    import copy
+    import json
+
+    import paddle
+
+    from paddleformers_fc.errors import FlexError
+    from paddleformers_fc.trainer import documents, inherited
+
+    model_type = source["model_type"]
+    package = importlib.import_module(f"paddleformers.transformers.{model_type}.configuration")
+    model = paddle.nn.Linear(2, 2)  # The classes of half of the families cannot be imported here.
+    model.config = getattr(package, CONFIGS[model_type]).from_dict(copy.deepcopy(dict(source)))
+    model.is_fleet, model.can_generate = model_type in ("kimi_k2", "minimax_m2"), lambda: False
+    inherited.keep_use_cache(model)
+    if kept:
+        inherited.take_over(model, source, None)
+    model.config.use_cache = False  # As every Trainer sets it.
+    try:
+        return dict(json.loads(documents.config_text(model)))
+    except FlexError as error:
+        return str(error)

@@ -776,3 +776,39 @@ def export_of_parted_copies(layout: Mapping[str, Any], output_dir: str, argument
         return {"error": type(error).__name__, "text": error.render()}
     bits = {name: one.numpy().tobytes().hex() for name, one in copies(trainer.model).items()}
     return {"error": None, "copies": bits}
+
+
+def run_and_export(
+    layout: Mapping[str, Any],
+    output_dir: str,
+    exports: str,
+    model_type: str,
+    model: Mapping[str, Any],
+    steps: int,
+    source: str | None = None,
+    generation: Mapping[str, Any] | None = None,
+) -> None:
+    """Train and export in both ways of a live model.
+
+    Args:
+        exports: the directory for ``save_model`` and ``save_pretrained``.
+        steps: how many; the last one is saved.
+        source: open weights to start from; without them the run resumes.
+        generation: generation settings that a user gives the model before training.
+    """
+    from paddleformers.generation import GenerationConfig
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments, load_open_weights
+
+    settings = {"max_steps": steps, "save_steps": steps, "flex_checkpoint": True, "cls": FlexTrainingArguments}
+    micro_batch = 1 if model.get("num_nextn_predict_layers") else None
+    args = tiny.training_arguments(layout, output_dir, micro_batch, **settings)
+    built = tiny.build(model_type, layout, args, **model)
+    if source is not None:
+        load_open_weights(built, source)
+    if generation is not None:
+        built.generation_config = GenerationConfig(**generation)
+    trainer = tiny.trainer(built, args, cls=FlexTrainer)
+    trainer.train(resume_from_checkpoint=source is None or None)
+    trainer.save_model(f"{exports}/save_model")
+    trainer.model.save_pretrained(f"{exports}/save_pretrained")

@@ -1,0 +1,72 @@
+"""The configuration of an export: what PaddleFormers writes, with what it drops, renames or contradicts put right.
+
+PaddleFormers' configuration classes drop keys when they are written, call some sizes by names of their own, and keep
+the rotary embedding under several keys that may differ. Other libraries read such a file as another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paddleformers_fc.families.bind import family_sizes
+from paddleformers_fc.families.declarations import Family
+
+OVERWRITTEN = frozenset({"use_cache", "initializer_range", "router_aux_loss_coef"})
+"""What the Trainer, a pipeline and the command line overwrite in a live configuration. No use of the weights depends on
+it."""
+
+_WRITTEN_ANEW = frozenset(
+    {"_name_or_path", "dtype", "torch_dtype", "paddleformers_version", "transformers_version", "quantization_config"}
+)
+"""Keys that describe the file and not the model: the source's values do not hold for an export."""
+
+_ROTARY, _THETA, _SCALING, _LOCAL_THETA = "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def exported_config(
+    family: Family | None, written: Mapping[str, Any], live: Mapping[str, Any], source: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the content of an export's ``config.json``.
+
+    Args:
+        family: the model's family; None if no family declares it.
+        written: the configuration as PaddleFormers writes it.
+        live: every key of the live configuration.
+        source: ``config.json`` beside the weights that the model started from; empty for new weights.
+
+    Raises:
+        MappingError: the live configuration contradicts itself.
+    """
+    values = dict(written)
+    for key, value in source.items():
+        if key in OVERWRITTEN:
+            values[key] = value
+        elif key not in values and key not in _WRITTEN_ANEW:
+            values[key] = live.get(key, value)
+    if "dtype" in source and "torch_dtype" in values:
+        values["dtype"] = values["torch_dtype"]
+    if family is not None:
+        sizes = family_sizes(family, live)
+        found = {key: sizes.value(expression) for key, expression in family.exported.items()}
+        values |= {key: value for key, value in found.items() if value is not None}
+    return {**values, **_rotary_keys(values)}
+
+
+def _rotary_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding under each of its keys, old and new, as ``rope_parameters`` describes it."""
+    rotary = values.get(_ROTARY)
+    if not isinstance(rotary, Mapping):
+        return {}
+    by_layer = {kind: one for kind, one in rotary.items() if isinstance(one, Mapping)}
+    if not by_layer and _LOCAL_THETA in values:
+        local = {"rope_type": "default", _THETA: values[_LOCAL_THETA]}
+        by_layer = {_FULL: dict(rotary), _SLIDING: local}
+    if by_layer:
+        theta = {_THETA: by_layer.get(_FULL, {}).get(_THETA), _LOCAL_THETA: by_layer.get(_SLIDING, {}).get(_THETA)}
+        return {_ROTARY: by_layer, **{key: value for key, value in theta.items() if value is not None}}
+    keys = {} if rotary.get(_THETA) is None else {_THETA: rotary[_THETA]}
+    if rotary.get("rope_type", "default") != "default":
+        return {**keys, _SCALING: dict(rotary)}
+    return {**keys, _SCALING: None} if _SCALING in values else keys

@@ -1,0 +1,131 @@
+"""What a model keeps of the directory that its weights came from: ``config.json`` and ``generation_config.json``.
+
+PaddleFormers' loader for flex checkpoints does not read generation settings, and its pipeline models have none. Its
+configuration classes drop keys, and its Trainer and its pipelines overwrite others. So a run keeps both documents with
+its model, from its start or from the checkpoint that it resumes, and puts them into every checkpoint and export.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paddleformers.generation import GenerationConfig
+from paddleformers.transformers.configuration_utils import LlmMetaConfig
+from paddleformers.transformers.model_utils import unwrap_model
+
+from paddleformers_fc.catalog.flex import CONFIG_NAME, read_config
+from paddleformers_fc.errors import FlexError
+from paddleformers_fc.families.exported import OVERWRITTEN
+from paddleformers_fc.storage.documents import parse_json, read_document
+from paddleformers_fc.storage.files import exists
+from paddleformers_fc.storage.places import Place
+
+GENERATION = "generation_config.json"
+
+_INHERITED = "_flex_inherited"
+_OF_A_RUN = frozenset({"_from_model_config", "paddleformers_version", "use_cache"})
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """The documents of the weights that a model started from.
+
+    Args:
+        config: the content of ``config.json``; for new weights, what the Trainer overwrites of the model's own.
+        generation: the bytes of ``generation_config.json``; None if there is none, or if the user set others.
+        settings: the generation settings of the live model as the file gave them. Other ones are the user's.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    generation: bytes | None = None
+    settings: Mapping[str, Any] | None = None
+
+
+def of(model: Any) -> Inherited:
+    """Return what a model has inherited."""
+    found: Inherited = getattr(unwrap_model(model), _INHERITED, Inherited())
+    return found
+
+
+def config_of(model: Any) -> Any:
+    """Return the configuration that describes a model; that of a PaddleFleet model is another object than its own."""
+    model = unwrap_model(model)
+    return getattr(model, "config_to_save", model.config)
+
+
+def keep_use_cache(model: Any) -> None:
+    """Keep ``use_cache`` of a model that has no source, before a Trainer switches it off for training."""
+    if "use_cache" not in of(model).config and hasattr(config_of(model), "use_cache"):
+        _set(model, replace(of(model), config={**of(model).config, "use_cache": config_of(model).use_cache}))
+
+
+def take_over(model: Any, config: Mapping[str, Any], generation: bytes | None) -> None:
+    """Keep the documents of the directory that has filled a model.
+
+    Args:
+        model: the model, or a wrapper of it. Its generation settings become those of the file, unless a user set them.
+        config: the content of ``config.json``; empty if there is none.
+        generation: the bytes of ``generation_config.json``; None if there is none.
+    """
+    # What belongs to a run and not to a model, PaddleFormers' own configurations may hold as well.
+    of_a_run = LlmMetaConfig._get_unsavable_keys() - OVERWRITTEN
+    kept = {key: value for key, value in config.items() if key not in of_a_run}
+    now = replace(of(model), config={**of(model).config, **kept})
+    if generation is not None and _settings(model) in (None, _initial_settings(model), now.settings):
+        _adopt(unwrap_model(model), generation)
+        now = replace(now, generation=generation, settings=_settings(model))
+    _set(model, now)
+
+
+def read_documents(directory: Place) -> tuple[dict[str, Any], bytes | None]:
+    """Read what :func:`take_over` takes from a directory of open weights.
+
+    Raises:
+        FormatError: ``config.json`` is not a JSON object.
+        StorageError: a document cannot be read.
+    """
+    config, generation = directory / CONFIG_NAME, directory / GENERATION
+    return (
+        read_config(config) if exists(config) else {},
+        read_document(generation) if exists(generation) else None,
+    )
+
+
+def generation_file(model: Any) -> dict[str, bytes]:
+    """Return ``generation_config.json`` of a checkpoint or export of a model, by its name; nothing if it has none."""
+    kept, live = of(model), getattr(unwrap_model(model), "generation_config", None)
+    if kept.generation is not None and _settings(model) == kept.settings:
+        return {GENERATION: kept.generation}
+    return {} if live is None else {GENERATION: live.to_json_string().encode()}
+
+
+def _set(model: Any, inherited: Inherited) -> None:
+    setattr(unwrap_model(model), _INHERITED, inherited)
+
+
+def _adopt(model: Any, generation: bytes) -> None:
+    """Give a model the generation settings of a file, if PaddleFormers can hold them."""
+    if not model.can_generate():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_dict(parse_json(generation))
+    except (FlexError, TypeError, ValueError, AttributeError):
+        return  # PaddleFormers has fewer settings than other libraries. The file is kept as it is.
+
+
+def _settings(model: Any) -> dict[str, Any] | None:
+    live = getattr(unwrap_model(model), "generation_config", None)
+    return None if live is None else _plain(live)
+
+
+def _initial_settings(model: Any) -> dict[str, Any] | None:
+    """The generation settings that PaddleFormers gives a model of this configuration when it is built."""
+    model = unwrap_model(model)
+    return _plain(GenerationConfig.from_model_config(model.config)) if model.can_generate() else None
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    return {key: copy.deepcopy(value) for key, value in vars(settings).items() if key not in _OF_A_RUN}

@@ -1,0 +1,112 @@
+"""What describes a model, from its open weights through training, resuming and every kind of export: real Trainers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.runtime.forkserver import ForkServer
+from tests.harness import tiny
+from tests.trainer.test_pretrained import weights_of
+
+# Greedy search with settings of sampling: PaddleFormers warns about it, and does not write such settings.
+GENERATION = b'{"do_sample": false, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 3], "max_new_tokens": 77}'
+ROTARY = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SOURCES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": ROTARY, "use_cache": True, "initializer_range": 0.02, "pretraining_tp": 1},
+    "ernie4_5_moe": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "use_cache": True,
+        "initializer_range": 0.02,
+        "moe_use_aux_free": True,
+        "num_nextn_predict_layers": 0,
+        "use_rmsnorm": True,
+        "router_aux_loss_coef": 0.004,
+    },
+}
+LAYOUTS = (tiny.SINGLE, tiny.DP2, tiny.TP2, tiny.PP2)
+
+
+def source_of(ranks: ForkServer, directory: Path, model_type: str) -> tuple[Path, dict[str, Any]]:
+    """Open weights as another library would write them, and the content of their config.json."""
+    config = tiny_config(model_type) | SOURCES[model_type]
+    source = weights_of(ranks, directory, model_type, live(config))
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "float32", "transformers_version": "5.3.0"}))
+    (source / "generation_config.json").write_bytes(GENERATION)
+    return source, config
+
+
+def tiny_config(model_type: str) -> dict[str, Any]:
+    from paddleformers_fc.cli.matrix.tiny import keys
+
+    # What belongs to PaddleFormers and not to the model.
+    return {key: value for key, value in keys(model_type).items() if key not in ("fuse_rms_norm", "moe_group")}
+
+
+def live(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys that PaddleFormers' configuration class is given."""
+    return {key: value for key, value in config.items() if key != "model_type"}
+
+
+def exports(ranks: ForkServer, directory: Path, layout: tiny.Layout, **job: Any) -> dict[str, Path]:
+    """Every export of a run that starts from open weights, and of one that resumes it."""
+    found: dict[str, Path] = {}
+    source = job.pop("source")
+    run = {"layout": layout.to_json(), "output_dir": str(directory / "run"), **job}
+    for step, start in ((1, {"source": str(source)}), (2, {})):
+        target = directory / f"step-{step}"
+        result = ranks.run(
+            "tests.trainer.jobs:run_and_export", layout.nproc, {**run, **start, "steps": step, "exports": str(target)}
+        )
+        assert result.ok, result.logs[0].read_text()
+        export_checkpoint(directory / f"run/checkpoint-{step}", target / "command")
+        found |= {f"{path.name} at step {step}": path for path in target.iterdir()}
+    return found
+
+
+@pytest.mark.parametrize("model_type", SOURCES)
+def test_every_export_has_the_generation_settings_and_the_keys_of_its_source_in_every_layout(
+    ranks: ForkServer, tmp_path: Path, model_type: str
+) -> None:
+    source, config = source_of(ranks, tmp_path, model_type)
+    texts: dict[str, str] = {}
+    for layout in LAYOUTS:
+        job = {"model_type": model_type, "model": live(config), "source": source}
+        for way, path in exports(ranks, tmp_path / layout.name, layout, **job).items():
+            assert (path / "generation_config.json").read_bytes() == GENERATION, f"{layout.name}, {way}"
+            texts[f"{layout.name}, {way}"] = (path / "config.json").read_text()
+    assert len(texts) == 6 * len(LAYOUTS)
+    written = {way: json.loads(text) for way, text in texts.items()}
+    for way, values in written.items():
+        assert {key: values.get(key, "lost") for key in config} == config, way
+        assert values["dtype"] == values["torch_dtype"] == "float32"
+        assert values["rope_theta"] == 500000.0
+        assert values.get("rope_scaling") == (ROTARY if model_type == "llama" else None)
+    assert len(set(texts.values())) == 1
+
+
+def test_generation_settings_that_a_user_gives_a_model_take_precedence(ranks: ForkServer, tmp_path: Path) -> None:
+    source, config = source_of(ranks, tmp_path, "llama")
+    job = {"model_type": "llama", "model": live(config), "source": source, "generation": {"max_new_tokens": 5}}
+    for way, path in exports(ranks, tmp_path / "user", tiny.SINGLE, **job).items():
+        assert json.loads((path / "generation_config.json").read_text())["max_new_tokens"] == 5, way
+
+
+def test_a_model_without_a_source_exports_what_it_is(ranks: ForkServer, tmp_path: Path) -> None:
+    model = {"moe_use_aux_free": False, "num_nextn_predict_layers": 0}
+    run = {"layout": tiny.SINGLE.to_json(), "output_dir": str(tmp_path), "model_type": "ernie4_5_moe", "model": model}
+    ranks.run("tests.trainer.jobs:export_initial", 1, {**run, "target": str(tmp_path / "weights")})
+    written = json.loads((tmp_path / "weights/config.json").read_text())
+    assert {key: written.get(key, "lost") for key in model} == model
+    assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000}
