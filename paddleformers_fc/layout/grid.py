@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from paddleformers_fc.errors import OptionError
 
 MEBIBYTE = 1 << 20
+_UNSUPPORTED = {"sep": "segment", "cp": "context"}
 _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -135,7 +136,11 @@ def parse_grid(text: str) -> ParallelGrid:
     faults: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in kinds:
+        if name in _UNSUPPORTED and value == "1":
+            continue
+        if name in _UNSUPPORTED:
+            faults.append(f"{name}={value}: {_UNSUPPORTED[name]} parallelism is not supported")
+        elif name not in kinds:
             faults.append(f"{name}: is no axis; known are {', '.join(kinds)}")
         elif name in values:
             faults.append(f"{name}: is given twice")

@@ -281,6 +281,13 @@ def _is_positive(found: Any) -> bool:
     return isinstance(found, int) and found > 0
 
 
+def _is_several(found: Any) -> bool:
+    try:
+        return float(found) > 1
+    except (TypeError, ValueError):
+        return False  # PaddleFormers refuses what is no number.
+
+
 def _is_offloaded(found: Any) -> bool:
     return "offload" in str(found)
 
@@ -308,6 +315,16 @@ CONFLICTS = (
         "a checkpoint to resume from is no HuggingFace directory; to start from open weights, name it in"
         " model_name_or_path",
         _is_on,
+    ),
+    Conflict(
+        "sep_parallel_size",
+        "segment parallelism is not supported: no model of PaddleFormers 1.2.0 attends from one segment to another",
+        _is_several,
+    ),
+    Conflict(
+        "context_parallel_size",
+        "context parallelism is not supported: PaddleFormers 1.2.0 does not train it with Paddle 3.3.1",
+        _is_several,
     ),
     Conflict("sharding", f"offloaded parameters are {_NOT_YET}", _is_offloaded),
     Conflict("optim", f"optimizers other than adamw are {_NOT_YET}", _is_not("adamw")),

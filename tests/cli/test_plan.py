@@ -86,6 +86,7 @@ def test_a_person_reads_one_row_for_ranks_that_do_the_same(stored: Path) -> None
         ("pp=3", "num_hidden_layers=2 is less than pp x vpp = 3 x 1 = 3 stages"),
         ("sharding=2,ep=2,split=true", "ep=2: the model has no experts"),
         ("tp=2,zp=3", "zp: is no axis"),
+        ("sep=2", "sep=2: segment parallelism is not supported"),
     ],
 )
 def test_a_grid_that_cannot_be_is_misuse_and_said_with_the_numbers(stored: Path, grid: str, said: str) -> None:

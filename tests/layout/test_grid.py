@@ -19,6 +19,7 @@ def test_a_grid_is_written_as_it_is_read(text: str) -> None:
 def test_what_is_not_named_is_as_by_default() -> None:
     assert parse_grid("tp=2, pp=2,stage=1,split=FALSE") == ParallelGrid(tp=2, pp=2)
     assert parse_grid("") == ParallelGrid()
+    assert parse_grid("dp=2,sep=1,cp=1") == ParallelGrid(dp=2)
     assert str(ParallelGrid(dp=3, tp=2)) == "dp=3,tp=2"
 
 
@@ -26,6 +27,8 @@ def test_what_is_not_named_is_as_by_default() -> None:
     ("text", "said"),
     [
         ("tp=2,qp=2", "qp: is no axis; known are dp, tp, pp"),
+        ("tp=2,sep=2", "sep=2: segment parallelism is not supported"),
+        ("cp=2", "cp=2: context parallelism is not supported"),
         ("tp=2,tp=2", "tp: is given twice"),
         ("tp=two", "tp: 'two' is no whole number"),
         ("tp=-1", "tp: -1 is below 1"),

@@ -26,6 +26,8 @@ CONTRADICTIONS: dict[str, Any] = {
     "save_sharded_model": True,
     "load_sharded_model": True,
     "ckpt_quant_stage": "O1",
+    "sep_parallel_size": 2,
+    "context_parallel_size": "2",
     "enable_zero_cost_checkpoint": True,
     "flash_device_save_steps": 10,
     "use_async_save": True,
@@ -102,6 +104,8 @@ def test_the_defaults_are_in_range() -> None:
         ("flex_max_file_size", None),
         ("flex_plan_cache", 5),
         ("flex_plan_cache", ""),
+        ("flex_unknown_versions", "off"),
+        ("flex_unknown_versions", True),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -127,6 +131,9 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         ("flex_max_shard_size", "4.5GiB"),
         ("flex_max_file_size", "1MB"),
         ("flex_plan_cache", "somewhere"),
+        ("flex_unknown_versions", "warn"),
+        ("sep_parallel_size", 1),
+        ("context_parallel_size", -1),
     ],
 )
 def test_the_ends_of_the_ranges_are_accepted(name: str, value: Any) -> None:
