@@ -200,6 +200,11 @@ def test_a_trainer_that_was_made_without_the_option_does_not_save(ranks: ForkSer
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+def test_arguments_with_an_option_of_that_name_alone_are_refused(ranks: ForkServer, tmp_path: Path) -> None:
+    (error,) = ranks.run(f"{JOBS}:arguments_of_another_class", 1, {"output_dir": str(tmp_path)}).values
+    assert "lack the other options of paddleformers_fc" in error
+
+
 def test_arguments_that_ask_for_flex_checkpoints_are_enough_for_the_stock_trainer(
     ranks: ForkServer, tmp_path: Path
 ) -> None:
