@@ -113,7 +113,7 @@ def run_with_scaler(initial: float, resume: str | None = None, **settings: Any) 
     import paddle
 
     trainer = flex_trainer(**settings)
-    with mock.patch("paddle.amp.grad_scaler.in_dynamic_mode", lambda: False):
+    with mock.patch("paddle.amp.grad_scaler.in_dynamic_mode", return_value=False):
         trainer.scaler = paddle.amp.GradScaler(init_loss_scaling=initial, incr_every_n_steps=2)
     trainer.do_grad_scaling = True
     trainer.train(resume_from_checkpoint=resume)
