@@ -19,7 +19,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.codec import decode_rules
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.documents import MAX_DOCUMENT_BYTES, parse_json, read_document
+from paddleformers_fc.storage.documents import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.dtypes import item_size
 from paddleformers_fc.storage.files import each
 from paddleformers_fc.storage.identity import Identities, identities_of
@@ -269,16 +269,6 @@ def shards_of(directory: Place, path: str) -> Iterator[StoredShard]:
     widths = {code: item_size(code) for code in {entry.dtype for entry in header.tensors.values()}}
     for shard, entry in decode_shards(text, header.tensors, str(directory / path)):
         yield shard, path, entry.begin, widths[entry.dtype]
-
-
-def read_config(path: Place) -> dict[str, Any]:
-    """A model's configuration from its file.
-
-    Raises:
-        Corrupt: there is no such file.
-        FormatError: it is not a JSON object.
-    """
-    return parse_config(read_document(path), path)
 
 
 def parse_config(raw: bytes, path: Place) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 it are ignored, a listed file that is missing or lacks its tensor is an error. What a listed file holds and the index
 does not name at all is stored like the rest, so that a load which does not want it is refused: it may be the scales of
 what the index names. Without an index the directory must hold exactly ``model.safetensors``. Nothing is ever written
-into the directory.
+into the directory. Where it holds ``flex_checksums.json``, as exports do, files are compared with that.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.documents import parse_json, read_document
+from paddleformers_fc.storage.documents import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
+from paddleformers_fc.storage.export_checksums import Receipts, read_checksums, read_exported, verify_export
 from paddleformers_fc.storage.files import each, exists, is_file
 from paddleformers_fc.storage.identity import identities_of
+from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.safetensors import Header, read_header
 from paddleformers_fc.wording import count_text
@@ -33,15 +35,27 @@ MAX_INDEX_BYTES = 64 * 1024 * 1024
 """The longest index that is read: that of 400,000 tensors."""
 
 
-def open_huggingface(directory: Place) -> Catalog:
+def open_huggingface(directory: Place, verify: str = "size") -> Catalog:
     """The catalog of a directory of open weights.
+
+    Args:
+        directory: safetensors files in canonical names, with their index.
+        verify: how files are compared with ``flex_checksums.json``, which exports have: ``off`` compares the index
+            alone, ``size`` sizes and the checksums of documents, ``full`` all checksums.
 
     Raises:
         NotACheckpoint: neither an index nor ``model.safetensors``.
-        Corrupt: files or tensors that the index lists and the directory lacks; all of them.
+        Corrupt: files or tensors that the index lists and the directory lacks, or files that are not those that were
+            exported; all of them.
         FormatError: an index or header that does not follow its format.
+        OptionError: the level is unknown.
     """
-    files = _files(directory)
+    refuse_level(verify)
+    receipts = read_checksums(directory)
+    files = _files(directory, receipts)
+    if receipts is not None and verify != "off":
+        index = [INDEX_NAME] if exists(directory / INDEX_NAME) else []
+        verify_export(directory, receipts, verify, needed=[*files, *index])
     # Before the headers: what is read later must be what they speak of.
     identities = identities_of(directory / name for name in files)
     headers = dict(zip(files, each(read_header, (directory / name for name in files), directory), strict=True))
@@ -61,14 +75,28 @@ def open_huggingface(directory: Place) -> Catalog:
     tensors, contradictions = gather_shards(_shards(_with_unnamed(files, headers, directory), headers))
     if contradictions:
         raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
-    return Catalog(directory, {MODEL_STATE: tensors}, identities)
+    recorded = {name: receipts[name] for name in files if name in receipts} if receipts is not None else {}
+    return Catalog(directory, {MODEL_STATE: tensors}, identities, recorded=recorded)
 
 
-def _files(directory: Place) -> dict[str, list[str]]:
+def read_description(directory: Place, name: str) -> bytes | None:
+    """Return a small file of a directory of open weights, such as ``config.json``; None where there is none.
+
+    Raises:
+        Corrupt: the file does not match the checksum that the directory records of it.
+        FormatError: it is too long, or not a regular file.
+        StorageError: it cannot be read.
+    """
+    if not exists(directory / name):
+        return None
+    return read_exported(directory, read_checksums(directory), name, MAX_DOCUMENT_BYTES)
+
+
+def _files(directory: Place, receipts: Receipts | None) -> dict[str, list[str]]:
     """File name -> the tensors that the index names in it; none where there is no index."""
     index = directory / INDEX_NAME
     if exists(index):
-        return _indexed(index)
+        return _indexed(index, receipts)
     if exists(directory / SINGLE_NAME):
         return {SINGLE_NAME: []}
     raise NotACheckpoint(
@@ -79,9 +107,10 @@ def _files(directory: Place) -> dict[str, list[str]]:
     )
 
 
-def _indexed(index: Place) -> dict[str, list[str]]:
+def _indexed(index: Place, receipts: Receipts | None) -> dict[str, list[str]]:
+    raw = read_exported(index.parent, receipts, INDEX_NAME, MAX_INDEX_BYTES)
     try:
-        weight_map = parse_json(read_document(index, MAX_INDEX_BYTES))["weight_map"]
+        weight_map = parse_json(raw)["weight_map"]
         pairs = [(tensor, _text(name)) for tensor, name in weight_map.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError("The index is malformed.", where=str(index), evidence=[repr(error)]) from error

@@ -19,6 +19,7 @@ from paddleformers_fc.mapping.boxes import Box, BoxFinder, CoverFault, Shape, co
 from paddleformers_fc.storage import places
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.ranges import NO_IDENTITIES
+from paddleformers_fc.storage.receipts import FileReceipt
 
 EVERYONE: Mapping[str, Sequence[int]] = MappingProxyType({})
 """Where every rank sees every file."""
@@ -117,12 +118,14 @@ class Catalog:
         roles: role -> full name -> tensor.
         identities: which files these were when they were checked.
         seen_by: for every file that not all ranks of the job see, the ranks that do, rising.
+        recorded: of an export, the receipts of its weight files by name.
     """
 
     root: places.Place
     roles: dict[str, dict[str, StoredTensor]]
     identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
     seen_by: Mapping[str, Sequence[int]] = field(default_factory=lambda: EVERYONE)
+    recorded: Mapping[str, FileReceipt] = field(default_factory=dict)
 
     @cached_property
     def sorted_names(self) -> dict[str, list[str]]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paddleformers_fc.catalog import open_huggingface
-from paddleformers_fc.catalog.flex import CONFIG_NAME, read_config
+from paddleformers_fc.catalog.flex import CONFIG_NAME
+from paddleformers_fc.cli.opening import required_config
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.families import ModelTensor
 from paddleformers_fc.families.declarations import Geometry
@@ -68,7 +69,7 @@ def derive(directory: Path, settled: Sequence[str], native: bool, target: Path |
         raise OptionError(f"{target} exists.", next_step="Name another file for the family, or remove this one.")
     stored = open_huggingface(directory).roles[MODEL_STATE]
     canonical = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
-    config = read_config(directory / CONFIG_NAME)
+    config = required_config(directory)
     tensors, hint = _model(directory, native)
     found = derive_rules(tensors, canonical, config, hint=hint, settled=settled)
     found.refuse_questions()

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_flex, open_huggingface
 from paddleformers_fc.catalog.distcp import open_distcp
-from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME, parse_config, read_beside, read_config
-from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
-from paddleformers_fc.errors import NotACheckpoint
+from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME, parse_config, read_beside
+from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME, read_description
+from paddleformers_fc.errors import NotACheckpoint, OptionError
 from paddleformers_fc.plan.stock import is_stock
 from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
@@ -89,7 +89,7 @@ def open_directory(directory: Place, verify: str) -> Opened:
 
     Args:
         directory: what the user named; it exists.
-        verify: ``off``, ``size`` or ``full``, for a flex checkpoint.
+        verify: ``off``, ``size`` or ``full``, where checksums are recorded.
     Raises:
         FlexError: it is neither, or it is damaged.
     """
@@ -100,20 +100,39 @@ def open_directory(directory: Place, verify: str) -> Opened:
     config = config_beside(directory)
     if kind == PADDLE:
         return Opened(PADDLE, open_distcp(local(directory, "A checkpoint of Paddle")).catalog, config)
-    return Opened(HUGGINGFACE, open_huggingface(directory), config)
+    return Opened(HUGGINGFACE, open_huggingface(directory, verify), config)
 
 
 def config_beside(directory: Place) -> dict[str, Any]:
     """The model's configuration in a directory; empty where there is none.
 
     Raises:
-        Corrupt: the directory is a checkpoint, and the file is not what was saved.
+        Corrupt: the file does not match its recorded checksum.
         FormatError: it is not a JSON object.
     """
     path = directory / CONFIG_NAME
     if exists(directory / MANIFEST_NAME):
         return parse_config(read_beside(directory, read_manifest(directory), CONFIG_NAME), path)
-    return read_config(path) if exists(path) else {}
+    raw = read_description(directory, CONFIG_NAME)
+    return {} if raw is None else parse_config(raw, path)
+
+
+def required_config(directory: Place) -> dict[str, Any]:
+    """The model's configuration in a directory that must have one.
+
+    Raises:
+        OptionError: there is none.
+        Corrupt: the file does not match its recorded checksum.
+        FormatError: it is not a JSON object.
+    """
+    config = config_beside(directory)
+    if not config:
+        raise OptionError(
+            f"{directory} has no {CONFIG_NAME}.",
+            where=str(directory / CONFIG_NAME),
+            next_step="Name a directory with the model's config.json, or put it there.",
+        )
+    return config
 
 
 _OTHERWISE = "Name a finished checkpoint-N directory, or a directory with safetensors files and their index."

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paddleformers_fc.cli.opening import config_beside
+from paddleformers_fc.cli.opening import required_config
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES, Family, enumerate_tensors, family_for
 from paddleformers_fc.families.text import aoa_text, tiny_aoa_text
@@ -49,7 +49,7 @@ def statements(model: str, *, reverse: bool) -> Statements:
     refuse_nothing(model)
     direction = "reverse" if reverse else "forward"
     if Path(model).is_dir():
-        config = config_beside(Path(model))
+        config = required_config(Path(model))
         family = family_for(config)
         tensors = [tensor.under(tp=1) for tensor in enumerate_tensors(family, config)]
         return Statements(family.name, direction, aoa_text(family, config, tensors, reverse=reverse))

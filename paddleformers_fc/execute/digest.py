@@ -52,7 +52,7 @@ def canonical_digests(directory: Place, verify: str = "size", roles: Collection[
 
     Args:
         directory: a finished flex checkpoint, or a directory of open weights.
-        verify: how a flex checkpoint is checked first.
+        verify: how the files are checked first, where checksums are recorded.
         roles: which roles to read.
     Raises:
         FlexError: the directory cannot be opened, proved or read.
@@ -77,7 +77,7 @@ def _source(directory: Place, verify: str) -> Source:
     if exists(directory / MANIFEST_NAME) or is_stock(directory):
         return canonical_source(open_stored(directory, verify))
     try:
-        catalog = open_huggingface(directory)
+        catalog = open_huggingface(directory, verify)
     except NotACheckpoint as error:
         raise NotACheckpoint(
             "The directory is neither a finished flex checkpoint nor a directory of open weights.",

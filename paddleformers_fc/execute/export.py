@@ -5,7 +5,8 @@ reading just the ranges that its tensors are made of. Two batches of tensors are
 then written by a thread of its own, so that neither waits for the other unless both write the same file. Memory
 is twice the largest tensor (where all are small, half a file, and at most 8 MiB from files of this machine, 64 MiB from
 elsewhere) plus scratch memory, whatever the size of the model. The same checkpoint content gives the same bytes
-whatever layout it was saved under.
+whatever layout it was saved under. Checksums of all files are taken while they are written, and are written beside them
+(:mod:`paddleformers_fc.storage.export_checksums`).
 
 Where no rank sees all of the checkpoint, the ranks go from batch to batch together, and get from each other what they
 do not see.
@@ -17,9 +18,10 @@ and exported from there: one more pass over the storage instead of gathering ten
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -50,18 +52,24 @@ from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report, Source, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.blocks import digest_of
+from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.commit import discard, place_of, publish, replace as replace_files
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, write_checksums
 from paddleformers_fc.storage.files import list_directory, real_path, write_file
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, verify_files
 from paddleformers_fc.storage.places import Place, RemotePath
+from paddleformers_fc.storage.receipts import FileReceipt
 from paddleformers_fc.storage.safetensors import SharedWriter, lay_out
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 TRAINER_DIRECTORY = "trainer"
 """Where the trainer keeps its own state inside a checkpoint."""
 
-_sizes = msgspec.json.Decoder(dict[str, int])
+RUN_ARGUMENTS = "training_args.json"
+"""The training arguments beside an export of a Trainer: of the run and its layout, and not in its checksums."""
+
+_receipts = msgspec.json.Decoder(list[FileReceipt])
 _HOT = 4 * 1024 * 1024
 """Bytes of a batch from files of this machine: few enough to be in the processor's cache until they are written."""
 _ROOM = 32 * 1024 * 1024
@@ -151,14 +159,16 @@ def export_checkpoint(
         else:
             written = agree(channel, "exporting", lambda: _write_files(staged.path, canonical, mine, room))
 
+        receipts = [receipt for payload in written for receipt in _receipts.decode(payload)]
+
         def finish() -> None:
             if channel.rank == 0:
-                _finish(staged.path, real_path(target), small, files)
+                _finish(staged.path, real_path(target), small, files, receipts)
             elif channel.rank in staged.disks.of_leads:
                 _try_discard(staged.path)  # An export is on one disk, that of the coordinator.
 
         together(channel, "finishing the export", finish)
-    sizes = {name: size for payload in written for name, size in _sizes.decode(payload).items()}
+    sizes = {receipt.path: receipt.size for receipt in receipts}
     total = sum(_nbytes(shard) for shard in layout.values())
     return ExportReport(target, dict(sorted(sizes.items())), len(layout), total)
 
@@ -323,19 +333,20 @@ def _write_files(staging: Path, source: Source, files: list[_FilePlan], room: in
 
     def lane(draw: Callable[[], _Batch | None]) -> int:
         memory, total = memories.pop(), 0
-        with Crew(options, source.catalog.identities) as crew:
+        with output.stopping(), Crew(options, source.catalog.identities) as crew:
             while (batch := draw()) is not None:
                 total += fill_arrays(crew, source.catalog.root, batch.items, batch.carved(memory))
-                output.write(batch, memory)
+                if not output.write(batch, memory):
+                    break
         return total
 
     with _Output(staging) as output, ThreadPoolExecutor(_LANES, "flex-export") as pool:
         drawn(pool, _LANES, output.begun(_batches(source, files, room)), lane)
-    return msgspec.json.encode(output.sizes)
+    return msgspec.json.encode(output.receipts)
 
 
 def _write_together(staging: Path, source: Source, files: list[_FilePlan], room: int, channel: Channel) -> list[bytes]:
-    """As :func:`_write_files`, all ranks in step; every rank's sizes. One with nothing to write reads for others."""
+    """As :func:`_write_files`, all ranks in step; every rank's receipts. One with nothing to write reads for others."""
     batches: list[_Batch] = []
 
     def plan() -> bytes:
@@ -353,11 +364,14 @@ def _write_together(staging: Path, source: Source, files: list[_FilePlan], room:
             slots = {key: ArraySlot(array) for key, array in arrays.items()}
             read_together(reads, storage, slots, channel)
             together(channel, "exporting", partial(output.write_all, own, memory))
-        return agree(channel, "collecting sizes", lambda: msgspec.json.encode(output.sizes))
+        return agree(channel, "collecting checksums", lambda: msgspec.json.encode(output.receipts))
 
 
 class _Output:
-    """The files of one rank, written batch by batch, by any thread in any order.
+    """The files of one rank, written batch by batch, by any thread.
+
+    Batches are hashed in the order of their file: a thread waits until the batches before its own are hashed. They are
+    drawn in that order, so that another thread has them.
 
     A context manager: at its end every file is whole, and what an error leaves open is closed as it is.
 
@@ -365,31 +379,58 @@ class _Output:
         staging: where.
 
     Attributes:
-        sizes: of the files that are finished, in bytes, by name.
+        receipts: of the files that are finished.
     """
 
     def __init__(self, staging: Path) -> None:
-        self.sizes: dict[str, int] = {}
+        self.receipts: list[FileReceipt] = []
         self._staging = staging
-        self._open: dict[str, SharedWriter] = {}
+        self._open: dict[str, _OpenOutput] = {}
+        self._turns = threading.Condition()
+        self._stopped = False
 
     def begun(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
         """The batches, each file made before its first one comes: by one thread, so that what fails fails once."""
         for batch in batches:
             if batch.file.name not in self._open:
-                self._open[batch.file.name] = _writer_of(self._staging, batch.file)
+                self._open[batch.file.name] = _opened_output(self._staging, batch.file)
             yield batch
 
-    def write(self, batch: _Batch, memory: np.ndarray[Any, Any]) -> None:
-        """Write a batch that has begun; a file is finished by who writes the last of it.
+    def write(self, batch: _Batch, memory: np.ndarray[Any, Any]) -> bool:
+        """Hash and write a batch that has begun; a file is finished by who writes the last of it.
 
         Args:
             batch: which.
             memory: begins with their bytes.
+        Returns:
+            False if another thread has failed, so that this one stops.
         """
-        name = batch.file.name
-        if self._open[name].write(batch.begin, memory[: batch.nbytes]):
-            self.sizes[name] = self._open.pop(name).close()
+        name, data = batch.file.name, memory[: batch.nbytes]
+        output = self._open[name]
+        with self._turns:
+            self._turns.wait_for(lambda: self._stopped or output.hashed == batch.begin)
+            if self._stopped:
+                return False
+        output.hasher.update(data.data)
+        with self._turns:
+            output.hashed += batch.nbytes
+            self._turns.notify_all()
+        if output.writer.write(batch.begin, data):
+            output.writer.close()
+            self.receipts.append(output.hasher.receipt(name))
+            del self._open[name]
+        return True
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Let a thread that fails in this block wake those that wait for it, so that they stop."""
+        try:
+            yield
+        except BaseException:
+            with self._turns:
+                self._stopped = True
+                self._turns.notify_all()
+            raise
 
     def write_all(self, batches: Sequence[_Batch], memory: np.ndarray[Any, Any]) -> None:
         """Begin and write one batch, or none."""
@@ -402,17 +443,34 @@ class _Output:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for writer in self._open.values():
+        for output in self._open.values():
             if kind is None:
-                writer.close()
+                output.writer.close()
             else:
-                writer.abandon()
+                output.writer.abandon()
 
 
-def _writer_of(staging: Path, file: _FilePlan) -> SharedWriter:
+@dataclass
+class _OpenOutput:
+    """A file that is being written.
+
+    Args:
+        writer: of its bytes.
+        hasher: of its bytes, in their order.
+        hashed: how many bytes of tensors were hashed.
+    """
+
+    writer: SharedWriter
+    hasher: BlockHasher
+    hashed: int = 0
+
+
+def _opened_output(staging: Path, file: _FilePlan) -> _OpenOutput:
     entries = [(shard.name, to_safetensors(shard.dtype), shard.global_shape) for shard in file.tensors]
-    path = staging / file.name
-    return SharedWriter(path, lay_out(path, entries, {"format": "pt"}), root=staging)
+    path, hasher = staging / file.name, BlockHasher()
+    layout = lay_out(path, entries, {"format": "pt"})
+    hasher.update(layout.header)
+    return _OpenOutput(SharedWriter(path, layout, root=staging), hasher)
 
 
 def _room(source: Source, max_shard_bytes: int) -> int:
@@ -486,16 +544,23 @@ def _for_coordinator(name: str, rank: int) -> str:
     return name if rank == 0 else ""
 
 
-def _finish(staging: Path, target: Path, small: Mapping[str, bytes], files: list[_FilePlan]) -> None:
-    """On the coordinator: the small files, the index, and the final name."""
-    for name, data in small.items():
-        write_file(staging / name, data, root=staging)
+def _finish(
+    staging: Path,
+    target: Path,
+    small: Mapping[str, bytes],
+    files: list[_FilePlan],
+    written: Sequence[FileReceipt],
+) -> None:
+    """On the coordinator: the small files, the index, the checksums of all, and the final name."""
+    texts = dict(small)
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(_nbytes(shard) for file in files for shard in file.tensors)},
             "weight_map": {shard.name: file.name for file in files for shard in file.tensors},
         }
-        write_file(staging / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode(), root=staging)
+        texts[INDEX_NAME] = (json.dumps(index, indent=2) + "\n").encode()
+    receipts = [write_file(staging / name, data, root=staging) for name, data in texts.items()]
+    write_checksums(staging, [*written, *(one for one in receipts if one.path != RUN_ARGUMENTS)])
     if target.is_dir() and list_directory(target):
         replace_files(staging, target, (INDEX_NAME, SINGLE_NAME), _is_weight_file)
     else:
@@ -510,4 +575,6 @@ def described_by(manifest: Manifest) -> list[str]:
 
 
 def _is_weight_file(name: str) -> bool:
-    return name in (INDEX_NAME, SINGLE_NAME) or (name.startswith("model-") and name.endswith(".safetensors"))
+    return name in (INDEX_NAME, SINGLE_NAME, CHECKSUMS_NAME) or (
+        name.startswith("model-") and name.endswith(".safetensors")
+    )

@@ -4,6 +4,8 @@ A checkpoint is verified before any weight changes, in two steps. On opening, th
 not a tensor's number, that is the headers of the safetensors files and all documents; each compares its share. Once the
 plan is made, each rank compares the blocks that its plan will read. All faults of all ranks come in one report.
 
+The weight files of an export are compared in the same way where its ``flex_checksums.json`` records them.
+
 Cost: what is read is read twice, the second time from the system's page cache, in whole blocks of 4 MiB. A block that
 no rank reads is not looked at: a load cannot be wrong by it. The ``verify`` verb compares every byte.
 """
@@ -11,22 +13,23 @@ no rank reads is not looked at: a load cannot be wrong by it. The ``verify`` ver
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from paddleformers_fc.catalog.flex import DOCUMENTS, FlexCheckpoint, Sight
+from paddleformers_fc.catalog import Catalog
+from paddleformers_fc.catalog.flex import DOCUMENTS
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.execute.channel import Channel, agree, refuse_failed
 from paddleformers_fc.execute.told import spelled
-from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.plan import LoadPlan
 from paddleformers_fc.plan.blocks import blocks_read
 from paddleformers_fc.storage.blocks import Found, compare
 from paddleformers_fc.storage.identity import Identities
+from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.storage.receipts import FileReceipt
+from paddleformers_fc.storage.receipts import FileReceipt, is_document
 
 _LENGTH = struct.Struct("<Q")
 
@@ -42,30 +45,36 @@ class _Said(msgspec.Struct, frozen=True):
 _said = msgspec.msgpack.Decoder(_Said)
 
 
-def check_beside_numbers(directory: Place, sight: Sight | None, channel: Channel, threads: int) -> None:
+def check_beside_numbers(
+    directory: Place,
+    files: Sequence[FileReceipt],
+    identities: Identities,
+    channel: Channel,
+    threads: int,
+    next_step: str = RESTORE,
+) -> None:
     """Compare what is not a tensor's number; the ranks share the work. Every rank must call.
 
     Args:
-        directory: ``checkpoint-N``.
-        sight: what this rank sees of it; None where it is no checkpoint, which opening will say.
+        directory: ``checkpoint-N``, or an export.
+        files: the receipts, as this rank sees them; none where it sees no checkpoint, which opening will say.
+        identities: which files were looked at; another one is refused.
         channel: all ranks.
         threads: how many threads of this rank hash.
+        next_step: advice for files that are not what was written.
     Raises:
         Corrupt: the same on every rank, naming all files and blocks that are not what was written.
         StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
 
     def share() -> Found:
-        if sight is None:
-            return Found()
-        files = sight.manifest.files
         mine = [one for index, one in enumerate(files) if index % channel.world_size == channel.rank]
         shared = [one for one in files if one.path in DOCUMENTS and one not in mine]
-        with RangeReader(identities=sight.identities) as reader:
+        with RangeReader(identities=identities) as reader:
             wanted = [(one, _beside_numbers(directory, one, reader)) for one in (*mine, *shared)]
-        return compare(directory, wanted, threads, sight.identities)
+        return compare(directory, wanted, threads, identities)
 
-    _compare_together(directory, channel, share)
+    _compare_together(directory, channel, share, next_step)
 
 
 def check_files(
@@ -90,31 +99,39 @@ def check_files(
     _compare_together(directory, channel, share)
 
 
-def check_numbers(checkpoint: FlexCheckpoint, plan: LoadPlan, channel: Channel, threads: int) -> int:
+def check_numbers(
+    catalog: Catalog,
+    files: Collection[FileReceipt],
+    plan: LoadPlan,
+    channel: Channel,
+    threads: int,
+    next_step: str = RESTORE,
+) -> int:
     """Compare the blocks that this rank will read. Every rank must call.
 
     Args:
-        checkpoint: where they are.
+        catalog: where they are.
+        files: the receipts of its files.
         plan: what this rank reads.
         channel: all ranks.
         threads: how many threads of this rank hash.
+        next_step: advice for files that are not what was written.
     Returns:
         bytes that this rank has hashed.
     Raises:
         Corrupt: the same on every rank, naming all files and blocks that are not what was written.
         StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
-    root, receipts = checkpoint.catalog.root, checkpoint.manifest.files
 
     def share() -> Found:
-        wanted = blocks_read(plan, {receipt.path: receipt.block_bytes for receipt in receipts})
-        chosen = [(receipt, sorted(wanted[receipt.path])) for receipt in receipts if receipt.path in wanted]
-        return compare(root, chosen, threads, checkpoint.catalog.identities)
+        wanted = blocks_read(plan, {receipt.path: receipt.block_bytes for receipt in files})
+        chosen = [(receipt, sorted(wanted[receipt.path])) for receipt in files if receipt.path in wanted]
+        return compare(catalog.root, chosen, threads, catalog.identities)
 
-    return _compare_together(root, channel, share)
+    return _compare_together(catalog.root, channel, share, next_step)
 
 
-def _compare_together(directory: Place, channel: Channel, share: Callable[[], Found]) -> int:
+def _compare_together(directory: Place, channel: Channel, share: Callable[[], Found], next_step: str = RESTORE) -> int:
     """Bytes that this rank has hashed, if no rank has found a fault."""
     found: list[Found] = []
 
@@ -138,7 +155,7 @@ def _compare_together(directory: Place, channel: Channel, share: Callable[[], Fo
             f"{directory} is damaged: {len(finders)} {'fault' if len(finders) == 1 else 'faults'} found.",
             where=str(directory),
             evidence=[_told(fault, ranks, channel) for fault, ranks in sorted(finders.items())],
-            next_step="Restore these files or use another checkpoint.",
+            next_step=next_step,
         )
     return found[0].bytes
 
@@ -149,7 +166,7 @@ def _told(fault: str, ranks: list[int], channel: Channel) -> str:
 
 def _beside_numbers(directory: Place, receipt: FileReceipt, reader: RangeReader) -> range:
     """The blocks of a file that hold anything but a tensor's numbers."""
-    if receipt.path.split("/")[0] not in ROLES or receipt.size < _LENGTH.size:
+    if is_document(receipt.path) or receipt.size < _LENGTH.size:
         return range(len(receipt.blocks))
     raw = bytearray(_LENGTH.size)
     reader.read_into(directory / receipt.path, 0, raw)

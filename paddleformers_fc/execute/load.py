@@ -20,10 +20,10 @@ import xxhash
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_huggingface
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.channel import Channel, Roll, agree, together
+from paddleformers_fc.execute.channel import Channel, Roll, agree
 from paddleformers_fc.execute.crew import DEFAULT_OPTIONS, ReadOptions
 from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
-from paddleformers_fc.execute.integrity import check_numbers
+from paddleformers_fc.execute.integrity import check_beside_numbers, check_numbers
 from paddleformers_fc.execute.jobs import Key
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.reading import Slot
@@ -38,6 +38,7 @@ from paddleformers_fc.mapping import Shape
 from paddleformers_fc.mapping.aoa import AoaTensor
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, stated_source
 from paddleformers_fc.plan.cache import PlanCache, Planned, fits, plan_key
+from paddleformers_fc.storage.export_checksums import restore_or_delete
 from paddleformers_fc.storage.manifest import manifest_seal
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.wording import count_text
@@ -178,7 +179,9 @@ def load_checkpoint(
         return _Preflight(planned.plan, report, unexpected, known)
 
     def check(plan: LoadPlan) -> int:
-        return check_numbers(checkpoint, plan, channel, options.threads) if checkpoint.unread else 0
+        if not checkpoint.unread:
+            return 0
+        return check_numbers(checkpoint.catalog, checkpoint.manifest.files, plan, channel, options.threads)
 
     why = _families_apart(checkpoint.config, config)
     return _load(checkpoint.catalog, roles, channel, options, preflight, check, started, roll, why)
@@ -221,9 +224,17 @@ def _whole_model(roles: Roles, channel: Channel, roll: Roll) -> dict[str, AoaTen
 
 
 def load_weights(
-    directory: Place, roles: Roles, config: Mapping[str, Any], channel: Channel, options: ReadOptions = DEFAULT_OPTIONS
+    directory: Place,
+    roles: Roles,
+    config: Mapping[str, Any],
+    channel: Channel,
+    options: ReadOptions = DEFAULT_OPTIONS,
+    verify: str = "full",
 ) -> LoadReport:
     """Fill live weights from a directory of open weights; stored floating dtypes are cast to the model's.
+
+    Where the directory has recorded checksums (``flex_checksums.json``), sizes and documents are compared on opening,
+    and under ``full`` each rank compares the headers and all blocks that it is about to read.
 
     Args:
         directory: safetensors files in canonical names, with their index.
@@ -231,12 +242,13 @@ def load_weights(
         config: the live model's configuration.
         channel: all ranks of the job; every rank must call.
         options: threads and staging.
+        verify: ``full``, or ``size`` or ``off``, which compare no tensor.
     Raises:
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
     """
     started = time.monotonic()
-    roll = _roll(directory, config, {})
-    catalog = together(channel, f"opening {directory.name}", lambda: open_huggingface(directory), roll)
+    roll = _roll(directory, config, {"verify": verify})
+    catalog, compared = _opened_weights(directory, channel, verify, options.threads, roll)
 
     def preflight() -> _Preflight:
         family, shards = family_for(config), describe_roles(roles)
@@ -249,8 +261,33 @@ def load_weights(
 
         return _Preflight(plan, plan.report.merge([report]), unexpected)
 
-    seen = _roll(directory, config, {"open_weights": _told_by_files(catalog)})
-    return _load(catalog, roles, channel, options, preflight, _nothing_recorded, started, seen)
+    def check(plan: LoadPlan) -> int:
+        if not compared:
+            return 0
+        recorded, advice = catalog.recorded.values(), restore_or_delete(directory)
+        return check_numbers(catalog, recorded, plan, channel, options.threads, advice)
+
+    checksums = {name: receipt.digest for name, receipt in catalog.recorded.items()}
+    facts = {"open_weights": _told_by_files(catalog), "checksums": checksums}
+    return _load(catalog, roles, channel, options, preflight, check, started, _roll(directory, config, facts))
+
+
+def _opened_weights(directory: Place, channel: Channel, verify: str, threads: int, roll: Roll) -> tuple[Catalog, bool]:
+    """Return the catalog of open weights, and whether the ranks compare recorded checksums of what they read."""
+    opened: list[Catalog] = []
+
+    def work() -> bytes:
+        opened.append(open_huggingface(directory, "size" if verify == "full" else verify))
+        return b"recorded" if opened[0].recorded else b""
+
+    # Decided by all ranks: a rank that sees no checksums still takes part in comparing.
+    recorded = any(agree(channel, f"opening {directory.name}", work, roll))
+    catalog = opened[0]
+    if not recorded or verify != "full":
+        return catalog, False
+    files, advice = list(catalog.recorded.values()), restore_or_delete(directory)
+    check_beside_numbers(directory, files, catalog.identities, channel, threads, advice)
+    return catalog, True
 
 
 def _told_by_files(catalog: Catalog) -> dict[str, str]:
@@ -264,11 +301,6 @@ def _told_by_files(catalog: Catalog) -> dict[str, str]:
         file: f"{count_text(len(told), 'tensor')}, xxh3_128 {xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(told))}"
         for file, told in held.items()
     }
-
-
-def _nothing_recorded(plan: LoadPlan) -> int:
-    """Open weights come without checksums."""
-    return 0
 
 
 def _load(

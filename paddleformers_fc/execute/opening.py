@@ -40,16 +40,9 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.stock import open_stored
-from paddleformers_fc.storage.manifest import (
-    Manifest,
-    is_document,
-    manifest_seal,
-    read_manifest,
-    refuse_diverged,
-    verify_files,
-)
+from paddleformers_fc.storage.manifest import Manifest, manifest_seal, read_manifest, refuse_diverged, verify_files
 from paddleformers_fc.storage.places import Place
-from paddleformers_fc.storage.receipts import FileReceipt
+from paddleformers_fc.storage.receipts import FileReceipt, is_document
 from paddleformers_fc.wording import count_text
 
 SeenBy = Mapping[str, Sequence[int]]
@@ -162,7 +155,8 @@ def open_checkpoint(
     if looked.alike:
         refuse_failed(channel, looked.faults)
         if verify == "full":
-            check_beside_numbers(directory, looked.own, channel, threads)
+            files, identities = (looked.own.manifest.files, looked.own.identities) if looked.own else ((), {})
+            check_beside_numbers(directory, files, identities, channel, threads)
             together(channel, f"opening {directory.name}", lambda: open_alone(looked.own))
         return opened[0]
     manifest = _common_manifest(directory, looked, channel)
@@ -237,6 +231,11 @@ def own_file(checkpoint: FlexCheckpoint, channel: Channel, name_of: Callable[[in
     mine = readers.get(channel.rank)
     got = channel.pass_on(held, {} if mine is None else {mine: sizes[name_of(channel.rank)]})
     return None if mine is None else got[mine].tobytes()
+
+
+def own_or_handed(checkpoint: FlexCheckpoint, name: str, handed: bytes | None) -> bytes | None:
+    """A small file of a checkpoint, None if it has none; ``handed`` is what :func:`own_file` returned for it."""
+    return handed if handed is not None or checkpoint.manifest.receipt(name) is None else checkpoint.document(name)
 
 
 def _look(

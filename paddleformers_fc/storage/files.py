@@ -428,12 +428,10 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Create a directory and its missing parents, and bring the names of all of them to the device.
-
-    Parents that exist are synced as well: another library may have created them a moment ago, and does not sync.
+    """Create a directory and its missing parents, each one synced into its own parent.
 
     Raises:
-        StorageError: one of them cannot be created or synced.
+        StorageError: one of them cannot be created.
     """
     with _naming("create", path):
         missing = [one for one in (path, *path.parents) if not one.is_dir()]
@@ -441,10 +439,7 @@ def make_directories(path: Path) -> None:
         with _naming("create", directory):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)
-    for parent in real_path(path).parents:
-        if not os.access(parent, os.R_OK | os.W_OK):
-            break  # No process of this user has created anything there.
-        fsync_directory(parent)
+        fsync_directory(directory.parent)
 
 
 def try_directory(path: Path) -> None:

@@ -14,7 +14,6 @@ its content is used (:func:`read_listed`).
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -38,25 +37,25 @@ from paddleformers_fc.storage.files import (
 from paddleformers_fc.storage.names import ASIDE, parse_beside, parse_step
 from paddleformers_fc.storage.owner import OWNER_NAME
 from paddleformers_fc.storage.places import Place, RemotePath
-from paddleformers_fc.storage.receipts import FileReceipt
-from paddleformers_fc.storage.remote import RemoteStatus
+from paddleformers_fc.storage.receipts import FileReceipt, is_document, receipt_faults, size_fault
 
 __all__ = [
     "FORMAT",
     "LEVELS",
     "MANIFEST_NAME",
+    "RESTORE",
     "VERSION",
     "DivergedTie",
     "FileReceipt",
     "Manifest",
     "candidates",
     "candidates_in",
-    "is_document",
     "manifest_seal",
     "newest_checkpoint",
     "read_listed",
     "read_manifest",
     "refuse_diverged",
+    "refuse_level",
     "verify_files",
     "write_manifest",
 ]
@@ -85,7 +84,8 @@ _OWN_FILES = {
 _END = b"\n"
 """The last byte of a manifest: behind the JSON, so that every truncation is seen."""
 _ANOTHER = "The manifest was damaged or edited. Restore it or use another checkpoint."
-_RESTORE = "Restore these files or use another checkpoint."
+RESTORE = "Restore these files or use another checkpoint."
+"""The advice for files that are not what was written."""
 
 CHOOSE_COPY = (
     "Resume from another checkpoint, or choose the copy of one pipeline stage: name this checkpoint in "
@@ -238,11 +238,6 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     fsync_directory(directory)
 
 
-def is_document(path: str) -> bool:
-    """Return whether a file of a checkpoint holds no tensors, so that it is small and read whole."""
-    return not path.endswith(".safetensors")
-
-
 def read_listed(directory: Place, manifest: Manifest, name: str, most: int | None = None) -> bytes:
     """Return the bytes of a document after comparing them with the manifest's checksum, at every verification level.
 
@@ -265,7 +260,7 @@ def read_listed(directory: Place, manifest: Manifest, name: str, most: int | Non
             evidence=[f"the manifest does not list {name}"],
             next_step="Use another checkpoint.",
         )
-    return read_recorded(directory, receipt, receipt.size if most is None else most, _RESTORE)
+    return read_recorded(directory, receipt, receipt.size if most is None else most, RESTORE)
 
 
 def verify_files(
@@ -292,8 +287,7 @@ def verify_files(
         OptionError: the level is unknown.
         StorageError: the operating system refused to look or to read, and nothing else is wrong.
     """
-    if level not in LEVELS:
-        raise OptionError(f"The verification level {level!r} is unknown.", evidence=[f"known: {', '.join(LEVELS)}"])
+    refuse_level(level)
     if level == "off":
         return
     faulty = _file_faults(directory, manifest)
@@ -315,10 +309,20 @@ def verify_files(
         )
 
 
+def refuse_level(level: str) -> None:
+    """Refuse a verification level that is none of :data:`LEVELS`.
+
+    Raises:
+        OptionError: the level is unknown.
+    """
+    if level not in LEVELS:
+        raise OptionError(f"The verification level {level!r} is unknown.", evidence=[f"known: {', '.join(LEVELS)}"])
+
+
 def _mending(strangers: bool, damaged: bool) -> str:
     """What can be done about files that do not belong to a checkpoint, and about those of it that are not whole."""
     if not strangers:
-        return _RESTORE
+        return RESTORE
     if not damaged:
         return "Move these files away."
     return "Move away what does not belong to it, and restore the other files or use another checkpoint."
@@ -436,33 +440,16 @@ def _faults(manifest: Manifest) -> list[str]:
             faults.append(f"{name} is {getattr(manifest, name)}")
     seen: set[str] = set()
     for receipt in manifest.files:
-        faults.extend(f"{receipt.path!r} {fault}" for fault in _receipt_faults(receipt))
+        faults.extend(f"{receipt.path!r} {fault}" for fault in (*receipt_faults(receipt), *_reserved(receipt)))
         if receipt.path in seen:
             faults.append(f"{receipt.path!r} is listed twice")
         seen.add(receipt.path)
     return faults
 
 
-def _receipt_faults(receipt: FileReceipt) -> Iterator[str]:
-    if not _is_plain(receipt.path):
-        yield "is not a plain relative path"
+def _reserved(receipt: FileReceipt) -> Iterator[str]:
     if receipt.path in _RESERVED:
         yield "is a name that the format keeps for itself"
-    if receipt.size < 0 or receipt.block_bytes < 1:
-        yield f"has the size {receipt.size} in blocks of {receipt.block_bytes} bytes"
-    elif len(receipt.blocks) != -(-receipt.size // receipt.block_bytes):
-        yield f"has {len(receipt.blocks)} block checksums for {receipt.size} bytes in blocks of {receipt.block_bytes}"
-    if not _is_hex(receipt.digest, 32) or not all(_is_hex(block, 16) for block in receipt.blocks):
-        yield "has a checksum that is not of the right form"
-
-
-def _is_plain(path: str) -> bool:
-    parts = path.split("/")
-    return "\0" not in path and "\\" not in path and all(part not in ("", ".", "..") for part in parts)
-
-
-def _is_hex(text: str, length: int) -> bool:
-    return len(text) == length and set(text) <= set("0123456789abcdef")
 
 
 def _escapes(directory: Place, manifest: Manifest) -> dict[str, str]:
@@ -492,26 +479,10 @@ def _file_faults(directory: Place, manifest: Manifest) -> dict[str, str]:
     faults = _escapes(directory, manifest)
     seen = each(look, (directory / receipt.path for receipt in manifest.files), directory)
     for receipt, status in zip(manifest.files, seen, strict=True):
-        fault = _file_fault(status, receipt.size)
+        fault = size_fault(status, receipt.size)
         if fault and receipt.path not in faults:
             faults[receipt.path] = f"{receipt.path} {fault}"
     return faults
-
-
-def _file_fault(status: os.stat_result | RemoteStatus | None, size: int) -> str:
-    if status is None:
-        return "is missing"
-    if isinstance(status, RemoteStatus):
-        regular, found = status.kind == "file", status.size
-    else:
-        regular, found = stat.S_ISREG(status.st_mode), status.st_size
-    if not regular:
-        return "is not a regular file"
-    if found < size:
-        return f"is truncated: {found} of {size} bytes"
-    if found > size:
-        return f"is too long: {found} bytes instead of {size}"
-    return ""
 
 
 def _extra_files(directory: Place, manifest: Manifest) -> list[str]:

@@ -276,7 +276,7 @@ class SharedWriter:
     """Writes one safetensors file whose layout is known, in pieces that come in any order and from several threads.
 
     The file is created and its header written at once; it is complete and synced when :meth:`close` has returned.
-    No checksum is taken.
+    No checksum is taken here.
 
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.

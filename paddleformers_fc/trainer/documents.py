@@ -32,7 +32,7 @@ from paddleformers.transformers.model_utils import clean_model_class_name, get_p
 from paddleformers_fc.catalog.flex import CONFIG_NAME, FlexCheckpoint
 from paddleformers_fc.errors import FlexError, FormatError, MismatchError
 from paddleformers_fc.execute.channel import Channel, agree, together
-from paddleformers_fc.execute.opening import own_file
+from paddleformers_fc.execute.opening import own_file, own_or_handed
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.exported import exported_config
 from paddleformers_fc.storage.files import files_within, read_file
@@ -45,7 +45,6 @@ SCHEDULER = "trainer/scheduler.json"
 SCALER = "trainer/scaler.json"
 DATA = "trainer/data.json"
 ARGUMENTS = "trainer/arguments.json"
-EXPORTED_ARGUMENTS = "training_args.json"
 
 # What PaddleFormers' pipeline and expert-parallel models write into their configuration when they are built.
 _LAYOUT_KEYS = frozenset({"moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"})
@@ -229,15 +228,8 @@ def read_generators(checkpoint: FlexCheckpoint, channel: Channel) -> bytes | Non
     Raises:
         Corrupt: on every rank, if the document of any rank is altered.
     """
-    name = rng_name(channel.rank)
-    received = own_file(checkpoint, channel, rng_name)
-
-    def read() -> bytes | None:
-        if received is not None or checkpoint.manifest.receipt(name) is None:
-            return received
-        return checkpoint.document(name, _MAX_BYTES)
-
-    return together(channel, "reading random generators", read)
+    name, handed = rng_name(channel.rank), own_file(checkpoint, channel, rng_name)
+    return together(channel, "reading random generators", lambda: own_or_handed(checkpoint, name, handed))
 
 
 _COUNT = Annotated[int, msgspec.Meta(ge=0)]

@@ -16,11 +16,11 @@ from paddleformers.generation import GenerationConfig
 from paddleformers.transformers.configuration_utils import LlmMetaConfig
 from paddleformers.transformers.model_utils import unwrap_model
 
-from paddleformers_fc.catalog.flex import CONFIG_NAME, read_config
+from paddleformers_fc.catalog.flex import CONFIG_NAME, parse_config
+from paddleformers_fc.catalog.huggingface import read_description
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.families.exported import OVERWRITTEN
-from paddleformers_fc.storage.documents import parse_json, read_document
-from paddleformers_fc.storage.files import exists
+from paddleformers_fc.storage.documents import parse_json
 from paddleformers_fc.storage.places import Place
 
 GENERATION = "generation_config.json"
@@ -84,14 +84,13 @@ def read_documents(directory: Place) -> tuple[dict[str, Any], bytes | None]:
     """Read what :func:`take_over` takes from a directory of open weights.
 
     Raises:
+        Corrupt: a document does not match the checksum that the directory records of it.
         FormatError: ``config.json`` is not a JSON object.
         StorageError: a document cannot be read.
     """
-    config, generation = directory / CONFIG_NAME, directory / GENERATION
-    return (
-        read_config(config) if exists(config) else {},
-        read_document(generation) if exists(generation) else None,
-    )
+    raw = read_description(directory, CONFIG_NAME)
+    config = {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
+    return config, read_description(directory, GENERATION)
 
 
 def generation_file(model: Any) -> dict[str, bytes]:

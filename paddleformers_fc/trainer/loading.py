@@ -23,7 +23,7 @@ from paddleformers_fc.errors import StorageError
 from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.load import PLANS, load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint, own_file
+from paddleformers_fc.execute.opening import open_checkpoint, own_file, own_or_handed
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.storage.manifest import newest_checkpoint
@@ -130,7 +130,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     handed = own_file(checkpoint, channel, lambda rank: inherited.GENERATION)
 
     def prepare() -> tuple[state.LiveRoles, bytes | None]:
-        return _roles_to_fill(trainer, checkpoint, continued), _own_or_handed(checkpoint, inherited.GENERATION, handed)
+        return _roles_to_fill(trainer, checkpoint, continued), own_or_handed(checkpoint, inherited.GENERATION, handed)
 
     roles, generation = together(channel, "preparing the optimizer", prepare)
     config = documents.model_config(trainer.model)
@@ -166,11 +166,6 @@ def _tied(trainer: Any, checkpoint: FlexCheckpoint) -> str:
             f"the {args.flex_tied} pipeline stage are read.{lines}"
         )
     return str(args.flex_tied)
-
-
-def _own_or_handed(checkpoint: FlexCheckpoint, name: str, handed: bytes | None) -> bytes | None:
-    """A small file of a checkpoint, None if it has none; ``handed`` is what :func:`own_file` returned for it."""
-    return handed if handed is not None or checkpoint.manifest.receipt(name) is None else checkpoint.document(name)
 
 
 def _read_options(args: Any) -> ReadOptions:

@@ -22,7 +22,9 @@ from paddleformers_fc.trainer import documents, inherited, state
 from paddleformers_fc.trainer.watch import patient_channel
 
 
-def load_open_weights(model: Any, directory: str | PathLike[str] | RemotePath, threads: int = 4) -> LoadReport:
+def load_open_weights(
+    model: Any, directory: str | PathLike[str] | RemotePath, threads: int = 4, verify: str = "full"
+) -> LoadReport:
     """Fill a model with the weights of a Hugging Face directory. Every rank must call.
 
     What the family declares optional may be absent from the files and then keeps its initial values, or be there and
@@ -32,6 +34,8 @@ def load_open_weights(model: Any, directory: str | PathLike[str] | RemotePath, t
         model: the model as it was built, before or after its parallel wrapper.
         directory: safetensors files in canonical names, with their index: a path, or a URL such as ``s3://bucket/model``.
         threads: how many tensors are filled at a time.
+        verify: what is compared with the ``flex_checksums.json`` of an export: ``full`` all that this rank reads,
+            ``size`` sizes and small files; without that file nothing is.
 
     Raises:
         FlexError: the same on every rank, before any weight has changed, where files are missing or damaged, or names,
@@ -42,7 +46,7 @@ def load_open_weights(model: Any, directory: str | PathLike[str] | RemotePath, t
     config = documents.model_config(model)
     source = place(directory)
     described = together(channel, "reading what describes the model", lambda: inherited.read_documents(source))
-    report = load_weights(source, roles, config, channel, ReadOptions(threads=threads))
+    report = load_weights(source, roles, config, channel, ReadOptions(threads=threads), verify)
     inherited.take_over(model, *described)
     if channel.rank == 0:
         for name in fold(report.fresh):

@@ -18,7 +18,7 @@ from paddleformers.utils.log import logger
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.channel import ALONE, Channel, together
 from paddleformers_fc.execute.disks import Disks
-from paddleformers_fc.execute.export import save_weights
+from paddleformers_fc.execute.export import RUN_ARGUMENTS, save_weights
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.layout.roles import MODEL_STATE
@@ -277,7 +277,7 @@ def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
         if channel.rank != 0:
             return roles, {}
         arguments = documents.arguments_document(trainer.args)
-        return roles, {**documents.model_files(trainer), documents.EXPORTED_ARGUMENTS: arguments}
+        return roles, {**documents.model_files(trainer), RUN_ARGUMENTS: arguments}
 
     roles, files = together(channel, "preparing an export", prepare, roll)
     config = documents.model_config(trainer.model)

@@ -109,7 +109,12 @@ def test_a_link_to_another_file_system_is_followed_and_stays(four: Path, tmp_pat
             outcome = run("export", four, link, "--max-shard-size", size, "--replace", "--json")
             assert outcome.document["md5"] == md5_of_arrays()
             (Path(real) / "notes.txt").write_text("mine")
-        assert sorted(os.listdir(real)) == ["config.json", "model.safetensors", "notes.txt"]
+        assert sorted(os.listdir(real)) == [
+            "config.json",
+            "flex_checksums.json",
+            "model.safetensors",
+            "notes.txt",
+        ]
         assert link.is_symlink()
     assert os.listdir(tmp_path) == ["export"]
 
@@ -144,7 +149,8 @@ def test_a_directory_that_cannot_be_replaced_is_written_into(
     outcome = run("export", four, named, "--replace", "--json")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.document["md5"] == md5_of_arrays()
-    assert sorted(os.listdir(target)) == [*(["checkpoint-5"] if older else []), "config.json", "model.safetensors"]
+    exported = ["config.json", "flex_checksums.json", "model.safetensors"]
+    assert sorted(os.listdir(target)) == [*(["checkpoint-5"] if older else []), *exported]
     assert (os.listdir(tmp_path), target.stat().st_ino) == (["output"], inode)
 
 

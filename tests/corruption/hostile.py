@@ -476,10 +476,10 @@ def _mapped(raw: bytes) -> None:
 
 
 def _read_configuration(raw: bytes, place: Path) -> None:
-    from paddleformers_fc.catalog.flex import read_config
+    from paddleformers_fc.cli.opening import config_beside
 
     (place / "config.json").write_bytes(raw)
-    read_config(place / "config.json")
+    config_beside(place)
 
 
 def _enumerated(**sizes: int) -> None:

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from paddleformers_fc.errors import Corrupt, MismatchError, StorageError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from tests.corruption import ours
 from tests.corruption.guarantees import Observed, fault, refused
 from tests.corruption.jobs import no_longer_than
@@ -51,8 +52,9 @@ def loaded(ranks: ForkServer, *directories: Path, **model: Any) -> list[dict[str
 
 
 def copy(source: Path, target: Path, damage: Callable[[Path], object]) -> Path:
-    """A copy with something changed."""
+    """A copy with something changed, and without checksums, as open weights of another source are."""
     shutil.copytree(source, target)
+    (target / CHECKSUMS_NAME).unlink(missing_ok=True)
     damage(target)
     return target
 
@@ -233,7 +235,8 @@ def test_t16_an_export_has_a_format_in_its_headers_and_nothing_beside(
         with safe_open(path, "np") as file:
             assert file.metadata() == {"format": "pt"}
     names = {path.name for path in our_weights.iterdir()}
-    assert names == {"config.json", INDEX, *(path.name for path in weights(our_weights))}
+    assert names == {"config.json", INDEX, CHECKSUMS_NAME, *(path.name for path in weights(our_weights))}
     return Observed(
-        "no `__metadata__`; `saved_signal_0` is left", "`format: pt`; only the configuration, the index and the weights"
+        "no `__metadata__`; `saved_signal_0` is left",
+        "`format: pt`; only the configuration, the index, the weights, and the checksums of these",
     )

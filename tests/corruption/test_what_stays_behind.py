@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from paddleformers_fc.errors import Corrupt, FlexError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from tests.corruption import ours, stock
 from tests.corruption.guarantees import Observed, fault, refused
 from tests.corruption.stock import outcomes, tensor, unset
@@ -110,6 +111,7 @@ def test_s15_replaced_open_weights_are_read_as_what_they_are(bare_ranks: ForkSer
 
     ours.save(tmp_path / "checkpoint-3")
     export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf")
+    (tmp_path / "hf" / CHECKSUMS_NAME).unlink()  # As in open weights of another source.
     target = ours.empty()
     expected = {"model_state": live(ours.ARRAYS, 1, 0)["model_state"]}
     assert ours.right(ours.load_open_weights(tmp_path / "hf", target), expected)

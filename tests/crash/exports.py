@@ -27,6 +27,7 @@ from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoi
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.commit import unfinished
 from paddleformers_fc.storage.dtypes import to_numpy
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.safetensors import read_header
 from tests.crash.groups import DONE
 from tests.crash.killing import Kill, every_kill, prepared, run_alone, run_killed
@@ -166,12 +167,18 @@ def found(scenario: Scenario, there: Path) -> int:
         return NOTHING
     try:
         files = sorted(
-            {part.file for one in open_huggingface(target).roles[MODEL_STATE].values() for part in one.fragments}
+            {
+                part.file
+                for one in open_huggingface(target, "full").roles[MODEL_STATE].values()
+                for part in one.fragments
+            }
         )
     except NotACheckpoint:
         return UNFINISHED
     except FlexError as error:
         raise Lost(error.render()) from error
+    if not (target / CHECKSUMS_NAME).exists():
+        raise Lost(f"{target} has no checksums")
     return _generation(target, files)
 
 

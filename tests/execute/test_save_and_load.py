@@ -121,7 +121,8 @@ def test_an_export_takes_along_what_describes_the_model_and_nothing_of_the_train
     for target in ("fresh", "run"):
         export_checkpoint(source, tmp_path / target)
         found = {str(path.relative_to(tmp_path / target)) for path in (tmp_path / target).rglob("*") if path.is_file()}
-        assert found - {"notes.txt"} == {"config.json", "model.safetensors", "templates/chat.jinja"}
+        exported = {"config.json", "flex_checksums.json", "model.safetensors", "templates/chat.jinja"}
+        assert found - {"notes.txt"} == exported
     assert (tmp_path / "run/notes.txt").read_text() == "kept"
 
 
@@ -208,7 +209,12 @@ def test_a_live_model_is_exported_into_the_output_directory_where_that_is_mounte
         succeed(tp, work)
     loaded = load_file(output / "model.safetensors")
     assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
-    assert sorted(path.name for path in output.iterdir()) == ["checkpoint-3", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in output.iterdir()) == [
+        "checkpoint-3",
+        "config.json",
+        "flex_checksums.json",
+        "model.safetensors",
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
@@ -240,6 +246,7 @@ def test_an_export_that_is_there_does_not_fail_by_what_cannot_be_deleted(
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
         "checkpoint-3",
         "config.json",
+        "flex_checksums.json",
         "model.safetensors",
     ]
 

@@ -1,0 +1,167 @@
+"""``flex_checksums.json``: the size and checksums of every file of an export, beside its index.
+
+Transformers and other readers ignore this file. Its content depends on the exported files alone, so that exports of
+equal content have equal checksum files under every layout. It carries a checksum of itself.
+
+Another tool that changes the directory does not know it. Every error therefore gives the way out: delete the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from paddleformers_fc.errors import Corrupt, FormatError
+from paddleformers_fc.storage.blocks import Found, compare
+from paddleformers_fc.storage.documents import read_document, read_recorded
+from paddleformers_fc.storage.files import each, exists, look, write_file
+from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.receipts import FileReceipt, is_document, receipt_faults, size_fault
+
+CHECKSUMS_NAME = "flex_checksums.json"
+"""The file's name inside an export."""
+
+FORMAT = "flex_checksums"
+VERSION = 1
+MAX_CHECKSUMS_BYTES = 256 * 1024 * 1024
+"""The longest file of checksums that is read: that of an export of 50 TB."""
+
+Receipts = Mapping[str, FileReceipt]
+"""Receipts by path relative to the directory."""
+
+
+class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The document: ``seal`` is xxh3_128 of the encoded receipts."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    files: list[FileReceipt]
+    seal: str
+
+
+_decoder = msgspec.json.Decoder(_Checksums)
+
+
+def write_checksums(directory: Path, receipts: Iterable[FileReceipt]) -> None:
+    """Write the checksum file of an export.
+
+    Args:
+        directory: where the export is staged.
+        receipts: of all its files.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    files = sorted(receipts, key=lambda receipt: receipt.path)
+    raw = msgspec.json.encode(_Checksums(files=files, seal=_seal(files)))
+    write_file(directory / CHECKSUMS_NAME, msgspec.json.format(raw, indent=1) + b"\n", root=directory)
+
+
+def read_checksums(directory: Place) -> Receipts | None:
+    """Return what the checksum file of a directory of open weights records; None where there is no such file.
+
+    Raises:
+        FormatError: the file is malformed, or of a later version.
+        Corrupt: it does not match its own checksum.
+        StorageError: it cannot be read.
+    """
+    path = directory / CHECKSUMS_NAME
+    if not exists(path):
+        return None
+    try:
+        document = _decoder.decode(read_document(path, MAX_CHECKSUMS_BYTES))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _malformed(path, [str(error)]) from error
+    if (document.format, document.version) != (FORMAT, VERSION):
+        raise _malformed(path, [f"format {document.format!r} version {document.version}"])
+    if _seal(document.files) != document.seal:
+        raise Corrupt(
+            f"{path} does not match its own checksum.",
+            where=str(path),
+            evidence=[f"recorded {document.seal}, computed {_seal(document.files)}"],
+            next_step=restore_or_delete(directory),
+        )
+    faults = [f"{one.path!r} {fault}" for one in document.files for fault in receipt_faults(one)]
+    if faults:
+        raise _malformed(path, faults)
+    return {one.path: one for one in document.files}
+
+
+def verify_export(
+    directory: Place, receipts: Receipts, level: str, *, needed: Collection[str], threads: int = 4
+) -> None:
+    """Compare the files of an export with their receipts.
+
+    A listed file that is neither there nor needed is no fault: a download may leave out what it does not use.
+
+    Args:
+        directory: the export.
+        receipts: what :func:`read_checksums` returned.
+        level: ``size`` compares sizes, and the checksums of documents; ``full`` compares all checksums.
+        needed: the files that must be there, and must be listed.
+        threads: how many threads read and hash.
+
+    Raises:
+        Corrupt: with every fault as evidence.
+        StorageError: a file cannot be read, and nothing else is wrong.
+    """
+    unlisted = [f"{name} is not listed" for name in sorted(needed) if name not in receipts]
+    seen = dict(zip(receipts, each(look, (directory / name for name in receipts), directory), strict=True))
+    checked = [one for one in receipts.values() if one.path in needed or seen[one.path] is not None]
+    sizes = {one.path: fault for one in checked if (fault := size_fault(seen[one.path], one.size))}
+    hashed = [one for one in checked if one.path not in sizes and (level == "full" or is_document(one.path))]
+    found = compare(directory, [(one, range(len(one.blocks))) for one in hashed], threads) if hashed else Found()
+    faults = [*unlisted, *(f"{name} {fault}" for name, fault in sizes.items()), *found.faults]
+    if found.refusal and not faults:
+        raise found.refusal
+    if faults:
+        raise Corrupt(
+            f"{directory} does not match its {CHECKSUMS_NAME}: "
+            f"{len(faults)} {'fault' if len(faults) == 1 else 'faults'} found.",
+            where=str(directory),
+            evidence=[*faults, *found.evidence[len(found.faults) :]],
+            next_step=restore_or_delete(directory),
+        )
+
+
+def read_exported(directory: Place, receipts: Receipts | None, name: str, most: int) -> bytes:
+    """Return the bytes of a document of open weights after comparing them with its receipt, if it has one.
+
+    Args:
+        directory: the open weights.
+        receipts: what :func:`read_checksums` returned.
+        name: the document's path relative to the directory.
+        most: bound on its length in bytes.
+
+    Raises:
+        Corrupt: the document is missing or altered.
+        FormatError: it is longer than the bound, or not a regular file.
+        StorageError: it cannot be read.
+    """
+    if receipts is None or name not in receipts:
+        return read_document(directory / name, most)
+    return read_recorded(directory, receipts[name], most, restore_or_delete(directory))
+
+
+def restore_or_delete(directory: Place) -> str:
+    """Return the advice for a file that is not the exported one."""
+    return (
+        f"Restore these files, or export again. If they were changed on purpose, delete {directory / CHECKSUMS_NAME}: "
+        "without it they are not compared."
+    )
+
+
+def _malformed(path: Place, evidence: list[str]) -> FormatError:
+    return FormatError(
+        f"{path} is not a valid file of checksums.",
+        where=str(path),
+        evidence=evidence,
+        next_step="Delete this file to use the weights without checksums, or use the version that wrote it.",
+    )
+
+
+def _seal(files: list[FileReceipt]) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(files))
