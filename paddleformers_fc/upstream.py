@@ -145,7 +145,7 @@ TRAINER = (
             *("per_device_train_batch_size", "pipeline_model_parallel_size", "resume_from_checkpoint"),
             *("save_rng_states", "save_tokenizer", "save_total_limit", "sharding", "sharding_parallel_size"),
             *("should_log", "tensor_model_parallel_size", "to_dict", "world_size", "seed", "dataloader_num_workers"),
-            *("sep_parallel_size", "context_parallel_size"),
+            *("sep_parallel_size", "context_parallel_size", "overwrite_output_dir"),
             # Compared with flex_checkpoint. A renamed option would no longer be refused.
             *("save_checkpoint_format", "load_checkpoint_format", "unified_checkpoint", "save_sharded_model"),
             *("load_sharded_model", "ckpt_quant_stage", "enable_zero_cost_checkpoint", "flash_device_save_steps"),
@@ -187,6 +187,9 @@ TRAINER = (
     Hook(f"{_CONFIG}.__init__", names=("architectures", "dtype", "_save_to_hf")),
     Hook(f"{_CONFIG}.to_json_string", "(self, use_diff=True, saving_file=False)"),
     Hook(f"{_CONFIG}.to_dict", names=("_save_to_hf",)),
+    Hook("paddleformers.transformers.configuration_utils:LlmMetaConfig._get_unsavable_keys", "()"),
+    Hook("paddleformers.generation.configuration_utils:GenerationConfig.__init__", names=("_from_model_config",)),
+    Hook("paddleformers.generation.configuration_utils:GenerationConfig.from_model_config", "(model_config)"),
     # The optimizer and its wrappers.
     Hook("paddle.optimizer:AdamW.__init__", names=("_amsgrad", "_param_groups", "_parameter_list")),
     Hook("paddle.optimizer:AdamW._create_accumulators", "(self, block, parameters)", ("_add_moments_pows",)),

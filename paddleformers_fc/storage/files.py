@@ -428,10 +428,12 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Create a directory and its missing parents, each one synced into its own parent.
+    """Create a directory and its missing parents, and bring the names of all of them to the device.
+
+    Parents that exist are synced as well: another library may have created them a moment ago, and does not sync.
 
     Raises:
-        StorageError: one of them cannot be created.
+        StorageError: one of them cannot be created or synced.
     """
     with _naming("create", path):
         missing = [one for one in (path, *path.parents) if not one.is_dir()]
@@ -439,7 +441,10 @@ def make_directories(path: Path) -> None:
         with _naming("create", directory):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)
-        fsync_directory(directory.parent)
+    for parent in real_path(path).parents:
+        if not os.access(parent, os.R_OK | os.W_OK):
+            break  # No process of this user has created anything there.
+        fsync_directory(parent)
 
 
 def try_directory(path: Path) -> None:

@@ -23,7 +23,7 @@ from paddleformers_fc.families import family_for
 from paddleformers_fc.trainer import batches, documents, inherited
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
-from paddleformers_fc.trainer.options import without_effect
+from paddleformers_fc.trainer.options import FlexFields, without_effect
 from paddleformers_fc.trainer.run import RUN, WAITING, Native, Run, is_active, refuse_optimizer, reporters
 from paddleformers_fc.trainer.saving import save_pretrained
 
@@ -44,6 +44,7 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
     arguments = trainer.args
     if not is_active(arguments) or trainer.model is None:
         return
+    _refuse_other_arguments(arguments)
     _refuse_unsupported(trainer.model)
     refuse_optimizer(trainer)
     run = Run(batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))))
@@ -56,6 +57,16 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
     if arguments.should_log:
         for line in without_effect(arguments):
             logger.warning(line)
+
+
+def _refuse_other_arguments(arguments: Any) -> None:
+    """Refuse arguments with a ``flex_checkpoint`` of their own, which nobody has compared with the others."""
+    if not isinstance(arguments, FlexFields):
+        raise OptionError(
+            "flex_checkpoint: true is set in training arguments that lack the other options of paddleformers_fc.",
+            where=f"{type(arguments).__module__}.{type(arguments).__qualname__}",
+            next_step="Use FlexTrainingArguments, or a subclass of it.",
+        )
 
 
 def _refuse_unsupported(model: Any) -> None:

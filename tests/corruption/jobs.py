@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 import signal
 from collections.abc import Iterator, Mapping
@@ -126,3 +127,21 @@ def no_longer_than(size: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
+
+
+def export_by_stock(source: str, target: str) -> None:
+    """Give open weights to a Trainer and export them, without this package."""
+    from paddleformers.transformers import LlamaConfig, LlamaForCausalLM
+
+    args = tiny.training_arguments(tiny.SINGLE.to_json(), f"{target}-run")
+    config = LlamaConfig.from_pretrained(source)
+    config.fuse_rms_norm = False
+    model = LlamaForCausalLM.from_pretrained(source, config=config, load_checkpoint_format="flex_checkpoint")
+    tiny.trainer(model, args).model.save_pretrained(target)
+
+
+def config_by_stock(source: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of gpt_oss as PaddleFormers writes it."""
+    from paddleformers.transformers.gpt_oss.configuration import GptOssConfig
+
+    return dict(json.loads(GptOssConfig.from_dict(dict(source)).to_json_string(saving_file=True)))

@@ -14,6 +14,7 @@ KNOWN = [
     *("G30", "G31"),
     "G40",
     "G50",
+    *("G80", "G81"),
     *("G110", "G111"),
 ]
 """The faults that this package promises to be free of."""

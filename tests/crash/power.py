@@ -55,9 +55,10 @@ class Recorder:
 
     def after(self, operation: Operation) -> None:
         """Take it down."""
-        if operation.kind != "look":
+        path = os.path.relpath(operation.path, self.root)
+        # What is above the directory was on the device before the story began.
+        if operation.kind != "look" and not path.startswith(".."):
             other = os.path.relpath(operation.other, self.root) if operation.other else ""
-            path = os.path.relpath(operation.path, self.root)
             self.operations.append(Recorded(operation.kind, path, other, bytes(operation.data), operation.offset))
 
 

@@ -220,6 +220,43 @@ def test_a_store_whose_server_has_ended_is_told_alike_on_every_rank() -> None:
     assert "rank 0" in str(found[0])
 
 
+def test_the_rank_that_serves_the_store_ends_when_all_that_live_have_read_the_report() -> None:
+    class Served(Counters):
+        """A board that ends with rank 0; the others read its report as late as can be."""
+
+        def add(self, key: str, amount: int) -> int:
+            if key == "flex/readers" and amount == 0:
+                looks.set()  # Rank 0 waits for readers.
+            return super().add(key, amount)
+
+        def get(self, key: str) -> bytes:
+            if threading.current_thread() not in servers:
+                assert looks.wait(LIMIT)
+            if ended.is_set():
+                raise ValueError("(InvalidArgument) TCP send error. Details: Broken pipe.")
+            return super().get(key)
+
+    servers: list[threading.Thread] = []
+    looks, ended = threading.Event(), threading.Event()
+
+    def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
+        if channel.rank == 3:
+            return None
+        try:
+            if channel.rank == 0:
+                servers.append(threading.current_thread())
+            return with_board(channel, board).exchange(b"")
+        finally:
+            if channel.rank == 0:
+                ended.set()
+                looks.set()
+
+    board = Served()
+    found = timed(4, work)[:3]
+    assert len({str(error) for error in found}) == 1
+    assert "rank 3 did not come" in str(found[0])
+
+
 def test_a_rank_that_dies_in_the_exchange_is_named_to_all_others() -> None:
     board, all_in = Counters(), threading.Barrier(3, timeout=LIMIT)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paddleformers_fc.catalog import FlexCheckpoint
@@ -14,6 +16,7 @@ from paddleformers_fc.errors import Corrupt, FlexError, OptionError
 from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.exchange import Storage, read_together
 from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.jobs import Memory
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.opening import open_checkpoint
@@ -168,6 +171,58 @@ def test_a_rank_that_fails_in_the_midst_stops_all_after_the_same_round(tmp_path:
     assert len({str(outcome) for outcome in outcomes}) == 1
     assert "rank 2" in str(outcomes[0])
     assert 10 < stopped < whole - 10
+
+
+@dataclass
+class LateSlot:
+    """A slot whose numbers are there only when it is settled, as on an accelerator.
+
+    Attributes:
+        target: a flat array of the shard's dtype and size.
+        host_bytes: of the array that stands in for it.
+        done: what was called, in order.
+    """
+
+    target: np.ndarray[Any, Any]
+    host_bytes: int
+    done: list[str] = field(default_factory=list)
+    staged: Any = None
+
+    def open(self) -> Memory:
+        """An array of its own."""
+        self.done.append("open")
+        self.staged = np.zeros_like(self.target)
+        return Memory.of(self.staged)
+
+    def close(self) -> None:
+        """The copy begins."""
+        self.done.append("close")
+
+    def settle(self) -> None:
+        """The copy is done, and the array is given back."""
+        self.done.append("settle")
+        self.target[:] = self.staged
+        self.staged = None
+
+
+@pytest.mark.parametrize("options", [ONCE, ReadOptions()], ids=["once", "each"])
+def test_what_arrives_is_handed_over_and_waited_for(tmp_path: Path, options: ReadOptions) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 2, 2)
+
+    def work(channel: Any) -> None:
+        roles, expected = live(ARRAYS, 1, channel.rank, empty=True), live(ARRAYS, 1, channel.rank)
+        plan = plan_of(open_checkpoint(tmp_path / "checkpoint-3", channel), roles)
+        slots = {}
+        for role, names in roles.items():
+            for name, weight in names.items():
+                array = weight.local_tensor.numpy().ravel()
+                slots[role, name] = LateSlot(array.copy(), array.nbytes)
+        read_together(plan, Storage(tmp_path / "checkpoint-3"), slots, channel, options, 1000)
+        for (role, name), slot in slots.items():
+            assert slot.done == ["open", "close", "settle"], name
+            assert slot.target.tobytes() == expected[role][name].local_tensor.numpy().tobytes(), name
+
+    succeed(3, work)
 
 
 def test_ranks_that_do_not_read_in_the_same_way_are_refused_on_every_rank(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from paddleformers_fc.catalog.flex import open_flex
 from paddleformers_fc.errors import Corrupt, FlexError, StorageError
 from paddleformers_fc.execute import exchange
 from paddleformers_fc.execute.export import ExportReport, export_checkpoint
-from paddleformers_fc.execute.load import LoadReport, load_checkpoint
+from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
@@ -220,4 +220,28 @@ def test_a_file_that_is_replaced_after_its_blocks_were_compared_is_refused(
         ),
     )
     assert isinstance(error, Corrupt)
+    assert "was replaced or changed after it was checked" in str(error)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_open_weights_that_are_replaced_after_they_were_opened_are_refused(checkpoint: Path, ranks: int) -> None:
+    export_checkpoint(checkpoint, checkpoint.parent / "hf")
+    weights = checkpoint.parent / "hf" / "model.safetensors"
+
+    def work(channel: Any) -> None:
+        exchange, seen = channel.exchange, []
+
+        def replaced(payload: bytes) -> list[bytes]:
+            everyone = exchange(payload)
+            if not seen and channel.rank == 0:
+                flip(weights, weights.stat().st_size - 1)
+            seen.append(payload)
+            exchange(b"")  # All have seen what was there before.
+            return everyone
+
+        channel.exchange = replaced
+        roles = {"model_state": live(ARRAYS, 1, channel.rank, empty=True)["model_state"]}
+        load_weights(checkpoint.parent / "hf", roles, CONFIG, channel)
+
+    error = the_one_report(job(ranks, work))
     assert "was replaced or changed after it was checked" in str(error)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from msgspec import structs
 
 from paddleformers_fc.execute import load as loading
 from paddleformers_fc.execute.channel import Channel
@@ -15,7 +18,7 @@ from paddleformers_fc.execute.rehearse import QWEN3_MOE, Roles, filled, save, to
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan.cache import PlanCache
+from paddleformers_fc.plan.cache import PlanCache, Planned
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 
@@ -78,6 +81,37 @@ def test_files_that_were_changed_are_planned_again_and_replaced(tmp_path: Path, 
         path.write_bytes(data[:-9] + bytes([data[-9] ^ 255]) + data[-8:])
     assert bits(loaded(checkpoint, model, PlanCache(tmp_path))) == expected
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == written
+
+
+def without_a_part(planned: Planned) -> Planned:
+    items = planned.plan.items
+    part = next(item for item in items if sum((one.role, one.name) == (item.role, item.name) for one in items) > 1)
+    return replace(planned, plan=replace(planned.plan, items=tuple(one for one in items if one is not part)))
+
+
+def into_no_shard(planned: Planned) -> Planned:
+    first, *others = planned.plan.items
+    return replace(planned, plan=replace(planned.plan, items=(structs.replace(first, name="no.such"), *others)))
+
+
+def out_of_another_file(planned: Planned) -> Planned:
+    first, *others = planned.plan.items
+    stored = structs.replace(first.stored, file="model_state/rank-00009.safetensors")
+    return replace(planned, plan=replace(planned.plan, items=(structs.replace(first, stored=stored), *others)))
+
+
+@pytest.mark.parametrize("forge", [without_a_part, into_no_shard, out_of_another_file])
+def test_a_plan_that_does_not_fit_is_as_good_as_none_though_its_file_is_sound(
+    tmp_path: Path, checkpoint: Path, forge: Callable[[Planned], Planned]
+) -> None:
+    model, known = laid_out("dp=1"), PlanCache()
+    expected = bits(loaded(checkpoint, model, known))
+    ((key, planned),) = known._held.items()
+    PlanCache(tmp_path).keep(key, forge(planned))
+    (forged,) = (path.read_bytes() for path in tmp_path.iterdir())
+    assert bits(loaded(checkpoint, model, PlanCache(tmp_path))) == expected
+    (written,) = (path.read_bytes() for path in tmp_path.iterdir())
+    assert written != forged
 
 
 def test_another_checkpoint_of_the_same_layout_takes_the_place_of_the_first(tmp_path: Path, checkpoint: Path) -> None:

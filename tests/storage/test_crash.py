@@ -100,6 +100,19 @@ def test_a_crash_while_a_step_is_saved_again_leaves_the_old_or_the_new_one(
     assert calls > 30, "every call of a save was a place to stop at"
 
 
+@pytest.mark.parametrize("made", ["by nobody", "by another library"])
+def test_a_first_save_into_new_directories_survives_a_power_failure(tmp_path: Path, made: str) -> None:
+    output_dir, machine = tmp_path / "project" / "runs" / "one", Machine()
+    with running_on(machine):
+        if made == "by another library":
+            for directory in (output_dir.parent.parent, output_dir.parent, output_dir):
+                machine.mkdir(directory)
+        save(output_dir / "checkpoint-5", NEW)
+    machine.lose_power(tmp_path)
+    assert newest_checkpoint(output_dir) == (output_dir / "checkpoint-5", [])
+    assert value_of(output_dir / "checkpoint-5") == NEW
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_crash_while_a_new_step_is_saved_leaves_the_old_step_alone(tmp_path: Path, after: bool) -> None:
     calls = crash_everywhere(

@@ -103,6 +103,24 @@ def run_and_count_states(resume: str | None = None, **settings: Any) -> int:
     return int(sum(tensor.numel().item() for tensor in tensors))
 
 
+def run_with_scaler(initial: float, resume: str | None = None, **settings: Any) -> dict[str, Any]:
+    """As :func:`run`, with a loss scaler, which doubles its scale after every second step; its state afterwards.
+
+    Float16 is not trained on a CPU, where Paddle also switches scalers off; the scaling is the same for float32.
+    """
+    from unittest import mock
+
+    import paddle
+
+    trainer = flex_trainer(**settings)
+    with mock.patch("paddle.amp.grad_scaler.in_dynamic_mode", return_value=False):
+        trainer.scaler = paddle.amp.GradScaler(init_loss_scaling=initial, incr_every_n_steps=2)
+    trainer.do_grad_scaling = True
+    trainer.train(resume_from_checkpoint=resume)
+    state = {name: float(value) for name, value in trainer.scaler.state_dict().items()}
+    return {"losses": trainer.losses, "scaler": state}
+
+
 def run_past_a_layer(resume: str | None = None, **settings: Any) -> dict[str, Any]:
     """As :func:`run`, with a layer whose outcome is not used, so that its parameters have no gradient."""
     trainer = flex_trainer(**settings)

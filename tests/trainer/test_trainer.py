@@ -818,6 +818,18 @@ def test_a_trainer_that_does_not_know_the_option_is_refused(ranks: ForkServer, t
     assert "this Trainer does not know it" in error
 
 
+def test_the_loss_scaler_of_a_run_goes_on_where_it_was(ranks: ForkServer, tmp_path: Path) -> None:
+    given = {**settings(SINGLE, tmp_path / "whole", **SIX_STEPS), "initial": 1024.0}
+    (whole,) = ranks.run(f"{JOBS}:run_with_scaler", 1, given).values
+    assert whole["scaler"]["scale"] == 1024 * 2**3
+    third = tmp_path / "whole" / "checkpoint-3"
+    # Half way to the next doubling, and from another scale than the one that it is made with.
+    given = {**settings(SINGLE, tmp_path / "again", third, **SIX_STEPS), "initial": 2.0}
+    (again,) = ranks.run(f"{JOBS}:run_with_scaler", 1, given).values
+    assert again["scaler"] == whole["scaler"]
+    assert again["losses"] == whole["losses"][3:]
+
+
 def test_no_rank_waits_longer_than_it_was_told_to(ranks: ForkServer, tmp_path: Path) -> None:
     told, _ = ranks.run(f"{JOBS}:left_alone", 2, {"output_dir": str(tmp_path)}).values
     assert "Not every rank has come within flex_timeout: 100 s." in told

@@ -301,6 +301,21 @@ def made_without_the_option(output_dir: str) -> str:
     return _caught(lambda: trainer._save_checkpoint(trainer.model))
 
 
+def arguments_of_another_class(output_dir: str) -> str:
+    """Make a Trainer with arguments that have a ``flex_checkpoint`` of their own; the error."""
+    from paddleformers.trainer import TrainingArguments
+
+    from paddleformers_fc import FlexTrainer
+
+    args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=TrainingArguments)
+    args.flex_checkpoint = True
+    try:
+        tiny.trainer(tiny.build("llama", tiny.SINGLE, args), args, cls=FlexTrainer)
+    except FlexError as error:
+        return str(error)
+    return ""
+
+
 def stock_trainer_with_flex_arguments(output_dir: str) -> list[str]:
     """Train with the stock Trainer class, without ``install()``; the names in its first checkpoint."""
     from paddleformers.trainer import Trainer

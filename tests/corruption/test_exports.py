@@ -1,0 +1,51 @@
+"""What describes a model is lost between its open weights and an export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.runtime.forkserver import ForkServer
+from tests.corruption.guarantees import Observed, fault
+from tests.families.test_exported_configs import exported, resolved
+from tests.families.test_transformers import CASES
+from tests.harness.tiny import SINGLE
+from tests.trainer.test_exported_documents import GENERATION, exports, live, source_of
+
+
+def described(directory: Path) -> tuple[Any, bytes | None]:
+    """``use_cache`` and the generation settings of an export."""
+    use_cache = json.loads((directory / "config.json").read_text())["use_cache"]
+    generation = directory / "generation_config.json"
+    return use_cache, generation.read_bytes() if generation.exists() else None
+
+
+@fault("G80", "open weights with `use_cache: true` and a `generation_config.json` are trained and exported")
+def test_g80_an_export_keeps_what_describes_its_source(ranks: ForkServer, tmp_path: Path) -> Observed:
+    source, config = source_of(ranks, tmp_path, "llama")
+    stock = tmp_path / "stock"
+    result = ranks.run("tests.corruption.jobs:export_by_stock", 1, {"source": str(source), "target": str(stock)})
+    assert result.ok, result.logs[0].read_text()
+    assert described(stock) == (False, None)
+    for path in exports(ranks, tmp_path, SINGLE, model_type="llama", model=live(config), source=source).values():
+        assert described(path) == (True, GENERATION)
+    return Observed(
+        "`use_cache: false`, and no `generation_config.json`",
+        "both as in the source: in the export of a live model, of a checkpoint and of a resumed run",
+    )
+
+
+@fault("G81", "a gpt_oss of 4 experts is exported")
+def test_g81_transformers_builds_an_exported_gpt_oss(ranks: ForkServer, tmp_path: Path) -> Observed:
+    source = CASES["gpt_oss"]["config"]
+    (stock,) = ranks.run("tests.corruption.jobs:config_by_stock", 1, {"source": source}).values
+    assert resolved(stock, tmp_path / "stock")["num_local_experts"] == 128
+    (ours,) = exported(ranks, {"gpt_oss": source}, kept=False).values()
+    found, wanted = (resolved(config, tmp_path / "ours") for config in (ours, source))
+    keys = ("num_local_experts", "rope_parameters")
+    assert {key: found[key] for key in keys} == {key: wanted[key] for key in keys}
+    return Observed(
+        "Transformers builds 128 experts from its `config.json`, and another rotary embedding",
+        "Transformers builds 4 experts and the rotary embedding of the model",
+    )
