@@ -160,8 +160,12 @@ def refuse_layout(settings: Mapping[str, Any], ranks: int) -> None:
         )
 
 
-def refuse_resume(settings: Mapping[str, Any]) -> None:
+def refuse_resume(settings: Mapping[str, Any], several_nodes: bool = False) -> None:
     """Refuse to resume from what is no flex checkpoint, or lacks what the ranks would miss at the first look.
+
+    Args:
+        settings: the configuration with its overrides.
+        several_nodes: whether other nodes take part in the job.
 
     Raises:
         NotACheckpoint: a directory was named that is none.
@@ -174,10 +178,10 @@ def refuse_resume(settings: Mapping[str, Any]) -> None:
     if not isinstance(found, Path):
         refuse_no_checkpoint(found)
         return
+    if several_nodes:
+        return  # What is not on this node's disk may be on another's; the ranks look together.
     refuse_no_checkpoint(found)
-    # What is not on this machine's disk may be on another's.
-    alone = os.environ.get("NNODES", "1") == "1"
-    if alone and settings.get("flex_verify", "size") not in ("off", False):
+    if settings.get("flex_verify", "size") not in ("off", False):
         verify_files(found, read_manifest(found), "size")
 
 

@@ -6,8 +6,9 @@ there is no accelerator and the YAML names no device. Then, on a machine
 
 * without an accelerator, the ranks are local processes over gloo, started and supervised by
   :mod:`paddleformers_fc.runtime.launch`; each writes a log, rank 0's is shown while it runs;
-* with one, PaddleFormers' ``paddleformers-cli`` is called, which starts ``paddle.distributed.launch`` on the visible
-  devices, and which reads ``NNODES``, ``RANK`` and ``MASTER_ADDR`` for jobs of several machines.
+* with one, or in a job of several nodes, PaddleFormers' ``paddleformers-cli`` is called, which starts
+  ``paddle.distributed.launch`` on the visible devices, and which reads ``NNODES``, ``RANK``, ``MASTER_ADDR`` and
+  ``MASTER_PORT`` (:mod:`.nodes`).
 
 What can be seen to be wrong is refused before a process is started (:mod:`.starting`). What is shown while the ranks
 run, and what is remembered of it, is in :mod:`.screen`. An error of ours by which ranks ended is said once, at the end:
@@ -25,6 +26,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,10 +40,10 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import msgspec
 import yaml
 
-from paddleformers_fc.cli import starting
+from paddleformers_fc.cli import nodes, starting
 from paddleformers_fc.cli.screen import COLOUR, DEBUG, Screen
 from paddleformers_fc.cli.yaml_text import load_yaml
-from paddleformers_fc.errors import FlexError, OptionError, PeerError, from_wire
+from paddleformers_fc.errors import FlexError, OptionError, PeerError, StorageError, from_wire
 from paddleformers_fc.runtime.launch import LaunchResult, launch
 from paddleformers_fc.runtime.ranks import rank_environments, tail
 from paddleformers_fc.storage import files
@@ -176,7 +178,8 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
     starting.refuse_unknown_keys(settings, may_be_more=own is not None)
     check_options(SimpleNamespace(**{**vars(FlexFields()), **settings}))
     starting.refuse_missing_paths(settings)
-    starting.refuse_resume(settings)
+    node = nodes.this_node(os.environ)
+    starting.refuse_resume(settings, node.count > 1)
     starting.refuse_resume_without_the_key(settings)
     if own is None:  # A registration of the user's may bring another model.
         starting.refuse_adapters(settings)
@@ -188,14 +191,14 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
         added.append(f"device={CPU}")
     arguments = ("train", str(config), *passed, *added)
     output_dir = _output_dir(settings, config)
-    files.try_directory(output_dir)
-    log_dir = _log_dir(output_dir)
+    log_dir = _log_dir(output_dir, node)
     environment |= {register.ERRORS: str(log_dir)}
     flex = bool(settings.get("flex_checkpoint"))
     to_go_on = _to_go_on(settings)
     idle = () if flex else tuple(name for name in FIELD_NAMES if name in settings and name != "flex_checkpoint")
     if device == CPU:
-        starting.refuse_layout(settings, nproc or 1)
+        starting.refuse_layout(settings, (nproc or 1) * node.count)
+    if device == CPU and node.count == 1:
         return Job(
             ("-m", "paddleformers.cli.launcher", *arguments),
             nproc or 1,
@@ -206,20 +209,22 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
             to_go_on,
             idle,
         )
-    if nproc is not None:
+    if nproc is not None and device != CPU:
         raise OptionError(
             f"--nproc is for machines without an accelerator, and this run uses {device}.",
             where="--nproc",
             next_step="Leave it out; choose the devices with CUDA_VISIBLE_DEVICES or its like.",
         )
     environment |= {
+        **node.environment,
+        **(nodes.on_cpu(nproc or 1) if device == CPU else {}),
         "PADDLEFORMERS_DIST_LOG": str(log_dir),
         # PaddleFormers starts its ranks as plain `python`, which must be this one.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
-    return Job(
-        ("-m", "paddleformers.cli.cli", *arguments), None, environment, log_dir, flex, output_dir, to_go_on, idle
-    )
+    # On several nodes this one's disk does not tell from which checkpoint the job goes on.
+    seen = output_dir if node.count == 1 else None
+    return Job(("-m", "paddleformers.cli.cli", *arguments), None, environment, log_dir, flex, seen, to_go_on, idle)
 
 
 def read_settings(config: Path) -> dict[str, Any]:
@@ -337,9 +342,21 @@ def _to_go_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return (*anew, *([] if by_itself else ["resume_from_checkpoint=true"]))
 
 
-def _log_dir(output_dir: Path) -> Path:
-    """``log``, or the first of ``log-2``, ``log-3``, ... that no earlier start has used."""
-    names = ("log" if number == 1 else f"log-{number}" for number in count(1))
+def _log_dir(output_dir: Path, node: nodes.ThisNode) -> Path:
+    """``log``, or the first of ``log-2``, ``log-3``, ... that no earlier start has used; on several nodes one for each.
+
+    Raises:
+        StorageError: the output directory cannot be made, or takes nothing; not on several nodes, where all ranks
+            raise it together, and this node's logs go to a temporary directory.
+    """
+    try:
+        files.try_directory(output_dir)
+    except StorageError:
+        if node.count == 1:
+            raise
+        return Path(tempfile.mkdtemp(prefix="paddleformers-fc-log-"))
+    base = "log" if node.count == 1 else f"log-node-{node.rank}"
+    names = (base if number == 1 else f"{base}-{number}" for number in count(1))
     return next(path for name in names if not (path := output_dir / name).exists())
 
 

@@ -59,12 +59,16 @@ def job_store_address() -> tuple[str, int] | None:
     return (host, int(port)) if colon else None
 
 
+def on_several_nodes() -> bool:
+    """Return whether the launcher has started ranks on more than one node."""
+    endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
+    return len({endpoint.rpartition(":")[0] for endpoint in endpoints}) > 1
+
+
 def own_host() -> str:
     """Return the address at which the other ranks reach this one; the loopback address if all are on one node."""
-    endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
-    hosts = {endpoint.rpartition(":")[0] for endpoint in endpoints}
     own = os.environ.get("PADDLE_CURRENT_ENDPOINT", "").rpartition(":")[0]
-    return own if own and len(hosts) > 1 else LOOPBACK
+    return own if own and on_several_nodes() else LOOPBACK
 
 
 def wait_for(address: tuple[str, int], deadline_seconds: float = PATIENCE_SECONDS) -> bool:

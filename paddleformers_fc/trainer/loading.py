@@ -28,7 +28,7 @@ from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_
 from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from paddleformers_fc.storage.places import Place, at_home, place
-from paddleformers_fc.trainer import batches, documents, inherited, optimizers, position, resume, rng, state
+from paddleformers_fc.trainer import batches, documents, inherited, optimizers, position, preflight, resume, rng, state
 from paddleformers_fc.trainer.best import found_again
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.options import parse_size
@@ -59,7 +59,9 @@ def train(
 
     Raises:
         NotACheckpoint: there is none, or what was named is none.
+        FlexError: what :func:`.preflight.check` finds, before the first step.
     """
+    preflight.check(trainer, channel_of(trainer.args))
     run = run_of(trainer)
     run.resumed_from = run.progress = run.generators = run.saved = None
     run.told_of_generators = False

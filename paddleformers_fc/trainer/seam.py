@@ -20,7 +20,7 @@ from paddleformers.utils.log import logger
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import family_for
-from paddleformers_fc.trainer import batches, documents, inherited
+from paddleformers_fc.trainer import batches, documents, inherited, preflight
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
 from paddleformers_fc.trainer.options import FlexFields, without_effect
@@ -38,6 +38,7 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
     given = (*args, *kwargs.values())
     for active in filter(is_active, given):
         setattr(active, ATTENDED, True)
+        preflight.check_disks(active)
         for model in (one for one in given if isinstance(one, PretrainedModel)):
             inherited.keep_use_cache(model)
     native(*args, **kwargs)

@@ -490,7 +490,8 @@ def test_a_checkpoint_with_a_file_of_another_size_is_refused_before_anything_sta
     assert outcome.code == 1
     assert "config.json" in outcome.err
     assert run("train", *resumed, "flex_verify=off", "--dry-run").code == 0
-    monkeypatch.setenv("NNODES", "2")
+    for name, value in (("NNODES", "2"), ("RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
     assert run("train", *resumed, "--dry-run").code == 0
 
 
@@ -748,3 +749,80 @@ def test_a_run_without_flex_checkpoints_is_told(tmp_path: Path, monkeypatch: pyt
     assert silent.err == ""
     assert "flex_checkpoint is not true" in told.err
     assert silent.out == told.out
+
+
+NODES = {"NNODES": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "8123"}
+
+
+@pytest.fixture
+def second_of_two(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of the second of two nodes."""
+    for name, value in NODES.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_in_a_job_of_several_nodes_ranks_on_a_cpu_are_started_by_the_stock_command(
+    tmp_path: Path, on: Any, second_of_two: pytest.MonkeyPatch
+) -> None:
+    path = config(tmp_path)
+    job = prepare(path, 2, ["tensor_model_parallel_size=4"])
+    assert job.argv[:3] == ("-m", "paddleformers.cli.cli", "train")
+    assert job.ranks is None
+    assert job.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert job.environment["PADDLE_DISTRI_BACKEND"] == "gloo"
+    assert (job.environment["MASTER_ADDR"], job.environment["MASTER_PORT"]) == ("127.0.0.1", "8123")
+    assert job.log_dir == tmp_path / "out/log-node-1"
+    with pytest.raises(OptionError, match="4 ranks cannot be divided into groups of 3"):
+        prepare(path, 2, ["tensor_model_parallel_size=3"])
+
+
+def test_on_an_accelerator_several_nodes_are_left_to_the_stock_command(
+    tmp_path: Path, on: Any, second_of_two: pytest.MonkeyPatch
+) -> None:
+    on("gpu:0")
+    second_of_two.setenv("MASTER_ADDR", "localhost")
+    job = prepare(config(tmp_path), None, [])
+    assert job.environment["MASTER_ADDR"] == "127.0.0.1"
+    assert "CUDA_VISIBLE_DEVICES" not in job.environment
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RANK", None, "needs RANK on every node"),
+        ("MASTER_ADDR", "", "needs MASTER_ADDR on every node"),
+        ("RANK", "2", "RANK=2 is not a node of this job"),
+        ("RANK", "-1", "RANK=-1 is not a whole number"),
+        ("NNODES", "two", "NNODES=two is not a whole number"),
+        ("MASTER_PORT", "http", "MASTER_PORT=http is not a whole number"),
+        ("MASTER_ADDR", "no-such-node.invalid", "MASTER_ADDR=no-such-node.invalid does not resolve"),
+        ("MASTER_ADDR", "10.199.77.1", "where no other node reaches it"),
+    ],
+)
+def test_variables_by_which_nodes_would_never_meet_are_refused(
+    tmp_path: Path, on: Any, second_of_two: pytest.MonkeyPatch, name: str, value: str | None, said: str
+) -> None:
+    second_of_two.setenv("POD_IP", "127.0.0.2")
+    if value is None:
+        second_of_two.delenv(name)
+    else:
+        second_of_two.setenv(name, value)
+    with pytest.raises(OptionError) as caught:
+        prepare(config(tmp_path), 1, [])
+    assert said in caught.value.render()
+
+
+def test_what_another_node_may_see_is_not_refused_by_this_one(
+    tmp_path: Path, on: Any, second_of_two: pytest.MonkeyPatch
+) -> None:
+    assert prepare(config(tmp_path, resume_from_checkpoint=str(tmp_path / "there/checkpoint-3")), 1, []).ranks is None
+
+
+def test_a_disk_that_one_of_several_nodes_cannot_write_is_left_to_all_ranks(
+    tmp_path: Path, on: Any, second_of_two: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").touch()
+    job = prepare(config(tmp_path), 1, [])
+    assert job.log_dir.parent != tmp_path / "out"
+    job.log_dir.rmdir()

@@ -148,3 +148,33 @@ def test_a_rank_killed_in_the_exchange_itself_is_named_and_no_rank_stays_in_it(
         assert result.returncodes[rank] in (1, EXIT_CODE)
         assert "rank 2 did not come" in result.logs[rank].read_text()
     assert not list(out.glob("*checkpoint*"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("version", "versions.paddleformers_fc: "),
+        ("paddle", "versions.paddle: "),
+        ("config", "config.rms_norm_eps: "),
+        ("option", "flex_verify: "),
+        ("save_steps", "save_steps: 1 on rank 0; 2 on rank 1"),
+        ("learning_rate", "learning_rate: "),
+    ],
+)
+def test_a_rank_that_differs_is_found_before_the_first_step(
+    ranks: ForkServer, tmp_path: Path, kind: str, said: str
+) -> None:
+    given = {
+        "kind": kind,
+        "odd": 1,
+        "resume": None,
+        "layout": DP2.to_json(),
+        "output_dir": str(tmp_path),
+        "late": False,
+    }
+    found = ranks.run(f"{LOST}:differ", 2, given).values
+    assert found[0] == found[1]
+    assert (found[0]["error"], found[0]["steps"]) == ("PeerError", 0)
+    (line,) = [line for line in found[0]["text"].splitlines() if line.strip().startswith("- ")]
+    assert said in line
+    assert "on rank 1" in line

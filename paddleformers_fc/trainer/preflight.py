@@ -1,0 +1,102 @@
+"""Preflight checks: before the first step, all ranks compare versions and options, and test that they can save.
+
+A node with another package version, another YAML or a read-only disk would be found by the first save, after hours, or
+not at all. Here every rank raises one error within a second of the start of training. Cost: one exchange, and one
+directory made and deleted per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.execute.channel import Channel, together
+from paddleformers_fc.execute.rollcall import Called, comparable, software
+from paddleformers_fc.runtime.stores import on_several_nodes
+from paddleformers_fc.storage.files import try_directory
+from paddleformers_fc.trainer import documents
+from paddleformers_fc.trainer.run import channel_of
+
+_OF_A_NODE = frozenset(
+    {
+        "dataloader_num_workers",
+        "device",
+        "disable_tqdm",
+        "local_rank",
+        "log_on_each_node",
+        "logging_dir",
+        "metrics_output_path",
+        "output_dir",
+        "output_signal_dir",
+        "prefetch_factor",
+        "report_to",
+        "resume_from_checkpoint",
+        "run_name",
+        "wandb_api_key",
+        "wandb_http_proxy",
+    }
+)
+"""Options that may differ between nodes: paths, logging, and what serves one process alone."""
+
+_PACKAGES = ("paddleformers", "paddleformers_fc")
+
+
+def check(trainer: Any, channel: Channel) -> None:
+    """Compare versions, options and model configuration across ranks, and test every output disk.
+
+    Args:
+        trainer: about to train.
+        channel: all ranks; every rank must call.
+    Raises:
+        PeerError: the same on every rank: a table of what differs, with values and ranks.
+        StorageError: the same on every rank: the output directories that cannot be written, with their ranks.
+    """
+    args = trainer.args
+    facts = {
+        "versions": software(),
+        "config": comparable(documents.model_config(trainer.model)),
+        **dict(_options(args)),
+    }
+    _test_disk(args, channel, Called("starting the training", facts))
+
+
+def check_disks(args: Any) -> None:
+    """Test every output disk of a job on several nodes; every rank must call, before its Trainer is made.
+
+    PaddleFormers makes the output directory on rank 0 alone, where a failure would leave all other ranks waiting.
+
+    Raises:
+        StorageError: the same on every rank: the output directories that cannot be written, with their ranks.
+    """
+    if on_several_nodes():
+        _test_disk(args, channel_of(args))
+
+
+def _test_disk(args: Any, channel: Channel, roll: Called | None = None) -> None:
+    together(channel, "testing the output directory", lambda: try_directory(Path(args.output_dir)), roll)
+
+
+def _options(args: Any) -> Iterator[tuple[str, object]]:
+    """Options of PaddleFormers and of this package that every rank must have alike; not those of a user's class."""
+    for kind in type(args).__mro__:
+        if kind.__module__.partition(".")[0] in _PACKAGES:
+            for name in vars(kind).get("__dataclass_fields__", {}):
+                if name not in _OF_A_NODE:
+                    yield name, _plain(getattr(args, name))
+    yield (
+        "resume_from_checkpoint",
+        "a path" if isinstance(args.resume_from_checkpoint, str) else (args.resume_from_checkpoint),
+    )
+
+
+def _plain(value: object) -> object:
+    """A value that is the same text in every process; the type of one that is not."""
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else type(value).__name__

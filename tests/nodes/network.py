@@ -1,0 +1,151 @@
+"""Two nodes on one machine: each with an address, a hostname and a disk of its own.
+
+With root and ``ip`` a node is a set of Linux namespaces (network, hostname, mounts, processes), joined to the other by
+a pair of virtual interfaces; its disk is mounted at a path that both nodes have. Without them the nodes share the
+network of this machine under different loopback addresses, and start in different directories. The same commands run
+in both.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+_SETUP = """
+set -e
+hostname "$1"
+mount --bind "$2" /etc/hosts
+mount --bind "$3" "$4"
+cd "$4"
+shift 4
+exec "$@"
+"""
+_ADDRESSES = ("10.199.77.1", "10.199.77.2")
+_LOOPBACK = ("127.0.0.1", "127.0.0.2")
+_OF_JOBS = ("PADDLE_", "MASTER_", "FLAGS_", "NNODES", "RANK", "POD_IP", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command on a node ended: its code, and what it printed."""
+
+    code: int
+    output: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node.
+
+    Args:
+        address: at which the other node reaches it.
+        disk: what is mounted in the node's working directory, as this process sees it.
+        working: the directory in which commands start, as they see it.
+        prefix: the command that enters the node; empty for a node without namespaces.
+        variables: what commands need to know of it.
+    """
+
+    address: str
+    disk: Path
+    working: Path
+    prefix: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self, command: Sequence[object], environment: Mapping[str, object], log: Path) -> subprocess.Popen[bytes]:
+        """Start a command on this node; its output and errors go to a file."""
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(_OF_JOBS)}
+        given = {key: str(value) for key, value in environment.items()}
+        path = {"PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")])}
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [*self.prefix, *map(str, command)],
+                env={**inherited, **path, **self.variables, **given},
+                cwd=self.disk,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+
+def run(
+    nodes: Sequence[Node], commands: Sequence[Sequence[object]], environments: Sequence[Mapping[str, object]]
+) -> list[Ended]:
+    """Run a command on every node at once, and wait until all have ended."""
+    logs = [node.disk / f"output-{secrets.token_hex(4)}.txt" for node in nodes]
+    processes = [
+        node.start(command, environment, log)
+        for node, command, environment, log in zip(nodes, commands, environments, logs, strict=True)
+    ]
+    try:
+        codes = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # With all that it has started: it is the first process of its namespace.
+            process.wait()
+    return [Ended(code, log.read_text(errors="replace")) for code, log in zip(codes, logs, strict=True)]
+
+
+@contextmanager
+def two_nodes(directory: Path) -> Iterator[list[Node]]:
+    """Two nodes whose disks are directories in ``directory``."""
+    disks = [directory / "disk-0", directory / "disk-1"]
+    for disk in disks:
+        disk.mkdir(parents=True)
+    with ExitStack() as stack:
+        try:
+            prefixes = stack.enter_context(_joined_namespaces(directory))
+        except (OSError, subprocess.CalledProcessError):
+            yield [Node(*pair, pair[1], variables={"POD_IP": pair[0]}) for pair in zip(_LOOPBACK, disks, strict=True)]
+            return
+        working, hosts = directory / "working", directory / "hosts"
+        working.mkdir()
+        lines = ["127.0.0.1 localhost", *(f"{address} node-{index}" for index, address in enumerate(_ADDRESSES))]
+        hosts.write_text("\n".join(lines) + "\n")
+        yield [
+            Node(
+                address,
+                disk,
+                working,
+                (*prefix, "sh", "-c", _SETUP, "sh", f"node-{index}", str(hosts), str(disk), str(working)),
+            )
+            for index, (address, disk, prefix) in enumerate(zip(_ADDRESSES, disks, prefixes, strict=True))
+        ]
+
+
+@contextmanager
+def _joined_namespaces(directory: Path) -> Iterator[list[tuple[str, ...]]]:
+    """The commands that enter two network namespaces, which have an interface to each other and no other way out.
+
+    Raises:
+        OSError, CalledProcessError: a tool is missing, or this user may not.
+    """
+    if any(shutil.which(tool) is None for tool in ("ip", "unshare", "nsenter", "mount", "hostname")):
+        raise OSError("a tool is missing")
+    run_id = secrets.token_hex(3)
+    names = [f"fc{run_id}-{index}" for index in range(2)]
+    with ExitStack() as stack:
+        for name in names:
+            _ip("netns", "add", name)
+            stack.callback(_ip, "netns", "delete", name)
+        ends = [f"fc{run_id}{index}" for index in range(2)]
+        _ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+        for name, end, address in zip(names, ends, _ADDRESSES, strict=True):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", end, "up")
+        enter = ("unshare", "--mount", "--uts", "--pid", "--mount-proc", "--kill-child")
+        prefixes = [("nsenter", f"--net=/run/netns/{name}", *enter) for name in names]
+        subprocess.run([*prefixes[0], "mount", "--bind", directory, directory], check=True, capture_output=True)
+        yield prefixes
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

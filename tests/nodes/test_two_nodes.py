@@ -1,0 +1,146 @@
+"""Jobs of two nodes, started by the commands that users type: they train, save, resume, and fail on both alike."""
+
+from __future__ import annotations
+
+import http.server
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from paddleformers_fc.cli.demo.assets import prepare as prepare_assets
+from paddleformers_fc.cli.demo.settings import DP2, settings
+from paddleformers_fc.runtime.ranks import free_ports
+from paddleformers_fc.storage.manifest import read_manifest
+from paddleformers_fc.trainer import register
+from tests.nodes.network import BIN, Ended, Node, run, two_nodes
+
+SCRIPT = Path(__file__).parents[2] / "recipes/script.py"
+SECONDS = 900
+"""The suite's limit is for a test of one job; these start up to four launchers."""
+
+pytestmark = pytest.mark.timeout(SECONDS)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    """Two nodes, each with a disk of its own."""
+    with two_nodes(tmp_path / "nodes") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A YAML of PaddleFormers with relative output directory, so that each node saves on its own disk."""
+    directory = tmp_path_factory.mktemp("recipe")
+    assets = prepare_assets(directory / "assets")
+    content = settings(str(assets.models["llama"]), str(assets.corpus), "out", DP2)
+    path = directory / "job.yaml"
+    path.write_text(yaml.safe_dump({**content, "flex_checkpoint": True, "max_steps": 2, "save_steps": 2}))
+    return path
+
+
+def placed(nodes: Sequence[Node]) -> list[dict[str, object]]:
+    """The variables of every node, as a scheduler sets them."""
+    (port,) = free_ports(1)
+    given = {"NNODES": 2, "MASTER_ADDR": nodes[0].address, "MASTER_PORT": port, "PADDLE_DISTRI_BACKEND": "gloo"}
+    return [{**given, "RANK": rank} for rank in range(2)]
+
+
+def train(nodes: Sequence[Node], config: Path, *overrides: str, own: str = "") -> list[Ended]:
+    """``paddleformers-fc train`` on both nodes; the second one has an override of its own."""
+    command = [BIN / "paddleformers-fc", "train", config, "--nproc", 1, *overrides]
+    return run(nodes, [command, [*command, own] if own else command], placed(nodes))
+
+
+def by_launch(nodes: Sequence[Node], config: Path, *overrides: str) -> list[Ended]:
+    """``paddle.distributed.launch`` and a script, with ``MASTER_*`` nowhere in the environment."""
+    variables = placed(nodes)
+    master = f"{variables[0]['MASTER_ADDR']}:{variables[0]['MASTER_PORT']}"
+    launch = [sys.executable, "-m", "paddle.distributed.launch", "--master", master, "--nnodes", 2]
+    script = ["--nproc_per_node", 1, SCRIPT, "--output", "out", "--steps", 2]
+    commands = [[*launch, "--rank", rank, *script] for rank in range(2)]
+    return run(nodes, commands, [{"PADDLE_DISTRI_BACKEND": "gloo"}] * 2)
+
+
+def by_stock_command(nodes: Sequence[Node], config: Path, *overrides: str) -> list[Ended]:
+    """``paddleformers-cli train`` with this package's registration."""
+    command = [BIN / "paddleformers-cli", "train", config, f"custom_register_path={register.PATH}", *overrides]
+    return run(nodes, [command] * 2, [{**one, "CUDA_VISIBLE_DEVICES": "0"} for one in placed(nodes)])
+
+
+def checkpoints(node: Node) -> list[str]:
+    return sorted(path.name for path in (node.disk / "out").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("start", [train, by_stock_command], ids=["paddleformers-fc", "paddleformers-cli"])
+def test_two_nodes_train_and_each_disk_gets_its_part(nodes: list[Node], config: Path, start) -> None:
+    ended = start(nodes, config)
+    assert [one.code for one in ended] == [0, 0], "\n".join(one.output for one in ended)
+    for rank, node in enumerate(nodes):
+        assert checkpoints(node) == ["checkpoint-2"]
+        manifest = read_manifest(node.disk / "out/checkpoint-2")
+        assert (manifest.world_size, manifest.step) == (2, 2)
+        weights = list((node.disk / "out/checkpoint-2").rglob("*.safetensors"))
+        assert all(f"rank-{rank:05d}" in path.name for path in weights)
+        assert "Saved step 2" in ended[rank].output
+
+
+def test_a_script_under_paddles_launcher_trains_on_two_nodes_without_master_variables(
+    nodes: list[Node], config: Path
+) -> None:
+    ended = by_launch(nodes, config)
+    assert [one.code for one in ended] == [0, 0], "\n".join(one.output for one in ended)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "by itself"])
+def test_a_checkpoint_that_lies_on_another_node_is_resumed(nodes: list[Node], config: Path, named: bool) -> None:
+    first = train(nodes, config)
+    assert [one.code for one in first] == [0, 0], "\n".join(one.output for one in first)
+    parts = [node.disk / "out" for node in nodes]
+    shutil.copytree(parts[0] / "checkpoint-2", parts[1] / "checkpoint-2", dirs_exist_ok=True)
+    shutil.rmtree(parts[0])  # This node comes back with a fresh disk.
+    overrides = ["resume_from_checkpoint=out/checkpoint-2"] if named else []
+    ended = train(nodes, config, "max_steps=3", *overrides)
+    assert [one.code for one in ended] == [0, 0], "\n".join(one.output for one in ended)
+    assert all("Resumed step 2" in one.output for one in ended)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_cannot_be_written_is_found_before_the_first_step_on_both_nodes(
+    nodes: list[Node], config: Path, rank: int
+) -> None:
+    (nodes[rank].disk / "out").write_text("a file where the output directory should be")
+    ended = train(nodes, config)
+    for one in ended:
+        assert one.code != 0
+        assert f"on rank {rank}" in one.output
+        assert "global_step: 1" not in one.output
+
+
+def test_another_option_on_one_node_is_found_before_the_first_step_on_both_nodes(
+    nodes: list[Node], config: Path
+) -> None:
+    ended = train(nodes, config, own="save_steps=1")
+    for one in ended:
+        assert one.code != 0
+        assert "save_steps: 2 on rank 0; 1 on rank 1" in one.output
+        assert "global_step: 1" not in one.output
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["a rendezvous", "nothing"])
+def test_one_node_trains_whatever_listens_at_its_master_variables(tmp_path: Path, listens: bool) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_port if listens else free_ports(1)[0]
+        launch = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", 2]
+        script = [SCRIPT, "--output", "out", "--steps", 2]
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PADDLE_DISTRI_BACKEND": "gloo"}
+        (ended,) = run([Node("127.0.0.1", tmp_path, tmp_path)], [[*launch, *script]], [environment])
+        server.shutdown()
+    assert ended.code == 0, ended.output
+    assert "Saved" in ended.output or "Training completed" in ended.output
