@@ -15,6 +15,7 @@ KNOWN = [
     "G40",
     "G50",
     *("G80", "G81"),
+    *("G100", "G101"),
     *("G110", "G111"),
 ]
 """The faults that this package promises to be free of."""

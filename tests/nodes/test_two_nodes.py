@@ -13,13 +13,12 @@ import pytest
 import yaml
 
 from paddleformers_fc.cli.demo.assets import prepare as prepare_assets
-from paddleformers_fc.cli.demo.settings import DP2, settings
 from paddleformers_fc.runtime.ranks import free_ports
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer import register
 from tests.nodes.network import BIN, Ended, Node, run, two_nodes
 
-SCRIPT = Path(__file__).parents[2] / "recipes/script.py"
+SCRIPT, RECIPE = (Path(__file__).parents[2] / "recipes" / name for name in ("script.py", "two_nodes.yaml"))
 SECONDS = 900
 """The suite's limit is for a test of one job; these start up to four launchers."""
 
@@ -35,12 +34,14 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A YAML of PaddleFormers with relative output directory, so that each node saves on its own disk."""
+    """The recipe, with an output directory in which each node saves on its own disk."""
     directory = tmp_path_factory.mktemp("recipe")
     assets = prepare_assets(directory / "assets")
-    content = settings(str(assets.models["llama"]), str(assets.corpus), "out", DP2)
+    content = yaml.safe_load(RECIPE.read_text())
+    data = dict.fromkeys(("train_dataset_path", "eval_dataset_path"), str(assets.corpus))
+    given = {"model_name_or_path": str(assets.models["llama"]), "output_dir": "out", "max_steps": 2, "save_steps": 2}
     path = directory / "job.yaml"
-    path.write_text(yaml.safe_dump({**content, "flex_checkpoint": True, "max_steps": 2, "save_steps": 2}))
+    path.write_text(yaml.safe_dump({**content, **data, **given}))
     return path
 
 

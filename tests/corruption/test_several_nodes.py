@@ -1,0 +1,40 @@
+"""Several nodes with a disk each: no rank is left alone in a decision, and no disk decides for all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from paddleformers_fc.runtime.forkserver import ForkServer
+from tests.corruption.guarantees import Observed, fault
+from tests.harness.tiny import DP2
+
+JOBS = "tests.trainer.disk_jobs"
+
+
+@fault("G100", "one of two nodes comes back with a fresh disk, and the command line resumes by itself")
+def test_g100_the_rank_of_a_fresh_disk_joins_the_decision(ranks: ForkServer, tmp_path: Path) -> Observed:
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        place.mkdir()
+    given = {"layout": DP2.to_json(), "output_dir": "out", "places": list(map(str, places))}
+    ranks.run(f"{JOBS}:run", 2, {**given, "arguments": {"max_steps": 2, "save_steps": 2}})
+    shutil.copytree(places[1] / "out", places[0] / "out", dirs_exist_ok=True)
+    shutil.rmtree(places[1] / "out")
+    found = ranks.run(f"{JOBS}:resume_by_itself", 2, {**given, "arguments": {"max_steps": 3}}).values
+    assert [(one["step"], len(one["losses"])) for one in found] == [(3, 1)] * 2
+    return Observed("—", "both ranks resume at step 2")
+
+
+@fault("G101", "under `save_total_limit: 1` the newest checkpoint loses bytes on one of two disks")
+def test_g101_the_last_checkpoint_that_is_whole_over_all_disks_stays(ranks: ForkServer, tmp_path: Path) -> Observed:
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        place.mkdir()
+    arguments = {"max_steps": 3, "save_steps": 1, "save_total_limit": 1}
+    given = {"layout": DP2.to_json(), "output_dir": "out", "places": list(map(str, places)), "arguments": arguments}
+    lost = {"lost": "checkpoint-3/model_state/rank-00001.safetensors", "flip": False}
+    result = ranks.run(f"{JOBS}:lose_what_was_saved", 2, {**given, **lost})
+    assert list(result.values) == [["checkpoint-2", "checkpoint-3"]] * 2
+    assert all("checkpoint-3 is not whole, so out/checkpoint-2 stays" in log.read_text() for log in result.logs)
+    return Observed("—", "checkpoint-2, which is whole over both disks, stays on each; the log of both nodes says why")
