@@ -42,6 +42,11 @@ def activate() -> tuple[str, ...]:
     return _applied
 
 
+def needed() -> tuple[upstream.Hook, ...]:
+    """The upstream hooks that :func:`activate` will depend on; none once it was called, and none on an accelerator."""
+    return upstream.cpu_runtime() if _applied is None else ()
+
+
 def _activate() -> tuple[str, ...]:
     hooks = upstream.cpu_runtime()
     if not hooks:

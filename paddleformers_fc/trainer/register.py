@@ -33,12 +33,12 @@ def register() -> None:
     """
     from paddleformers_fc import upstream
     from paddleformers_fc.errors import EnvironmentMismatch
-    from paddleformers_fc.runtime import activate
+    from paddleformers_fc.runtime import activate, needed
 
     if ERRORS in os.environ:
         _leave_error_in(Path(os.environ[ERRORS]))
     try:
-        upstream.require((*upstream.TRAINER, *upstream.COMMAND_LINE, *upstream.cpu_runtime()))
+        upstream.require((*upstream.TRAINER, *upstream.COMMAND_LINE, *needed()))
     except EnvironmentMismatch as error:
         if _may_ask_for_flex():
             raise
