@@ -35,6 +35,9 @@ _CONFIG_KEYS = (
     "vocab_size",
     "moe_num_experts",
     "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
     "tie_word_embeddings",
 )
 

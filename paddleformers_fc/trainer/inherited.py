@@ -122,8 +122,9 @@ def _settings(model: Any) -> dict[str, Any] | None:
 
 def _initial_settings(model: Any) -> dict[str, Any] | None:
     """The generation settings that PaddleFormers gives a model of this configuration when it is built."""
-    model = unwrap_model(model)
-    return _plain(GenerationConfig.from_model_config(model.config)) if model.can_generate() else None
+    if not unwrap_model(model).can_generate():
+        return None
+    return _plain(GenerationConfig.from_model_config(config_of(model)))
 
 
 def _plain(settings: Any) -> dict[str, Any]:

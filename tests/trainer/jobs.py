@@ -830,3 +830,29 @@ def run_and_export(
     trainer.train(resume_from_checkpoint=source is None or None)
     trainer.save_model(f"{exports}/save_model")
     trainer.model.save_pretrained(f"{exports}/save_pretrained")
+
+
+def generation_settings(text: str) -> dict[str, Any]:
+    """Generation settings of a model that can generate: as built, from a file, and changed by a user afterwards.
+
+    Returns:
+        whether the model can generate, its temperature from the file, and the files of exports before and after.
+    """
+    from paddleformers.transformers.gpt_oss.configuration import GptOssConfig
+    from paddleformers.transformers.gpt_oss.modeling import GptOssForCausalLM
+
+    from paddleformers_fc.trainer import inherited
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, fuse_rms_norm=False))
+    inherited.take_over(model, {}, text.encode())
+    found: dict[str, Any] = {
+        "generates": model.can_generate(),
+        "temperature": model.generation_config.temperature,
+        "kept": inherited.generation_file(model)[inherited.GENERATION].decode(),
+    }
+    model.generation_config.temperature = 0.25
+    inherited.take_over(model, {}, text.encode())  # As of a checkpoint that is resumed.
+    changed = inherited.generation_file(model)[inherited.GENERATION]
+    return {**found, "changed": json.loads(changed)["temperature"]}

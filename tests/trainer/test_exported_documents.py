@@ -110,3 +110,8 @@ def test_a_model_without_a_source_exports_what_it_is(ranks: ForkServer, tmp_path
     written = json.loads((tmp_path / "weights/config.json").read_text())
     assert {key: written.get(key, "lost") for key in model} == model
     assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000}
+
+
+def test_a_model_that_can_generate_uses_the_settings_that_it_exports(ranks: ForkServer) -> None:
+    (found,) = ranks.run("tests.trainer.jobs:generation_settings", 1, {"text": GENERATION.decode()}).values
+    assert found == {"generates": True, "temperature": 0.6, "kept": GENERATION.decode(), "changed": 0.25}
