@@ -190,6 +190,32 @@ TRAINER = (
     Hook("paddleformers.transformers.configuration_utils:LlmMetaConfig._get_unsavable_keys", "()"),
     Hook("paddleformers.generation.configuration_utils:GenerationConfig.__init__", names=("_from_model_config",)),
     Hook("paddleformers.generation.configuration_utils:GenerationConfig.from_model_config", "(model_config)"),
+    # Loaders of weights, and how PaddleFormers builds the model that they fill.
+    Hook(
+        f"{_MODELS}:PretrainedModel.from_pretrained",
+        "(pretrained_model_name_or_path, *args, **kwargs)",
+        ("config", "state_dict", "cache_dir", "ignore_mismatched_sizes", "dtype", "download_hub", "subfolder")
+        + ("load_via_cpu", "load_checkpoint_format", "variant", "use_safetensors", "low_cpu_mem_usage")
+        + ("convert_from_hf", "load_state_as_np", "key_mapping", "force_download", "from_hf_hub", "from_aistudio")
+        + ("convert_from_torch", "is_weight_quantize", "_resolve_model_file_path", "get_common_folder"),
+    ),
+    Hook(f"{_MODELS}:PretrainedModel._from_config", "(config, **kwargs)", ("dtype", "dtype_guard")),
+    Hook(
+        f"{_MODELS}:PretrainedModel._resolve_model_file_path",
+        "(pretrained_model_name_or_path, download_hub=None, cache_dir=None, subfolder='', config=None, "
+        "convert_from_hf=True, use_safetensors=None, variant=None)",
+    ),
+    Hook(f"{_MODELS}:get_common_folder", "(file_list)"),
+    *(
+        Hook(f"paddle.nn:Layer.{name}", "(self, state_dict, use_structured_name=True)")
+        for name in ("set_state_dict", "set_dict", "load_dict")
+    ),
+    Hook("paddle.nn:Layer", names=("named_sublayers", "named_parameters", "named_buffers")),
+    Hook(
+        "paddle.distributed:load_state_dict",
+        "(state_dict, path, process_group=None, coordinator_rank=0, unique_id=None, offload=False, "
+        "mw_name_compatibility=True, aoa_config=None, safetensors=False, worker_groups=None, comm_method='broadcast')",
+    ),
     # The optimizer and its wrappers.
     Hook("paddle.optimizer:AdamW.__init__", names=("_amsgrad", "_param_groups", "_parameter_list")),
     Hook("paddle.optimizer:AdamW._create_accumulators", "(self, block, parameters)", ("_add_moments_pows",)),
@@ -257,6 +283,10 @@ TRAINER = (
 
 COMMAND_LINE = (
     Hook("paddleformers.cli.hparams.finetuning_args:FinetuningArguments", names=("ref_model_update_steps",)),
+    Hook("paddleformers.cli.hparams.model_args:ModelArguments", names=("model_name_or_path", "stage")),
+    Hook("paddleformers.cli.train.sft.workflow:run_sft", names=("from_pretrained", "model_name_or_path")),
+    Hook("paddleformers.cli.train.dpo.workflow:run_dpo", names=("from_pretrained", "model_name_or_path")),
+    Hook("paddleformers.cli.train.dpo.dpo_trainer:DPOTrainer.__init__", names=("ref_model",)),
 )
 """What the stock command line has besides."""
 

@@ -9,6 +9,7 @@ into the directory. Where it holds ``flex_checksums.json``, as exports do, files
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
@@ -21,7 +22,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.documents import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
 from paddleformers_fc.storage.export_checksums import Receipts, read_checksums, read_exported, verify_export
-from paddleformers_fc.storage.files import each, exists, is_file
+from paddleformers_fc.storage.files import each, exists, is_file, list_directory
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.places import Place
@@ -31,6 +32,29 @@ from paddleformers_fc.wording import count_text
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _FETCH_AGAIN = "Fetch the files again: the index and the files are not of one download."
+_NAME_ANOTHER = "Name a directory that save_pretrained or the export verb wrote, or that was downloaded whole."
+_EXPORT = "Export it with `paddleformers-fc export CHECKPOINT DIRECTORY`, and name that directory."
+_OTHER_FORMATS = (
+    (r"flex_checkpoint\.json", "a flex checkpoint", f"Resume it with resume_from_checkpoint. {_EXPORT}"),
+    (r"mapping\.json", "an unfinished flex checkpoint", f"Name a finished one. {_EXPORT}"),
+    (r"model_state|.*\.distcp", "a checkpoint of Paddle", _EXPORT),
+    (
+        r".*\.pdparams(\.index\.json)?",
+        "PaddleFormers' own format",
+        "Convert the weights with PaddleFormers alone, in a process of its own: AutoModelForCausalLM.from_pretrained("
+        'DIRECTORY, load_checkpoint_format="", convert_from_hf=False).save_pretrained(NEW_DIRECTORY); then name the '
+        "new directory.",
+    ),
+    (
+        r"pytorch_model.*\.bin(\.index\.json)?",
+        "a pickle of PyTorch",
+        "Convert the weights with Transformers: AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained("
+        "NEW_DIRECTORY); then name the new directory.",
+    ),
+    (r"adapter_.*|peft_model.*|lora_.*", "an adapter", "Name the directory of the model that the adapter is for."),
+    (r".*\.safetensors", "a file that no index lists", f"Fetch {INDEX_NAME} as well."),
+)
+"""What else may be there, by a pattern for names of entries: what it is, and how to make open weights of it."""
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 """The longest index that is read: that of 400,000 tensors."""
 
@@ -99,12 +123,22 @@ def _files(directory: Place, receipts: Receipts | None) -> dict[str, list[str]]:
         return _indexed(index, receipts)
     if exists(directory / SINGLE_NAME):
         return {SINGLE_NAME: []}
+    names = [path.name for path in list_directory(directory)]
+    others = [
+        (f"{_shortened(found)}: {format_name}", step)
+        for pattern, format_name, step in _OTHER_FORMATS
+        if (found := [name for name in names if re.fullmatch(pattern, name)])
+    ]
     raise NotACheckpoint(
         "The directory holds no open weights.",
         where=str(directory),
-        evidence=[f"neither {INDEX_NAME} nor {SINGLE_NAME} is there"],
-        next_step="Name a directory that save_pretrained or the export verb wrote, or that was downloaded whole.",
+        evidence=[f"neither {INDEX_NAME} nor {SINGLE_NAME} is there", *(line for line, _ in others)],
+        next_step=others[0][1] if others else _NAME_ANOTHER,
     )
+
+
+def _shortened(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _indexed(index: Place, receipts: Receipts | None) -> dict[str, list[str]]:

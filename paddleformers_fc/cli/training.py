@@ -51,7 +51,7 @@ from paddleformers_fc.storage.documents import parse_json, read_document
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
 from paddleformers_fc.storage.places import at_home, local
 from paddleformers_fc.trainer import register
-from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options
+from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options, check_stage
 from paddleformers_fc.wording import count_text
 
 if TYPE_CHECKING:
@@ -176,6 +176,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
     settings = {**read_settings(config), **parse_overrides(overrides)}
     own = _own_registration(settings.get(REGISTER_KEY))
     starting.refuse_unknown_keys(settings, may_be_more=own is not None)
+    check_stage(settings)
     check_options(SimpleNamespace(**{**vars(FlexFields()), **settings}))
     starting.refuse_missing_paths(settings)
     node = nodes.this_node(os.environ)

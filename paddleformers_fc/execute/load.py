@@ -19,6 +19,8 @@ import numpy as np
 import xxhash
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_huggingface
+from paddleformers_fc.catalog.flex import CONFIG_NAME, parse_config
+from paddleformers_fc.catalog.huggingface import read_description
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import Channel, Roll, agree
 from paddleformers_fc.execute.crew import DEFAULT_OPTIONS, ReadOptions
@@ -38,6 +40,7 @@ from paddleformers_fc.mapping import Shape
 from paddleformers_fc.mapping.aoa import AoaTensor
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, stated_source
 from paddleformers_fc.plan.cache import PlanCache, Planned, fits, plan_key
+from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.storage.export_checksums import restore_or_delete
 from paddleformers_fc.storage.manifest import manifest_seal
 from paddleformers_fc.storage.places import Place
@@ -183,14 +186,23 @@ def load_checkpoint(
             return 0
         return check_numbers(checkpoint.catalog, checkpoint.manifest.files, plan, channel, options.threads)
 
-    why = _families_apart(checkpoint.config, config)
-    return _load(checkpoint.catalog, roles, channel, options, preflight, check, started, roll, why)
+    def refuse(report: Report) -> None:
+        report.refuse(str(checkpoint.catalog.root), _families_apart(checkpoint.config, config))
+
+    return _load(checkpoint.catalog, roles, channel, options, preflight, check, refuse, started, roll)
 
 
 def _families_apart(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """What explains most differences between a checkpoint and a model, where it is so."""
     one, other = stored.get("model_type"), wanted.get("model_type")
     return [] if one == other else [f"the checkpoint is of family {one}, the model is {other}"]
+
+
+def _types_apart(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Where open weights are those of another family, whose tensors may have the same names and shapes."""
+    if not is_known(stored) or family_for(stored) is family_for(wanted):
+        return []
+    return [f"model_type: stored {stored['model_type']}, wanted {wanted['model_type']}"]
 
 
 def _heads_apart(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
@@ -252,9 +264,13 @@ def load_weights(
 
     def preflight() -> _Preflight:
         family, shards = family_for(config), describe_roles(roles)
+        text = read_description(directory, CONFIG_NAME)
+        beside = {} if text is None else parse_config(text, directory / CONFIG_NAME)
         optional, aliases = OptionalNames(family, config), tied_sources(family, config)
         source, report = huggingface_source(catalog, model_rules(config, shards[MODEL_STATE]), optional, aliases)
         plan = plan_reads(source, shards)
+        for line in [*_types_apart(beside, config), *_heads_apart(beside, config)]:
+            report.add("shape", line)
 
         def unexpected(untouched: Sequence[Stored]) -> list[str]:
             return optional.missed([name for _, name in untouched], catalog.roles[MODEL_STATE])
@@ -269,7 +285,12 @@ def load_weights(
 
     checksums = {name: receipt.digest for name, receipt in catalog.recorded.items()}
     facts = {"open_weights": _told_by_files(catalog), "checksums": checksums}
-    return _load(catalog, roles, channel, options, preflight, check, started, _roll(directory, config, facts))
+
+    def refuse(report: Report) -> None:
+        report.refuse(str(directory), stored=OPEN_WEIGHTS)
+
+    seen = _roll(directory, config, facts)
+    return _load(catalog, roles, channel, options, preflight, check, refuse, started, seen)
 
 
 def _opened_weights(directory: Place, channel: Channel, verify: str, threads: int, roll: Roll) -> tuple[Catalog, bool]:
@@ -310,9 +331,9 @@ def _load(
     options: ReadOptions,
     preflight: Callable[[], _Preflight],
     check: Callable[[LoadPlan], int],
+    refuse: Callable[[Report], None],
     started: float,
     roll: Roll,
-    why: Sequence[str] = (),
 ) -> LoadReport:
     done: list[_Preflight] = []
     slots: dict[Key, Slot] = {}
@@ -331,7 +352,7 @@ def _load(
     plan = done[0].plan
     for name in done[0].unexpected(untouched):
         merged.add("unexpected", name)
-    merged.refuse(str(catalog.root), why)
+    refuse(merged)
     dropped = tuple(name for _, name in untouched)
     checked = check(plan)
     storage = Storage(catalog.root, catalog.identities, catalog.seen_by)

@@ -30,6 +30,8 @@ HEADINGS = {
 }
 
 
+OPEN_WEIGHTS = "open weights"
+_OPEN_WEIGHTS_STEP = "Name the directory of this model's weights, or correct the config.json beside them."
 _MODEL_STEP = "Resume with the model this checkpoint was saved from, or name another checkpoint."
 _DTYPE_STEP = (
     "Resume in the precision of the run that saved it: the same compute_type (or bf16, fp16), fp16_opt_level and "
@@ -69,12 +71,13 @@ class Report:
                 text.extend(f"  {line}" for line in fold(states_joined(sorted(self.lines[kind], key=natural))))
         return text
 
-    def refuse(self, where: str, why: Sequence[str] = ()) -> None:
+    def refuse(self, where: str, why: Sequence[str] = (), stored: str = "checkpoint") -> None:
         """Raise what the report holds.
 
         Args:
             where: the checkpoint.
             why: lines that explain the rest, said first.
+            stored: what is loaded, a checkpoint or :data:`OPEN_WEIGHTS`.
 
         Raises:
             MismatchError: unless the report is empty.
@@ -82,11 +85,14 @@ class Report:
         if not self.empty:
             count = sum(len(lines) for lines in self.lines.values())
             raise MismatchError(
-                f"The checkpoint and the model do not fit: {count} differences. No weight was changed.",
+                f"The {stored} and the model do not fit: {count} differences. No weight was changed.",
                 where=where,
                 evidence=[*why, *self.evidence()],
-                next_step=_DTYPE_STEP if self._of_dtypes() else _MODEL_STEP,
+                next_step=_OPEN_WEIGHTS_STEP if stored == OPEN_WEIGHTS else self._step(),
             )
+
+    def _step(self) -> str:
+        return _DTYPE_STEP if self._of_dtypes() else _MODEL_STEP
 
     def _of_dtypes(self) -> bool:
         """Whether another precision explains it: then master weights are missing or left over as well."""

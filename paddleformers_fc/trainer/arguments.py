@@ -5,7 +5,8 @@ gives, for a class of PaddleFormers, the one that also has our options. Both are
 can be pickled and read like any other.
 
 Arguments are where ``flex_checkpoint: true`` first appears, whatever the way in, and before a process group exists. So
-making them checks the installed packages and attaches this package to the stock Trainer: :func:`attach`.
+making them checks the installed packages and attaches this package to the stock Trainer: :func:`attach`. They also
+decide who reads open weights from then on (:mod:`.reader`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from paddleformers.trainer import TrainingArguments
 from paddleformers.utils.log import logger
 
 from paddleformers_fc import upstream
+from paddleformers_fc.trainer import reader
 from paddleformers_fc.trainer.options import FlexFields
 
 
@@ -32,6 +34,7 @@ class FlexTrainingArguments(FlexFields, TrainingArguments):
     def __post_init__(self) -> None:
         attach(self)
         super().__post_init__()
+        reader.follow(self)
 
 
 def attach(arguments: FlexFields) -> None:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from paddleformers.cli.hparams import FinetuningArguments
 
+from paddleformers_fc.trainer import reader
 from paddleformers_fc.trainer.arguments import attach
 from paddleformers_fc.trainer.options import FlexFields
 
@@ -29,3 +30,4 @@ class FlexFinetuningArguments(FlexFields, FinetuningArguments):
     def __post_init__(self) -> None:
         attach(self)
         super().__post_init__()
+        reader.follow(self)

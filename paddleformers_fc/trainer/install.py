@@ -1,8 +1,9 @@
 """Flex checkpoints for the stock ``Trainer`` class and the stock command line, without a subclass.
 
 :func:`install` replaces methods of PaddleFormers' ``Trainer`` class by ones that ask the arguments first, and lets
-PaddleFormers' argument parser know our options. :func:`uninstall` puts the originals back. A Trainer whose arguments do
-not say ``flex_checkpoint: true`` runs the originals.
+PaddleFormers' argument parser know our options. Open weights are read through this package until training arguments
+decide otherwise (:mod:`.reader`). :func:`uninstall` puts the originals back. A Trainer whose arguments do not say
+``flex_checkpoint: true`` runs the originals.
 
 Nothing is replaced before the table of :mod:`paddleformers_fc.upstream` has been checked, so the modules that import
 more of PaddleFormers than this one are imported after that.
@@ -11,13 +12,15 @@ more of PaddleFormers than this one are imported after that.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paddleformers.trainer import PdArgumentParser, Trainer
 
 from paddleformers_fc import upstream
+from paddleformers_fc.trainer import reader
 from paddleformers_fc.trainer.arguments import with_flex_fields
+from paddleformers_fc.trainer.options import check_stage
 
 _Replacement = tuple[type[Any], str, Callable[..., Any]]
 """A class, the name of one of its methods, and what makes its replacement out of the original."""
@@ -33,9 +36,13 @@ def install() -> None:
     Raises:
         EnvironmentMismatch: the installed PaddleFormers is not as this package knows it; nothing was replaced.
     """
+    reader.read_by_default()
     if (Trainer, "train") in _originals:
         return
     upstream.require(upstream.TRAINER)
+    from paddleformers_fc.trainer import loaders
+
+    loaders.watch()
     _replace([*_trainer_methods(), *_PARSER])
 
 
@@ -45,7 +52,8 @@ def install_options() -> None:
 
 
 def uninstall() -> None:
-    """Put everything back that :func:`install` replaced."""
+    """Put everything back that :func:`install` replaced; loaders go on leaving their marks."""
+    reader.read_natively_by_default()
     while _originals:
         (owner, name), original = _originals.popitem()
         if original is _ABSENT:
@@ -111,9 +119,10 @@ def _constructed_with_our_options(original: Callable[..., Any]) -> Callable[...,
 def _parsed_with_our_options(original: Callable[..., Any]) -> Callable[..., Any]:
     # The command line makes its parser before it runs the file named by custom_register_path, and parses after it.
     @functools.wraps(original)
-    def parse_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def parse_dict(self: Any, args: Mapping[str, Any], *others: Any, **kwargs: Any) -> Any:
+        check_stage(args)
         self.dataclass_types = [with_flex_fields(kind) for kind in self.dataclass_types]
-        return original(self, *args, **kwargs)
+        return original(self, args, *others, **kwargs)
 
     return parse_dict
 

@@ -21,23 +21,33 @@ from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.catalog.flex import REFUSE
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.execute.channel import Channel, agree, together
-from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.load import PLANS, load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint, own_file, own_or_handed
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from paddleformers_fc.storage.places import Place, at_home, place
-from paddleformers_fc.trainer import batches, documents, inherited, optimizers, position, preflight, resume, rng, state
+from paddleformers_fc.trainer import (
+    batches,
+    documents,
+    inherited,
+    optimizers,
+    origin,
+    position,
+    preflight,
+    resume,
+    rng,
+    state,
+)
 from paddleformers_fc.trainer.best import found_again
 from paddleformers_fc.trainer.callback import CheckpointReport
-from paddleformers_fc.trainer.options import parse_size
 from paddleformers_fc.trainer.run import (
     WAITING,
     Native,
     Run,
     called,
     channel_of,
+    read_options,
     refuse_optimizer,
     reporters,
     run_of,
@@ -60,9 +70,11 @@ def train(
     Raises:
         NotACheckpoint: there is none, or what was named is none.
         FlexError: what :func:`.preflight.check` finds, before the first step.
+        OptionError: see :func:`.origin.refuse_other_reference`.
     """
     preflight.check(trainer, channel_of(trainer.args))
     run = run_of(trainer)
+    together(channel_of(trainer.args), "comparing the reference model", lambda: _refuse_other_reference(trainer))
     run.resumed_from = run.progress = run.generators = run.saved = None
     run.told_of_generators = False
     run.ran = {"train"}
@@ -71,6 +83,12 @@ def train(
     if chosen is None:
         _warn_of_another_run(trainer.args)
     return native(None if chosen is None else str(chosen), ignore_keys_for_eval)
+
+
+def _refuse_other_reference(trainer: Any) -> None:
+    # PaddleFormers' preference training sets it after Trainer.__init__.
+    reference = getattr(trainer, "ref_model", None)
+    origin.refuse_other_reference(reference, trainer.model, trainer.args.flex_accept_model)
 
 
 def _chosen(args: Any, requested: str | bool | None) -> tuple[Place | None, bool]:
@@ -136,7 +154,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
 
     roles, generation = together(channel, "preparing the optimizer", prepare)
     config = documents.model_config(trainer.model)
-    options = _read_options(args)
+    options = read_options(args)
     report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config, _plans(args))
     inherited.take_over(trainer.model, checkpoint.config, generation)
     _drop_begun_step(trainer, run)
@@ -168,12 +186,6 @@ def _tied(trainer: Any, checkpoint: FlexCheckpoint) -> str:
             f"the {args.flex_tied} pipeline stage are read.{lines}"
         )
     return str(args.flex_tied)
-
-
-def _read_options(args: Any) -> ReadOptions:
-    return ReadOptions(
-        threads=args.flex_threads, staging_bytes=parse_size(args.flex_staging_size), once=args.flex_read == "once"
-    )
 
 
 def _plans(args: Any) -> PlanCache:
@@ -346,7 +358,7 @@ def _load_best(trainer: Any, directory: Path) -> None:
     checkpoint = open_checkpoint(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
     checkpoint = replace(checkpoint, tied=trainer.args.flex_tied)
     roles = together(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
-    options = _read_options(trainer.args)
+    options = read_options(trainer.args)
     load_checkpoint(checkpoint, roles, documents.model_config(trainer.model), channel, options)
     if trainer.args.should_log:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")

@@ -12,7 +12,7 @@ from paddleformers.trainer import Trainer
 
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch
-from paddleformers_fc.trainer import loading, saving, seam
+from paddleformers_fc.trainer import loaders, loading, saving, seam
 
 _AnyTrainer: Any = object
 """What the mixin is put before: only the class that has both knows whose methods ``super()`` finds."""
@@ -31,6 +31,7 @@ class FlexTrainerMixin(_AnyTrainer):
         super().__init_subclass__(**kwargs)
         upstream.require(upstream.TRAINER)
         _refuse_other_classes(cls)
+        loaders.watch()  # From here on it is seen which loader fills a model.
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seam.construct(self, super().__init__, *args, **kwargs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -34,6 +34,9 @@ UNKNOWN_WAYS = ("refuse", "warn")
 
 _MAY_BE_OFF = {"flex_verify": LEVELS, "flex_check_replicas": REPLICA_WAYS}
 """Keys with the value ``off``, which YAML reads as false where no quotes are about it."""
+
+_OWN_WAYS = ("ernie_pretrain",)
+"""Stages of PaddleFormers' command line that parse their arguments again, into a class without our options."""
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -122,6 +125,13 @@ class FlexFields:
         },
     )
 
+    flex_accept_model: bool = field(
+        default=False,
+        metadata={
+            "help": "Train a model whose weights were set by another loader, such as set_state_dict, which skips what "
+            "does not fit. Default: false."
+        },
+    )
     flex_unknown_versions: str = field(
         default="refuse",
         metadata={
@@ -179,6 +189,26 @@ def check_options(options: Any) -> None:
         )
 
 
+def check_stage(settings: Mapping[str, Any]) -> None:
+    """Refuse a stage of PaddleFormers' command line that goes past this package.
+
+    Args:
+        settings: the keys of a configuration.
+
+    Raises:
+        OptionError: the stage creates training arguments, a model and a loader of its own, without our options.
+    """
+    if settings.get("flex_checkpoint") and settings.get("stage") in _OWN_WAYS:
+        raise OptionError(
+            "flex_checkpoint: true contradicts another option.",
+            where="training arguments",
+            evidence=[
+                f"flex_checkpoint: true and stage: {settings['stage']}: that stage loads and saves in ways of its own"
+            ],
+            next_step="Use stage: PT with a model of PaddleFormers, or remove flex_checkpoint.",
+        )
+
+
 def without_effect(options: Any) -> list[str]:
     """The options that were set and that mean nothing under ``flex_checkpoint``, one line each.
 
@@ -205,8 +235,9 @@ def parse_size(text: str) -> int:
 
 def _range_faults(options: Any) -> list[str]:
     faults = []
-    if not isinstance(options.flex_checkpoint, bool):
-        faults.append(f"flex_checkpoint: {options.flex_checkpoint!r} is neither true nor false")
+    for name in ("flex_checkpoint", "flex_accept_model"):
+        if not isinstance(getattr(options, name), bool):
+            faults.append(f"{name}: {getattr(options, name)!r} is neither true nor false")
     for name, ways in _MAY_BE_OFF.items():
         value = getattr(options, name)
         if value is not False and value not in ways:

@@ -1,25 +1,60 @@
 """Starting from open weights: a directory of safetensors files straight into a live model, under any layout.
 
-PaddleFormers' ``from_pretrained`` builds a model and fills it. Where the model exists already, as under a pipeline, or
-where the weights must be proved to be all there before any of them changes, :func:`load_open_weights` fills it through
-the family's mapping: every rank reads the ranges that its own shards are made of. Floating dtypes are cast to the
-model's.
+:func:`load_open_weights` fills a model that exists already. :func:`from_pretrained` takes the place of PaddleFormers'
+``PretrainedModel.from_pretrained`` (see :mod:`.loaders`): it builds the model as PaddleFormers does, with the same
+random numbers, and fills it in the same way. Every rank reads the ranges that its own shards are made of, through the
+family's mapping; nothing changes unless all of the weights fit. Floating dtypes are cast to the model's.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import paddle
+from paddleformers.transformers import PretrainedConfig
+from paddleformers.transformers.model_utils import get_common_folder
 from paddleformers.utils.log import logger
 
-from paddleformers_fc.execute.channel import together
+from paddleformers_fc.errors import MismatchError, NotACheckpoint, OptionError
+from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.load import LoadReport, load_weights
+from paddleformers_fc.families import family_for
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.places import RemotePath, place
-from paddleformers_fc.trainer import documents, inherited, state
+from paddleformers_fc.storage.places import Place, RemotePath, place
+from paddleformers_fc.trainer import documents, inherited, origin, state
+from paddleformers_fc.trainer.options import FlexFields
+from paddleformers_fc.trainer.run import channel_of, read_options
 from paddleformers_fc.trainer.watch import patient_channel
+
+_names = msgspec.json.Decoder(tuple[str, ...])
+
+_IGNORED = (
+    "from_hf_hub",
+    "from_aistudio",
+    "convert_from_torch",
+    "convert_from_hf",
+    "load_via_cpu",
+    "load_state_as_np",
+    "low_cpu_mem_usage",
+    "force_download",
+)
+"""Arguments of ``from_pretrained`` that say how PaddleFormers' own loader works."""
+
+_REFUSED: dict[str, Callable[[Any], bool]] = {
+    "state_dict": lambda given: given is not None,
+    "ignore_mismatched_sizes": bool,
+    "variant": lambda given: given is not None,
+    "key_mapping": lambda given: given is not None,
+    "use_safetensors": lambda given: given is False,
+    "load_checkpoint_format": lambda given: given != "flex_checkpoint",
+}
+"""Arguments of ``from_pretrained`` that ask for other weights than those of the directory, and the values that do."""
 
 
 def load_open_weights(
@@ -41,16 +76,135 @@ def load_open_weights(
         FlexError: the same on every rank, before any weight has changed, where files are missing or damaged, or names,
             shapes or dtypes do not fit.
     """
-    channel = patient_channel()
-    roles = state.model_roles(model)
-    config = documents.model_config(model)
-    source = place(directory)
+    return _fill(model, place(directory), patient_channel(), ReadOptions(threads=threads), verify)
+
+
+def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[str, Any]) -> Any:
+    """Build a model and fill it with open weights, in place of ``PretrainedModel.from_pretrained``.
+
+    Args:
+        cls: the class of the model.
+        named: a directory, its URL, or a name that PaddleFormers finds on a hub.
+        options: how the weights are read, and how long a rank waits for the others.
+        keywords: the keyword arguments of ``from_pretrained``.
+
+    Returns:
+        the model; every weight is from the files, or reported as one that the family declares optional.
+
+    Raises:
+        OptionError: an argument asks for what this package does not do.
+        MappingError: no family declares the model.
+        MismatchError: the directory is one of another type of model.
+        FlexError: as :func:`load_open_weights`.
+    """
+    _refuse_arguments(cls, keywords)
+    given = {name: value for name, value in keywords.items() if name not in (*_IGNORED, *_REFUSED)}
+    source = {name: given.pop(name, None) for name in ("cache_dir", "download_hub", "subfolder")}
+    dtype = given.pop("dtype", None)
+    config, given = _configuration(cls, named, given, source)
+    _refuse_other_type(cls, config, named)
+    family_for({"model_type": config.model_type})
+    _refuse_quantized(config)
+    channel = channel_of(options)
+    directory = together(channel, f"finding {named}", lambda: _directory(cls, str(named), config, source))
+    config.dtype = dtype or config.dtype or paddle.get_default_dtype()
+    model = cls._from_config(config, dtype=config.dtype, **given)
+    # The checksums of an export, where there are any, are compared unless verification is switched off.
+    verify = "off" if options.flex_verify == "off" else "full"
+    _fill(model, directory, channel, read_options(options), verify)
+    return model
+
+
+def _fill(model: Any, source: Place, channel: Channel, options: ReadOptions, verify: str) -> LoadReport:
     described = together(channel, "reading what describes the model", lambda: inherited.read_documents(source))
-    report = load_weights(source, roles, config, channel, ReadOptions(threads=threads), verify)
+    report = load_weights(source, state.model_roles(model), documents.model_config(model), channel, options, verify)
     inherited.take_over(model, *described)
+    kept = agree(channel, "reporting what was loaded", lambda: msgspec.json.encode(report.fresh))
+    if not report.fresh:
+        origin.clear(model)
     if channel.rank == 0:
-        for name in fold(report.fresh):
+        for name in fold(sorted({name for names in kept for name in _names.decode(names)})):
             logger.warning(f"{name} is not in {source} and keeps its initial values.")
         for name in fold(report.dropped):
             logger.warning(f"{name} is in {source} and the model has no place for it.")
     return report
+
+
+def _refuse_arguments(cls: Any, keywords: dict[str, Any]) -> None:
+    asked = [name for name, asks in _REFUSED.items() if name in keywords and asks(keywords[name])]
+    if asked:
+        raise OptionError(
+            "flex_checkpoint: true contradicts an argument of from_pretrained.",
+            where=f"{cls.__name__}.from_pretrained",
+            evidence=[
+                f"{name}: not supported by the reader of open weights"
+                if name == "state_dict"
+                else f"{name}={keywords[name]!r}: not supported by the reader of open weights"
+                for name in asked
+            ],
+            next_step="Remove the argument, or load the model before flex_checkpoint: true is in force and set "
+            "flex_accept_model: true.",
+        )
+
+
+def _configuration(cls: Any, named: Any, given: dict[str, Any], source: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The model's configuration, and the arguments that are left for its class; as PaddleFormers works them out."""
+    config = given.pop("config", None)
+    if isinstance(config, PretrainedConfig):
+        return config, given
+    path = named if config is None else config
+    made: tuple[Any, dict[str, Any]] = cls.config_class.from_pretrained(
+        path, return_unused_kwargs=True, **{**source, "subfolder": source["subfolder"] or ""}, **given
+    )
+    return made
+
+
+def _refuse_other_type(cls: Any, config: Any, named: Any) -> None:
+    """Refuse a directory of another type of model: PaddleFormers fills in what its configuration lacks, and warns."""
+    kind = getattr(type(config), "model_type", config.model_type)
+    if config.model_type != kind:
+        raise MismatchError(
+            f"{cls.__name__} builds models of type {kind}, and the weights are those of another type.",
+            where=str(named),
+            evidence=[f"model_type: stored {config.model_type}, wanted {kind}"],
+            next_step="Use AutoModelForCausalLM, which chooses the class by config.json, or name another directory.",
+        )
+
+
+def _refuse_quantized(config: Any) -> None:
+    if config.quantization_config.is_weight_quantize():
+        raise OptionError(
+            "flex_checkpoint: true contradicts another option.",
+            where="training arguments",
+            evidence=[
+                "flex_checkpoint: true and weight_quantize_algo: "
+                f"{config.quantization_config.weight_quantize_algo}: quantized weights are not supported"
+            ],
+            next_step="Remove one of the two keys.",
+        )
+
+
+def _directory(cls: Any, named: str, config: Any, source: dict[str, Any]) -> Place:
+    """The directory that is meant: of this machine, of a store, or where PaddleFormers downloads a name of a hub."""
+    subfolder = source["subfolder"] or ""
+    found = place(named)
+    if isinstance(found, RemotePath) or os.path.isdir(named):
+        return found / subfolder if subfolder else found
+    if os.path.isfile(named):
+        raise NotACheckpoint(
+            "Open weights are a directory, and this is a file.",
+            where=named,
+            next_step=f"Name the directory, {os.path.dirname(named) or '.'}.",
+        )
+    try:
+        file, files, _, sharded = cls._resolve_model_file_path(
+            named, **{**source, "subfolder": subfolder}, config=config, use_safetensors=True
+        )
+        return Path(get_common_folder(files if sharded else [file]))
+    except Exception as error:  # The clients of four hubs.
+        raise NotACheckpoint(
+            f"{named} is neither a directory nor a model of a hub with safetensors files.",
+            where=named,
+            evidence=[f"{type(error).__name__}: {error}"],
+            next_step="Correct model_name_or_path, or download the model and name its directory.",
+        ) from error

@@ -14,13 +14,14 @@ from typing import Any
 
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.execute.channel import Channel
+from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.rollcall import Called
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.trainer import batches, documents, optimizers
 from paddleformers_fc.trainer.best import BestCheckpoint
 from paddleformers_fc.trainer.callback import FlexCheckpointCallback
-from paddleformers_fc.trainer.options import FIELD_NAMES
+from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size
 from paddleformers_fc.trainer.watch import patient_channel
 
 Native = Callable[..., Any]
@@ -107,6 +108,13 @@ def called(args: Any, doing: str) -> Called:
 def channel_of(args: Any) -> Channel:
     """All ranks of the job, none of which waits for another forever."""
     return patient_channel(args.flex_timeout)
+
+
+def read_options(args: Any) -> ReadOptions:
+    """How the options of a run read tensors."""
+    return ReadOptions(
+        threads=args.flex_threads, staging_bytes=parse_size(args.flex_staging_size), once=args.flex_read == "once"
+    )
 
 
 def run_of(trainer: Any) -> Run:

@@ -19,12 +19,13 @@ from paddleformers.transformers import PretrainedModel
 from paddleformers.utils.log import logger
 
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.channel import together
 from paddleformers_fc.families import family_for
-from paddleformers_fc.trainer import batches, documents, inherited, preflight
+from paddleformers_fc.trainer import batches, documents, inherited, origin, preflight
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
 from paddleformers_fc.trainer.options import FlexFields, without_effect
-from paddleformers_fc.trainer.run import RUN, WAITING, Native, Run, is_active, refuse_optimizer, reporters
+from paddleformers_fc.trainer.run import RUN, WAITING, Native, Run, channel_of, is_active, refuse_optimizer, reporters
 from paddleformers_fc.trainer.saving import save_pretrained
 
 
@@ -32,7 +33,8 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
     """``Trainer.__init__``: afterwards the model exports through us and the loop is followed.
 
     Raises:
-        OptionError: the model or the optimizer is one whose checkpoints are not supported.
+        OptionError: the model or the optimizer is one whose checkpoints are not supported, or another loader has set
+            the model's weights.
         MappingError: no family declares the model.
     """
     given = (*args, *kwargs.values())
@@ -48,6 +50,11 @@ def construct(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
     _refuse_other_arguments(arguments)
     _refuse_unsupported(trainer.model)
     refuse_optimizer(trainer)
+    together(
+        channel_of(arguments),
+        "checking where the model's weights come from",
+        lambda: origin.refuse_unchecked(trainer.model, arguments.flex_accept_model),
+    )
     run = Run(batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))))
     setattr(trainer, RUN, run)
     trainer.add_callback(run.tracker)

@@ -219,6 +219,11 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({}, ["flex_verfy=full"], "flex_verfy: is flex_verify meant?"),
         ({"flexcheckpoint": True}, [], "flexcheckpoint: is flex_checkpoint meant?"),
         (
+            {"stage": "ernie_pretrain"},
+            [],
+            "flex_checkpoint: true and stage: ernie_pretrain: that stage loads and saves",
+        ),
+        (
             {"FLEX_verify": "full"},
             ["flex-verify=full"],
             "- FLEX_verify: is flex_verify meant?\n  - flex-verify: is flex",
@@ -389,7 +394,7 @@ def test_a_degree_that_the_model_cannot_have_is_refused_as_plan_refuses_it(tmp_p
         ({"model_type": "of nobody"}, ["flex_checkpoint=false"]),
         ({"model_type": "of nobody"}, ["custom_register_path={}/own.py"]),
         ({**MINIMAX.tiny, "model_type": "minimax_m2", "vocab_size": 66}, ["tensor_model_parallel_size=3"]),
-        ({}, ["tensor_model_parallel_size=3", "stage=ernie_pretrain"]),
+        ({}, ["tensor_model_parallel_size=3", "stage=dsv3_pretrain"]),
         ({}, ["tensor_model_parallel_size=3", "flex_checkpoint=false"]),
         ({}, ["tensor_model_parallel_size=3", "expert_model_parallel_size=3"]),
         ({}, ["tensor_model_parallel_size=3", "custom_register_path={}/own.py"]),

@@ -13,11 +13,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from paddleformers_fc.errors import Corrupt, MismatchError, StorageError
+from paddleformers_fc.errors import Corrupt, FlexError, MismatchError, OptionError, StorageError, from_wire
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
-from tests.corruption import ours
+from tests.corruption import commands, ours
 from tests.corruption.guarantees import Observed, fault, refused
 from tests.corruption.jobs import no_longer_than
 from tests.execute.simulated import live
@@ -77,24 +77,70 @@ def model_of(arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
     return {"model_state": live(arrays, 1, 0)["model_state"]}
 
 
+def states(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file of a directory, and the directory itself: when it was changed, and its bytes."""
+    found = {".": (directory.stat().st_mtime_ns, b"")}
+    return found | {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.iterdir()}
+
+
+def refused_by_the_command(model: Path, output: Path) -> FlexError:
+    """The error by which ``paddleformers-fc train`` ends, with nothing saved and nothing touched."""
+    before = states(model)
+    ended = commands.train(model, output)
+    assert ended.code == 1, ended.said
+    assert ended.error is not None, ended.said
+    assert ended.error.what in ended.said
+    assert "learning_rate:" not in ended.said  # No step was made.
+    assert list(output.glob("checkpoint-*")) == []
+    assert states(model) == before
+    return ended.error
+
+
+def trained_from(model: Path, output: Path, expected: dict[str, np.ndarray[Any, Any]]) -> bool:
+    """Whether ``paddleformers-fc train`` begins with these bits: a step without a learning rate keeps them."""
+    before = states(model)
+    ended = commands.train(model, output, "max_steps=1", "learning_rate=0.0")
+    assert ended.code == 0, ended.said
+    assert states(model) == before
+    held = {name: array for path in output.glob("*.safetensors") for name, array in load_file(path).items()}
+    return held.keys() == expected.keys() and all(
+        array.tobytes() == expected[name].tobytes() for name, array in held.items()
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The weights of a tiny Llama in one file, with a corpus beside the directory."""
+    return commands.assets(tmp_path / "assets")
+
+
+def in_several_files(directory: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Divide a directory's ``model.safetensors`` among files with an index; the tensors."""
+    held = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(held)
+    files = {f"model-0000{part + 1}-of-00003.safetensors": names[part::3] for part in range(3)}
+    for file, part in files.items():
+        save_file({name: held[name] for name in part}, directory / file, metadata={"format": "pt"})
+    listed = {name: file for file, part in files.items() for name in part}
+    size = sum(array.nbytes for array in held.values())
+    (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": listed}))
+    return held
+
+
 Stock = tuple[Path, Sums]
 
 
 @fault("T9", "open weights of another shape: another `intermediate_size`")
 def test_t9_open_weights_of_another_shape_are_refused(
-    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+    bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
 ) -> Observed:
     directory = copy(stock_weights[0], tmp_path / "stock", lambda path: None)
     (found,) = loaded(bare_ranks, directory, intermediate_size=160)
     assert "error" not in found
     differ = {name for name, value in found.items() if value != stock_weights[1][name]}
     assert differ == {name for name in found if ".mlp." in name}
-    larger = dict(ours.ARRAYS)
-    for name, array in ours.ARRAYS.items():
-        if ".mlp." in name:
-            axis = 1 if "down_proj" in name else 0
-            larger[name] = np.concatenate([array, np.take(array, range(8), axis)], axis)
-    error = ours.refusal(ours.load_open_weights(our_weights, ours.empty(arrays=larger)))
+    error = refused_by_the_command(commands.edit_config(model, intermediate_size=96), tmp_path / "out")
     assert isinstance(error, MismatchError)
     return Observed(
         "the tensors of that size hold something beside what is stored; no error", refused(error, "gate_proj")
@@ -103,19 +149,22 @@ def test_t9_open_weights_of_another_shape_are_refused(
 
 @fault("T10", "tensors are missing from a file of open weights, and a whole directory is loaded next")
 def test_t10_missing_tensors_come_in_one_report_and_the_next_load_is_right(
-    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, model: Path, tmp_path: Path
 ) -> Observed:
     whole = copy(stock_weights[0], tmp_path / "whole", lambda path: None)
     broken = copy(stock_weights[0], tmp_path / "broken", lambda path: without_tensors(weights(path)[0], 2))
     first, second = loaded(bare_ranks, broken, whole)
     assert first == second
     assert "should be assigned before" in second["error"]
-    taken: list[str] = []
-    directory = copy(our_weights, tmp_path / "ours", lambda path: taken.extend(without_tensors(weights(path)[1], 2)))
-    target = ours.empty()
-    error = ours.refusal(ours.load_open_weights(directory, target))
+    in_several_files(model)
+    taken = without_tensors(weights(model)[1], 2)
+    error = refused_by_the_command(model, tmp_path / "out")
     assert isinstance(error, Corrupt)
-    assert all(f"{name}: the index says {weights(directory)[1].name}" in str(error) for name in taken)
+    assert all(f"{name}: the index says {weights(model)[1].name}" in str(error) for name in taken)
+    # Next in the same process.
+    target = ours.empty()
+    damaged = copy(our_weights, tmp_path / "ours", lambda path: without_tensors(weights(path)[1], 2))
+    assert isinstance(ours.refusal(ours.load_open_weights(damaged, target)), Corrupt)
     assert ours.right(ours.load_open_weights(our_weights, target), model_of(ours.ARRAYS))
     return Observed(
         f"`{first['error']}`: one name, no file; then the same error for the whole directory",
@@ -125,21 +174,23 @@ def test_t10_missing_tensors_come_in_one_report_and_the_next_load_is_right(
 
 @fault("T11", "a file of open weights is missing, and the index lists it")
 def test_t11_a_missing_file_is_named(
-    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+    bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
 ) -> Observed:
     broken = copy(stock_weights[0], tmp_path / "stock", lambda path: weights(path)[1].unlink())
     missing = weights(stock_weights[0])[1].name
     (found,) = loaded(bare_ranks, broken)
     assert missing not in found["error"]
-    directory = copy(our_weights, tmp_path / "ours", lambda path: weights(path)[1].unlink())
-    error = ours.refusal(ours.load_open_weights(directory, ours.empty()))
+    in_several_files(model)
+    gone = weights(model)[1]
+    gone.unlink()
+    error = refused_by_the_command(model, tmp_path / "out")
     assert isinstance(error, Corrupt)
-    return Observed(f"`{found['error']}`: the missing file is not named", refused(error, weights(our_weights)[1].name))
+    return Observed(f"`{found['error']}`: the missing file is not named", refused(error, gone.name))
 
 
 @fault("T12", "an extra `original.safetensors` with the same names")
 def test_t12_a_file_that_the_index_does_not_list_is_ignored(
-    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+    bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
 ) -> Observed:
     def add(path: Path) -> None:
         held = load_file(weights(path)[0])
@@ -149,8 +200,9 @@ def test_t12_a_file_that_the_index_does_not_list_is_ignored(
     other = [name for name, value in found.items() if value != stock_weights[1][name]]
     held = list(load_file(weights(stock_weights[0])[0]))
     assert sorted(other) == sorted(name for name in held if "norm" not in name)
-    directory = copy(our_weights, tmp_path / "ours", add)
-    assert ours.right(ours.load_open_weights(directory, ours.empty()), model_of(ours.ARRAYS))
+    expected = in_several_files(model)
+    add(model)
+    assert trained_from(model, tmp_path / "out", expected)
     return Observed(
         "its tensors win over those of the index; no error", "loads right: the index says which files count"
     )
@@ -158,16 +210,16 @@ def test_t12_a_file_that_the_index_does_not_list_is_ignored(
 
 @fault("T13", "loading from a directory of open weights that is not ours to write to")
 def test_t13_the_source_is_not_written_to(
-    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+    bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
 ) -> Observed:
     directory = copy(stock_weights[0], tmp_path / "stock", lambda path: None)
     before = {path.name for path in directory.iterdir()}
     loaded(bare_ranks, directory)
     added = {path.name for path in directory.iterdir()} - before
     assert added == {"flex-ckpt.auto_generated.metadata"}
-    listed = {path: path.stat().st_mtime_ns for path in (our_weights, *our_weights.iterdir())}
-    assert ours.right(ours.load_open_weights(our_weights, ours.empty()), model_of(ours.ARRAYS))
-    assert {path: path.stat().st_mtime_ns for path in (our_weights, *our_weights.iterdir())} == listed
+    # Stock also deletes what has this name, whoever wrote it.
+    (model / "flex-ckpt.auto_generated.metadata").write_text("of somebody")
+    assert trained_from(model, tmp_path / "out", load_file(model / "model.safetensors"))
     return Observed(f"writes `{added.pop()}` into it", "loads right, and nothing in the directory is touched")
 
 
@@ -240,3 +292,83 @@ def test_t16_an_export_has_a_format_in_its_headers_and_nothing_beside(
         "no `__metadata__`; `saved_signal_0` is left",
         "`format: pt`; only the configuration, the index, the weights, and the checksums of these",
     )
+
+
+@fault("G20", "a `config.json` that does not describe the weights beside it, in every way in")
+def test_g20_weights_that_do_not_fit_stop_every_way_in(model: Path, tmp_path: Path) -> Observed:
+    commands.edit_config(model, intermediate_size=96)
+    (tmp_path / "stock").mkdir()
+    untouched = copy(model, tmp_path / "stock/llama", lambda path: None)
+    corpus = model.parent / "corpus.jsonl"
+    stock = commands.stock_command(untouched, tmp_path / "of-stock", corpus, flex_checkpoint=False)
+    assert stock.code == 0, stock.said
+    before = states(model)
+    ways = {
+        "`paddleformers-fc train`": commands.train(model, tmp_path / "ours"),
+        "`paddleformers-cli train`": commands.stock_command(model, tmp_path / "cli"),
+        "a script": commands.script(model, tmp_path / "script"),
+    }
+    for name, ended in ways.items():
+        assert ended.code != 0, name
+        assert "The open weights and the model do not fit: 12 differences. No weight was changed." in ended.said, name
+        assert list(ended.output.glob("checkpoint-*")) == []
+    assert states(model) == before
+    error = ways["`paddleformers-cli train`"].error
+    assert isinstance(error, MismatchError)
+    return Observed(
+        "`paddleformers-cli train` ends with code 0; what is longer than the model's tensors is cut off",
+        f"{refused(error, 'up_proj')}; the same by {', '.join(ways)}",
+    )
+
+
+@fault("G21", "a model that `set_state_dict` has filled with weights of another shape, in a Trainer")
+def test_g21_a_model_that_another_loader_has_filled_is_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
+    job = "tests.corruption.jobs:train_what_was_set"
+    stock = ranks.run(job, 1, {"output_dir": str(tmp_path / "stock"), "flex": False}).values[0]
+    assert stock == {"steps": 1, "kept": ["lm_head.weight"]}
+    found = ranks.run(job, 1, {"output_dir": str(tmp_path / "ours"), "flex": True}).values[0]
+    error = from_wire(found["error"])
+    assert isinstance(error, OptionError)
+    return Observed(
+        "trains; the tensor keeps its initial values, said by a warning of Python",
+        refused(error, "set_state_dict"),
+    )
+
+
+def test_an_extra_tensor_and_a_missing_one_are_all_in_the_report_of_the_command(model: Path, tmp_path: Path) -> None:
+    held = load_file(model / "model.safetensors")
+    held["model.layers.0.self_attn.q_proj.bias"] = np.ones(64, np.float32)
+    held["model.layers.4.input_layernorm.weight"] = np.ones(64, np.float32)
+    del held["model.layers.2.mlp.up_proj.weight"]
+    save_file(held, model / "model.safetensors", metadata={"format": "pt"})
+    error = refused_by_the_command(model, tmp_path / "out")
+    assert isinstance(error, MismatchError)
+    assert error.evidence == (
+        "MISSING: wanted, and not stored (1)",
+        "  model.layers.2.mlp.up_proj.weight: needs model.layers.2.mlp.up_proj.weight",
+        "UNEXPECTED: stored, and wanted by no rank (2)",
+        "  model.layers.0.self_attn.q_proj.bias",
+        "  model.layers.4.input_layernorm.weight",
+    )
+    assert error.next_step == "Name the directory of this model's weights, or correct the config.json beside them."
+
+
+@pytest.mark.parametrize(
+    ("stage", "changed", "said"),
+    [
+        ("SFT", {"intermediate_size": 96}, "SHAPE: stored and wanted differ (12)"),
+        ("DPO", {"intermediate_size": 96}, "SHAPE: stored and wanted differ (12)"),
+        ("VL-SFT", {}, "No family declares model_type 'qwen2_5_vl'"),
+    ],
+)
+def test_every_stage_of_the_command_line_reads_open_weights_alike(
+    ranks: ForkServer, model: Path, tmp_path: Path, stage: str, changed: dict[str, Any], said: str
+) -> None:
+    if stage == "VL-SFT":
+        commands.as_vision_language(model)
+    path = commands.recipe_of(commands.edit_config(model, **changed), tmp_path / "out", stage=stage)
+    before = states(model)
+    result = ranks.attempt("tests.trainer.jobs:run_command_line", 1, {"yaml": str(path)})
+    assert not result.ok
+    assert said in result.logs[0].read_text()
+    assert states(model) == before

@@ -394,9 +394,11 @@ def run_without_pickle(resume: str | None = None, **settings: Any) -> int:
 
 
 def _methods() -> dict[str, int]:
+    from paddle.nn import Layer
     from paddleformers.trainer import PdArgumentParser, Trainer, TrainingArguments
+    from paddleformers.transformers import PretrainedModel
 
-    owners = (Trainer, PdArgumentParser, TrainingArguments)
+    owners = (Trainer, PdArgumentParser, TrainingArguments, PretrainedModel, Layer)
     return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()}
 
 

@@ -27,9 +27,14 @@ from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = re.compile(r"^from paddleformers_fc import (.+)$", re.MULTILINE)
 
+WATCHED = ["Layer.load_dict", "Layer.set_dict", "Layer.set_state_dict", "PretrainedModel.from_pretrained"]
+"""Loaders of weights. They do what they did, and leave a mark."""
+
 REPLACED = [
+    *WATCHED[:3],
     "PdArgumentParser.__init__",
     "PdArgumentParser.parse_dict",
+    *WATCHED[3:],
     "Trainer.__init__",
     "Trainer._inner_training_loop",
     "Trainer._load_flex_checkpoint",
@@ -87,9 +92,11 @@ def test_the_script_of_the_recipes_trains_on_two_ranks_and_goes_on_with_one(tmp_
     assert losses(trained.logs[0].read_text())[0] > losses(resumed.logs[0].read_text())[0]
 
 
-def test_importing_changes_nothing_and_uninstalling_puts_everything_back(ranks: ForkServer) -> None:
+def test_importing_the_installer_changes_nothing_and_uninstalling_leaves_watched_loaders_alone(
+    ranks: ForkServer,
+) -> None:
     (found,) = ranks.run(f"{JOBS}:replaced_methods", 1).values
-    assert found == {"imported": [], "installed": REPLACED, "uninstalled": []}
+    assert found == {"imported": [], "installed": REPLACED, "uninstalled": WATCHED}
 
 
 def test_without_flex_checkpoint_every_way_in_is_paddleformers_own(ranks: ForkServer, tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Patches of the loaders that put weights into models: PaddleFormers' ``from_pretrained`` and Paddle's own.
+
+:func:`watch` replaces them once per process. They do what they did, and mark what they have filled (:mod:`.origin`).
+Where :mod:`.reader` has chosen this package, ``from_pretrained`` reads through it instead (:mod:`.pretrained`).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+from paddle.nn import Layer
+from paddleformers.transformers.model_utils import PretrainedModel
+
+from paddleformers_fc.trainer import origin, pretrained, reader
+
+
+@functools.cache
+def watch() -> None:
+    """Replace the loaders by ones that leave marks. A second call does nothing.
+
+    Layers that exist already are marked: what has filled them was not seen.
+    """
+    for found in gc.get_objects():
+        if issubclass(type(found), Layer):
+            origin.mark(found, "built before paddleformers_fc could see which loader fills it")
+    PretrainedModel.from_pretrained = classmethod(
+        _from_pretrained(PretrainedModel.__dict__["from_pretrained"].__func__)
+    )
+    setting = _marking_layer(Layer.set_state_dict)
+    Layer.set_state_dict = Layer.set_dict = Layer.load_dict = setting
+    dist.load_state_dict = _marking_tensors(dist.load_state_dict)
+
+
+def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        options = reader.options()
+        if options is not None:
+            return pretrained.from_pretrained(cls, pretrained_model_name_or_path, options, kwargs)
+        model = original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        if isinstance(model, Layer):
+            origin.mark(model, f"{cls.__name__}.from_pretrained({str(pretrained_model_name_or_path)!r})")
+        return model
+
+    return from_pretrained
+
+
+def _marking_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def set_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        origin.mark(self, "set_state_dict")
+        return original(self, *args, **kwargs)
+
+    return set_state_dict
+
+
+def _marking_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_state_dict(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in state_dict.values():
+            tensor = getattr(value, "local_tensor", value)
+            if isinstance(tensor, paddle.Tensor):
+                origin.mark(tensor, "paddle.distributed.load_state_dict")
+        return original(state_dict, *args, **kwargs)
+
+    return load_state_dict

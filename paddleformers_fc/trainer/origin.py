@@ -1,0 +1,137 @@
+"""Where a model's weights come from: marks of loaders other than ours, and the refusal of what they have loaded.
+
+PaddleFormers' and Paddle's loaders skip what does not fit: a tensor of another shape is cut or left out, and the job
+trains. So each of them leaves a mark on the layer or tensor that it has filled (:mod:`.loaders`), our reader removes
+the marks of what it has filled (:mod:`.pretrained`), and a Trainer with ``flex_checkpoint: true`` refuses a model with
+marks. A model that was built from a configuration alone has none. Values that a script assigns tensor by tensor are
+its own initialisation and leave none either.
+
+Marks are attributes, so that they survive a copy of the model and a model that is put into another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from paddleformers.utils.log import logger
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.mapping.folding import fold
+
+_MARK = "_flex_loaded_by"
+_ITSELF = "the model"
+
+
+def mark(filled: Any, loader: str) -> None:
+    """Note that a loader other than ours has filled a layer or a tensor.
+
+    Args:
+        filled: a ``paddle.nn.Layer`` or a ``paddle.Tensor``.
+        loader: the loader's name and what it has read, for the error.
+    """
+    setattr(filled, _MARK, loader)
+
+
+def clear(model: Any) -> None:
+    """Remove the marks of a model that our reader has filled completely."""
+    for _, found in _parts(model):
+        if hasattr(found, _MARK):
+            delattr(found, _MARK)
+
+
+def loaded_by_others(model: Any) -> list[str]:
+    """The parts of a model that other loaders have filled, one line each.
+
+    A part inside another one that the same loader has filled is left out.
+    """
+    lines: dict[str, str] = {}
+    for name, found in _parts(model):
+        loader = getattr(found, _MARK, None)
+        if loader is not None and not any(lines.get(above) == loader for above in _above(name)):
+            lines[name] = loader
+    return [f"{name or _ITSELF}: {loader}" for name, loader in lines.items()]
+
+
+def refuse_unchecked(model: Any, accepted: bool) -> None:
+    """Refuse a model whose weights another loader has set.
+
+    Args:
+        model: the model of a Trainer.
+        accepted: ``flex_accept_model``; then the weights are named in the log and the run goes on.
+
+    Raises:
+        OptionError: with every part that another loader has set.
+    """
+    found = loaded_by_others(model)
+    if found and accepted:
+        logger.warning(
+            f"flex_accept_model: true: training begins with weights that were not checked: {'; '.join(fold(found))}."
+        )
+    elif found:
+        raise OptionError(
+            "The model's weights were set by a loader that skips what does not fit, and were not checked.",
+            where="flex_accept_model",
+            evidence=fold(found),
+            next_step="Create the training arguments with flex_checkpoint=True, or call paddleformers_fc.install(), "
+            "before from_pretrained; or fill the model with paddleformers_fc.load_open_weights(model, directory). "
+            "To train these weights unchecked, set flex_accept_model: true.",
+        )
+
+
+def refuse_other_reference(reference: Any, model: Any, accepted: bool) -> None:
+    """Refuse a reference model that another loader has set, unless its weights are those of the trained model.
+
+    PaddleFormers' preference training copies the model into the reference model with ``set_state_dict``, which skips
+    what does not fit.
+
+    Args:
+        reference: the reference model of a Trainer; None if it has none.
+        model: the model that is about to be trained.
+        accepted: as in :func:`refuse_unchecked`.
+
+    Raises:
+        OptionError: with every tensor that differs, or as :func:`refuse_unchecked`.
+    """
+    if reference is None or not loaded_by_others(reference):
+        return
+    held = dict(_tensors(model))
+    apart = [
+        f"{name}: not equal to the model's"
+        for name, tensor in _tensors(reference)
+        if name not in held or not _equal(tensor, held[name])
+    ]
+    if apart and accepted:
+        logger.warning(f"flex_accept_model: true: the reference model was not checked: {'; '.join(fold(apart))}.")
+    elif apart:
+        raise OptionError(
+            "The reference model was set by a loader that skips what does not fit, and is not the model.",
+            where="flex_accept_model",
+            evidence=fold(apart),
+            next_step="Load both models from their directories after the training arguments were created with "
+            "flex_checkpoint=True. To train with this reference model unchecked, set flex_accept_model: true.",
+        )
+
+
+def _parts(model: Any) -> Iterator[tuple[str, Any]]:
+    """The layers of a model, outer ones first, then its tensors, by name."""
+    yield from model.named_sublayers(include_self=True)
+    yield from _tensors(model)
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _above(name: str) -> Sequence[str]:
+    """The names of the layers that a part is in; the model itself has an empty one."""
+    pieces = name.split(".")
+    return [".".join(pieces[:end]) for end in range(len(pieces))] if name else []
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return list(one.shape) == list(other.shape) and np.array_equal(
+        one.numpy(), other.astype(one.dtype).numpy(), equal_nan=True
+    )

@@ -1,0 +1,240 @@
+"""Models that scripts come by in their ways, and what ``from_pretrained`` takes: filled by us, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from paddleformers_fc.runtime.forkserver import PRELOAD, ForkServer
+from tests.harness import tiny
+from tests.trainer.open_weights_jobs import serve_as_hub
+from tests.trainer.test_pretrained import weights_of
+
+JOBS = "tests.trainer.open_weights_jobs"
+
+
+@pytest.fixture(scope="module")
+def llama(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights of a tiny Llama."""
+    return weights_of(ranks, tmp_path_factory.mktemp("llama"), "llama", {})
+
+
+def come_by(ranks: ForkServer, way: str, source: Path, tmp_path: Path, **job: Any) -> dict[str, Any]:
+    """How a training ends whose script comes by its model in a way."""
+    kwargs = {"way": way, "source": str(source), "output_dir": str(tmp_path / "out"), **job}
+    found: dict[str, Any] = ranks.run(f"{JOBS}:train_model_of", 1, kwargs).values[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "model"), [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("ernie4_5_moe", {})]
+)
+def test_from_pretrained_fills_every_layout_with_the_bits_of_the_files(
+    ranks: ForkServer, tmp_path: Path, model_type: str, model: dict[str, Any]
+) -> None:
+    source = weights_of(ranks, tmp_path, model_type, model)
+    original = load_file(source / "model.safetensors")
+    for layout in (tiny.SINGLE, tiny.TP2, tiny.PP2, tiny.SD2V2):
+        target = tmp_path / f"again-{layout.name}"
+        job = {"layout": layout.to_json(), "output_dir": str(tmp_path / "run"), "source": str(source)}
+        said = ranks.run(f"{JOBS}:load_and_export", layout.nproc, {**job, "target": str(target)}).values
+        assert said == ([],) * layout.nproc
+        again = load_file(target / "model.safetensors")
+        assert again.keys() == original.keys()
+        assert all(array.tobytes() == original[name].tobytes() for name, array in again.items())
+
+
+def test_what_a_later_pipeline_stage_does_not_find_in_the_files_is_reported_too(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    source = weights_of(ranks, tmp_path, "ernie4_5_moe", {})
+    job = {"layout": tiny.PP2.to_json(), "output_dir": str(tmp_path / "run"), "source": str(source)}
+    job |= {"model": {"moe_use_aux_free": True}, "target": str(tmp_path / "again")}
+    said = ranks.run(f"{JOBS}:load_and_export", 2, job).values
+    bias = "model.layers.{1...3}.mlp.moe_statics.e_score_correction_bias"
+    assert said == ([f"{bias} is not in {source} and keeps its initial values."], [])
+
+
+def test_a_model_and_the_random_numbers_after_it_are_those_of_the_stock_loader(
+    ranks: ForkServer, llama: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(llama, tmp_path / "weights")
+    kwargs = {"output_dir": str(tmp_path / "out"), "source": str(source)}
+    found = ranks.run(f"{JOBS}:load_beside_stock", 1, kwargs).values[0]
+    assert found == {"equal": True, "initial": True}
+
+
+@pytest.mark.parametrize("way", ["after_arguments", "installed", "filled_again", "fresh_after_import"])
+@pytest.mark.parametrize("trainer", ["FlexTrainer", "Trainer"])
+def test_a_model_that_was_checked_or_is_fresh_is_trained(
+    ranks: ForkServer, llama: Path, tmp_path: Path, way: str, trainer: str
+) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in (llama, *llama.iterdir())}
+    found = come_by(ranks, way, llama, tmp_path, trainer=trainer)
+    assert len(found.get("losses", ())) == 2, found
+    after = {path.name: path.stat().st_mtime_ns for path in (llama, *llama.iterdir())}
+    assert after == before or way == "filled_again"  # There PaddleFormers has loaded first.
+
+
+def test_values_that_a_script_assigns_to_a_fresh_model_are_its_own_initialisation(
+    ranks: ForkServer, llama: Path, tmp_path: Path
+) -> None:
+    assert len(come_by(ranks, "fresh_with_values", llama, tmp_path)["losses"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("imported", "the model: LlamaForCausalLM.from_pretrained('{source}')"),
+        ("after_other_arguments", "the model: LlamaForCausalLM.from_pretrained('{source}')"),
+        ("copied", "the model: LlamaForCausalLM.from_pretrained('{source}')"),
+        ("before_everything", "the model: built before paddleformers_fc could see which loader fills it"),
+        ("set_by_hand", "the model: set_state_dict"),
+        ("set_in_part", "lm_head: set_state_dict"),
+        ("set_by_paddle", "model.norm.weight: paddle.distributed.load_state_dict"),
+    ],
+)
+@pytest.mark.parametrize("trainer", ["FlexTrainer", "Trainer"])
+def test_a_model_that_another_loader_has_set_is_refused_with_what_that_was(
+    ranks: ForkServer, llama: Path, tmp_path: Path, way: str, said: str, trainer: str
+) -> None:
+    source = shutil.copytree(llama, tmp_path / "weights")
+    found = come_by(ranks, way, source, tmp_path, trainer=trainer)
+    assert found.get("error") == "OptionError", found
+    assert f"\n  - {said.format(source=source)}\n" in found["said"]
+    assert "set flex_accept_model: true" in found["said"]
+    assert "load_open_weights" in found["said"]
+    accepted = come_by(ranks, way, source, tmp_path, trainer=trainer, flex_accept_model=True)
+    assert len(accepted.get("losses", ())) == 2, accepted
+
+
+def test_one_rank_that_was_filled_by_another_loader_stops_all(ranks: ForkServer, llama: Path, tmp_path: Path) -> None:
+    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out")}
+    said = ranks.run(f"{JOBS}:train_where_one_rank_differs", 2, kwargs).values
+    assert said[0] == said[1]
+    assert "where: flex_accept_model (on rank 1)" in said[0]
+
+
+@pytest.mark.parametrize(("change", "accept"), [(None, False), ("model.norm.weight", False), ("lm_head.weight", True)])
+def test_a_reference_model_is_the_model_or_refused(
+    ranks: ForkServer, llama: Path, tmp_path: Path, change: str | None, accept: bool
+) -> None:
+    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "change": change, "accept": accept}
+    found = ranks.run(f"{JOBS}:train_beside_reference", 1, kwargs).values[0]
+    if change is None or accept:
+        assert found == {"step": 1}
+    else:
+        assert found["error"] == "OptionError"
+        assert f"\n  - {change}: not equal to the model's\n" in found["said"]
+
+
+def test_arguments_that_ask_for_other_weights_are_refused_by_name(
+    ranks: ForkServer, llama: Path, tmp_path: Path
+) -> None:
+    refused = {
+        "state_dict": {},
+        "ignore_mismatched_sizes": True,
+        "variant": "fp16",
+        "key_mapping": {"a": "b"},
+        "use_safetensors": False,
+        "load_checkpoint_format": "",
+    }
+    taken = {"low_cpu_mem_usage": True, "convert_from_hf": False, "load_via_cpu": True, "use_safetensors": True}
+    calls: list[dict[str, Any]] = [{name: value} for name, value in refused.items()]
+    calls += [taken, {"load_checkpoint_format": "flex_checkpoint", "ignore_mismatched_sizes": False}]
+    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "calls": calls}
+    said = ranks.run(f"{JOBS}:refusals", 1, kwargs).values[0]
+    for name, line in zip(refused, said, strict=False):
+        assert line.startswith("OptionError: flex_checkpoint: true contradicts an argument of from_pretrained.")
+        assert f"  - {name}" in line
+    assert said[len(refused) :] == ["LlamaForCausalLM"] * 2
+
+
+def test_heads_and_families_that_no_shape_shows_are_compared_with_the_config_beside_the_weights(
+    ranks: ForkServer, llama: Path, tmp_path: Path
+) -> None:
+    other = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    source = shutil.copytree(llama, tmp_path / "ernie")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "ernie4_5"}))
+    calls = [{"config": other}, {"config": {}, "named": str(source)}]
+    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "calls": calls}
+    heads, family = ranks.run(f"{JOBS}:refusals", 1, kwargs).values[0]
+    assert heads.startswith("MismatchError: The open weights and the model do not fit: 2 differences.")
+    assert "num_attention_heads: stored 4, wanted 8" in heads
+    assert "or correct the config.json beside them" in heads
+    assert family.startswith("MismatchError: The open weights and the model do not fit: 1 differences.")
+    assert "model_type: stored ernie4_5, wanted llama" in family
+
+
+def test_a_part_of_a_directory_is_named_by_its_subfolder(ranks: ForkServer, llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "repository/weights")
+    calls = [{"named": str(tmp_path / "repository"), "subfolder": "weights"}]
+    calls += [{"named": str(llama / "model.safetensors"), "config": {}}, {"named": "no/model", "config": {}}]
+    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "calls": calls}
+    said = ranks.run(f"{JOBS}:refusals", 1, kwargs).values[0]
+    assert said[0] == "LlamaForCausalLM"
+    assert f"next: Name the directory, {llama}." in said[1]
+    assert said[2].startswith("NotACheckpoint: no/model is neither a directory nor a model of a hub")
+
+
+@pytest.mark.parametrize(
+    ("cls", "said"),
+    [
+        ("LlamaModel", "MappingError"),
+        ("Ernie4_5_MoeForCausalLM", "model_type: stored llama, wanted ernie4_5_moe"),
+        ("Qwen2_5_VLForConditionalGeneration", "model_type: stored llama, wanted qwen2_5_vl"),
+    ],
+)
+def test_a_class_that_is_not_that_of_the_weights_is_refused(
+    ranks: ForkServer, llama: Path, tmp_path: Path, cls: str, said: str
+) -> None:
+    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "cls": cls}
+    assert said in ranks.run(f"{JOBS}:load_model_class", 1, kwargs).values[0]
+
+
+def test_a_name_of_a_hub_is_found_where_paddleformers_finds_it(llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama, tmp_path / "weights")
+    server = serve_as_hub(source)
+    environment = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}",
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+    }
+    kwargs = {"source": str(source), "output_dir": str(tmp_path / "out"), "home": str(tmp_path / "home")}
+    before = dict(os.environ)
+    os.environ |= environment
+    try:
+        # The client reads its address when it is imported.
+        with ForkServer(PRELOAD) as server_of_ranks:
+            found = server_of_ranks.run(f"{JOBS}:load_by_name", 1, kwargs).values[0]
+    finally:
+        os.environ.clear()
+        os.environ |= before
+        server.shutdown()
+    assert found == {"home": True, "hub": True}
+
+
+def test_the_options_of_the_run_decide_how_open_weights_are_read(
+    ranks: ForkServer, llama: Path, tmp_path: Path
+) -> None:
+    size = (llama / "model.safetensors").stat().st_size
+    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "layout": tiny.DP2.to_json()}
+    each, once = (sum(ranks.run(f"{JOBS}:bytes_read", 2, {**kwargs, "way": way}).values) for way in ("each", "once"))
+    assert size * 0.8 < each - once < size * 1.2
+
+
+def test_weights_in_paddleformers_own_format_are_converted_as_the_error_says(
+    ranks: ForkServer, llama: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(llama, tmp_path / "weights")
+    kwargs = {"source": str(source), "directory": str(tmp_path / "own"), "converted": str(tmp_path / "converted")}
+    found = ranks.run(f"{JOBS}:convert_from_pdparams", 1, {**kwargs, "output_dir": str(tmp_path / "out")}).values[0]
+    assert "model_state.pdparams: PaddleFormers' own format" in found["said"]
+    assert 'load_checkpoint_format="", convert_from_hf=False).save_pretrained(NEW_DIRECTORY)' in found["said"]
+    assert found["equal"]
