@@ -17,17 +17,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paddleformers_fc.families import ModelTensor, bind, family_for
+from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for
 from paddleformers_fc.families.text import aoa_text
 from paddleformers_fc.mapping import Mapping, prove
 
 HEADS, GROUPS = 32, 8
-CONFIG = {
-    "model_type": "ernie4_5_moe",
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": GROUPS,
-    "tie_word_embeddings": False,
-}
+MODEL = ModelDescription(
+    {
+        "model_type": "ernie4_5_moe",
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "tie_word_embeddings": False,
+    }
+)
 HIDDEN, HEAD, EXPERT = 256, 32, 256
 _T = TypeVar("_T")
 
@@ -91,10 +93,10 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="also write the table into this file")
     options = parser.parse_args()
     tensors = model_tensors(options.layers, options.experts)
-    family = family_for(CONFIG)
+    family = family_for(MODEL.config)
     seconds: dict[str, list[float]] = {"bind": [], "denote": [], "prove": [], "reverse and prove": []}
     for _ in range(options.rounds):
-        took, rules = timed(lambda: bind(family, CONFIG, tensors))
+        took, rules = timed(lambda: bind(family, MODEL, tensors))
         seconds["bind"].append(took)
         took, mapping = timed(rules.mapping)
         seconds["denote"].append(took)
@@ -102,7 +104,7 @@ def main() -> None:
         seconds["prove"].append(took)
         took, _done = timed(partial(_prove_reversed, mapping))
         seconds["reverse and prove"].append(took)
-    took, statements = timed(lambda: aoa_text(family, CONFIG, tensors))
+    took, statements = timed(lambda: aoa_text(family, MODEL, tensors))
     seconds["write as AOA text"] = [took]
     stock, _engine = timed(lambda: stock_engine(statements, mapping))
     lines = [

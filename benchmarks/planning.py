@@ -27,12 +27,12 @@ from paddleformers_fc.catalog.flex import DOCUMENTS, FlexCheckpoint, gathered, o
 from paddleformers_fc.execute.save import config_bytes
 from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.execute.shares import divide
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import ModelDescription, family_for
+from paddleformers_fc.families.stored import decode_mapping, encode_mapping
 from paddleformers_fc.layout.codec import HEADER_KEY, encode_shards
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.codec import decode_rules, encode_rules
 from paddleformers_fc.plan import plan_reads, resume_source
 from paddleformers_fc.plan.cache import PlanCache, Planned, plan_key
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
@@ -118,7 +118,10 @@ def write_checkpoint(directory: Path, model: SimulatedModel, roles: tuple[str, .
             shards = {piece.shard.name: piece.shard for piece in pieces if piece.role == role}
             if shards:
                 receipts.append(_write_holes(directory, f"{role}/rank-{rank:05d}.safetensors", shards))
-    for name, data in (("mapping.json", encode_rules(model.rules)), ("config.json", config_bytes(model.config))):
+    for name, data in (
+        ("mapping.json", encode_mapping(model.model, model.rules)),
+        ("config.json", config_bytes(model.model.config)),
+    ):
         receipts.append(write_file(directory / name, data, root=directory))
     manifest = Manifest(
         written_by="benchmark",
@@ -167,10 +170,10 @@ class Timings:
 
 def measure(directory: Path, job: Job, layers: int, rounds: int) -> tuple[dict[str, float], int, int]:
     """Seconds by step, the number of stored tensors, and the number of read items of all ranks."""
-    config = config_of(layers)
-    family = family_for(config)
-    write_checkpoint(directory, declared_model(family, config, parse_grid(job.saved), "bfloat16"), job.roles)
-    model = declared_model(family, config, parse_grid(job.loaded), "bfloat16")
+    described = ModelDescription(config_of(layers))
+    family = family_for(described.config)
+    write_checkpoint(directory, declared_model(family, described, parse_grid(job.saved), "bfloat16"), job.roles)
+    model = declared_model(family, described, parse_grid(job.loaded), "bfloat16")
     wanted = [held_by(model, rank, job.roles) for rank in range(model.grid.world_size)]
     # What stands for the model and the job is not ours to look through, at every collection of garbage.
     gc.collect()
@@ -187,14 +190,14 @@ def _open(directory: Path, times: Timings) -> FlexCheckpoint:
     sight = times.of("manifest and files' sizes", lambda: see(directory))
     times.of("headers", lambda: gathered(directory, sight.manifest, lambda path: shards_of(directory, path)))
     mapping = directory / DOCUMENTS[0]
-    times.of("rules", lambda: decode_rules(mapping.read_bytes(), str(mapping)))
+    times.of("rules", lambda: decode_mapping(mapping.read_bytes(), str(mapping)))
     return times.of("**open**, the above and that every tensor is whole", lambda: open_flex(directory))
 
 
 def _plan(checkpoint: FlexCheckpoint, model: SimulatedModel, wanted: list[Roles], times: Timings, plans: Path) -> int:
     times.of("stored mapping: denote, prove, agree with the family", lambda: stored_mapping(checkpoint))
     everything = {name: shard for roles in wanted for name, shard in roles[MODEL_STATE].items()}
-    rules = times.of("live model: bind", lambda: model_rules(model.config, everything))
+    rules = times.of("live model: bind", lambda: model_rules(model.model, everything))
     source, report = times.of(
         "**mapping**: stored and live proved, composed; bound before", lambda: resume_source(checkpoint, rules)
     )
@@ -208,11 +211,11 @@ def _plan(checkpoint: FlexCheckpoint, model: SimulatedModel, wanted: list[Roles]
     _note(times, "the slowest of them", max(each.seconds.values()))
 
     def alone() -> Planned:
-        own, _ = resume_source(checkpoint, model_rules(model.config, wanted[0][MODEL_STATE]))
+        own, _ = resume_source(checkpoint, model_rules(model.model, wanted[0][MODEL_STATE]))
         return Planned(plan_reads(own, wanted[0]), frozenset())
 
     planned = times.of("one rank in a process of its own: bind, mapping, plan", alone)
-    key = times.of("one rank, planned before: the key", lambda: plan_key(checkpoint, model.config, wanted[0]))
+    key = times.of("one rank, planned before: the key", lambda: plan_key(checkpoint, model.model, wanted[0]))
     PlanCache(plans).keep(key, planned)
     times.of("one rank, planned before: the plan from its file", lambda: PlanCache(plans).find(key))
     return items

@@ -188,6 +188,11 @@ TRAINER = (
     Hook(f"{_CONFIG}.to_json_string", "(self, use_diff=True, saving_file=False)"),
     Hook(f"{_CONFIG}.to_dict", names=("_save_to_hf",)),
     Hook("paddleformers.transformers.configuration_utils:LlmMetaConfig._get_unsavable_keys", "()"),
+    Hook(
+        "paddleformers.transformers.configuration_utils:LlmMetaConfig",
+        names=("hybrid_parallel_attributes", "recompute_attributes"),
+    ),
+    Hook("paddleformers.quantization.quantization_config:QuantizationConfig.to_dict"),
     Hook("paddleformers.generation.configuration_utils:GenerationConfig.__init__", names=("_from_model_config",)),
     Hook("paddleformers.generation.configuration_utils:GenerationConfig.from_model_config", "(model_config)"),
     # Loaders of weights, and how PaddleFormers builds the model that they fill.

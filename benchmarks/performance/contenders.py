@@ -30,7 +30,7 @@ from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.reading import carry_out
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.execute.saveplan import model_rules
-from paddleformers_fc.families import OptionalNames, family_for
+from paddleformers_fc.families import ModelDescription, OptionalNames, family_for
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
@@ -214,22 +214,24 @@ class Ours:
 
     def save(self, directory: Path, held: Held) -> None:
         """``save_checkpoint``."""
-        config = MODELS[held.model].config
-        files = {"config.json": config_bytes(config)} if held.channel.rank == 0 else {}
-        save_checkpoint(directory / "checkpoint-1", held.weights, config, files, JobRecord(1, 1, {}), held.channel)
+        model = ModelDescription(MODELS[held.model].config)
+        files = {"config.json": config_bytes(model.config)} if held.channel.rank == 0 else {}
+        save_checkpoint(directory / "checkpoint-1", held.weights, model, files, JobRecord(1, 1, {}), held.channel)
 
     def load(self, directory: Path, held: Held) -> int:
         """``open_checkpoint`` and ``load_checkpoint``."""
         opened = open_checkpoint(directory / "checkpoint-1", held.channel)
-        return load_checkpoint(opened, held.weights, MODELS[held.model].config, held.channel).bytes_read
+        return load_checkpoint(
+            opened, held.weights, ModelDescription(MODELS[held.model].config), held.channel
+        ).bytes_read
 
     def start(self, directory: Path, held: Held) -> int:
         """What ``load_weights`` does, for the ranks of one pipeline stage, the other stages not being there."""
-        config = MODELS[held.model].config
+        model = ModelDescription(MODELS[held.model].config)
         catalog = open_huggingface(directory)
         shards = describe_roles(held.weights)
-        optional = OptionalNames(family_for(config), config)
-        source, report = huggingface_source(catalog, model_rules(config, shards[MODEL_STATE]), optional)
+        optional = OptionalNames(family_for(model.config), model)
+        source, report = huggingface_source(catalog, model_rules(model, shards[MODEL_STATE]), optional)
         plan = plan_reads(source, shards)
         plan.report.merge([report]).refuse(str(directory))
         return carry_out(plan, directory, slots_of(held.weights), DEFAULT_OPTIONS, catalog.identities)

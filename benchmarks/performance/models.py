@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.layout.shards import Shard
@@ -101,7 +101,7 @@ MODELS: Mapping[str, Model] = {
 def laid_over(model: str, grid: str) -> SimulatedModel:
     """A model over a grid."""
     chosen = MODELS[model]
-    return declared_model(family_for(chosen.config), chosen.config, parse_grid(grid), chosen.dtype)
+    return declared_model(family_for(chosen.config), ModelDescription(chosen.config), parse_grid(grid), chosen.dtype)
 
 
 def roles_of(model: str, layout: str, rank: int, ranks: int) -> Roles:

@@ -13,11 +13,12 @@ from typing import Any
 
 from paddleformers_fc.catalog.stored import Catalog, gather_shards
 from paddleformers_fc.errors import Corrupt, FormatError
+from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.stored import decode_mapping
 from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.mapping.codec import decode_rules
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.documents import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.dtypes import item_size
@@ -52,6 +53,7 @@ class FlexCheckpoint:
         manifest: the commit record.
         rules: how that model's names are dealt out of canonical names.
         config: the model's configuration, as in ``config.json``.
+        model: what the rules were derived from; None if the checkpoint was saved before it was stored.
         unread: whether the checksums of what is going to be read are still to be compared, by whoever reads it.
         tied: which copy of a tied tensor is read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
             must be equal.
@@ -61,8 +63,14 @@ class FlexCheckpoint:
     manifest: Manifest
     rules: RuleSet
     config: dict[str, Any]
+    model: ModelDescription | None = None
     unread: bool = False
     tied: str = REFUSE
+
+    @property
+    def known(self) -> ModelDescription:
+        """What is stored of the model: its description, or what the configuration file holds of it."""
+        return self.model or ModelDescription(self.config)
 
     @cached_property
     def files(self) -> frozenset[str]:
@@ -199,7 +207,7 @@ def described(
         FormatError: a document that does not follow its format.
     """
     directory = catalog.root
-    rules = decode_rules(documents[MAPPING_NAME], str(directory / MAPPING_NAME))
+    model, rules = decode_mapping(documents[MAPPING_NAME], str(directory / MAPPING_NAME))
     config = parse_config(documents[CONFIG_NAME], directory / CONFIG_NAME)
     found = [*faults, *catalog.faults(), *_name_faults(catalog, rules)]
     if found:
@@ -209,7 +217,7 @@ def described(
             evidence=fold(found),
             next_step="Resume from another checkpoint; this one was damaged after it was finished.",
         )
-    return FlexCheckpoint(catalog, manifest, rules, config)
+    return FlexCheckpoint(catalog, manifest, rules, config, model)
 
 
 def _refuse_unlisted(directory: Place, manifest: Manifest) -> None:

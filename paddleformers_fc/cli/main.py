@@ -234,6 +234,29 @@ def export(
 
 
 @app.command()
+def rederive(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A finished flex checkpoint on this machine.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values of keys that config.json lacks and the tensors leave open."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Derive the mapping of a checkpoint again that an older version saved; only mapping.json and the manifest change.
+
+    Needed where a checkpoint is refused because its mapping was derived from an incomplete configuration.
+    """
+    from paddleformers_fc.cli import rederiving
+    from paddleformers_fc.storage.places import local
+
+    directory = local(_named(checkpoint), "A checkpoint whose mapping is derived again")
+    with output.working(f"deriving the mapping of {directory}"):
+        found = rederiving.rederive(directory, settings or [])
+    _present(found, rederiving.show, as_json)
+    return RIGHT
+
+
+@app.command()
 def train(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG.yaml", exists=True, dir_okay=False, help="A PaddleFormers configuration.")

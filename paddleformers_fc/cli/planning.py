@@ -6,14 +6,15 @@ A grid that the model cannot have is refused by the configuration alone, before 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from paddleformers_fc.cli.opening import PADDLE, Opened, config_beside, kind_of, open_directory
-from paddleformers_fc.errors import NotACheckpoint, OptionError
-from paddleformers_fc.families import OptionalNames, family_for
+from paddleformers_fc.errors import MappingError, NotACheckpoint, OptionError
+from paddleformers_fc.families import OptionalNames, described_by_file, family_for
 from paddleformers_fc.families.bind import tied_sources
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, split_state_name
@@ -21,6 +22,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan import huggingface_source, resume_source
 from paddleformers_fc.plan.forecast import CastFacts, Forecast, RankForecast, forecast
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
+from paddleformers_fc.plan.sources import described_model
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.wording import count_text, size_text
 
@@ -97,7 +99,8 @@ def plan(directory: Place, to: str, dtype: str | None = None) -> Plan:
             next_step="Put the model's config.json beside its weights.",
         )
     # By the configuration alone: an impossible grid must not cost the opening of a large checkpoint.
-    declared_model(family_for(config), config, grid)
+    with contextlib.suppress(MappingError):  # It may lack what the checkpoint's description holds.
+        declared_model(family_for(config), described_by_file(config), grid)
     found, used = _planned(open_directory(directory, "size"), grid, dtype)
     return Plan(
         path=str(directory),
@@ -117,18 +120,19 @@ def plan(directory: Place, to: str, dtype: str | None = None) -> Plan:
 
 
 def _planned(opened: Opened, grid: ParallelGrid, dtype: str | None) -> tuple[Forecast, str]:
-    family, checkpoint = family_for(opened.config), opened.checkpoint
+    checkpoint = opened.checkpoint
+    described = described_by_file(opened.config) if checkpoint is None else described_model(checkpoint)
+    family = family_for(described.config)
     stored = opened.catalog.roles[MODEL_STATE]
     # A router is float32 whatever the model is; the model is what its other weights are.
     used = dtype or min({tensor.dtype for tensor in stored.values()}, key=lambda name: (name == "float32", name))
     model: SimulatedModel
     if checkpoint is None:
-        model = declared_model(family, opened.config, grid, used)
-        optional = OptionalNames(family, opened.config)
-        aliases = tied_sources(family, opened.config)
+        model = declared_model(family, described, grid, used)
+        optional, aliases = OptionalNames(family, described), tied_sources(family, described)
         source, report = huggingface_source(opened.catalog, model.rules, optional, aliases)
         return forecast(source, model, report, lambda untouched: optional.missed(untouched, stored)), used
-    model = stored_model(family, opened.config, grid, checkpoint.rules.targets, dtype)
+    model = stored_model(family, described, grid, checkpoint.rules.targets, dtype)
     source, report = resume_source(checkpoint, model.rules)
     fresh = frozenset(checkpoint.rules.fresh)
 

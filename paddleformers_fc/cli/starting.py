@@ -17,7 +17,7 @@ from typing import Any
 from paddleformers_fc.cli.opening import config_beside
 from paddleformers_fc.cli.stock_keys import stock_keys
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
@@ -271,7 +271,9 @@ def refuse_model(settings: Mapping[str, Any]) -> None:
     given = {key: value for key, value in settings.items() if value is not None}
     checked = _CHECKED[:1] if family.name in _CHECKS_VOCABULARY_ALONE else _CHECKED
     try:
-        declared_model(family, {**config, **given}, ParallelGrid(tp=_checked_degree(settings)))
+        # Where PaddleFleet has a class of the family as well, PaddleFormers' commands build that one.
+        described = ModelDescription({**config, **given}, is_fleet=True)
+        declared_model(family, described, ParallelGrid(tp=_checked_degree(settings)))
     except OptionError as error:
         if any(line.startswith(f"{name}=") for line in error.evidence for name in checked):
             raise

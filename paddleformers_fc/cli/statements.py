@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from paddleformers_fc.cli.opening import required_config
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.families import FAMILIES, Family, enumerate_tensors, family_for
+from paddleformers_fc.families import FAMILIES, Family, described_by_file, enumerate_tensors, family_for
 from paddleformers_fc.families.text import aoa_text, tiny_aoa_text
 from paddleformers_fc.storage.places import refuse_nothing
 
@@ -51,8 +51,9 @@ def statements(model: str, *, reverse: bool) -> Statements:
     if Path(model).is_dir():
         config = required_config(Path(model))
         family = family_for(config)
-        tensors = [tensor.under(tp=1) for tensor in enumerate_tensors(family, config)]
-        return Statements(family.name, direction, aoa_text(family, config, tensors, reverse=reverse))
+        built = described_by_file(config)
+        tensors = [tensor.under(tp=1) for tensor in enumerate_tensors(family, built)]
+        return Statements(family.name, direction, aoa_text(family, built, tensors, reverse=reverse))
     family = _named(model)
     return Statements(family.name, direction, tiny_aoa_text(family, reverse=reverse))
 

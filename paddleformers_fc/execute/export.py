@@ -46,6 +46,7 @@ from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
 from paddleformers_fc.execute.rollcall import Called, software
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging import staging_beside
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping.boxes import whole
@@ -175,7 +176,7 @@ def export_checkpoint(
 
 def save_weights(
     weights: Mapping[str, Any],
-    config: Mapping[str, Any],
+    model: ModelDescription,
     files: Mapping[str, bytes],
     target: Path,
     max_shard_bytes: int,
@@ -186,7 +187,7 @@ def save_weights(
 
     Args:
         weights: name -> live ``ShardedWeight`` of this rank.
-        config: the model's configuration.
+        model: what the model was built from.
         files: small files for the directory, ``config.json`` among them, on rank 0.
         target: as in :func:`export_checkpoint`.
         max_shard_bytes: as in :func:`export_checkpoint`.
@@ -197,7 +198,7 @@ def save_weights(
     """
     with staging_beside(target, channel, _nothing, place_of) as staged:
         passage = staged.path / "weights"
-        save_checkpoint(passage, {MODEL_STATE: weights}, config, files, JobRecord(0, 0, {}), channel)
+        save_checkpoint(passage, {MODEL_STATE: weights}, model, files, JobRecord(0, 0, {}), channel)
         report = export_checkpoint(passage, target, max_shard_bytes, channel, tied=tied)
         if channel.rank in staged.disks.of_leads:
             _try_discard(staged.path)

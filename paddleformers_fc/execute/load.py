@@ -12,7 +12,6 @@ import base64
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,7 +31,7 @@ from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.execute.rollcall import Called, comparable, software
 from paddleformers_fc.execute.save import Roles
 from paddleformers_fc.execute.saveplan import model_rules
-from paddleformers_fc.families import OptionalNames, family_for, is_known
+from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
@@ -129,7 +128,7 @@ _verdicts = msgspec.json.Decoder(_Verdict)
 def load_checkpoint(
     checkpoint: FlexCheckpoint,
     roles: Roles,
-    config: Mapping[str, Any],
+    model: ModelDescription,
     channel: Channel,
     options: ReadOptions = DEFAULT_OPTIONS,
     aoa_config: Mapping[str, object] | None = None,
@@ -140,7 +139,7 @@ def load_checkpoint(
     Args:
         checkpoint: what :func:`open_checkpoint` opened.
         roles: role -> name -> live ``ShardedWeight``; a stored role that is not wanted here is left alone.
-        config: the live model's configuration.
+        model: what the live model was built from.
         channel: all ranks of the job; every rank must call.
         options: threads and staging.
         aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
@@ -152,22 +151,22 @@ def load_checkpoint(
     started = time.monotonic()
     facts = {"manifest": manifest_seal(checkpoint.manifest), "checks": checkpoint.unread}
     facts |= {"aoa_config": aoa_config or {}, "flex_tied": checkpoint.tied}
-    roll = _roll(checkpoint.catalog.root, config, facts)
-    model = _whole_model(roles, channel, roll) if aoa_config else {}
+    roll = _roll(checkpoint.catalog.root, model, facts)
+    tensors = _whole_model(roles, channel, roll) if aoa_config else {}
 
     def preflight() -> _Preflight:
         shards = describe_roles(roles)
-        key = plan_key(checkpoint, config, shards, aoa_config, model)
+        key = plan_key(checkpoint, model, shards, aoa_config, tensors)
         planned, report = plans.find(key, lambda found: fits(found, shards, checkpoint.files)), Report()
         known = planned is not None
         if planned is None:
             if aoa_config:
-                source, report = stated_source(checkpoint, config, aoa_config, model)
+                source, report = stated_source(checkpoint, model, aoa_config, tensors)
             else:
-                source, report = resume_source(checkpoint, model_rules(config, shards[MODEL_STATE]))
+                source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]))
             # Statements may leave out the attention of all layers; what they keep or move has the heads it had.
-            if not aoa_config or headed_names(family_for(config), source.mapping.made):
-                for line in _heads_apart(checkpoint.config, config):
+            if not aoa_config or headed_names(family_for(model.config), source.mapping.made):
+                for line in _heads_apart(checkpoint.known, model):
                     report.add("shape", line)
             unwanted = source.mapping.dropped if aoa_config else frozenset(checkpoint.rules.fresh)
             planned = Planned(plan_reads(source, shards), unwanted)
@@ -187,37 +186,37 @@ def load_checkpoint(
         return check_numbers(checkpoint.catalog, checkpoint.manifest.files, plan, channel, options.threads)
 
     def refuse(report: Report) -> None:
-        report.refuse(str(checkpoint.catalog.root), _families_apart(checkpoint.config, config))
+        report.refuse(str(checkpoint.catalog.root), _families_apart(checkpoint.known, model))
 
     return _load(checkpoint.catalog, roles, channel, options, preflight, check, refuse, started, roll)
 
 
-def _families_apart(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _families_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
     """What explains most differences between a checkpoint and a model, where it is so."""
-    one, other = stored.get("model_type"), wanted.get("model_type")
+    one, other = stored.model_type, wanted.model_type
     return [] if one == other else [f"the checkpoint is of family {one}, the model is {other}"]
 
 
-def _types_apart(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _types_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
     """Where open weights are those of another family, whose tensors may have the same names and shapes."""
-    if not is_known(stored) or family_for(stored) is family_for(wanted):
+    if not is_known(stored.config) or family_for(stored.config) is family_for(wanted.config):
         return []
-    return [f"model_type: stored {stored['model_type']}, wanted {wanted['model_type']}"]
+    return [f"model_type: stored {stored.model_type}, wanted {wanted.model_type}"]
 
 
-def _heads_apart(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _heads_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
     """Where a checkpoint's attention has other heads than the model's, which no shape of a tensor need tell."""
-    if not is_known(stored):
+    if not is_known(stored.config):
         return []
-    held, asked = (family_heads(family_for(config), config) for config in (stored, wanted))
+    held, asked = (family_heads(family_for(model.config), model) for model in (stored, wanted))
     return [
         f"{key}: stored {held[key]}, wanted {count}" for key, count in asked.items() if held.get(key, count) != count
     ]
 
 
-def _roll(directory: Place, config: Mapping[str, Any], facts: Mapping[str, object]) -> Called:
+def _roll(directory: Place, model: ModelDescription, facts: Mapping[str, object]) -> Called:
     """What the ranks of one load must agree on."""
-    return Called(f"loading {directory.name}", {"versions": software(), "config": comparable(config), **facts})
+    return Called(f"loading {directory.name}", {"versions": software(), "config": comparable(model), **facts})
 
 
 def _whole_model(roles: Roles, channel: Channel, roll: Roll) -> dict[str, AoaTensor]:
@@ -238,7 +237,7 @@ def _whole_model(roles: Roles, channel: Channel, roll: Roll) -> dict[str, AoaTen
 def load_weights(
     directory: Place,
     roles: Roles,
-    config: Mapping[str, Any],
+    model: ModelDescription,
     channel: Channel,
     options: ReadOptions = DEFAULT_OPTIONS,
     verify: str = "full",
@@ -251,7 +250,7 @@ def load_weights(
     Args:
         directory: safetensors files in canonical names, with their index.
         roles: ``model_state`` -> name -> live ``ShardedWeight``.
-        config: the live model's configuration.
+        model: what the live model was built from.
         channel: all ranks of the job; every rank must call.
         options: threads and staging.
         verify: ``full``, or ``size`` or ``off``, which compare no tensor.
@@ -259,17 +258,17 @@ def load_weights(
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
     """
     started = time.monotonic()
-    roll = _roll(directory, config, {"verify": verify})
+    roll = _roll(directory, model, {"verify": verify})
     catalog, compared = _opened_weights(directory, channel, verify, options.threads, roll)
 
     def preflight() -> _Preflight:
-        family, shards = family_for(config), describe_roles(roles)
+        family, shards = family_for(model.config), describe_roles(roles)
         text = read_description(directory, CONFIG_NAME)
-        beside = {} if text is None else parse_config(text, directory / CONFIG_NAME)
-        optional, aliases = OptionalNames(family, config), tied_sources(family, config)
-        source, report = huggingface_source(catalog, model_rules(config, shards[MODEL_STATE]), optional, aliases)
+        beside = ModelDescription({} if text is None else parse_config(text, directory / CONFIG_NAME))
+        optional, aliases = OptionalNames(family, model), tied_sources(family, model)
+        source, report = huggingface_source(catalog, model_rules(model, shards[MODEL_STATE]), optional, aliases)
         plan = plan_reads(source, shards)
-        for line in [*_types_apart(beside, config), *_heads_apart(beside, config)]:
+        for line in [*_types_apart(beside, model), *_heads_apart(beside, model)]:
             report.add("shape", line)
 
         def unexpected(untouched: Sequence[Stored]) -> list[str]:
@@ -289,7 +288,7 @@ def load_weights(
     def refuse(report: Report) -> None:
         report.refuse(str(directory), stored=OPEN_WEIGHTS)
 
-    seen = _roll(directory, config, facts)
+    seen = _roll(directory, model, facts)
     return _load(catalog, roles, channel, options, preflight, check, refuse, started, seen)
 
 

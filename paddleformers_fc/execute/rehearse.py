@@ -29,7 +29,7 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
 from paddleformers_fc.layout.roles import split_state_name
 from paddleformers_fc.layout.shards import Shard
@@ -39,20 +39,23 @@ from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 Array = np.ndarray[Any, Any]
 Roles = dict[str, dict[str, "SimulatedWeight"]]
 
-QWEN3_MOE: Mapping[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "num_experts": 4,
-    "moe_intermediate_size": 16,
-    "mlp_only_layers": [0],
-    "tie_word_embeddings": False,
-}
+QWEN3_MOE = ModelDescription(
+    {
+        "model_type": "qwen3_moe",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],
+        "tie_word_embeddings": False,
+    },
+    is_fleet=True,
+)
 """A tiny Qwen3-MoE, whose classes are in a package that cannot be installed here."""
 
 QWEN3_MOE_ROWS: Mapping[str, str] = {
@@ -113,7 +116,7 @@ def qwen3_moe_hops(directory: Path, chosen: Callable[[str, str], bool] = lambda 
     """
 
     def model(grid: str) -> SimulatedModel:
-        return declared_model(family_for(QWEN3_MOE), QWEN3_MOE, parse_grid(grid), "bfloat16")
+        return declared_model(family_for(QWEN3_MOE.config), QWEN3_MOE, parse_grid(grid), "bfloat16")
 
     rows = {name: model(grid) for name, grid in QWEN3_MOE_ROWS.items()}
     columns = {name: model(grid) for name, grid in QWEN3_MOE_COLUMNS.items()}
@@ -204,8 +207,8 @@ def save(directory: Path, held: list[Roles], model: SimulatedModel) -> None:
     """
 
     def work(channel: Channel) -> None:
-        files = {"config.json": config_bytes(model.config)} if channel.rank == 0 else {}
-        save_checkpoint(directory, held[channel.rank], model.config, files, JobRecord(1, 1, {}), channel)
+        files = {"config.json": config_bytes(model.model.config)} if channel.rank == 0 else {}
+        save_checkpoint(directory, held[channel.rank], model.model, files, JobRecord(1, 1, {}), channel)
 
     together(model.grid.world_size, work)
 
@@ -224,7 +227,7 @@ def load(directory: Path, model: SimulatedModel) -> list[Roles]:
     held = [filled(model.roles(rank), _zeros) for rank in range(model.grid.world_size)]
 
     def work(channel: Channel) -> None:
-        load_checkpoint(open_checkpoint(directory, channel), held[channel.rank], model.config, channel)
+        load_checkpoint(open_checkpoint(directory, channel), held[channel.rank], model.model, channel)
 
     together(model.grid.world_size, work)
     return held

@@ -23,6 +23,7 @@ from paddleformers_fc import __version__
 from paddleformers_fc.errors import PeerError
 from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.execute.told import plain, told_apart
+from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 
 NOT_SET = "not set"
 _LONGEST = 200
@@ -83,11 +84,14 @@ def _installed(name: str) -> str:
     return importlib.metadata.version(name)
 
 
-def comparable(config: Mapping[str, object]) -> dict[str, object]:
-    """A model's configuration without what ranks of one model may differ in."""
-    return {
-        key: value for key, value in config.items() if key not in _OF_ONE_RANK and not key.endswith(_PLACE_OF_A_RANK)
+def comparable(model: ModelDescription) -> dict[str, object]:
+    """A model's class and configuration without what ranks of one model may differ in."""
+    config = {
+        key: value
+        for key, value in model.config.items()
+        if key not in _OF_ONE_RANK and not key.endswith(_PLACE_OF_A_RANK)
     }
+    return {**config, IS_FLEET: model.is_fleet}
 
 
 def _flat(value: object, subject: str) -> Iterator[tuple[str, str]]:

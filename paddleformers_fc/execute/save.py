@@ -37,7 +37,7 @@ from paddleformers_fc.execute.saveplan import ModelRecord, PlanKeeper, PlannedFi
 from paddleformers_fc.execute.shares import Replica
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.execute.ties import diverged, hash_ties
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.bind import tied_names
 from paddleformers_fc.layout.codec import decode_held, encode_held
 from paddleformers_fc.layout.live import describe_roles, facts_of
@@ -121,7 +121,7 @@ _introductions = msgspec.msgpack.Decoder(_Introduction)
 def save_checkpoint(
     directory: Path,
     roles: Roles,
-    config: Mapping[str, Any],
+    model: ModelDescription,
     files: Mapping[str, bytes],
     job: JobRecord,
     channel: Channel,
@@ -133,7 +133,7 @@ def save_checkpoint(
     Args:
         directory: ``checkpoint-N``. An older finished one under this name is replaced in one step.
         roles: role -> name -> live ``ShardedWeight`` of this rank.
-        config: the model's configuration, as in ``config.json``.
+        model: what the model was built from; it is stored in ``mapping.json``.
         files: this rank's small files, by path relative to the checkpoint; must hold ``config.json`` on rank 0.
         job: what the manifest says about the job.
         channel: all ranks of the job; every rank must call.
@@ -147,18 +147,18 @@ def save_checkpoint(
         FlexError: the same on every rank; the target is untouched.
     """
     facts = {"step": job.step, "samples": job.consumed_samples, "max_file_bytes": max_file_bytes, "replicas": replicas}
-    roll = Called(f"saving {directory.name}", {"versions": software(), "config": comparable(config), **facts})
+    roll = Called(f"saving {directory.name}", {"versions": software(), "config": comparable(model), **facts})
     own: LiveRoles = {}
     kept = _PLANS.known(channel.rank)
 
     def introduce() -> bytes:
-        own.update(_without_aliases(roles, config))
-        return msgspec.msgpack.encode(_Introduction(_facts(own, config, max_file_bytes), list(kept)))
+        own.update(_without_aliases(roles, model))
+        return msgspec.msgpack.encode(_Introduction(_facts(own, model, max_file_bytes), list(kept)))
 
     everyone = [_introductions.decode(payload) for payload in agree(channel, "looking at the shards", introduce, roll)]
     key = digest(*(one.facts for one in everyone))
     known = all(key in one.known for one in everyone)
-    plan = kept[key] if known else _new_plan(own, config, max_file_bytes, channel)
+    plan = kept[key] if known else _new_plan(own, model, max_file_bytes, channel)
     _PLANS.keep(channel.rank, key, plan)
     checked = plan.replicas if replicas != "off" else ()
     with staging_beside(directory, channel, lambda: _refuse_undescribed(files)) as staged:
@@ -195,7 +195,7 @@ def _write_together(
     return _Outcome([one.receipts for one in everyone], differences, ties)
 
 
-def _without_aliases(roles: Roles, config: Mapping[str, Any]) -> LiveRoles:
+def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
     """This rank's weights without aliases that are the very memory of their owner, as tied parameters are.
 
     The optimizer keeps one state for such a pair and names it after whichever of the two sorts first; it is saved under
@@ -204,7 +204,7 @@ def _without_aliases(roles: Roles, config: Mapping[str, Any]) -> LiveRoles:
     weights = roles.get(MODEL_STATE, {})
     shared = {
         alias: owner
-        for alias, owner in tied_names(family_for(config), config).items()
+        for alias, owner in tied_names(family_for(model.config), model).items()
         if owner in weights and alias in weights and _address(weights[owner]) == _address(weights[alias])
     }
     if not shared:
@@ -225,19 +225,18 @@ def _address(weight: Any) -> int:
     return int(weight.local_tensor.data_ptr())
 
 
-def _facts(own: LiveRoles, config: Mapping[str, Any], max_file_bytes: int) -> bytes:
+def _facts(own: LiveRoles, model: ModelDescription, max_file_bytes: int) -> bytes:
     """The digest of everything that this rank brings into a plan."""
-    return digest(
-        json.dumps(config, sort_keys=True, default=repr).encode(), str(max_file_bytes).encode(), facts_of(own)
-    )
+    described = json.dumps([dict(model.config), model.is_fleet], sort_keys=True, default=repr)
+    return digest(described.encode(), str(max_file_bytes).encode(), facts_of(own))
 
 
-def _new_plan(own: LiveRoles, config: Mapping[str, Any], max_file_bytes: int, channel: Channel) -> SavePlan:
+def _new_plan(own: LiveRoles, model: ModelDescription, max_file_bytes: int, channel: Channel) -> SavePlan:
     payloads = agree(channel, "describing shards", lambda: encode_held(describe_roles(own)))
     # Ranks that hold the same say the same: it is read once, and looked at once.
     held = {payload: decode_held(payload) for payload in set(payloads)}
     everyone = [held[payload] for payload in payloads]
-    return together(channel, "planning the save", lambda: work_out(everyone, config, channel.rank, max_file_bytes))
+    return together(channel, "planning the save", lambda: work_out(everyone, model, channel.rank, max_file_bytes))
 
 
 def _refuse_undescribed(files: Mapping[str, bytes]) -> None:

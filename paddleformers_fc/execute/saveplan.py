@@ -17,21 +17,20 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from paddleformers_fc.catalog.stored import gather_shards
 from paddleformers_fc.errors import MismatchError, PeerError
 from paddleformers_fc.execute.shares import Held, Piece, Replica, divide, files_of, replicas_of
 from paddleformers_fc.execute.ties import Ties, ties_of
-from paddleformers_fc.families import ModelTensor, bind, family_for
+from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for
 from paddleformers_fc.families.bind import tied_names
+from paddleformers_fc.families.stored import encode_mapping
 from paddleformers_fc.families.text import aoa_texts
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.codec import HEADER_KEY, encode_shards
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.mapping import RuleSet, prove
 from paddleformers_fc.mapping.boxes import whole
-from paddleformers_fc.mapping.codec import encode_rules
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.safetensors import FileLayout, lay_out
@@ -144,19 +143,19 @@ def digest(*parts: bytes) -> bytes:
     return state.digest()
 
 
-def work_out(everyone: list[Held], config: Mapping[str, Any], rank: int, max_file_bytes: int) -> SavePlan:
+def work_out(everyone: list[Held], model: ModelDescription, rank: int, max_file_bytes: int) -> SavePlan:
     """The plan of one rank.
 
     Args:
         everyone: the shards of every rank, by rank; those that hold the same may share one object.
-        config: the model's configuration.
+        model: what the model was built from.
         rank: this rank; the first one proves the model.
         max_file_bytes: bound on the tensors of one file, in bytes.
     Raises:
         MappingError: the model's mapping cannot be bound or proved.
         MismatchError: the shards of all ranks are not the whole model, once.
     """
-    model = _record(everyone, config) if rank == 0 else None
+    record = _record(everyone, model) if rank == 0 else None
     shares = divide(everyone)
     share = shares[rank]
     roles = sorted({piece.role for piece in share})
@@ -165,20 +164,20 @@ def work_out(everyone: list[Held], config: Mapping[str, Any], rank: int, max_fil
         for role in roles
         for planned in _role_files(role, [piece for piece in share if piece.role == role], rank, max_file_bytes)
     ]
-    ties = ties_of(everyone, shares, tied_names(family_for(config), config))
-    return SavePlan(tuple(files), model, tuple(replicas_of(everyone, rank)), ties)
+    ties = ties_of(everyone, shares, tied_names(family_for(model.config), model))
+    return SavePlan(tuple(files), record, tuple(replicas_of(everyone, rank)), ties)
 
 
-def model_rules(config: Mapping[str, Any], shards: Mapping[str, Shard]) -> RuleSet:
+def model_rules(model: ModelDescription, shards: Mapping[str, Shard]) -> RuleSet:
     """The rules of a model, or of one rank's part of it, from its live shards.
 
     Args:
-        config: the model's configuration.
+        model: what the model was built from.
         shards: ``model_state`` shards by name.
     """
     tensors = [ModelTensor(shard.name, shard.global_shape, shard.dtype, shard.cuts) for shard in shards.values()]
     cuts = {tensor.name: tensor.cuts for tensor in tensors if any(cut > 1 for cut in tensor.cuts)}
-    return replace(bind(family_for(config), config, tensors), cuts=cuts)
+    return replace(bind(family_for(model.config), model, tensors), cuts=cuts)
 
 
 def _role_files(role: str, pieces: Iterable[Piece], rank: int, max_file_bytes: int) -> Iterable[PlannedFile]:
@@ -196,17 +195,17 @@ def _role_files(role: str, pieces: Iterable[Piece], rank: int, max_file_bytes: i
         yield PlannedFile(path.as_posix(), role, layout, planned)
 
 
-def _record(everyone: list[Held], config: Mapping[str, Any]) -> ModelRecord:
+def _record(everyone: list[Held], model: ModelDescription) -> ModelRecord:
     """Prove that what will be saved is whole and describes itself, before anything is written."""
     distinct = list({id(held): held for held in everyone}.values())
     parameters: dict[str, Shard] = {}
     for held in distinct:
         parameters.update(held.get(MODEL_STATE, {}))
     # One shard of every model tensor of the job; its cuts tell the tensor-parallel degree.
-    family, rules = family_for(config), model_rules(config, parameters)
+    family, rules = family_for(model.config), model_rules(model, parameters)
     prove(rules.mapping(), "The model's mapping")
     _refuse_partial(distinct, parameters)
-    return ModelRecord(family.name, encode_rules(rules), aoa_texts(family, config, rules))
+    return ModelRecord(family.name, encode_mapping(model, rules), aoa_texts(family, model, rules))
 
 
 def _refuse_partial(everyone: list[Held], parameters: Mapping[str, Shard]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 
@@ -25,6 +24,7 @@ from paddleformers_fc.families.declarations import (
     Stack,
     Statement,
 )
+from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 from paddleformers_fc.families.sizes import Sizes, names_of
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
@@ -41,6 +41,10 @@ _HOLE = "{}"
 _HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 _USERS = {"heads": {"heads", "q"}, "kv_heads": {"kv_heads", "kv"}}
 _NO_SHIFTS: dict[str, int] = {}
+_NO_CLASS = (
+    "is not known: `architectures` names no class, and this family has one of PaddleFleet and one of PaddleFormers "
+    "(whose name ends in Deprecated)"
+)
 
 
 class ModelTensor(msgspec.Struct, frozen=True, gc=False):
@@ -61,7 +65,7 @@ class ModelTensor(msgspec.Struct, frozen=True, gc=False):
 
 def bind(
     family: Family,
-    config: Mapping[str, Any],
+    model: ModelDescription,
     tensors: Iterable[ModelTensor],
     shifts: Mapping[str, int] = _NO_SHIFTS,
 ) -> RuleSet:
@@ -69,16 +73,17 @@ def bind(
 
     Args:
         family: the model's family.
-        config: the model's configuration: ``num_attention_heads``, ``num_key_value_heads``, ``tie_word_embeddings``.
+        model: what the model was built from.
         tensors: every tensor of the model, or of one rank's part of it.
         shifts: what the model's numbers are larger by than the canonical ones, by placeholder, in place of what the
             family declares: ``{"expert": -4}`` where a rank counts its experts from 0 and its first one is number 4.
     Raises:
-        MappingError: for names that no statement declares and shapes that no rule fits; all of them.
+        MappingError: for names that no statement declares, numbers that the configuration does not have and shapes
+            that no rule fits; all of them.
     """
-    sizes = family_sizes(family, config)
+    sizes = family_sizes(family, model)
     known = _kinds(family, sizes, shifts)
-    ties = tied_names(family, config)
+    ties = tied_names(family, model)
     targets: dict[str, TensorSpec] = {}
     rules: list[Rule] = []
     fresh: list[str] = []
@@ -106,7 +111,7 @@ def bind(
             f"{len(faults)} tensors of the model cannot be mapped.",
             where=f"family {family.name}",
             evidence=fold(faults),
-            next_step="Check model_type and the head counts in config.json, or declare the tensors in the family.",
+            next_step="Compare the model's configuration with its tensors, or declare the tensors in the family.",
         )
     return RuleSet(
         targets=targets,
@@ -116,30 +121,51 @@ def bind(
     )
 
 
-def tied_names(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
+def tied_names(family: Family, model: ModelDescription) -> dict[str, str]:
     """The owner of every name that is another one's alias in a model of this configuration, if the model has it."""
-    tied = family_sizes(family, config).holds("tie_word_embeddings")
+    tied = family_sizes(family, model).holds("tie_word_embeddings")
     return {one.alias: one.owner for one in family.tied} if tied else {}
 
 
-def tied_sources(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
+def tied_sources(family: Family, model: ModelDescription) -> dict[str, str]:
     """The names of :func:`tied_names` as open weights have them: what an untied model of the family is made of."""
     sources = {one.target: one.sources[0] for one in family.statements if len(one.sources) == 1}
-    ties = tied_names(family, config)
+    ties = tied_names(family, model)
     return {sources.get(alias, alias): sources.get(owner, owner) for alias, owner in ties.items()}
 
 
-def family_sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
-    """The sizes of one model of a family."""
-    return Sizes({**SIZES, **family.sizes}, config, family.defaults)
+def family_sizes(family: Family, model: ModelDescription) -> Sizes:
+    """The sizes of one model of a family. Its class comes from its description alone."""
+    config, defaults = ({key: one[key] for key in one if key != IS_FLEET} for one in (model.config, family.defaults))
+    unknown = {} if model.is_fleet is not None else {IS_FLEET: _NO_CLASS}
+    return Sizes({**SIZES, **family.sizes}, {**config, IS_FLEET: model.is_fleet}, defaults, unknown)
 
 
-def family_heads(family: Family, config: Mapping[str, Any]) -> dict[str, int]:
+def family_keys(family: Family) -> frozenset[str]:
+    """The configuration keys that a family's declaration reads; :data:`IS_FLEET` is among them if it asks for that."""
+    sizes, numbers = {**SIZES, **family.sizes}, family_numbers(family)
+    holes = {hole for one in family.statements for hole in PLACEHOLDER.findall(one.target)}
+    texts = [text for one in family.statements for text in (one.where, *one.shape)]
+    texts += [
+        text for hole in holes & numbers.keys() for one in [numbers[hole]] for text in (one.count, one.start, one.shift)
+    ]
+    texts += ["experts" for one in family.statements if one.stack is not None]
+    found, open_names = {"tie_word_embeddings"}, frozenset[str]().union(*map(names_of, texts)) - holes
+    seen: set[str] = set()
+    while open_names:
+        seen |= open_names
+        # Inside the size ``x`` the name ``x`` is the configuration's.
+        found |= {name for name in open_names if name not in sizes or name in names_of(sizes[name])}
+        open_names = frozenset[str]().union(*(names_of(sizes[name]) for name in open_names if name in sizes)) - seen
+    return frozenset(found)
+
+
+def family_heads(family: Family, model: ModelDescription) -> dict[str, int]:
     """How many heads the attention of a model has, under the keys of its configuration, as far as that says it.
 
     No tensor tells: two heads of 8 are as long as one of 16.
     """
-    sizes = family_sizes(family, config)
+    sizes = family_sizes(family, model)
     needed = frozenset[str]().union(*(names_of(size) for one in family.statements for size in one.shape))
     return {_HEADS[name]: sizes.length(name) for name, users in _USERS.items() if needed & users and sizes.knows(name)}
 
@@ -164,15 +190,17 @@ def family_numbers(family: Family) -> dict[str, Numbers]:
 class _Kind:
     """A statement, ready for tensors of its kind.
 
-    ``sources`` hold positions where the numbers go, ``shifts`` belong to these positions, and ``whole`` is the length
-    of the axis that tensor parallelism cuts, where the configuration gives it. ``layouts`` remembers the layout of
-    every shape and cut that has occurred: all experts of a model have one.
+    ``sources`` hold positions where the numbers go, ``shifts`` and ``spans`` belong to these positions (a span is None
+    where the configuration does not give it), and ``whole`` is the length of the axis that tensor parallelism cuts,
+    where the configuration gives it. ``layouts`` remembers the layout of every shape and cut that has occurred: all
+    experts of a model have one.
     """
 
     statement: Statement
     sources: tuple[str, ...]
     holes: tuple[str, ...]
     shifts: tuple[int, ...]
+    spans: tuple[range | None, ...]
     expert_shift: int
     whole: int | None
     layouts: dict[tuple[Shape, Shape], _Layout | str] = field(default_factory=dict)
@@ -190,7 +218,9 @@ class _Layout:
 
 def _kinds(family: Family, sizes: Sizes, shifts: Mapping[str, int]) -> dict[str, list[_Kind]]:
     """Every statement by its target with holes for the numbers."""
-    shift_of = {name: sizes.length(one.shift) for name, one in family_numbers(family).items()} | dict(shifts)
+    numbers = family_numbers(family)
+    shift_of = {name: sizes.length(one.shift) for name, one in numbers.items()} | dict(shifts)
+    span_of = {name: _span(one, sizes) for name, one in numbers.items()}
     known: dict[str, list[_Kind]] = {}
     for statement in family.statements:
         holes = tuple(PLACEHOLDER.findall(statement.target))
@@ -209,6 +239,7 @@ def _kinds(family: Family, sizes: Sizes, shifts: Mapping[str, int]) -> dict[str,
             tuple(_placed(source, places) for source in statement.sources),
             holes,
             tuple(shift_of.get(name, 0) for name in holes),
+            tuple(span_of.get(name) for name in holes),
             shift_of.get("expert", 0),
             _whole_length(statement, sizes),
         )
@@ -216,6 +247,14 @@ def _kinds(family: Family, sizes: Sizes, shifts: Mapping[str, int]) -> dict[str,
         if not any(_is_bound_alike(statement, other.statement) for other in kinds):
             kinds.append(kind)
     return known
+
+
+def _span(numbers: Numbers, sizes: Sizes) -> range | None:
+    """The canonical numbers of a placeholder, as far as the configuration gives them."""
+    if not sizes.knows(numbers.start) or not sizes.knows(numbers.count):
+        return None
+    start = sizes.length(numbers.start)
+    return range(start, start + sizes.length(numbers.count))
 
 
 def _placed(name: str, places: Mapping[str, str]) -> str:
@@ -243,13 +282,12 @@ def _made(
 ) -> tuple[Statement, list[Rule]] | str:
     """The statement that a tensor is bound by and its rules, or why there are none."""
     kind = kinds[0] if len(kinds) == 1 else _chosen(kinds, tensor, numbers, sizes)
-    if kind is None:
-        return f"{len(kinds)} statements declare it, and shape {list(tensor.shape)} does not tell which it is"
-    if any(kind.shifts):
-        moved = [int(number) - shift for number, shift in zip(numbers, kind.shifts, strict=True)]
-        if min(moved) < 0:
-            return f"its numbers are smaller than the shift {list(kind.shifts)} of canonical numbers"
-        numbers = [str(number) for number in moved]
+    if isinstance(kind, str):
+        return kind
+    moved = _canonical_numbers(kind, numbers)
+    if isinstance(moved, str):
+        return moved
+    numbers = moved
     if kind.whole is not None and _is_undescribed_piece(kind.whole, kind.statement.cut or 0, tensor):
         return (
             f"is described as whole with shape {list(tensor.shape)}, the configuration gives length {kind.whole} on "
@@ -259,6 +297,18 @@ def _made(
     return rules if isinstance(rules, str) else (kind.statement, rules)
 
 
+def _canonical_numbers(kind: _Kind, numbers: list[str]) -> list[str] | str:
+    """The canonical numbers of a tensor's name, or why the model cannot have them."""
+    moved = [int(number) - shift for number, shift in zip(numbers, kind.shifts, strict=True)]
+    for hole, number, shift, span in zip(kind.holes, moved, kind.shifts, kind.spans, strict=True):
+        if number < 0:
+            return f"its number {number + shift} is smaller than the shift {shift} of canonical numbers"
+        if span is not None and number not in span:
+            said = f"{span.start} to {span.stop - 1}" if span else "none"
+            return f"its {hole} {number + shift} is the canonical {number}, and the configuration has {said}"
+    return [str(number) for number in moved]
+
+
 def _is_undescribed_piece(whole: int, axis: int, tensor: ModelTensor) -> bool:
     if len(tensor.shape) <= axis or tensor.cuts[axis] != 1:
         return False
@@ -266,16 +316,29 @@ def _is_undescribed_piece(whole: int, axis: int, tensor: ModelTensor) -> bool:
     return 0 < length < whole and whole % length == 0
 
 
-def _chosen(kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> _Kind | None:
-    """The one kind that is declared with this tensor's shape; among several, the one whose condition holds."""
+def _chosen(kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> _Kind | str:
+    """The one kind that is declared with this tensor's shape for this configuration, or why there is none."""
 
     def named(kind: _Kind) -> dict[str, int]:
         return {hole: int(number) - shift for hole, number, shift in zip(kind.holes, numbers, kind.shifts, strict=True)}
 
     fitting = [kind for kind in kinds if _has_shape(kind.statement, named(kind), tensor.shape, sizes)]
-    if len(fitting) > 1:
-        fitting = [kind for kind in fitting if sizes.holds(kind.statement.where, named(kind))]
-    return fitting[0] if len(fitting) == 1 else None
+    # A shape alone does not decide against the configuration: one of the two is not this model's.
+    wanted = [kind for kind in fitting if may_hold(kind.statement.where, named(kind), sizes)]
+    if len(wanted) == 1:
+        return wanted[0]
+    if fitting and not wanted:
+        conditions = " or ".join(f"`{kind.statement.where}`" for kind in fitting)
+        return f"shape {list(tensor.shape)} is declared for {conditions}, and the configuration says otherwise"
+    return f"{len(kinds)} statements declare it, and shape {list(tensor.shape)} does not tell which it is"
+
+
+def may_hold(condition: str, numbers: Mapping[str, int], sizes: Sizes) -> bool:
+    """Whether a condition holds, or the configuration does not give what it needs."""
+    try:
+        return sizes.holds(condition, numbers)
+    except MappingError:
+        return True
 
 
 def _has_shape(statement: Statement, numbers: Mapping[str, int], shape: Shape, sizes: Sizes) -> bool:

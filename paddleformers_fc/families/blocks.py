@@ -29,10 +29,19 @@ from paddleformers_fc.families.declarations import (
 
 LAYER = "model.layers.{layer}"
 PREDICTION = "model.layers.{mtp}.transformer_layer"
-FLEET_NUMBERS = (
-    Numbers("layer", "layers", shift="num_empty_layers_add_in_head or 0"),
-    Numbers("mtp", "mtp_layers", start="layers", shift="num_empty_layers_add_in_head or 0"),
-)
+
+_EMPTY_LAYERS = "num_empty_layers_add_in_head or 0"
+
+
+def fleet_numbers(shift: str = _EMPTY_LAYERS) -> tuple[Numbers, ...]:
+    """The numbers of layers and prediction layers of a PaddleFleet class, which counts empty layers as well."""
+    return (Numbers("layer", "layers", shift=shift), Numbers("mtp", "mtp_layers", start="layers", shift=shift))
+
+
+def either_numbers() -> tuple[Numbers, ...]:
+    """The same of a family that has a class of both kinds; PaddleFormers' has no empty layers before the first."""
+    return fleet_numbers(f"({_EMPTY_LAYERS}) * is_fleet")
+
 
 TINY = {
     "hidden_size": 32,

@@ -12,11 +12,11 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import NUMBER, ModelTensor, family_numbers, family_sizes
 from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Statement
+from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.sizes import Sizes, names_of
 from paddleformers_fc.mapping import Shape, TensorSpec
 from paddleformers_fc.mapping.folding import fold
@@ -65,17 +65,17 @@ class DeclaredTensor:
         return ModelTensor(self.name, self.shape, self.dtype, tuple(cuts))
 
 
-def enumerate_tensors(family: Family, config: Mapping[str, Any], dtype: str = "float32") -> Iterator[DeclaredTensor]:
+def enumerate_tensors(family: Family, model: ModelDescription, dtype: str = "float32") -> Iterator[DeclaredTensor]:
     """Every tensor of a model, in the order of the declaration.
 
     Args:
         family: the model's family.
-        config: the model's configuration; what it lacks is taken from the family's defaults.
+        model: the model; keys that its configuration lacks are taken from the family's defaults.
         dtype: the model's dtype.
     Raises:
         MappingError: where the configuration lacks what a size needs.
     """
-    sizes = family_sizes(family, config)
+    sizes = family_sizes(family, model)
     spans = _Spans(family, sizes)
     for statement in family.statements:
         yield from _of_statement(statement, sizes, spans, dtype)
@@ -144,7 +144,7 @@ def _numberings(holes: list[str], spans: _Spans) -> Iterator[dict[str, int]]:
 
 
 def recognised_tensors(
-    family: Family, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]
+    family: Family, model: ModelDescription, specs: Mapping[str, TensorSpec]
 ) -> list[DeclaredTensor]:
     """The tensors of a model that was built once, with what its family declares about tensors of their names.
 
@@ -152,12 +152,12 @@ def recognised_tensors(
 
     Args:
         family: the model's family.
-        config: the model's configuration.
+        model: the model.
         specs: the model's tensors by name, global shapes.
     Raises:
         MappingError: for names that no statement declares; all of them.
     """
-    sizes = family_sizes(family, config)
+    sizes = family_sizes(family, model)
     shifts = {name: sizes.length(one.shift) for name, one in family_numbers(family).items() if sizes.knows(one.shift)}
     kinds: dict[str, list[tuple[Statement, list[str]]]] = {}
     for statement in family.statements:

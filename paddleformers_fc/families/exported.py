@@ -11,6 +11,7 @@ from typing import Any
 
 from paddleformers_fc.families.bind import family_sizes
 from paddleformers_fc.families.declarations import Family
+from paddleformers_fc.families.description import ModelDescription
 
 OVERWRITTEN = frozenset({"use_cache", "initializer_range", "router_aux_loss_coef"})
 """What the Trainer, a pipeline and the command line overwrite in a live configuration. No use of the weights depends on
@@ -26,14 +27,14 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def exported_config(
-    family: Family | None, written: Mapping[str, Any], live: Mapping[str, Any], source: Mapping[str, Any]
+    family: Family | None, written: Mapping[str, Any], live: ModelDescription, source: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the content of an export's ``config.json``.
 
     Args:
         family: the model's family; None if no family declares it.
         written: the configuration as PaddleFormers writes it.
-        live: every key of the live configuration.
+        live: what the live model was built from.
         source: ``config.json`` beside the weights that the model started from; empty for new weights.
 
     Raises:
@@ -44,7 +45,7 @@ def exported_config(
         if key in OVERWRITTEN:
             values[key] = value
         elif key not in values and key not in _WRITTEN_ANEW:
-            values[key] = live.get(key, value)
+            values[key] = live.config.get(key, value)
     if "dtype" in source and "torch_dtype" in values:
         values["dtype"] = values["torch_dtype"]
     if family is not None:

@@ -30,8 +30,8 @@ FAMILY = Family(
     tied=(blocks.TIED_HEAD, blocks.TIED_FLEET_HEAD),
     optional=("model.layers.{mtp}.",),
     sizes={"mtp_layers": "(mtp_num_layers or num_nextn_predict_layers or 0) * is_fleet"},
-    numbers=blocks.FLEET_NUMBERS,
-    defaults={"is_fleet": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    numbers=blocks.either_numbers(),
+    defaults={"first_k_dense_replace": 1, "n_shared_experts": 1},
     tiny=dict(
         blocks.TINY,
         head_dim=8,

@@ -25,7 +25,7 @@ FAMILY = Family(
     ),
     tied=(blocks.TIED_FLEET_HEAD,),
     optional=("model.layers.{mtp}.",),
-    numbers=blocks.FLEET_NUMBERS,
+    numbers=blocks.fleet_numbers(),
     defaults={"first_k_dense_replace": 3, "n_shared_experts": 1},
     tiny=dict(
         blocks.TINY | blocks.TINY_LATENT,

@@ -47,7 +47,7 @@ FAMILY = Family(
         "expert_ffn": "moe_intermediate_size or intermediate_size",
         "mtp_layers": "mtp_num_layers or num_nextn_predict_layers or 0",
     },
-    numbers=blocks.FLEET_NUMBERS,
+    numbers=blocks.fleet_numbers(),
     defaults={"first_k_dense_replace": 0, "use_qk_norm": True, "qk_norm_type": "per_layer", "head_dim": 128},
     tiny=dict(blocks.TINY, head_dim=8, n_routed_experts=4, moe_intermediate_size=16, num_nextn_predict_layers=1),
     exported=blocks.EXPORTED_PREDICTION

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from paddleformers_fc.families.bind import NUMBER, family_numbers, family_sizes
 from paddleformers_fc.families.declarations import PLACEHOLDER, Family
+from paddleformers_fc.families.description import ModelDescription
 
 Group = tuple[int, ...]
 
@@ -28,11 +28,11 @@ class OptionalNames:
 
     Args:
         family: the model's family.
-        config: the model's configuration, which says where prediction layers start.
+        model: the model, whose configuration gives the number of the first prediction layer.
     """
 
-    def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
-        numbers, sizes = family_numbers(family), family_sizes(family, config)
+    def __init__(self, family: Family, model: ModelDescription) -> None:
+        numbers, sizes = family_numbers(family), family_sizes(family, model)
         self._beginnings: list[tuple[re.Pattern[str], tuple[int, ...]]] = []
         self._apart: list[tuple[bool, ...]] = []
         self._marks = {index: marks for index, text in enumerate(family.optional) if (marks := _marks(family, text))}

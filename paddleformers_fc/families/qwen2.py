@@ -13,6 +13,5 @@ FAMILY = Family(
         blocks.fused_ffn(blocks.LAYER + ".mlp"),
     ),
     tied=(blocks.TIED_HEAD, blocks.TIED_FLEET_HEAD),
-    defaults={"is_fleet": True},
     tiny=blocks.TINY,
 )

@@ -30,6 +30,6 @@ FAMILY = Family(
     ),
     tied=(blocks.TIED_HEAD, blocks.TIED_FLEET_HEAD),
     sizes={"shared_ffn": "shared_expert_intermediate_size"},
-    defaults={"is_fleet": True, "qkv_bias": True, "decoder_sparse_step": 1},
+    defaults={"qkv_bias": True, "decoder_sparse_step": 1},
     tiny=dict(blocks.TINY, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=24),
 )

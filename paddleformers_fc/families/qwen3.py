@@ -14,6 +14,6 @@ FAMILY = Family(
         blocks.fused_ffn(blocks.LAYER + ".mlp"),
     ),
     tied=(blocks.TIED_HEAD, blocks.TIED_FLEET_HEAD),
-    defaults={"is_fleet": True, "head_dim": 128},
+    defaults={"head_dim": 128},
     tiny=dict(blocks.TINY, head_dim=8),
 )

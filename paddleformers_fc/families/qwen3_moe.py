@@ -18,7 +18,7 @@ FAMILY = Family(
         only(SPARSE, blocks.either_router(FFN + ".gate"), blocks.either_experts(FFN)),
     ),
     tied=(blocks.TIED_HEAD, blocks.TIED_FLEET_HEAD),
-    defaults={"is_fleet": True, "decoder_sparse_step": 1},
+    defaults={"decoder_sparse_step": 1},
     tiny=dict(blocks.TINY, head_dim=8, num_experts=4, moe_intermediate_size=16, mlp_only_layers=[0]),
     exported={"num_experts": "experts", "num_local_experts": "experts"},
 )

@@ -35,8 +35,9 @@ from paddleformers_fc.families import (
     qwen3,
     qwen3_moe,
 )
-from paddleformers_fc.families.bind import bind
+from paddleformers_fc.families.bind import bind, family_keys
 from paddleformers_fc.families.declarations import Family
+from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.folding import fold
@@ -127,19 +128,29 @@ def register(family: Family) -> None:
     _registered.update(dict.fromkeys(family.model_types, family))
 
 
-def prove_family(family: Family, config: Mapping[str, Any] | None = None) -> int:
+def tiny_models(family: Family) -> list[ModelDescription]:
+    """Describe the tiny model of a family, of each class that the family has; that of PaddleFleet comes first."""
+    config = {"model_type": family.model_types[0], **family.defaults, **family.tiny}
+    kinds = (True, False) if IS_FLEET in family_keys(family) else (None,)
+    return [ModelDescription(config, is_fleet) for is_fleet in kinds]
+
+
+def prove_family(family: Family, model: ModelDescription | None = None) -> int:
     """Prove a family under every degree of :data:`DEGREES`, forward and reversed.
 
     Args:
         family: the family.
-        config: a configuration; by default the family's tiny one.
+        model: a model of it; by default the family's tiny one, of every class.
     Returns:
-        the number of tensors of that configuration.
+        the number of tensors; by default of all classes together.
     Raises:
         MappingError: with every fault of the first degree that has any.
     """
-    settings = {**family.defaults, **(family.tiny if config is None else config)}
-    tensors = list(enumerate_tensors(family, settings))
+    return sum(_prove(family, one) for one in (tiny_models(family) if model is None else [model]))
+
+
+def _prove(family: Family, model: ModelDescription) -> int:
+    tensors = list(enumerate_tensors(family, model))
     if not tensors:
         raise MappingError(
             f"Family {family.name} declares no tensor under its tiny configuration.",
@@ -148,7 +159,7 @@ def prove_family(family: Family, config: Mapping[str, Any] | None = None) -> int
     _refuse_twins([tensor.name for tensor in tensors], family)
     for degree in DEGREES:
         under = [tensor.under(tp=degree) for tensor in tensors]
-        mapping = bind(family, settings, under).mapping()
+        mapping = bind(family, model, under).mapping()
         prove(mapping, f"The mapping of family {family.name} under {degree} tensor-parallel ranks")
         prove(mapping.reversed(), f"The reverse of family {family.name} under {degree} tensor-parallel ranks")
     return len(tensors)

@@ -40,6 +40,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.NotIn: lambda item, items: item not in items,
 }
 _NO_NUMBERS: dict[str, int] = {}
+_NOTHING_UNKNOWN: dict[str, str] = {}
 
 
 class Sizes:
@@ -49,14 +50,20 @@ class Sizes:
         declared: the family's sizes, name -> expression.
         config: the model's configuration.
         defaults: what the model's class takes for keys that the configuration does not hold.
+        unknown: names without a value, with the reason. An absent key counts as false; one of these is an error.
     """
 
     def __init__(
-        self, declared: Mapping[str, str], config: Mapping[str, Any], defaults: Mapping[str, Any] = _NO_NUMBERS
+        self,
+        declared: Mapping[str, str],
+        config: Mapping[str, Any],
+        defaults: Mapping[str, Any] = _NO_NUMBERS,
+        unknown: Mapping[str, str] = _NOTHING_UNKNOWN,
     ) -> None:
         self._declared = declared
         self._config = config
         self._defaults = defaults
+        self._unknown = unknown
         self._known: dict[str, Any] = {}
         self._open: list[str] = []
 
@@ -176,6 +183,8 @@ class Sizes:
             return numbers[name]
         if name in self._known:
             return self._known[name]
+        if name in self._unknown:
+            raise self._refused(name, self._unknown[name])
         if name in self._declared and name not in self._open:
             self._open.append(name)
             try:

@@ -19,6 +19,7 @@ from typing import Any
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import ModelTensor, bind
 from paddleformers_fc.families.declarations import SIZES, Family, Geometry, Numbers, Stack, Statement, TiedName
+from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.naming import HOLE, fused_kind, layer_name, split
 from paddleformers_fc.families.options import head_counts
@@ -251,8 +252,9 @@ def _compare(family: Family, rules: RuleSet, tensors: Sequence[ModelTensor], con
     """Refuse a family that gives other tensors or other rules than it was made of."""
     held = {tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors}
     dtype = Counter(tensor.dtype for tensor in tensors).most_common(1)[0][0]
-    said = {one.name: (one.shape, one.dtype) for one in enumerate_tensors(family, config, dtype)}
-    bound = bind(family, config, tensors)
+    model = ModelDescription(config)
+    said = {one.name: (one.shape, one.dtype) for one in enumerate_tensors(family, model, dtype)}
+    bound = bind(family, model, tensors)
     wanted, made = normal(rules.mapping()), normal(bound.mapping())
     faults = [f"{name}: is another tensor as the family declares it" for name in held if said.get(name) != held[name]]
     faults += [f"{name}: is declared and no tensor of the model" for name in said if name not in held]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import ModelTensor, bind, family_sizes
 from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Geometry
+from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
+from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.mapping import Mapping as TensorMapping, RuleSet
 from paddleformers_fc.mapping.aoa import Hints, render
 
@@ -25,45 +26,47 @@ _HOLE = "{}"
 
 
 def aoa_text(
-    family: Family, config: Mapping[str, Any], tensors: Iterable[ModelTensor], *, reverse: bool = False
+    family: Family, model: ModelDescription, tensors: Iterable[ModelTensor], *, reverse: bool = False
 ) -> list[str]:
     """The AOA statements from canonical tensors to a model's.
 
     Args:
         family: the model's family.
-        config: the model's configuration.
+        model: what the model was built from.
         tensors: every tensor of the model.
         reverse: write the statements from the model's tensors to canonical ones instead.
     Raises:
         MappingError: for tensors that the family does not declare, and where the language cannot say their mapping.
     """
     known = list(tensors)
-    rules = replace(bind(family, config, known), cuts={tensor.name: tensor.cuts for tensor in known})
-    return render(with_ties(rules), _hints(family, config, rules), reverse=reverse)
+    rules = replace(bind(family, model, known), cuts={tensor.name: tensor.cuts for tensor in known})
+    return render(with_ties(rules), _hints(family, model, rules), reverse=reverse)
 
 
 def tiny_aoa_text(family: Family, *, tp: int = 1, reverse: bool = False) -> list[str]:
     """The AOA statements of a family's tiny configuration, on ``tp`` tensor-parallel ranks.
 
+    Where the family has a class of PaddleFleet beside PaddleFormers' own, it is that of PaddleFleet.
+
     Raises:
         MappingError: where the language cannot say them, or the degree does not divide the tensors.
     """
-    config = {**family.defaults, **family.tiny}
-    tensors = [tensor.under(tp=tp) for tensor in enumerate_tensors(family, config)]
-    return aoa_text(family, config, tensors, reverse=reverse)
+    model = tiny_models(family)[0]
+    tensors = [tensor.under(tp=tp) for tensor in enumerate_tensors(family, model)]
+    return aoa_text(family, model, tensors, reverse=reverse)
 
 
-def aoa_texts(family: Family, config: Mapping[str, Any], rules: RuleSet) -> dict[str, list[str]]:
+def aoa_texts(family: Family, model: ModelDescription, rules: RuleSet) -> dict[str, list[str]]:
     """The statements in both directions, for the manifest; none for a direction that the language cannot say.
 
     The mapping itself is kept in ``mapping.json`` whatever the language can say.
 
     Args:
         family: the model's family.
-        config: the model's configuration.
+        model: what the model was built from.
         rules: the model's rules, with the cuts of its tensors.
     """
-    hints = _hints(family, config, rules)
+    hints = _hints(family, model, rules)
     if _latest.hints != hints or _latest.rules != rules:
         mapping = with_ties(rules)
         texts = {direction: _text_or_none(mapping, hints, reverse=direction == REVERSE) for direction in DIRECTIONS}
@@ -97,8 +100,8 @@ def with_ties(rules: RuleSet) -> TensorMapping:
     return replace(mapping, targets={**mapping.targets, **specs}, fresh=mapping.fresh | aliases)
 
 
-def _hints(family: Family, config: Mapping[str, Any], rules: RuleSet) -> Hints:
-    sizes = family_sizes(family, config)
+def _hints(family: Family, model: ModelDescription, rules: RuleSet) -> Hints:
+    sizes = family_sizes(family, model)
     known = sizes.knows("heads") and sizes.knows("kv_heads")
     kinds = {
         PLACEHOLDER.sub(_HOLE, statement.target): _PER_RANK[statement.geometry]

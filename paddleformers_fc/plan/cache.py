@@ -1,7 +1,7 @@
 """Plans that were made once: a job that resumes the same checkpoint under the same layout does not plan again.
 
 A plan follows from its :class:`PlanKey` and from nothing else: digests of what is stored and where, of the stored
-rules, of both configurations and their families, of every shard that is wanted, of a user's statements, and the version
+rules, of both models' descriptions and families, of every shard that is wanted, of a user's statements, and the version
 of this package. What the key does not know cannot change a plan. Which files are read is not remembered: that they are
 those which were checked is for the reader to see, as without a cache.
 
@@ -28,7 +28,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import xxhash
@@ -37,7 +36,7 @@ from paddleformers_fc import __version__
 from paddleformers_fc.catalog.flex import FlexCheckpoint
 from paddleformers_fc.catalog.stored import Catalog, StoredForm
 from paddleformers_fc.errors import FlexError
-from paddleformers_fc.families import family_for, is_known
+from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.aoa import AoaTensor
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, whole
@@ -72,7 +71,7 @@ class PlanKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         manifest: every file's path, size and checksums.
         stored: every tensor's dtype and shape, and where its boxes lie.
         rules: the stored model's rules.
-        models: both configurations, and what their families declare.
+        models: both descriptions, and what their families declare.
         wanted: role, name, dtype, global shape, box and range of every shard, in order.
         statements: a user's ``aoa_config`` and the tensors that it speaks of.
         tied: which copy of a tied tensor is read.
@@ -104,30 +103,31 @@ class Planned:
 
 def plan_key(
     checkpoint: FlexCheckpoint,
-    config: Mapping[str, Any],
+    model: ModelDescription,
     wanted: Mapping[str, Mapping[str, Shard]],
     aoa_config: Mapping[str, object] | None = None,
-    model: Mapping[str, AoaTensor] | None = None,
+    tensors: Mapping[str, AoaTensor] | None = None,
 ) -> PlanKey:
     """The key of one rank's plan.
 
     Args:
         checkpoint: what is stored.
-        config: the live model's configuration.
+        model: the live model.
         wanted: role -> full name -> the shard to be filled.
         aoa_config: statements from stored names to the model's.
-        model: every tensor of the live model, on all ranks, where there are statements.
+        tensors: every tensor of the live model, on all ranks, where there are statements.
     """
-    families = [repr(family_for(one)) for one in (checkpoint.config, config) if is_known(one)]
+    models = [checkpoint.known, model]
+    families = [repr(family_for(one.config)) for one in models if is_known(one.config)]
     return PlanKey(
         format=FORMAT,
         version=__version__,
         manifest=_digest(msgspec.msgpack.encode(checkpoint.manifest)),
         stored=_digest(_spelled(checkpoint.catalog)),
         rules=checkpoint.rules.digest,
-        models=_digest(_json([checkpoint.config, dict(config), families])),
+        models=_digest(_json([[[dict(one.config), one.is_fleet] for one in models], families])),
         wanted=_digest(msgspec.msgpack.encode([(role, list(one), list(one.values())) for role, one in wanted.items()])),
-        statements=_digest(_json(aoa_config and dict(aoa_config)) + msgspec.msgpack.encode(model)),
+        statements=_digest(_json(aoa_config and dict(aoa_config)) + msgspec.msgpack.encode(tensors)),
         tied=checkpoint.tied,
     )
 

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.families import ModelTensor, bind
+from paddleformers_fc.families import ModelDescription, ModelTensor, bind
 from paddleformers_fc.families.bind import family_sizes
 from paddleformers_fc.families.declarations import Family
 from paddleformers_fc.families.enumerate import DeclaredTensor, enumerate_tensors, recognised_tensors
@@ -72,7 +72,7 @@ class SimulatedModel:
 
     Args:
         family: the model's family.
-        config: the model's configuration.
+        model: what it is built from.
         grid: the ranks.
         tensors: the model's tensors. Of 16-bit ones the optimizer keeps float32 master weights.
     Attributes:
@@ -83,16 +83,17 @@ class SimulatedModel:
     """
 
     def __init__(
-        self, family: Family, config: Mapping[str, Any], grid: ParallelGrid, tensors: Iterable[DeclaredTensor]
+        self, family: Family, model: ModelDescription, grid: ParallelGrid, tensors: Iterable[DeclaredTensor]
     ) -> None:
-        self.family, self.config, self.grid = family, {**family.defaults, **config}, grid
-        sizes = family_sizes(family, self.config)
+        self.family, self.grid = family, grid
+        self.model = replace(model, config={**family.defaults, **model.config})
+        sizes = family_sizes(family, self.model)
         by_name = {tensor.name: tensor for tensor in tensors}
-        _refuse_unfit(family, self.config, grid, by_name.values())
+        _refuse_unfit(family, self.model, grid, by_name.values())
         tied = sizes.holds("tie_word_embeddings")
         self._ties = {tie.alias: tie.owner for tie in family.tied if tied and tie.alias in by_name}
         self._experts = sizes.length("experts") if sizes.knows("experts") else 0
-        pipeline = _pipeline(family, self.config, grid)
+        pipeline = _pipeline(family, self.model, grid)
         placed = [(by_name[name], pipeline.stage_of(by_name[name])) for name in built_order(by_name)]
         self._on_stage = [[tensor for tensor, at in placed if at == stage] for stage in range(grid.pp)]
         # Caches of this model, which live as long as it does.
@@ -114,7 +115,7 @@ class SimulatedModel:
             if shard is not None
         ]
         cuts = {tensor.name: tensor.cuts for tensor in bound if any(cut > 1 for cut in tensor.cuts)}
-        return replace(bind(self.family, self.config, bound), cuts=cuts)
+        return replace(bind(self.family, self.model, bound), cuts=cuts)
 
     def weights(self, rank: int) -> Shards:
         """The model's weights on one rank, by name. Under sharding stage 3 they are slices."""
@@ -229,25 +230,25 @@ class _Sharing:
 
 
 def declared_model(
-    family: Family, config: Mapping[str, Any], grid: ParallelGrid, dtype: str = "float32"
+    family: Family, model: ModelDescription, grid: ParallelGrid, dtype: str = "float32"
 ) -> SimulatedModel:
     """The model that a configuration gives, over a grid.
 
     Args:
         family: the model's family.
-        config: the model's configuration.
+        model: what it is built from.
         grid: the ranks.
         dtype: the model's dtype, by its numpy name.
     Raises:
         OptionError: the model cannot have this grid; with the numbers.
         MappingError: the configuration lacks what a size needs.
     """
-    return SimulatedModel(family, config, grid, enumerate_tensors(family, {**family.defaults, **config}, dtype))
+    return SimulatedModel(family, model, grid, enumerate_tensors(family, model, dtype))
 
 
 def stored_model(
     family: Family,
-    config: Mapping[str, Any],
+    model: ModelDescription,
     grid: ParallelGrid,
     specs: Mapping[str, TensorSpec],
     dtype: str | None = None,
@@ -258,7 +259,7 @@ def stored_model(
 
     Args:
         family: the model's family.
-        config: the model's configuration.
+        model: what it is built from.
         grid: the ranks.
         specs: the saved tensors by name, global shapes.
         dtype: another dtype than the saved one.
@@ -266,14 +267,13 @@ def stored_model(
         OptionError: the model cannot have this grid; with the numbers.
         MappingError: a tensor that the family does not declare.
     """
-    config = {**family.defaults, **config}
-    found = recognised_tensors(family, config, specs)
+    found = recognised_tensors(family, model, specs)
     saved = min({tensor.dtype for tensor in found}, key=lambda name: (name == "float32", name))
-    declared = list(enumerate_tensors(family, config, dtype or saved))
+    declared = list(enumerate_tensors(family, model, dtype or saved))
     blocks = [tensor for tensor in declared if _BESIDE in tensor.numbers and tensor.name not in specs]
     if dtype not in (None, saved):
         found = [replace(tensor, dtype=dtype) if tensor.dtype == saved else tensor for tensor in found]
-    return SimulatedModel(family, config, grid, [*found, *blocks])
+    return SimulatedModel(family, model, grid, [*found, *blocks])
 
 
 def states_of(parameter: Shard) -> Iterator[tuple[str, Shard]]:
@@ -320,19 +320,19 @@ def _place(piece: str, parent: str) -> int:
 
 
 def _refuse_unfit(
-    family: Family, config: Mapping[str, Any], grid: ParallelGrid, tensors: Iterable[DeclaredTensor]
+    family: Family, model: ModelDescription, grid: ParallelGrid, tensors: Iterable[DeclaredTensor]
 ) -> None:
     """Refuse a grid that a model cannot have.
 
     Args:
         family: the model's family.
-        config: the model's configuration.
+        model: what it is built from.
         grid: the ranks.
         tensors: the model's tensors.
     Raises:
         OptionError: with the numbers that do not divide, all of them.
     """
-    sizes = family_sizes(family, config)
+    sizes = family_sizes(family, model)
     faults: list[str] = []
 
     def divides(size: str, count: int, axis: str) -> None:
@@ -348,7 +348,7 @@ def _refuse_unfit(
         )
     elif grid.pp > 1:
         try:
-            _pipeline(family, config, grid)
+            _pipeline(family, model, grid)
         except ValueError as error:
             faults.append(str(error))
     if grid.ep > 1:
@@ -410,13 +410,13 @@ class _Pipeline:
         return (bisect_right(self.bounds, item) - 1) % self.stages
 
 
-def _pipeline(family: Family, config: Mapping[str, Any], grid: ParallelGrid) -> _Pipeline:
+def _pipeline(family: Family, model: ModelDescription, grid: ParallelGrid) -> _Pipeline:
     """The pipeline of a model.
 
     Raises:
         ValueError: its layers cannot be dealt to these stages, with the numbers.
     """
-    sizes = family_sizes(family, config)
+    sizes, config = family_sizes(family, model), model.config
     layers = sizes.length("layers")
     head, tail = (int(config.get(f"num_empty_layers_add_in_{end}") or 0) for end in ("head", "tail"))
     behind = sizes.length("mtp_layers") if any(one.name == "mtp" for one in family.numbers) else 0

@@ -16,14 +16,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping as MappingABC
 from dataclasses import replace
 
-from paddleformers_fc.catalog.flex import FlexCheckpoint
+from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME, FlexCheckpoint
 from paddleformers_fc.catalog.stored import Catalog
-from paddleformers_fc.families import ModelTensor, OptionalNames, bind, family_for, is_known
+from paddleformers_fc.errors import Corrupt, MappingError
+from paddleformers_fc.families import ModelDescription, ModelTensor, OptionalNames, bind, family_for, is_known
+from paddleformers_fc.families.bind import family_keys
+from paddleformers_fc.families.description import IS_FLEET
+from paddleformers_fc.families.stored import STRIPPED, completed
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Made, Mapping, Rule, RuleSet, prove
-from paddleformers_fc.mapping.agreement import refuse_disagreement
+from paddleformers_fc.mapping.agreement import disagreements, refuse_disagreement
 from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.stencils import identity
 from paddleformers_fc.plan.build import Source
 from paddleformers_fc.plan.report import Report
@@ -76,21 +81,91 @@ def stored_mapping(checkpoint: FlexCheckpoint) -> Mapping:
     rules = checkpoint.rules
     mapping = rules.mapping()
     prove(mapping, "The checkpoint's mapping")
-    if is_known(checkpoint.config):
-        uncut = {name: (1,) * len(spec.shape) for name, spec in rules.targets.items()}
-        tensors = [
-            ModelTensor(name, spec.shape, spec.dtype, rules.cuts.get(name, uncut[name]))
-            for name, spec in rules.targets.items()
-        ]
-        declared = bind(family_for(checkpoint.config), checkpoint.config, tensors)
-        if declared.rules != rules.rules:
-            refuse_disagreement(
-                mapping,
-                declared.mapping(),
-                f"The mapping of {checkpoint.catalog.root}",
-                "Read the checkpoint with the version that wrote it, named in its manifest, and export it from there.",
-            )
+    if not is_known(checkpoint.known.config):
+        return mapping
+    if checkpoint.model is None:
+        _refuse_stripped(checkpoint, mapping)
+        return mapping
+    _refuse_two_models(checkpoint, checkpoint.model)
+    declared = bind(family_for(checkpoint.model.config), checkpoint.model, stored_tensors(rules))
+    if declared.rules != rules.rules:
+        refuse_disagreement(
+            mapping,
+            declared.mapping(),
+            f"The mapping of {checkpoint.catalog.root}",
+            "Read the checkpoint with the version that wrote it, named in its manifest, and export it from there.",
+        )
     return mapping
+
+
+def described_model(checkpoint: FlexCheckpoint) -> ModelDescription:
+    """The model that a checkpoint holds: described by the checkpoint, or else as far as its tensors tell.
+
+    Raises:
+        MappingError: the tensors of a checkpoint without a description leave open what it is.
+    """
+    if checkpoint.model is not None or not is_known(checkpoint.config):
+        return checkpoint.known
+    return completed(family_for(checkpoint.config), checkpoint.known, stored_tensors(checkpoint.rules))[0]
+
+
+def stored_tensors(rules: RuleSet) -> list[ModelTensor]:
+    """The tensors of a stored model, cut as on the ranks that saved them."""
+    return [
+        ModelTensor(name, spec.shape, spec.dtype, rules.cuts.get(name, (1,) * len(spec.shape)))
+        for name, spec in rules.targets.items()
+    ]
+
+
+def _refuse_two_models(checkpoint: FlexCheckpoint, model: ModelDescription) -> None:
+    """Refuse a configuration file that gives another model than the one whose rules are stored: exports copy it.
+
+    Raises:
+        Corrupt: with every key that a mapping depends on and that both have, with different values.
+    """
+    keys = {"model_type", *family_keys(family_for(model.config))} & checkpoint.config.keys() & model.config.keys()
+    faults = [
+        f"{key}: {checkpoint.config[key]!r} in {CONFIG_NAME}, {model.config[key]!r} in {MAPPING_NAME}"
+        for key in sorted(keys)
+        if checkpoint.config[key] != model.config[key]
+    ]
+    if faults:
+        raise Corrupt(
+            f"{CONFIG_NAME} and {MAPPING_NAME} of {checkpoint.catalog.root} describe different models.",
+            where=str(checkpoint.catalog.root),
+            evidence=faults,
+            next_step="Use another checkpoint; one of the two files was altered after this one was finished.",
+        )
+
+
+def _refuse_stripped(checkpoint: FlexCheckpoint, mapping: Mapping) -> None:
+    """Refuse rules that were derived from ``config.json`` and depend on keys that it lacks.
+
+    Raises:
+        MappingError: with the keys, and the command that derives the rules again.
+    """
+    root, family = checkpoint.catalog.root, family_for(checkpoint.config)
+    command = f"paddleformers-fc rederive {root}"
+    absent = STRIPPED & family_keys(family)
+    keys = [*sorted(absent - {IS_FLEET}), *(["the class of the model"] if IS_FLEET in absent else [])]
+    what = f"The mapping of {root} was derived from a configuration without {', '.join(keys)}"
+    try:
+        _, declared = completed(family, checkpoint.known, stored_tensors(checkpoint.rules))
+    except MappingError as error:
+        raise MappingError(
+            f"{what}, on which it depends.",
+            where=str(root),
+            evidence=error.evidence,
+            next_step=f"Derive it again, with the values that the model was trained with: {command} KEY=VALUE ...",
+        ) from error
+    faults = list(disagreements(mapping, declared.mapping()))
+    if faults:
+        raise MappingError(
+            f"{what}, and does not fit its tensors: {len(faults)} differences.",
+            where=str(root),
+            evidence=fold(faults),
+            next_step=f"The tensors themselves are whole. Derive the mapping again: {command}",
+        )
 
 
 def huggingface_source(

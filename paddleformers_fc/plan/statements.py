@@ -16,21 +16,21 @@ from dataclasses import dataclass, replace
 
 from paddleformers_fc.catalog.flex import FlexCheckpoint
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families import ModelTensor, bind, family_for, is_known
+from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for, is_known
 from paddleformers_fc.mapping import Made, Mapping, RuleSet, prove
 from paddleformers_fc.mapping.aoa import AoaTensor, parse_config, uncut
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.stencils import identity
 from paddleformers_fc.plan.build import Source
 from paddleformers_fc.plan.report import Report
-from paddleformers_fc.plan.sources import resume_source
+from paddleformers_fc.plan.sources import described_model, resume_source
 
 
 def stated_source(
     checkpoint: FlexCheckpoint,
-    config: MappingABC[str, object],
+    model: ModelDescription,
     aoa_config: MappingABC[str, object],
-    model: MappingABC[str, AoaTensor],
+    tensors: MappingABC[str, AoaTensor],
 ) -> tuple[Source, Report]:
     """From a flex checkpoint to a live model, with statements that a user wrote for some of the tensors.
 
@@ -42,13 +42,13 @@ def stated_source(
 
     Args:
         checkpoint: what is stored.
-        config: the live model's configuration.
+        model: the live model.
         aoa_config: statements from stored names to the model's.
-        model: every tensor of the live model, on all ranks: statements speak of all of it, and so does their proof.
+        tensors: every tensor of the live model, on all ranks: statements speak of all of it, and so does their proof.
     Raises:
         MappingError: where the statements cannot be read, or what they and the derived mapping say cannot be proved.
     """
-    live = _bound(config, model)
+    live = _bound(model, tensors)
     derived, report = resume_source(checkpoint, live)
     rules = checkpoint.rules
     held = {
@@ -56,12 +56,12 @@ def stated_source(
         for name, spec in rules.targets.items()
         if name not in derived.stored_aliases
     }
-    stated = _parsed(aoa_config, held, model, live, derived.wanted_aliases)
+    stated = _parsed(aoa_config, held, tensors, live, derived.wanted_aliases)
     left_to_names = {name: made for name, made in derived.mapping.made.items() if _is_left(stated, name, made)}
     said = {name: made for name, made in stated.made.items() if name not in left_to_names}
     if said:
-        plainly = _parsed(aoa_config, _uncut(held), _uncut(model), live, derived.wanted_aliases)
-        before, after = _dealing(rules, _alone(checkpoint)), _dealing(live, _bound(config, _uncut(model)))
+        plainly = _parsed(aoa_config, _uncut(held), _uncut(tensors), live, derived.wanted_aliases)
+        before, after = _dealing(rules, _alone(checkpoint)), _dealing(live, _bound(model, _uncut(tensors)))
         said = _dealt_anew(said, before.reversed().then(plainly).then(after), plainly, (rules, live))
     merged = replace(stated, made={**said, **left_to_names})
     prove(merged, "The mapping of aoa_config")
@@ -75,18 +75,19 @@ def stated_source(
     return replace(derived, mapping=merged), kept
 
 
-def _bound(config: MappingABC[str, object], model: MappingABC[str, AoaTensor]) -> RuleSet:
+def _bound(model: ModelDescription, tensors: MappingABC[str, AoaTensor]) -> RuleSet:
     """The rules of a model on all ranks."""
-    tensors = (ModelTensor(name, one.shape, one.dtype, one.cuts) for name, one in model.items())
-    return bind(family_for(config), config, tensors)
+    held = (ModelTensor(name, one.shape, one.dtype, one.cuts) for name, one in tensors.items())
+    return bind(family_for(model.config), model, held)
 
 
 def _alone(checkpoint: FlexCheckpoint) -> RuleSet:
     """The rules that a checkpoint's model has on one rank; its own where its family is not known here."""
     rules = checkpoint.rules
-    if not is_known(checkpoint.config):
+    model = described_model(checkpoint)
+    if not is_known(model.config):
         return rules
-    return _bound(checkpoint.config, {name: uncut(spec.shape, spec.dtype) for name, spec in rules.targets.items()})
+    return _bound(model, {name: uncut(spec.shape, spec.dtype) for name, spec in rules.targets.items()})
 
 
 def _uncut(tensors: MappingABC[str, AoaTensor]) -> dict[str, AoaTensor]:

@@ -13,7 +13,8 @@ from paddleformers_fc.catalog import FlexCheckpoint, open_flex
 from paddleformers_fc.catalog.distcp import StockCheckpoint, is_distcp, open_distcp
 from paddleformers_fc.catalog.flex import CONFIG_NAME, parse_config
 from paddleformers_fc.errors import NotACheckpoint
-from paddleformers_fc.families import ModelTensor, bind, family_for
+from paddleformers_fc.families import ModelDescription, ModelTensor, family_for
+from paddleformers_fc.families.stored import completed
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.documents import read_document
@@ -65,8 +66,8 @@ def described_stock(stock: StockCheckpoint) -> FlexCheckpoint:
     family = family_for(config)
     weights = catalog.roles[MODEL_STATE].values()
     tensors = [ModelTensor(one.name, one.shape, one.dtype, stock.cuts[one.name]) for one in weights]
-    rules = bind(family, config, tensors)
-    return FlexCheckpoint(catalog, _record_of(stock, family.name, raw), rules, config)
+    model, rules = completed(family, ModelDescription(config), tensors)
+    return FlexCheckpoint(catalog, _record_of(stock, family.name, raw), rules, config, model)
 
 
 def _record_of(stock: StockCheckpoint, family: str, config: bytes) -> Manifest:

@@ -39,6 +39,7 @@ from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.manifest import read_listed, read_manifest
 from paddleformers_fc.storage.places import Place, masked
 from paddleformers_fc.trainer import codecs, inherited
+from paddleformers_fc.trainer.description import describe
 
 STATE = "trainer/state.json"
 SCHEDULER = "trainer/scheduler.json"
@@ -50,7 +51,6 @@ ARGUMENTS = "trainer/arguments.json"
 _LAYOUT_KEYS = frozenset({"moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"})
 _MAX_BYTES = 512 * 1024 * 1024  # A state holds its history: half a kilobyte for every line of the log.
 _MOST_STEPS = 1 << 53
-_JSON = (bool, int, float, str, list, tuple, dict)
 _SECRET_ENDINGS = ("_token", "_api_key", "password", "secret")
 
 
@@ -79,15 +79,8 @@ def model_config(model: Any) -> dict[str, Any]:
     config._save_to_hf = True
     written = json.loads(config.to_json_string(use_diff=True, saving_file=True))
     family = family_for(written) if is_known(written) else None
-    values = exported_config(family, written, _live_keys(model, config), inherited.of(model).config)
+    values = exported_config(family, written, describe(model), inherited.of(model).config)
     return {key: value for key, value in values.items() if key not in _LAYOUT_KEYS}
-
-
-def _live_keys(model: Any, config: Any) -> dict[str, Any]:
-    """Every key of a live configuration that JSON can hold, under each of its names."""
-    values = {"is_fleet": bool(getattr(model, "is_fleet", False)), **vars(config)}
-    values |= {name: values[target] for name, target in config.attribute_map.items() if target in values}
-    return {key: value for key, value in values.items() if value is None or isinstance(value, _JSON)}
 
 
 def config_text(model: Any) -> str:

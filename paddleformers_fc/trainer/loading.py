@@ -41,6 +41,7 @@ from paddleformers_fc.trainer import (
 )
 from paddleformers_fc.trainer.best import found_again
 from paddleformers_fc.trainer.callback import CheckpointReport
+from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.run import (
     WAITING,
     Native,
@@ -153,9 +154,8 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         return _roles_to_fill(trainer, checkpoint, continued), own_or_handed(checkpoint, inherited.GENERATION, handed)
 
     roles, generation = together(channel, "preparing the optimizer", prepare)
-    config = documents.model_config(trainer.model)
-    options = read_options(args)
-    report = load_checkpoint(checkpoint, roles, config, channel, options, args.aoa_config, _plans(args))
+    model, options = describe(trainer.model), read_options(args)
+    report = load_checkpoint(checkpoint, roles, model, channel, options, args.aoa_config, _plans(args))
     inherited.take_over(trainer.model, checkpoint.config, generation)
     _drop_begun_step(trainer, run)
     run.resumed_from, run.progress, run.generators = directory, progress, generators
@@ -359,7 +359,7 @@ def _load_best(trainer: Any, directory: Path) -> None:
     checkpoint = replace(checkpoint, tied=trainer.args.flex_tied)
     roles = together(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
     options = read_options(trainer.args)
-    load_checkpoint(checkpoint, roles, documents.model_config(trainer.model), channel, options)
+    load_checkpoint(checkpoint, roles, describe(trainer.model), channel, options)
     if trainer.args.should_log:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")
 

@@ -16,7 +16,7 @@ from paddleformers_fc.execute.channel import Channel, together
 from paddleformers_fc.execute.rollcall import Called, comparable, software
 from paddleformers_fc.runtime.stores import on_several_nodes
 from paddleformers_fc.storage.files import try_directory
-from paddleformers_fc.trainer import documents
+from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.run import channel_of
 
 _OF_A_NODE = frozenset(
@@ -56,7 +56,7 @@ def check(trainer: Any, channel: Channel) -> None:
     args = trainer.args
     facts = {
         "versions": software(),
-        "config": comparable(documents.model_config(trainer.model)),
+        "config": comparable(describe(trainer.model)),
         **dict(_options(args)),
     }
     _test_disk(args, channel, Called("starting the training", facts))

@@ -27,7 +27,8 @@ from paddleformers_fc.execute.load import LoadReport, load_weights
 from paddleformers_fc.families import family_for
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.places import Place, RemotePath, place
-from paddleformers_fc.trainer import documents, inherited, origin, state
+from paddleformers_fc.trainer import inherited, origin, state
+from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.run import channel_of, read_options
 from paddleformers_fc.trainer.watch import patient_channel
@@ -117,7 +118,7 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
 
 def _fill(model: Any, source: Place, channel: Channel, options: ReadOptions, verify: str) -> LoadReport:
     described = together(channel, "reading what describes the model", lambda: inherited.read_documents(source))
-    report = load_weights(source, state.model_roles(model), documents.model_config(model), channel, options, verify)
+    report = load_weights(source, state.model_roles(model), describe(model), channel, options, verify)
     inherited.take_over(model, *described)
     kept = agree(channel, "reporting what was loaded", lambda: msgspec.json.encode(report.fresh))
     if not report.fresh:

@@ -27,6 +27,7 @@ from paddleformers_fc.storage.places import local
 from paddleformers_fc.trainer import documents, position, rng, rotation, state
 from paddleformers_fc.trainer.bypass import refuse_other_loop
 from paddleformers_fc.trainer.callback import CheckpointReport
+from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.options import parse_size
 from paddleformers_fc.trainer.run import Native, Run, called, channel_of, reporters, run_of, when_active
 from paddleformers_fc.wording import count_text
@@ -59,8 +60,8 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
     roles, files = together(channel, "preparing a checkpoint", prepare, roll)
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args))
     bound = parse_size(args.flex_max_file_size)
-    config, checked = documents.model_config(trainer.model), args.flex_check_replicas
-    report = save_checkpoint(directory, roles, config, files, job, channel, bound, checked)
+    model, checked = describe(trainer.model), args.flex_check_replicas
+    report = save_checkpoint(directory, roles, model, files, job, channel, bound, checked)
     _note_saved(run_of(trainer), directory, report.disks, args)
     for path in report.set_aside:
         logger.warning(f"{path} was in the way of {directory} and is kept; delete it when nobody needs it.")
@@ -280,9 +281,8 @@ def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
         return roles, {**documents.model_files(trainer), RUN_ARGUMENTS: arguments}
 
     roles, files = together(channel, "preparing an export", prepare, roll)
-    config = documents.model_config(trainer.model)
-    tied = trainer.args.flex_tied
-    report = save_weights(roles[MODEL_STATE], config, files, directory, max_shard_bytes, channel, tied)
+    model, tied = describe(trainer.model), trainer.args.flex_tied
+    report = save_weights(roles[MODEL_STATE], model, files, directory, max_shard_bytes, channel, tied)
     if trainer.args.should_log:
         tensors, files_made = count_text(report.tensors, "tensor"), count_text(len(report.files), "file")
         logger.info(f"Exported {tensors} to {directory} in {files_made}.")

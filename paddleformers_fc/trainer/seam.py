@@ -21,9 +21,10 @@ from paddleformers.utils.log import logger
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.channel import together
 from paddleformers_fc.families import family_for
-from paddleformers_fc.trainer import batches, documents, inherited, origin, preflight
+from paddleformers_fc.trainer import batches, inherited, origin, preflight
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
+from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.options import FlexFields, without_effect
 from paddleformers_fc.trainer.run import RUN, WAITING, Native, Run, channel_of, is_active, refuse_optimizer, reporters
 from paddleformers_fc.trainer.saving import save_pretrained
@@ -91,4 +92,4 @@ def _refuse_unsupported(model: Any) -> None:
             where=type(model).__name__,
             next_step="Train a PretrainedModel, or remove flex_checkpoint.",
         )
-    family_for(documents.model_config(model))  # Refuses a model that could not be saved after hours of training.
+    family_for(describe(model).config)  # Refuses a model that could not be saved after hours of training.

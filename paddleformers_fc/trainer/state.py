@@ -20,6 +20,7 @@ from paddleformers_fc.families import family_for
 from paddleformers_fc.families.declarations import TiedName
 from paddleformers_fc.layout.roles import MASTER_SUFFIX, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.trainer import slices
+from paddleformers_fc.trainer.description import describe
 
 LiveRoles = dict[str, dict[str, Any]]
 
@@ -150,9 +151,10 @@ def _with_aliases(model: Any, stored: Collection[str]) -> set[str]:
 
 def _tied(model: Any) -> tuple[TiedName, ...]:
     """The aliases of a model that ties its word embeddings; none of one that does not."""
-    if not model.config.tie_word_embeddings:
+    described = describe(model)
+    if not described.config.get("tie_word_embeddings"):
         return ()
-    return family_for({"model_type": model.config.model_type}).tied
+    return family_for(described.config).tied
 
 
 def _create_of_own(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from paddleformers_fc.cli.main import main
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, read_manifest, write_manifest
 from tests.execute.simulated import CONFIG, Arrays, live, succeed
@@ -57,7 +58,9 @@ def save(
     def work(channel: Any) -> None:
         held = {role: names for role, names in live(arrays, tp, channel.rank, sharded=sharded).items() if role in roles}
         files = {"config.json": config_bytes(config)} if channel.rank == 0 else {}
-        save_checkpoint(directory, held, config, files, JobRecord(STEP, STEP * 8, {"tp": tp, "pp": 1}), channel)
+        save_checkpoint(
+            directory, held, ModelDescription(config), files, JobRecord(STEP, STEP * 8, {"tp": tp, "pp": 1}), channel
+        )
 
     succeed(tp * sharded, work)
     return directory

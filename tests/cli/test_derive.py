@@ -55,8 +55,8 @@ def test_a_family_is_written_that_binds_the_model_as_the_written_one(ranks: Fork
     prove_family(family)
     for tp in (1, 2, 4):
         tensors = Case(case.family, None, tp).tensors()
-        made = bind(family, case.config, tensors).mapping()
-        assert normal(made) == normal(bind(case.family, case.config, tensors).mapping())
+        made = bind(family, case.model, tensors).mapping()
+        assert normal(made) == normal(bind(case.family, case.model, tensors).mapping())
 
 
 def test_what_is_open_without_the_native_statements_is_asked_and_settled(ranks: ForkServer, tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_layer_that_is_fused_in_files_too_is_not_guessed(ranks: ForkServer, tm
     assert found["code"] == 0, found["err"]
     family = runpy.run_path(str(target))["FAMILY"]
     tensors = Case(case.family, None, 2).tensors()
-    assert normal(bind(family, case.config, tensors).mapping()) == normal(
-        bind(case.family, case.config, tensors).mapping()
+    assert normal(bind(family, case.model, tensors).mapping()) == normal(
+        bind(case.family, case.model, tensors).mapping()
     )
 
 

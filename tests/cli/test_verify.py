@@ -167,7 +167,7 @@ def edit_rules(checkpoint: Path, change: Any) -> None:
     """Apply ``change`` to the document of mapping.json and seal the checkpoint again."""
     path = checkpoint / "mapping.json"
     document = json.loads(path.read_text())
-    change(document)
+    change(document["rules"])
     path.write_text(json.dumps(document))
     seal(checkpoint)
 

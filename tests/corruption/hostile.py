@@ -408,7 +408,7 @@ def _plans(directory: Path) -> Target:
     checkpoint = open_flex(directory, "off")
     source = canonical_source(checkpoint)
     wanted = canonical_layout(source)
-    key = plan_key(checkpoint, checkpoint.config, wanted)
+    key = plan_key(checkpoint, checkpoint.known, wanted)
     place = directory.with_name("plans")
     PlanCache(place).keep(key, Planned(plan_reads(source, wanted), frozenset()))
     (path,) = place.iterdir()
@@ -470,9 +470,9 @@ def _rule_set(**fields: Any) -> bytes:
 
 
 def _mapped(raw: bytes) -> None:
-    from paddleformers_fc.mapping.codec import decode_rules
+    from paddleformers_fc.families.stored import decode_mapping
 
-    decode_rules(raw, "mapping.json").mapping()
+    decode_mapping(raw, "mapping.json")[1].mapping()
 
 
 def _read_configuration(raw: bytes, place: Path) -> None:
@@ -483,12 +483,12 @@ def _read_configuration(raw: bytes, place: Path) -> None:
 
 
 def _enumerated(**sizes: int) -> None:
-    from paddleformers_fc.families import family_for
+    from paddleformers_fc.families import ModelDescription, family_for
     from paddleformers_fc.families.enumerate import enumerate_tensors
 
     config = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
     config |= {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_experts": 8, **sizes}
-    for _ in enumerate_tensors(family_for(config), config):
+    for _ in enumerate_tensors(family_for(config), ModelDescription(config, is_fleet=True)):
         pass
 
 

@@ -21,7 +21,7 @@ from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.channel import Channel
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
-from tests.execute.simulated import CONFIG, Arrays, canonical, live, succeed
+from tests.execute.simulated import CONFIG, MODEL, Arrays, canonical, live, succeed
 
 Files = dict[str, bytes]
 """Relative path -> content."""
@@ -71,7 +71,7 @@ def checkpoint(directory: Path, seed: int) -> Files:
         if rank == 0:
             files |= {"config.json": config_bytes(CONFIG), "trainer/state.json": f'{{"seed": {seed}}}'.encode()}
         record = JobRecord(3, 24, {"tp": 2})
-        save_checkpoint(directory, live(arrays, 2, rank), CONFIG, files, record, channel)
+        save_checkpoint(directory, live(arrays, 2, rank), MODEL, files, record, channel)
 
     succeed(2, work)
     return {

@@ -18,7 +18,8 @@ from paddleformers_fc.execute.channel import ALONE, Channel
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from tests.execute.simulated import CONFIG, Arrays, Roles, canonical, live, succeed
+from paddleformers_fc.families import ModelDescription
+from tests.execute.simulated import CONFIG, MODEL, Arrays, Roles, canonical, live, succeed
 
 ARRAYS = canonical()
 OTHER = canonical(seed=1)
@@ -46,7 +47,7 @@ def save(directory: Path, arrays: Arrays = ARRAYS, tp: int = 1, sharded: int = 1
     def work(channel: Channel) -> None:
         held = roles.get("roles") or live(arrays, tp, channel.rank, sharded=sharded)
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        save_checkpoint(directory, held, CONFIG, files, JobRecord(3, 24, {"tp": tp}), channel)
+        save_checkpoint(directory, held, MODEL, files, JobRecord(3, 24, {"tp": tp}), channel)
 
     succeed(tp * sharded, work)
 
@@ -57,19 +58,19 @@ def load(
     verify: str = "size",
     aoa: Mapping[str, object] | None = None,
     channel: Channel = ALONE,
-    config: Mapping[str, Any] = CONFIG,
+    described: ModelDescription = MODEL,
 ) -> Load:
     """Load a flex checkpoint into live weights."""
     return watched(
         roles,
-        lambda: load_checkpoint(open_checkpoint(directory, channel, verify), roles, config, channel, aoa_config=aoa),
+        lambda: load_checkpoint(open_checkpoint(directory, channel, verify), roles, described, channel, aoa_config=aoa),
     )
 
 
 def load_open_weights(directory: Path, roles: Roles) -> Load:
     """Load open weights into a live model."""
     model = {"model_state": roles["model_state"]}
-    return watched(model, lambda: load_weights(directory, model, CONFIG, ALONE))
+    return watched(model, lambda: load_weights(directory, model, MODEL, ALONE))
 
 
 def watched(roles: Roles, work: Callable[[], object]) -> Load:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddleformers_fc.families import ModelDescription
 from tests.execute.simulated import Arrays, Roles
 
 HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, GROUPS, HEAD = 16, 24, 32, 4, 2, 4
@@ -21,6 +22,7 @@ CONFIG = {
     "vocab_size": VOCABULARY,
     "tie_word_embeddings": False,
 }
+MODEL = ModelDescription(CONFIG)
 QKV, GATE_UP = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.gate_up_proj.weight"
 PARTS = {QKV: (HEADS * HEAD, GROUPS * HEAD, GROUPS * HEAD), GATE_UP: (INTERMEDIATE, INTERMEDIATE)}
 """How many rows of an open, fused tensor belong to query, key and value, and to gate and up."""

@@ -13,8 +13,8 @@ from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.catalog import open_flex, open_huggingface
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, PeerError, from_wire
+from paddleformers_fc.families.stored import decode_mapping
 from paddleformers_fc.layout.codec import decode_shards
-from paddleformers_fc.mapping.codec import decode_rules
 from paddleformers_fc.storage.documents import MAX_DEPTH, MAX_DIGITS, MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files, write_manifest
 from paddleformers_fc.storage.pickles import MAX_PROGRAM_BYTES, read_pickle
@@ -132,7 +132,7 @@ json_values = st.recursive(
 @given(st.one_of(st.binary(max_size=200), json_values.map(lambda value: str(value).replace("'", '"').encode())))
 def test_any_bytes_are_refused_or_read(raw: bytes) -> None:
     for read in (
-        lambda: decode_rules(raw, "mapping.json"),
+        lambda: decode_mapping(raw, "mapping.json"),
         lambda: decode_shards(raw.decode("utf-8", "surrogateescape"), {}, "rank-00000.safetensors"),
     ):
         try:
@@ -198,7 +198,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(name: str, place: Pa
 @pytest.mark.parametrize(("field", "value"), [("shape", [1 << 60]), ("dtype", "float16")])
 def test_rules_that_know_a_tensor_as_another_than_its_file_are_refused(place: Path, field: str, value: Any) -> None:
     document = json.loads((place / "mapping.json").read_bytes())
-    document["targets"]["model.norm.weight"][field] = value
+    document["rules"]["targets"]["model.norm.weight"][field] = value
     with hostile.forged(place, "mapping.json", json.dumps(document).encode()):
         with pytest.raises(Corrupt, match=r"model\.norm\.weight: stored as float32 \[16\], the rules know it as"):
             open_flex(place, "off")

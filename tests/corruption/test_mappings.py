@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.runtime.forkserver import ForkServer
 from tests.corruption import ours, phi3, stock
 from tests.corruption.guarantees import Observed, fault, refused
@@ -64,7 +65,9 @@ def test_s3_both_of_two_tied_tensors_are_loaded(bare_ranks: ForkServer, tmp_path
         weights[head].local_tensor = weights[embedding].local_tensor
         files = {"config.json": config_bytes(config)}
         roles = {"model_state": weights}
-        save_checkpoint(tmp_path / "checkpoint-3", roles, config, files, JobRecord(3, 24, {}), channel)
+        save_checkpoint(
+            tmp_path / "checkpoint-3", roles, ModelDescription(config), files, JobRecord(3, 24, {}), channel
+        )
 
     succeed(1, save)
     stored = load_file(tmp_path / "checkpoint-3/model_state/rank-00000.safetensors")
@@ -72,7 +75,7 @@ def test_s3_both_of_two_tied_tensors_are_loaded(bare_ranks: ForkServer, tmp_path
     assert head not in stored
     target = {"model_state": ours.empty(arrays=tied)["model_state"]}
     expected = {"model_state": live(tied, 1, 0)["model_state"]}
-    assert ours.right(ours.load(tmp_path / "checkpoint-3", target, config=config), expected)
+    assert ours.right(ours.load(tmp_path / "checkpoint-3", target, described=ModelDescription(config)), expected)
     return Observed(
         "`head` is loaded, `embed` keeps its initial values; no error",
         "loads right: stored once, loaded into both, also where each has memory of its own",
@@ -106,7 +109,7 @@ def save_phi3(directory: Path, arrays: Arrays, tp: int) -> None:
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(phi3.CONFIG)} if channel.rank == 0 else {}
         roles = phi3.live(arrays, tp, channel.rank)
-        save_checkpoint(directory, roles, phi3.CONFIG, files, JobRecord(3, 24, {"tp": tp}), channel)
+        save_checkpoint(directory, roles, phi3.MODEL, files, JobRecord(3, 24, {"tp": tp}), channel)
 
     succeed(tp, work)
 
@@ -131,7 +134,7 @@ def test_s6_query_key_and_value_of_two_ranks_are_taken_apart_rank_by_rank(
     weights = exported(tmp_path / "checkpoint-3", tmp_path / "hf")
     assert np.array_equal(weights[phi3.QKV], arrays[phi3.QKV])
     target, expected = phi3.live(arrays, 1, 0, empty=True), phi3.live(arrays, 1, 0)
-    assert ours.right(ours.load(tmp_path / "checkpoint-3", target, config=phi3.CONFIG), expected)
+    assert ours.right(ours.load(tmp_path / "checkpoint-3", target, described=phi3.MODEL), expected)
     return Observed(
         f"a row of key becomes {first} instead of {right}; no error",
         "loads right: a two-rank checkpoint of Phi-3 is exported, and loaded on one rank, bit for bit",
@@ -235,7 +238,7 @@ def test_a_two_rank_phi3_is_laid_out_as_the_family_declares(tmp_path: Path) -> N
 
     def work(channel: Any) -> bool:
         target, expected = (phi3.live(arrays, 2, channel.rank, empty=flag) for flag in (True, False))
-        return ours.right(ours.load(tmp_path / "checkpoint-3", target, config=phi3.CONFIG, channel=channel), expected)
+        return ours.right(ours.load(tmp_path / "checkpoint-3", target, described=phi3.MODEL, channel=channel), expected)
 
     assert succeed(2, work) == [True, True]
     with pytest.raises(AssertionError):

@@ -31,7 +31,7 @@ from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.safetensors import read_header
 from tests.crash.groups import DONE
 from tests.crash.killing import Kill, every_kill, prepared, run_alone, run_killed
-from tests.crash.worlds import CONFIG, ONE, Lost, names_in, weights_of, whole
+from tests.crash.worlds import CONFIG, MODEL, ONE, Lost, names_in, weights_of, whole
 
 OLD, NEW, NEXT = 1, 2, 3
 MANY, SINGLE = 300, 10**9
@@ -86,7 +86,7 @@ class Scenario:
         if self.live:
             weights = weights_of("dp=2" if self.ranks == 2 else ONE, channel.rank, NEW)[MODEL_STATE]
             files = _described(NEW) if channel.rank == 0 else {}
-            save_weights(weights, CONFIG, files, target_of(there), self.bound, channel)
+            save_weights(weights, MODEL, files, target_of(there), self.bound, channel)
         else:
             export_checkpoint(there / f"checkpoint-{NEW}", target_of(there), self.bound, channel)
 
@@ -214,4 +214,4 @@ def _described(generation: int) -> dict[str, bytes]:
 def _save(directory: Path, generation: int) -> None:
     files = {**_described(generation), "trainer/rng-00000.json": json.dumps({"generation": generation}).encode()}
     roles = {MODEL_STATE: weights_of(ONE, 0, generation)[MODEL_STATE]}
-    save_checkpoint(directory, roles, CONFIG, files, JobRecord(generation, generation, {}), ALONE)
+    save_checkpoint(directory, roles, MODEL, files, JobRecord(generation, generation, {}), ALONE)

@@ -24,7 +24,7 @@ from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.rehearse import Roles, filled, together
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
@@ -47,6 +47,7 @@ CONFIG = {
     "vocab_size": 16,
     "tie_word_embeddings": False,
 }
+MODEL = ModelDescription(CONFIG)
 ONE = "dp=1"
 GRIDS = (
     ONE,
@@ -79,7 +80,7 @@ def save(output_dir: Path, grid: str, step: int, generation: int, channel: Chann
         files["config.json"] = config_bytes(CONFIG)
     roles = weights_of(grid, channel.rank, generation)
     record = JobRecord(step, generation, {})
-    save_checkpoint(output_dir / f"checkpoint-{step}", roles, CONFIG, files, record, channel)
+    save_checkpoint(output_dir / f"checkpoint-{step}", roles, MODEL, files, record, channel)
 
 
 def save_together(output_dir: Path, grid: str, step: int, generation: int) -> None:
@@ -93,7 +94,7 @@ def resume_and_save(output_dir: Path, grid: str, step: int, generation: int, cha
     if found is None:
         raise Lost(f"{output_dir} has nothing to resume from.")
     roles = filled(_model(grid).roles(channel.rank), functools.partial(_constant, 0))
-    load_checkpoint(open_checkpoint(found, channel), roles, CONFIG, channel)
+    load_checkpoint(open_checkpoint(found, channel), roles, MODEL, channel)
     seen = {float(one.local_tensor.array.flat[0]) for held in roles.values() for one in held.values()}
     if len(seen) != 1:
         raise Lost(f"{found} was loaded as {sorted(seen)}.")
@@ -219,7 +220,7 @@ def warm() -> None:
 
 @functools.cache
 def _model(grid: str) -> SimulatedModel:
-    return declared_model(family_for(CONFIG), CONFIG, parse_grid(grid), "bfloat16")
+    return declared_model(family_for(CONFIG), MODEL, parse_grid(grid), "bfloat16")
 
 
 @functools.cache

@@ -45,11 +45,11 @@ def load_once(source: str) -> list[int]:
     from paddleformers_fc.execute.crew import ReadOptions
     from paddleformers_fc.execute.load import load_checkpoint
     from paddleformers_fc.execute.opening import open_checkpoint
-    from tests.execute.simulated import CONFIG, canonical, live, same_values
+    from tests.execute.simulated import MODEL, canonical, live, same_values
 
     channel = started()
     roles = live(canonical(), 1, channel.rank, empty=True)
     checkpoint = open_checkpoint(Path(source), channel)
-    report = load_checkpoint(checkpoint, roles, CONFIG, channel, ReadOptions(once=True))
+    report = load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(once=True))
     wrong = not same_values(roles, live(canonical(), 1, channel.rank))
     return [report.bytes_read, report.bytes_received, int(wrong)]

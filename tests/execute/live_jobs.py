@@ -29,6 +29,7 @@ def hop(
     from paddleformers_fc.execute.load import load_checkpoint
     from paddleformers_fc.execute.opening import open_checkpoint
     from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+    from paddleformers_fc.trainer.description import describe
     from tests.harness import tiny
 
     # The step gives the optimizer its states, and the model weights that a load must overwrite.
@@ -41,11 +42,10 @@ def hop(
     for name, state in trainer.optimizer.sharded_state_dict(weights).items():
         roles.setdefault("master_weight" if name.endswith(".w_0") else "optimizer_state", {})[name] = state
     channel = job_channel()
-    config = built.config.to_dict()
+    described = describe(built)
     fresh: list[str] = []
     if source is not None:
-        fresh = list(load_checkpoint(open_checkpoint(Path(source), channel), roles, config, channel).fresh)
-    described = {key: value for key, value in config.items() if isinstance(value, (str, int, float, bool, type(None)))}
-    files = {"config.json": config_bytes(described)} if channel.rank == 0 else {}
-    save_checkpoint(Path(target), roles, config, files, JobRecord(3, 24, {}), channel)
+        fresh = list(load_checkpoint(open_checkpoint(Path(source), channel), roles, described, channel).fresh)
+    files = {"config.json": config_bytes(described.config)} if channel.rank == 0 else {}
+    save_checkpoint(Path(target), roles, described, files, JobRecord(3, 24, {}), channel)
     return fresh

@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 
 from paddleformers_fc.execute.channel import Bytes
+from paddleformers_fc.families import ModelDescription
 from tests.harness.limits import LIMIT
 
 HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, GROUPS, HEAD = 16, 24, 32, 4, 2, 4
@@ -26,6 +27,7 @@ CONFIG = {
     "head_dim": HEAD,
     "tie_word_embeddings": False,
 }
+MODEL = ModelDescription(CONFIG)
 Arrays = dict[str, np.ndarray[Any, Any]]
 Roles = dict[str, dict[str, Any]]
 

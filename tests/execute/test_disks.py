@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
-from tests.execute.simulated import CONFIG, canonical, job, live, succeed
+from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, succeed
 from tests.execute.test_opening import load
 
 ARRAYS = canonical()
@@ -37,7 +38,7 @@ def save(places: list[Path], tp: int, sharded: int = 1, arrays: Any = ARRAYS) ->
         if channel.rank == 0:
             files |= {"config.json": config_bytes(CONFIG), "trainer/state.json": b"{}", "tokenizer/a.txt": b"hello"}
         weights = live(arrays, tp, channel.rank, sharded=sharded)
-        return save_checkpoint(places[channel.rank] / STEP, weights, CONFIG, files, JobRecord(3, 24, {}), channel)
+        return save_checkpoint(places[channel.rank] / STEP, weights, MODEL, files, JobRecord(3, 24, {}), channel)
 
     return succeed(len(places), work)
 
@@ -117,7 +118,7 @@ def test_an_export_lies_whole_on_the_first_disk(
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
         weights = live(ARRAYS, 2, channel.rank)["model_state"]
-        export.save_weights(weights, CONFIG, files, places[channel.rank] / "hf", max_shard_bytes, channel)
+        export.save_weights(weights, MODEL, files, places[channel.rank] / "hf", max_shard_bytes, channel)
 
     succeed(len(places), work)
     assert [path.name for place in set(places) for path in place.iterdir()] == ["hf"]
@@ -149,7 +150,7 @@ def test_a_disk_that_fails_leaves_no_disk_with_a_checkpoint(tmp_path: Path) -> N
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
         weights = live(ARRAYS, 2, channel.rank)
-        save_checkpoint(places[channel.rank] / STEP, weights, CONFIG, files, JobRecord(3, 24, {}), channel)
+        save_checkpoint(places[channel.rank] / STEP, weights, MODEL, files, JobRecord(3, 24, {}), channel)
 
     first, second = job(2, work)
     assert isinstance(first, StorageError)
@@ -175,7 +176,7 @@ def test_a_crash_between_the_renames_of_two_disks_leaves_a_step_that_is_refused(
 
 
 EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
-TIED = {**rehearse.QWEN3_MOE, "tie_word_embeddings": True}
+TIED = replace(rehearse.QWEN3_MOE, config={**rehearse.QWEN3_MOE.config, "tie_word_embeddings": True})
 
 
 def tied_value(role: str, shard: Shard) -> Any:
@@ -186,13 +187,13 @@ def tied_value(role: str, shard: Shard) -> Any:
 
 def tied(places: list[Path], grid: str, load_only: bool = False, aoa_config: Any = None) -> list[Any]:
     """Save a tied model over a grid, each rank to its place, or load it there and compare; what every rank did."""
-    model = declared_model(family_for(TIED), TIED, parse_grid(grid), "float32")
+    model = declared_model(family_for(TIED.config), TIED, parse_grid(grid), "float32")
 
     def work(channel: Any) -> int:
         expected = rehearse.filled(model.roles(channel.rank), tied_value)
         directory = places[channel.rank] / STEP
         if not load_only:
-            files = {"config.json": config_bytes(TIED)} if channel.rank == 0 else {}
+            files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
             save_checkpoint(directory, expected, TIED, files, JobRecord(3, 24, {}), channel)
             return 0
         zeros = rehearse.filled(model.roles(channel.rank), lambda role, shard: 0 * tied_value(role, shard))

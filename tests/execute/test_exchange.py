@@ -23,7 +23,7 @@ from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
-from tests.execute.simulated import CONFIG, Roles, canonical, job, live, same_values, succeed
+from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 
 ARRAYS = canonical()
@@ -35,7 +35,7 @@ def loaded(directory: Path, ranks: int, tp: int, options: ReadOptions, sharded: 
 
     def work(channel: Any) -> LoadReport:
         roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        report = load_checkpoint(open_checkpoint(directory, channel), roles, CONFIG, channel, options)
+        report = load_checkpoint(open_checkpoint(directory, channel), roles, MODEL, channel, options)
         assert same_values(live(ARRAYS, tp, channel.rank, sharded=sharded), roles)
         return report
 
@@ -75,7 +75,7 @@ def test_open_weights_are_read_once_and_cast_by_who_wants_them(tmp_path: Path) -
             roles = live(ARRAYS, 1, channel.rank, empty=True)["model_state"]
             for weight in roles.values():
                 weight.local_tensor = weight.local_tensor.astype("float64")
-            report = load_weights(tmp_path / "hf", {"model_state": roles}, CONFIG, channel, options)
+            report = load_weights(tmp_path / "hf", {"model_state": roles}, MODEL, channel, options)
             for name, weight in live(ARRAYS, 1, channel.rank)["model_state"].items():
                 assert (roles[name].local_tensor == weight.local_tensor.astype("float64")).all()
             return report
@@ -92,7 +92,7 @@ def test_ranks_that_read_for_themselves_say_nothing_between_the_preflight_and_th
     def work(channel: Any) -> tuple[int, int]:
         checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel)
         before = channel.exchanges
-        load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), CONFIG, channel)
+        load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), MODEL, channel)
         return channel.exchanges - before, channel.largest
 
     # The plans, with the roll call, and the end; nobody has ties to compare.
@@ -102,7 +102,7 @@ def test_ranks_that_read_for_themselves_say_nothing_between_the_preflight_and_th
 def plan_of(checkpoint: FlexCheckpoint, roles: Roles) -> LoadPlan:
     """The plan of a rank that loads everything it holds."""
     shards = describe_roles(roles)
-    source, _ = resume_source(checkpoint, model_rules(CONFIG, shards["model_state"]))
+    source, _ = resume_source(checkpoint, model_rules(MODEL, shards["model_state"]))
     return plan_reads(source, shards)
 
 
@@ -138,7 +138,7 @@ def test_a_read_that_fails_on_one_rank_fails_on_all_with_its_error(tmp_path: Pat
         if channel.rank == 0:
             os.truncate(victim, victim.stat().st_size - 8)
         channel.exchange(b"")
-        load_checkpoint(checkpoint, live(ARRAYS, 1, channel.rank, empty=True), CONFIG, channel, ReadOptions(once=once))
+        load_checkpoint(checkpoint, live(ARRAYS, 1, channel.rank, empty=True), MODEL, channel, ReadOptions(once=once))
 
     outcomes = job(4, work)
     assert isinstance(outcomes[0], FlexError)
@@ -231,7 +231,7 @@ def test_ranks_that_do_not_read_in_the_same_way_are_refused_on_every_rank(tmp_pa
     def work(channel: Any) -> Roles:
         roles = live(ARRAYS, 1, channel.rank, empty=True)
         options = ReadOptions(once=channel.rank == 1)
-        load_checkpoint(open_checkpoint(tmp_path / "checkpoint-3", channel), roles, CONFIG, channel, options)
+        load_checkpoint(open_checkpoint(tmp_path / "checkpoint-3", channel), roles, MODEL, channel, options)
         return roles
 
     first, second = job(2, work)

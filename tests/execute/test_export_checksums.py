@@ -21,7 +21,7 @@ from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoi
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums
 from tests.cli.support import alter, flip
-from tests.execute.simulated import CONFIG, Arrays, canonical, job, live, same_values, succeed
+from tests.execute.simulated import CONFIG, MODEL, Arrays, canonical, job, live, same_values, succeed
 
 ARRAYS = canonical()
 INDEX = "model.safetensors.index.json"
@@ -36,7 +36,7 @@ def save(directory: Path, tp: int = 1, sharded: int = 1, arrays: Arrays = ARRAYS
         files = {"config.json": config_bytes(CONFIG), **TOKENIZER, "trainer/state.json": b"{}"}
         held = live(arrays, tp, channel.rank, sharded=sharded)
         record = JobRecord(3, 24, {"tp": tp})
-        save_checkpoint(directory, held, CONFIG, files if channel.rank == 0 else {}, record, channel)
+        save_checkpoint(directory, held, MODEL, files if channel.rank == 0 else {}, record, channel)
 
     succeed(tp * sharded, work)
     return directory
@@ -63,7 +63,7 @@ def load(directory: Path, ranks: int = 1, verify: str = "full") -> list[Any]:
         roles = {"model_state": live(ARRAYS, ranks, channel.rank, empty=True)["model_state"]}
         before = {"model_state": live(ARRAYS, ranks, channel.rank, empty=True)["model_state"]}
         try:
-            report = load_weights(directory, roles, CONFIG, channel, verify=verify)
+            report = load_weights(directory, roles, MODEL, channel, verify=verify)
         except FlexError:
             assert same_values(roles, before)
             raise
@@ -133,7 +133,7 @@ def test_checksums_are_byte_equal_across_layouts_and_writers(tmp_path: Path, bou
         # As a Trainer does it, with arguments that differ between layouts.
         files = {"config.json": config_bytes(CONFIG), **TOKENIZER, "training_args.json": b'{"tp": 2}'}
         held = live(ARRAYS, 2, channel.rank)["model_state"]
-        save_weights(held, CONFIG, files if channel.rank == 0 else {}, tmp_path / "live", bound, channel)
+        save_weights(held, MODEL, files if channel.rank == 0 else {}, tmp_path / "live", bound, channel)
 
     succeed(2, work)
     assert (tmp_path / "live/training_args.json").exists()
@@ -170,7 +170,7 @@ def test_every_rank_hashes_the_blocks_that_it_reads_and_no_more(tmp_path: Path) 
 
     def work(channel: Any) -> int:
         roles = {"model_state": live(arrays, 2, channel.rank, empty=True)["model_state"]}
-        return load_weights(tmp_path / "hf", roles, CONFIG, channel).bytes_hashed
+        return load_weights(tmp_path / "hf", roles, MODEL, channel).bytes_hashed
 
     assert all(0.4 * size < hashed < 0.7 * size for hashed in succeed(2, work))
 
@@ -257,7 +257,7 @@ def test_weights_that_another_tool_wrote_over_an_export_are_refused_until_the_ch
 
     def work(channel: Any) -> bool:
         roles = {"model_state": live(ARRAYS, ranks, channel.rank, empty=True)["model_state"]}
-        load_weights(weights, roles, CONFIG, channel)
+        load_weights(weights, roles, MODEL, channel)
         return same_values(roles, {"model_state": live(changed, ranks, channel.rank)["model_state"]})
 
     assert succeed(ranks, work) == [True] * ranks
@@ -300,7 +300,7 @@ def test_ranks_that_see_different_checksums_are_refused(exported: Path, tmp_path
 
     def work(channel: Any) -> LoadReport:
         roles = {"model_state": live(ARRAYS, 2, channel.rank, empty=True)["model_state"]}
-        return load_weights(places[channel.rank], roles, CONFIG, channel)
+        return load_weights(places[channel.rank], roles, MODEL, channel)
 
     outcomes = job(2, work)
     assert all(isinstance(outcome, PeerError) for outcome in outcomes)

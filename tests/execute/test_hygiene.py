@@ -26,7 +26,7 @@ from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from tests.corruption import ours
 from tests.corruption.jobs import no_longer_than
-from tests.execute.simulated import CONFIG, canonical, job, live, same_values, succeed
+from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, same_values, succeed
 from tests.harness.limits import LIMIT
 
 ARRAYS = canonical()
@@ -81,7 +81,7 @@ def load(directory: Path, verify: str = "size", arrays: Any = ARRAYS, after: Cal
         if opened.wait(LIMIT) == 0:
             after()
         opened.wait(LIMIT)
-        load_checkpoint(checkpoint, roles, CONFIG, channel)
+        load_checkpoint(checkpoint, roles, MODEL, channel)
         assert same_values(roles, live(arrays, RANKS, channel.rank))
 
     for outcome in job(RANKS, work):
@@ -95,7 +95,7 @@ def save(directory: Path, step: int = 4) -> None:
 
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        save_checkpoint(directory, live(ARRAYS, RANKS, channel.rank), CONFIG, files, JobRecord(step, 24, {}), channel)
+        save_checkpoint(directory, live(ARRAYS, RANKS, channel.rank), MODEL, files, JobRecord(step, 24, {}), channel)
 
     for outcome in job(RANKS, work):
         if isinstance(outcome, FlexError):
@@ -137,7 +137,7 @@ def describing(place: Path) -> None:
 
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        save_checkpoint(place / "checkpoint-4", live(ARRAYS, RANKS, 0), CONFIG, files, JobRecord(4, 24, {}), channel)
+        save_checkpoint(place / "checkpoint-4", live(ARRAYS, RANKS, 0), MODEL, files, JobRecord(4, 24, {}), channel)
 
     for outcome in job(RANKS, work):
         raise outcome
@@ -219,7 +219,7 @@ def test_two_directories_are_loaded_in_two_threads_at_the_same_time(place: Path)
 def load_alone(directory: Path, arrays: Any, channel: Any) -> None:
     """Load on one rank, and compare every bit."""
     roles = live(arrays, 1, 0, empty=True)
-    load_checkpoint(open_checkpoint(directory, channel, "full"), roles, CONFIG, channel)
+    load_checkpoint(open_checkpoint(directory, channel, "full"), roles, MODEL, channel)
     assert same_values(roles, live(arrays, 1, 0))
 
 

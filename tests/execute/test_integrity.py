@@ -20,7 +20,7 @@ from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.storage.safetensors import read_header
 from tests.corruption import ours
-from tests.execute.simulated import CONFIG, canonical, job, live, same_values, succeed
+from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
 
 ARRAYS = canonical()
 BLOCK = 512
@@ -50,7 +50,7 @@ def load(directory: Path, ranks: int, *, weights_alone: bool = False) -> list[An
             del roles["optimizer_state"]
         before = live(ARRAYS, ranks, channel.rank, empty=True)
         try:
-            return load_checkpoint(open_checkpoint(directory, channel, "full"), roles, CONFIG, channel)
+            return load_checkpoint(open_checkpoint(directory, channel, "full"), roles, MODEL, channel)
         except FlexError:
             assert same_values(roles, {role: before[role] for role in roles})
             raise
@@ -112,7 +112,7 @@ def load_layout(directory: Path, ranks: int) -> list[Any]:
 
     def work(channel: Any) -> LoadReport:
         roles = live(ARRAYS, 1, channel.rank, empty=True, sharded=ranks)
-        return load_checkpoint(open_checkpoint(directory, channel, "full"), roles, CONFIG, channel)
+        return load_checkpoint(open_checkpoint(directory, channel, "full"), roles, MODEL, channel)
 
     return job(ranks, work)
 
@@ -166,7 +166,7 @@ def test_a_load_under_full_that_may_not_read_what_it_is_to_compare_is_refused_on
     def work(channel: Any) -> None:
         roles = live(ARRAYS, 1, channel.rank, empty=True)
         with pytest.raises(StorageError) as caught:
-            load_checkpoint(open_checkpoint(checkpoint, channel, "full"), roles, CONFIG, channel)
+            load_checkpoint(open_checkpoint(checkpoint, channel, "full"), roles, MODEL, channel)
         assert same_values(roles, live(ARRAYS, 1, channel.rank, empty=True))
         raise caught.value
 
@@ -195,7 +195,7 @@ def test_every_rank_hashes_its_share_and_not_the_whole(checkpoint: Path) -> None
 def test_without_a_full_check_nothing_is_hashed(checkpoint: Path) -> None:
     def work(channel: Any) -> int:
         roles = live(ARRAYS, 2, channel.rank, empty=True)
-        return load_checkpoint(open_checkpoint(checkpoint, channel, "size"), roles, CONFIG, channel).bytes_hashed
+        return load_checkpoint(open_checkpoint(checkpoint, channel, "size"), roles, MODEL, channel).bytes_hashed
 
     assert succeed(2, work) == [0, 0]
 
@@ -216,7 +216,7 @@ def test_a_file_that_is_replaced_after_its_blocks_were_compared_is_refused(
     (error,) = job(
         1,
         lambda channel: load_checkpoint(
-            open_checkpoint(checkpoint, channel, "full"), live(ARRAYS, 1, 0, empty=True), CONFIG, channel
+            open_checkpoint(checkpoint, channel, "full"), live(ARRAYS, 1, 0, empty=True), MODEL, channel
         ),
     )
     assert isinstance(error, Corrupt)
@@ -241,7 +241,7 @@ def test_open_weights_that_are_replaced_after_they_were_opened_are_refused(check
 
         channel.exchange = replaced
         roles = {"model_state": live(ARRAYS, 1, channel.rank, empty=True)["model_state"]}
-        load_weights(checkpoint.parent / "hf", roles, CONFIG, channel)
+        load_weights(checkpoint.parent / "hf", roles, MODEL, channel)
 
     error = the_one_report(job(ranks, work))
     assert "was replaced or changed after it was checked" in str(error)

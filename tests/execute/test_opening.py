@@ -14,7 +14,7 @@ from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.opening import check_together, open_checkpoint
 from paddleformers_fc.execute.told import spelled
-from tests.execute.simulated import CONFIG, canonical, job, live, same_values, succeed
+from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 
 ARRAYS = canonical()
@@ -51,7 +51,7 @@ def load(places: list[Path], tp: int, sharded: int = 1, verify: str = "size", on
     def work(channel: Any) -> LoadReport:
         checkpoint = open_checkpoint(places[channel.rank] / STEP, channel, verify)
         roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        report = load_checkpoint(checkpoint, roles, CONFIG, channel, ReadOptions(once=once))
+        report = load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(once=once))
         assert same_values(live(ARRAYS, tp, channel.rank, sharded=sharded), roles)
         return report
 

@@ -17,7 +17,7 @@ from paddleformers_fc.execute import rehearse
 from paddleformers_fc.execute.channel import ALONE
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
 import numpy as np
@@ -35,13 +35,13 @@ def weights(layers):
     config = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": layers,
               "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "vocab_size": 2048,
               "tie_word_embeddings": True}
-    model = declared_model(family_for(config), config, ParallelGrid(), "float32")
+    model = declared_model(family_for(config), ModelDescription(config), ParallelGrid(), "float32")
     roles = {"model_state": model.roles(0)["model_state"]}
     held = rehearse.filled(roles, lambda role, shard: np.ones(shard.global_shape, np.float32))
-    return model.config, held
+    return model.model, held
 
-def save(path, config, held):
-    save_checkpoint(path, held, config, {"config.json": config_bytes(config)}, JobRecord(1, 1, {}), ALONE)
+def save(path, model, held):
+    save_checkpoint(path, held, model, {"config.json": config_bytes(model.config)}, JobRecord(1, 1, {}), ALONE)
 
 root, found = Path(sys.argv[1]), {}
 config, held = weights(1)

@@ -24,7 +24,7 @@ from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 
 
 def laid_out(grid: str) -> SimulatedModel:
-    return declared_model(family_for(QWEN3_MOE), QWEN3_MOE, parse_grid(grid), "bfloat16")
+    return declared_model(family_for(QWEN3_MOE.config), QWEN3_MOE, parse_grid(grid), "bfloat16")
 
 
 def zeros(role: str, shard: Shard) -> Any:
@@ -35,7 +35,7 @@ def loaded(directory: Path, model: SimulatedModel, plans: PlanCache) -> list[Rol
     held = [filled(model.roles(rank), zeros) for rank in range(model.grid.world_size)]
 
     def work(channel: Channel) -> None:
-        load_checkpoint(open_checkpoint(directory, channel), held[channel.rank], model.config, channel, plans=plans)
+        load_checkpoint(open_checkpoint(directory, channel), held[channel.rank], model.model, channel, plans=plans)
 
     together(model.grid.world_size, work)
     return held

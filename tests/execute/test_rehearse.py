@@ -20,6 +20,7 @@ from paddleformers_fc.layout.fingerprint import fingerprint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from tests.families.spaces import model_of
 
 MEMORY = Path("/dev/shm")
 ROWS, COLUMNS = tuple(rehearse.QWEN3_MOE_ROWS), tuple(rehearse.QWEN3_MOE_COLUMNS)
@@ -34,7 +35,7 @@ def fast() -> Iterator[Path]:
 
 def laid_out(grid: str, config: dict[str, Any], dtype: str = "bfloat16") -> SimulatedModel:
     """A tiny model over a grid."""
-    return declared_model(family_for(config), config, parse_grid(grid), dtype)
+    return declared_model(family_for(config), model_of(config), parse_grid(grid), dtype)
 
 
 def test_the_matrix_has_every_strategy_of_its_rows_and_columns() -> None:
@@ -69,7 +70,7 @@ def test_a_bit_that_changes_on_the_way_is_a_difference(fast: Path, monkeypatch: 
     assert "rank 0: optimizer_state model.norm.weight.moment1_0 came back with other bits" in hop.differences
 
 
-LARGER = {**rehearse.QWEN3_MOE, "hidden_size": 256, "vocab_size": 2048}
+LARGER = {**rehearse.QWEN3_MOE.config, "is_fleet": True, "hidden_size": 256, "vocab_size": 2048}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_a_layout_of_the_same_name_that_owns_other_boxes_is_resharded(
 
 
 def test_a_model_in_float32_has_no_master_weights_and_keeps_its_bits(fast: Path) -> None:
-    config = dict(rehearse.QWEN3_MOE)
+    config = {**rehearse.QWEN3_MOE.config, "is_fleet": True}
     alone, ranks = laid_out("dp=1", config, "float32"), laid_out("sharding=4,split=true,ep=2", config, "float32")
     (hop,) = rehearse.hops(alone, {"ep2": ranks}, {"tp2": laid_out("tp=2", config, "float32")}, fast)
     assert hop.equal
@@ -124,7 +125,7 @@ def test_every_error_of_a_rank_ends_the_job() -> None:
 
 
 def test_what_is_saved_is_an_ordinary_checkpoint(fast: Path) -> None:
-    model = laid_out("tp=2", dict(rehearse.QWEN3_MOE))
+    model = laid_out("tp=2", {**rehearse.QWEN3_MOE.config, "is_fleet": True})
     rehearse.save(fast / "c", [rehearse.filled(model.roles(rank), rehearse.value_of) for rank in range(2)], model)
     names = {digest.name for digest in canonical_digests(fast / "c", "full", ["model_state"])}
     assert "model.layers.1.mlp.experts.3.gate_proj.weight" in names

@@ -20,7 +20,7 @@ from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.places import Place, place
-from tests.execute.simulated import CONFIG, Roles, canonical, job, live, same_values, succeed
+from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 from tests.storage.serving import Served, serving
 
@@ -39,7 +39,7 @@ def load(directory: Place, tp: int, sharded: int, options: ReadOptions) -> list[
 
     def work(channel: Any) -> Roles:
         roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        load_checkpoint(open_checkpoint(directory, channel), roles, CONFIG, channel, options)
+        load_checkpoint(open_checkpoint(directory, channel), roles, MODEL, channel, options)
         return roles
 
     return job(tp * sharded, work)
@@ -59,7 +59,7 @@ def test_open_weights_are_loaded_from_a_store(served: Served, tmp_path: Path) ->
 
     def work(channel: Any) -> Roles:
         roles = {"model_state": live(ARRAYS, 2, channel.rank, empty=True)["model_state"]}
-        load_weights(place(f"{served.url}/open"), roles, CONFIG, channel)
+        load_weights(place(f"{served.url}/open"), roles, MODEL, channel)
         return roles
 
     for rank, got in enumerate(succeed(2, work)):
@@ -85,7 +85,7 @@ def test_a_file_that_is_replaced_between_check_and_read_stops_every_rank(served:
             data[-1] ^= 1
             path.write_bytes(bytes(data))
         channel.exchange(b"")
-        load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), CONFIG, channel)
+        load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), MODEL, channel)
 
     outcomes = job(2, work)
     assert all(isinstance(outcome, Corrupt) for outcome in outcomes), outcomes

@@ -16,7 +16,7 @@ from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from tests.corruption import ours
-from tests.execute.simulated import CONFIG, Roles, job, live
+from tests.execute.simulated import CONFIG, MODEL, Roles, job, live
 
 NORM = "model.norm.weight"
 NORM_LINE = f"model_state {NORM} [0:16]: "
@@ -32,7 +32,7 @@ def save(
         for name in drift.get(channel.rank, []):
             flip(roles, name)
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        return save_checkpoint(directory, roles, CONFIG, files, JobRecord(3, 24, {}), channel, replicas=way)
+        return save_checkpoint(directory, roles, MODEL, files, JobRecord(3, 24, {}), channel, replicas=way)
 
     return job(ranks, work)
 

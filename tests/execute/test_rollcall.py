@@ -20,8 +20,9 @@ from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.rollcall import Called, software
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.execute.told import spelled, told_apart
+from paddleformers_fc.families import ModelDescription
 from tests.corruption import ours
-from tests.execute.simulated import CONFIG, canonical, job, live, same_values, succeed
+from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, same_values, succeed
 
 
 def the_one_report(outcomes: list[Any]) -> FlexError:
@@ -165,14 +166,16 @@ def test_a_rank_that_speaks_another_language_is_told_apart() -> None:
 
 def test_a_save_of_different_steps_or_configurations_writes_nothing(tmp_path: Path) -> None:
     def step(channel: Any) -> None:
-        attempt(channel, JobRecord(3 + channel.rank, 24, {}), CONFIG)
+        attempt(channel, JobRecord(3 + channel.rank, 24, {}), MODEL)
 
     def config(channel: Any) -> None:
-        attempt(channel, JobRecord(3, 24, {}), {**CONFIG, "num_key_value_heads": 2 + 2 * channel.rank})
+        attempt(
+            channel, JobRecord(3, 24, {}), ModelDescription({**CONFIG, "num_key_value_heads": 2 + 2 * channel.rank})
+        )
 
-    def attempt(channel: Any, record: JobRecord, config: dict[str, Any]) -> None:
-        files = {"config.json": config_bytes(config)} if channel.rank == 0 else {}
-        save_checkpoint(tmp_path / "checkpoint-3", live(ours.ARRAYS, 2, channel.rank), config, files, record, channel)
+    def attempt(channel: Any, record: JobRecord, model: ModelDescription) -> None:
+        files = {"config.json": config_bytes(model.config)} if channel.rank == 0 else {}
+        save_checkpoint(tmp_path / "checkpoint-3", live(ours.ARRAYS, 2, channel.rank), model, files, record, channel)
 
     assert "step: 3 on rank 0; 4 on rank 1" in str(the_one_report(job(2, step)))
     assert "config.num_key_value_heads: 2 on rank 0; 4 on rank 1" in str(the_one_report(job(2, config)))
@@ -201,7 +204,7 @@ def test_another_checkpoint_under_the_same_name_is_refused_by_its_checksum(tmp_p
 
     def work(channel: Any, roles: dict[str, Any]) -> None:
         checkpoint = usual_one if channel.rank == odd else open_checkpoint(here, ALONE)
-        load_checkpoint(checkpoint, roles, CONFIG, channel)
+        load_checkpoint(checkpoint, roles, MODEL, channel)
 
     error = refused(2, work)
     (line,) = error.evidence
@@ -223,7 +226,7 @@ def test_statements_on_one_rank_alone_are_refused(tmp_path: Path) -> None:
     def work(channel: Any, roles: dict[str, Any]) -> None:
         stated = {"aoa_statements": ["model.norm.weight -> model.norm.weight"]} if channel.rank == 1 else None
         checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel)
-        load_checkpoint(checkpoint, roles, CONFIG, channel, aoa_config=stated)
+        load_checkpoint(checkpoint, roles, MODEL, channel, aoa_config=stated)
 
     assert "aoa_config" in str(refused(2, work))
 
@@ -234,7 +237,7 @@ def test_ranks_that_resume_from_different_directories_are_told_which(tmp_path: P
 
     def work(channel: Any, roles: dict[str, Any]) -> None:
         checkpoint = open_checkpoint(tmp_path / f"checkpoint-{3 + channel.rank // 3}", channel)
-        load_checkpoint(checkpoint, roles, CONFIG, channel)
+        load_checkpoint(checkpoint, roles, MODEL, channel)
 
     assert "checkpoint-4 on rank 3" in str(refused(4, work))
 
@@ -248,7 +251,7 @@ def test_ranks_that_see_different_open_weights_under_one_name_are_refused(tmp_pa
 
     def work(channel: Any, roles: dict[str, Any]) -> None:
         seen = tmp_path / ("odd" if channel.rank == odd else "usual") / "hf"
-        load_weights(seen, {"model_state": roles["model_state"]}, CONFIG, channel)
+        load_weights(seen, {"model_state": roles["model_state"]}, MODEL, channel)
 
     (line,) = refused(2, work).evidence
     assert line.startswith("open_weights.model.safetensors: ")

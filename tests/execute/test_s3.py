@@ -15,7 +15,7 @@ from paddleformers_fc.execute.reading import ArraySlot, carry_out
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report
 from paddleformers_fc.plan.items import StoredPart
-from tests.execute.simulated import CONFIG, Roles, canonical, job, live, same_values, succeed
+from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 from tests.storage.buckets import Bucket
 
@@ -32,7 +32,7 @@ def test_a_checkpoint_is_verified_in_full_and_loaded_under_another_layout_from_s
 
     def work(channel: Any) -> Roles:
         roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        load_checkpoint(open_checkpoint(directory, channel, "full"), roles, CONFIG, channel)
+        load_checkpoint(open_checkpoint(directory, channel, "full"), roles, MODEL, channel)
         return roles
 
     for rank, got in enumerate(succeed(tp * sharded, work)):
@@ -51,7 +51,7 @@ def test_a_number_that_is_damaged_in_the_bucket_stops_a_load_that_verifies_in_fu
 
     def work(channel: Any) -> None:
         roles = live(ARRAYS, 1, channel.rank, empty=True)
-        load_checkpoint(open_checkpoint(directory, channel, "full"), roles, CONFIG, channel)
+        load_checkpoint(open_checkpoint(directory, channel, "full"), roles, MODEL, channel)
 
     (outcome,) = job(1, work)
     assert isinstance(outcome, Corrupt), outcome
@@ -73,7 +73,7 @@ def test_an_object_that_is_replaced_between_opening_and_reading_stops_every_rank
             data[-1] ^= 1
             bucket.put(path.relative_to(tmp_path).as_posix(), bytes(data))
         channel.exchange(b"")
-        load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), CONFIG, channel)
+        load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), MODEL, channel)
 
     outcomes = job(2, work)
     assert all(isinstance(outcome, Corrupt) for outcome in outcomes), outcomes

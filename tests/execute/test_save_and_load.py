@@ -22,10 +22,11 @@ from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.execute.shares import divide
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.owner import OWNER_NAME
-from tests.execute.simulated import CONFIG, HIDDEN, Arrays, Roles, canonical, job, live, same_values, succeed
+from tests.execute.simulated import CONFIG, HIDDEN, MODEL, Arrays, Roles, canonical, job, live, same_values, succeed
 
 ARRAYS = canonical()
 # Tensor-parallel degree and sharding degree of the optimizer; ranks are their product.
@@ -36,17 +37,17 @@ def save(directory: Path, arrays: Arrays, tp: int, sharded: int, step: int = 3) 
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
         record = JobRecord(step, step * 8, {"tensor": tp})
-        save_checkpoint(directory, live(arrays, tp, channel.rank, sharded=sharded), CONFIG, files, record, channel)
+        save_checkpoint(directory, live(arrays, tp, channel.rank, sharded=sharded), MODEL, files, record, channel)
 
     succeed(tp * sharded, work)
 
 
-def load(directory: Path, tp: int, sharded: int, config: dict[str, Any] = CONFIG) -> list[Roles]:
+def load(directory: Path, tp: int, sharded: int, model: ModelDescription = MODEL) -> list[Roles]:
     """What every rank holds after a load into zeros."""
 
     def work(channel: Any) -> Roles:
         roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        load_checkpoint(open_checkpoint(directory, channel), roles, config, channel)
+        load_checkpoint(open_checkpoint(directory, channel), roles, model, channel)
         return roles
 
     return succeed(tp * sharded, work)
@@ -113,9 +114,7 @@ def test_an_export_takes_along_what_describes_the_model_and_nothing_of_the_train
         "trainer/state.json": b"{}",
     }
     source = tmp_path / "checkpoint-3"
-    succeed(
-        1, lambda channel: save_checkpoint(source, live(ARRAYS, 1, 0), CONFIG, files, JobRecord(3, 24, {}), channel)
-    )
+    succeed(1, lambda channel: save_checkpoint(source, live(ARRAYS, 1, 0), MODEL, files, JobRecord(3, 24, {}), channel))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/notes.txt").write_text("kept")
     for target in ("fresh", "run"):
@@ -176,7 +175,7 @@ def test_a_live_model_is_exported_without_gathering(tmp_path: Path, tp: int) -> 
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
         weights = live(ARRAYS, tp, channel.rank)["model_state"]
-        save_weights(weights, CONFIG, files, tmp_path / "hf", 10**9, channel)
+        save_weights(weights, MODEL, files, tmp_path / "hf", 10**9, channel)
 
     succeed(tp, work)
     loaded = load_file(tmp_path / "hf/model.safetensors")
@@ -203,7 +202,7 @@ def test_a_live_model_is_exported_into_the_output_directory_where_that_is_mounte
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
         weights = live(ARRAYS, tp, channel.rank)["model_state"]
-        save_weights(weights, CONFIG, files, output, 10**9, channel)
+        save_weights(weights, MODEL, files, output, 10**9, channel)
 
     for _ in range(2):
         succeed(tp, work)
@@ -235,7 +234,7 @@ def test_an_export_that_is_there_does_not_fail_by_what_cannot_be_deleted(
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
         weights = live(ARRAYS, tp, channel.rank)["model_state"]
-        save_weights(weights, CONFIG, files, tmp_path / "hf", 10**9, channel)
+        save_weights(weights, MODEL, files, tmp_path / "hf", 10**9, channel)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
@@ -264,7 +263,7 @@ def test_what_is_kept_beside_a_checkpoint_may_have_a_name_that_is_no_text(tmp_pa
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
         record = JobRecord(3, 24, {"tensor": tp})
         held = live(ARRAYS, tp, channel.rank)
-        return save_checkpoint(output / "checkpoint-3", held, CONFIG, files, record, channel).set_aside
+        return save_checkpoint(output / "checkpoint-3", held, MODEL, files, record, channel).set_aside
 
     (kept,) = next(iter({tuple(found) for found in succeed(tp, work)}))
     assert [path.name for path in kept.iterdir()] == ["notes"]
@@ -278,7 +277,7 @@ def test_open_weights_are_loaded_into_a_fused_model(tmp_path: Path, tp: int) -> 
 
     def work(channel: Any) -> Roles:
         roles = live(ARRAYS, tp, channel.rank, empty=True)
-        load_weights(tmp_path / "hf", {"model_state": roles["model_state"]}, CONFIG, channel)
+        load_weights(tmp_path / "hf", {"model_state": roles["model_state"]}, MODEL, channel)
         return roles
 
     for rank, got in enumerate(succeed(tp, work)):
@@ -301,7 +300,7 @@ def refused(directory: Path, ranks: int = 2) -> list[FlexError]:
     def work(channel: Any) -> list[FlexError]:
         roles = live(ARRAYS, ranks, channel.rank, empty=True)
         try:
-            load_checkpoint(open_checkpoint(directory, channel), roles, CONFIG, channel)
+            load_checkpoint(open_checkpoint(directory, channel), roles, MODEL, channel)
         except FlexError as error:
             assert same_values(roles, live(ARRAYS, ranks, channel.rank, empty=True))
             return [error]
@@ -342,7 +341,7 @@ def test_a_file_that_is_replaced_between_check_and_read_is_refused(tmp_path: Pat
         checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel, verify)
         other = tmp_path / "checkpoint-4/model_state/rank-00000.safetensors"
         other.rename(tmp_path / "checkpoint-3/model_state/rank-00000.safetensors")
-        load_checkpoint(checkpoint, live(ARRAYS, 1, 0, empty=True), CONFIG, channel)
+        load_checkpoint(checkpoint, live(ARRAYS, 1, 0, empty=True), MODEL, channel)
 
     (error,) = job(1, work)
     assert isinstance(error, Corrupt)
@@ -354,7 +353,7 @@ def test_a_model_of_another_family_is_said_before_all_that_follows_from_it(tmp_p
 
     def work(channel: Any) -> None:
         wanted = live({"model.embed_tokens.weight": ARRAYS["model.embed_tokens.weight"]}, 1, channel.rank, empty=True)
-        config = {**CONFIG, "model_type": "qwen2"}
+        config = ModelDescription({**CONFIG, "model_type": "qwen2"}, is_fleet=False)
         load_checkpoint(open_checkpoint(tmp_path / "checkpoint-3", channel), wanted, config, channel)
 
     (error,) = job(1, work)
@@ -370,7 +369,9 @@ def test_a_model_of_other_heads_is_refused_though_every_tensor_has_its_shape(tmp
 
     def work(channel: Any) -> None:
         wanted = live(ARRAYS, 1, channel.rank, empty=True)
-        load_checkpoint(open_checkpoint(tmp_path / "checkpoint-3", channel), wanted, {**CONFIG, **other}, channel)
+        load_checkpoint(
+            open_checkpoint(tmp_path / "checkpoint-3", channel), wanted, ModelDescription({**CONFIG, **other}), channel
+        )
 
     (error,) = job(1, work)
     assert isinstance(error, MismatchError)
@@ -408,7 +409,7 @@ def load_with(directory: Path, statements: list[str], arrays: Arrays, tp: int) -
     def work(channel: Any) -> Roles:
         roles = live(arrays, tp, channel.rank, empty=True)
         stated = {"aoa_statements": statements}
-        load_checkpoint(open_checkpoint(directory, channel), roles, CONFIG, channel, aoa_config=stated)
+        load_checkpoint(open_checkpoint(directory, channel), roles, MODEL, channel, aoa_config=stated)
         return roles
 
     return succeed(tp, work)
@@ -488,7 +489,7 @@ def test_a_users_statement_that_cannot_be_proved_is_refused_on_every_rank(tmp_pa
 
     def work(channel: Any) -> None:
         roles = live(ARRAYS, 2, channel.rank, empty=True)
-        load_checkpoint(open_checkpoint(tmp_path / "checkpoint-3", channel), roles, CONFIG, channel, aoa_config=stated)
+        load_checkpoint(open_checkpoint(tmp_path / "checkpoint-3", channel), roles, MODEL, channel, aoa_config=stated)
 
     first, second = job(2, work)
     assert isinstance(first, MappingError)
@@ -508,7 +509,7 @@ def test_a_rank_that_cannot_describe_itself_stops_every_rank_and_leaves_nothing(
         roles = live(ARRAYS, 2, channel.rank)
         if channel.rank == 1:
             roles["model_state"]["model.norm.weight"].local_shape = (99,)
-        save_checkpoint(tmp_path / "checkpoint-3", roles, CONFIG, {}, JobRecord(3, 24, {}), channel)
+        save_checkpoint(tmp_path / "checkpoint-3", roles, MODEL, {}, JobRecord(3, 24, {}), channel)
 
     first, second = job(2, work)
     assert isinstance(first, MismatchError)
@@ -521,7 +522,7 @@ def test_shards_that_leave_a_hole_are_never_saved(tmp_path: Path) -> None:
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(CONFIG)}
         # Both ranks hold the first half of every split tensor.
-        save_checkpoint(tmp_path / "c", live(ARRAYS, 2, 0), CONFIG, files, JobRecord(3, 24, {}), channel)
+        save_checkpoint(tmp_path / "c", live(ARRAYS, 2, 0), MODEL, files, JobRecord(3, 24, {}), channel)
 
     first, second = job(2, work)
     assert isinstance(first, MismatchError)

@@ -23,10 +23,11 @@ from paddleformers_fc.execute.memory import host_parts
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.execute.saveplan import KEPT_PLANS, PlanKeeper, SavePlan
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
-from tests.execute.simulated import CONFIG, Roles, ThreadChannel, canonical, job, live, same_values, succeed
+from tests.execute.simulated import CONFIG, MODEL, Roles, ThreadChannel, canonical, job, live, same_values, succeed
 
 ARRAYS = canonical()
 
@@ -50,15 +51,15 @@ class CountingChannel:
 
 
 def save(
-    directory: Path, roles_of: Callable[[int], Roles], config: dict[str, Any] = CONFIG, ranks: int = 2, **options: int
+    directory: Path, roles_of: Callable[[int], Roles], model: ModelDescription = MODEL, ranks: int = 2, **options: int
 ) -> bool:
     """Save; whether every rank worked out a plan, or none did."""
 
     def work(channel: ThreadChannel) -> bool:
-        small = {"config.json": config_bytes(config)} if channel.rank == 0 else {}
+        small = {"config.json": config_bytes(model.config)} if channel.rank == 0 else {}
         counting = CountingChannel(channel)
         record = JobRecord(3, 24, {})
-        save_checkpoint(directory, roles_of(channel.rank), config, small, record, counting, **options)
+        save_checkpoint(directory, roles_of(channel.rank), model, small, record, counting, **options)
         return any(b"planning the save" in payload for payload in counting.given)
 
     (planned,) = set(succeed(ranks, work))
@@ -70,7 +71,7 @@ def restored(directory: Path, ranks: int = 1) -> bool:
 
     def work(channel: ThreadChannel) -> Roles:
         roles = live(ARRAYS, ranks, channel.rank, empty=True)
-        load_checkpoint(open_checkpoint(directory, channel, "full"), roles, CONFIG, channel)
+        load_checkpoint(open_checkpoint(directory, channel, "full"), roles, MODEL, channel)
         return roles
 
     return all(same_values(live(ARRAYS, ranks, rank), got) for rank, got in enumerate(succeed(ranks, work)))
@@ -136,7 +137,7 @@ def test_a_plan_is_not_used_for_another_dtype_shape_configuration_or_bound(tmp_p
         return held
 
     assert planned(1, half)
-    assert planned(2, everything, config={**CONFIG, "remark": "x"})
+    assert planned(2, everything, model=ModelDescription({**CONFIG, "remark": "x"}))
     assert planned(3, everything, max_file_bytes=10**6)
     larger = canonical(layers=3)
     assert planned(4, lambda rank: live(larger, 1, rank))
@@ -182,7 +183,7 @@ def states(rank: int, sharded: int) -> Roles:
 def save_part(directory: Path, roles: Roles, channel: ThreadChannel) -> None:
     """Save what one rank holds."""
     small = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-    save_checkpoint(directory, roles, CONFIG, small, JobRecord(3, 24, {}), channel)
+    save_checkpoint(directory, roles, MODEL, small, JobRecord(3, 24, {}), channel)
 
 
 @pytest.mark.parametrize("sharded", [1, 2], ids=["boxes", "ranges"])
@@ -265,9 +266,7 @@ def test_a_write_that_the_system_refuses_ends_the_save_alike_on_every_rank(
 
     def work(channel: ThreadChannel) -> None:
         small = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        save_checkpoint(
-            tmp_path / "checkpoint-3", everything(channel.rank), CONFIG, small, JobRecord(3, 9, {}), channel
-        )
+        save_checkpoint(tmp_path / "checkpoint-3", everything(channel.rank), MODEL, small, JobRecord(3, 9, {}), channel)
 
     threads = threading.active_count()
     monkeypatch.setattr(files.os, "pwrite", refuse)
@@ -292,8 +291,8 @@ from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 
-config = dict(rehearse.QWEN3_MOE)
-model = declared_model(family_for(config), config, parse_grid("tp=2"), "bfloat16")
+described = rehearse.QWEN3_MOE
+model = declared_model(family_for(described.config), described, parse_grid("tp=2"), "bfloat16")
 held = [rehearse.filled(model.roles(rank), rehearse.value_of) for rank in range(2)]
 root = Path(sys.argv[1])
 limits = resource.getrlimit(resource.RLIMIT_FSIZE)

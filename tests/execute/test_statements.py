@@ -18,6 +18,7 @@ from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from tests.families.spaces import model_of
 
 TINY = {
     "hidden_size": 16,
@@ -34,6 +35,7 @@ FUSED = {"fuse_attention_qkv": True, "fuse_attention_ffn": True}
 GLM = {
     **TINY,
     "model_type": "glm4_moe",
+    "is_fleet": True,
     "n_routed_experts": 4,
     "moe_intermediate_size": 16,
     "num_nextn_predict_layers": 0,
@@ -43,7 +45,7 @@ NORM = "model.norm.weight"
 
 def laid_out(grid: str, config: Mapping[str, Any]) -> SimulatedModel:
     """A tiny model in bfloat16 over a grid."""
-    return declared_model(family_for(config), config, parse_grid(grid), "bfloat16")
+    return declared_model(family_for(config), model_of(config), parse_grid(grid), "bfloat16")
 
 
 def saved(directory: Path, model: SimulatedModel) -> Path:
@@ -63,7 +65,7 @@ def load_with(
     def work(channel: Channel) -> None:
         stated = {"aoa_statements": list(statements), "aoa_config_reverse": reverse}
         load_checkpoint(
-            open_checkpoint(directory, channel), held[channel.rank], model.config, channel, aoa_config=stated
+            open_checkpoint(directory, channel), held[channel.rank], model.model, channel, aoa_config=stated
         )
 
     rehearse.together(model.grid.world_size, work)

@@ -35,7 +35,9 @@ from tests.cli.support import run
 from tests.execute.simulated import job, succeed
 
 EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
-TIED = {**rehearse.QWEN3_MOE, "vocab_size": 1024, "tie_word_embeddings": True}
+TIED = replace(
+    rehearse.QWEN3_MOE, config={**rehearse.QWEN3_MOE.config, "vocab_size": 1024, "tie_word_embeddings": True}
+)
 GRIDS = ["pp=2", "pp=3", "pp=4", "dp=2,pp=2", "tp=2,pp=2", "sharding=2,split=true,pp=2", "sharding=2,pp=2"]
 Change = Callable[[int, rehearse.Roles], None]
 
@@ -47,7 +49,7 @@ def tied_value(role: str, shard: Shard) -> Any:
 
 
 def model_of(grid: str, dtype: str = "bfloat16") -> SimulatedModel:
-    return declared_model(family_for(TIED), TIED, parse_grid(grid), dtype)
+    return declared_model(family_for(TIED.config), TIED, parse_grid(grid), dtype)
 
 
 def save(
@@ -65,7 +67,7 @@ def save(
         roles = rehearse.filled(model.roles(channel.rank), value)
         if change is not None:
             change(channel.rank, roles)
-        files = {"config.json": config_bytes(TIED)} if channel.rank == 0 else {}
+        files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
         return save_checkpoint(directory, roles, TIED, files, JobRecord(step, 24, {}), channel, replicas=way)
 
     return job(model.grid.world_size, work)
@@ -323,7 +325,7 @@ def test_on_several_disks_a_diverged_checkpoint_is_skipped_by_every_rank(tmp_pat
             roles = rehearse.filled(model.roles(channel.rank), tied_value)
             if change is not None:
                 change(channel.rank, roles)
-            files = {"config.json": config_bytes(TIED)} if channel.rank == 0 else {}
+            files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
             directory = places[channel.rank] / f"checkpoint-{step}"
             save_checkpoint(directory, roles, TIED, files, JobRecord(step, 24, {}), channel)
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families import FAMILIES, Family, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
 from paddleformers_fc.families.declarations import Geometry, Statement
 from paddleformers_fc.families.derive import Derivation, derive_rules
 from paddleformers_fc.families.kinds import LayeredTensor, LayerKind
 from paddleformers_fc.families.naming import layer_name, split
+from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.mapping import RuleSet, TensorSpec
 from paddleformers_fc.mapping.aoa import normal
 from tests.families import native
@@ -98,12 +99,17 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        fleet = {} if self.fleet is None else {"is_fleet": self.fleet}
-        return {**self.family.defaults, **self.family.tiny, **fleet}
+        # PaddleFormers' own class has no empty layers before the first; its statements would count them all the same.
+        without = {"num_empty_layers_add_in_head": 0} if self.fleet is False else {}
+        return {**self.family.defaults, **self.family.tiny, **without}
+
+    @property
+    def model(self) -> ModelDescription:
+        return ModelDescription(self.config, self.fleet)
 
     @property
     def rules(self) -> RuleSet:
-        return bind(self.family, self.config, self.tensors())
+        return bind(self.family, self.model, self.tensors())
 
     @property
     def canonical(self) -> dict[str, TensorSpec]:
@@ -116,14 +122,14 @@ class Case:
         return native.statements(self.family.model_types[0], settings, inverse=False, fleet=fleet)
 
     def tensors(self) -> list[ModelTensor]:
-        return [one.under(tp=self.tp) for one in enumerate_tensors(self.family, self.config)]
+        return [one.under(tp=self.tp) for one in enumerate_tensors(self.family, self.model)]
 
     def layered(self) -> list[LayeredTensor]:
         """The model's tensors with the kinds of their layers, as the statements that declare them tell."""
         statements = {
             one.name: statement
             for statement in self.family.statements
-            for one in enumerate_tensors(replace(self.family, statements=(statement,)), self.config)
+            for one in enumerate_tensors(replace(self.family, statements=(statement,)), self.model)
         }
         return [LayeredTensor(one, _kind(one, statements)) for one in self.tensors()]
 
@@ -142,8 +148,8 @@ def _kind(tensor: ModelTensor, statements: Mapping[str, Statement]) -> LayerKind
 
 def cases(tp: int) -> Iterator[Case]:
     for family in FAMILIES:
-        for fleet in (True, False) if "is_fleet" in {**family.defaults, **family.tiny} else (None,):
-            yield Case(family, fleet, tp)
+        for model in tiny_models(family):
+            yield Case(family, model.is_fleet, tp)
 
 
 def verdict(case: Case, found: Derivation) -> str:

@@ -16,6 +16,16 @@ CLASSES = {
 }
 
 
+PLAIN = {
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+    "glm4_moe": "Glm4Moe",
+    "deepseek_v3": "DeepseekV3",
+}
+
+
 def describe(models: list[Mapping[str, Any]], tp: int = 1, dtype: str = "float32") -> list[dict[str, Any]]:
     """Every tensor of real models on this rank: per model, name -> [global shape, local shape, dtype].
 
@@ -171,3 +181,29 @@ def _exported_config(source: Mapping[str, Any], kept: bool) -> dict[str, Any] | 
         return dict(json.loads(documents.config_text(model)))
     except FlexError as error:
         return str(error)
+
+
+def describe_plain(model_type: str, values: Mapping[str, Any]) -> list[Any]:
+    """The description and the tensors of a real model of PaddleFormers' own class, where PaddleFleet has one as well.
+
+    Args:
+        model_type: the family.
+        values: arguments of the configuration class.
+    """
+    from paddleformers_fc.layout.live import describe_roles
+    from paddleformers_fc.trainer.description import describe
+    from tests.harness import fleet_stub
+
+    fleet_stub.install()
+    stem = PLAIN[model_type]
+    package = f"paddleformers.transformers.{model_type}"
+    module = importlib.import_module(f"{package}.modeling")
+    config = getattr(importlib.import_module(f"{package}.configuration"), f"{stem}Config")(
+        **values, fuse_rms_norm=False
+    )
+    kind = getattr(module, f"{stem}ForCausalLMDeprecated", None) or getattr(module, f"{stem}ForCausalLM")
+    model = kind.from_config(config, dtype="float32")
+    described = describe(model)
+    shards = describe_roles({"model_state": model.sharded_state_dict()})["model_state"]
+    tensors = {name: [list(shard.global_shape), shard.dtype] for name, shard in shards.items()}
+    return [{"config": described.config, "is_fleet": described.is_fleet}, tensors]

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from paddleformers_fc.families import FAMILIES, Family, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.mapping import RuleSet
 from tests.mapping.numbers import Arrays, moved, numbered
 
@@ -17,18 +18,24 @@ Description = dict[str, dict[str, Any]]
 
 
 def settings(family: Family, **changes: Any) -> dict[str, Any]:
-    """The family's tiny configuration with some changes."""
-    return {"model_type": family.model_types[0], **family.defaults, **family.tiny, **changes}
+    """The family's tiny configuration with some changes; ``is_fleet`` among them is the model's class."""
+    tiny = tiny_models(family)[0]
+    return {**tiny.config, **({} if tiny.is_fleet is None else {"is_fleet": True}), **changes}
+
+
+def model_of(config: Mapping[str, Any]) -> ModelDescription:
+    """The model that such settings describe."""
+    return ModelDescription({key: config[key] for key in config if key != "is_fleet"}, config.get("is_fleet"))
 
 
 def tensors(family: Family, config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[ModelTensor]:
     """What a model under these degrees of parallelism would describe."""
-    return [tensor.under(tp, ep) for tensor in enumerate_tensors(family, config)]
+    return [tensor.under(tp, ep) for tensor in enumerate_tensors(family, model_of(config))]
 
 
 def spaces(family: Family, config: Mapping[str, Any], tp: int = 1) -> tuple[RuleSet, Arrays, Arrays]:
     """The rules, canonical tensors whose every element has a value of its own, and the model's by our mapping."""
-    rules = bind(family, config, tensors(family, config, tp))
+    rules = bind(family, model_of(config), tensors(family, config, tp))
     mapping = rules.mapping()
     canonical = numbered(mapping)
     model = moved(mapping, canonical)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families import ModelTensor, bind, family_for
+from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for
 from paddleformers_fc.families.text import aoa_text
 from paddleformers_fc.mapping import Tie, prove
 
@@ -14,6 +14,10 @@ CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddin
 
 def tensor(name: str, *shape: int, cuts: tuple[int, ...] | None = None) -> ModelTensor:
     return ModelTensor(name, shape, "float32", cuts or (1,) * len(shape))
+
+
+def model(model_type: str, **changes: object) -> ModelDescription:
+    return ModelDescription(config(model_type, **changes))
 
 
 def config(model_type: str, **changes: object) -> dict[str, object]:
@@ -44,14 +48,14 @@ def ernie_moe(tp: int, mtp: bool = True) -> list[ModelTensor]:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_ernie_moe_is_proved_forward_and_reversed(tp: int) -> None:
-    rules = bind(family_for(config("ernie4_5_moe")), config("ernie4_5_moe"), ernie_moe(tp))
+    rules = bind(family_for(config("ernie4_5_moe")), model("ernie4_5_moe"), ernie_moe(tp))
     prove(rules.mapping())
     prove(rules.mapping().reversed())
     assert rules.mapping().sources["model.layers.1.mlp.experts.3.gate_proj.weight"].shape == (8, 16)
 
 
 def test_routed_experts_are_fused_in_one_round_and_shared_ones_per_tensor_parallel_rank() -> None:
-    rules = bind(family_for(config("ernie4_5_moe")), config("ernie4_5_moe"), ernie_moe(2))
+    rules = bind(family_for(config("ernie4_5_moe")), model("ernie4_5_moe"), ernie_moe(2))
     blocks = {rule.targets[0]: rule.target_blocks for rule in rules.rules}
     assert blocks["model.layers.1.mlp.experts.0.up_gate_proj.weight"] == 1
     assert blocks["model.layers.1.mlp.shared_experts.up_gate_proj.weight"] == 2
@@ -60,17 +64,17 @@ def test_routed_experts_are_fused_in_one_round_and_shared_ones_per_tensor_parall
 
 def test_a_tied_head_is_an_alias_of_the_embedding_and_an_untied_one_is_itself() -> None:
     names = [tensor("model.embed_tokens.weight", 32, 16), tensor("lm_head.weight", 32, 16)]
-    tied = bind(family_for(config("llama")), config("llama", tie_word_embeddings=True), names)
+    tied = bind(family_for(config("llama")), model("llama", tie_word_embeddings=True), names)
     assert set(tied.mapping().sources) == {"model.embed_tokens.weight"}
     assert tied.ties == (Tie("model.embed_tokens.weight", "lm_head.weight"),)
-    untied = bind(family_for(config("llama")), config("llama"), names)
+    untied = bind(family_for(config("llama")), model("llama"), names)
     assert set(untied.mapping().sources) == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 def test_all_tensors_that_no_statement_declares_are_named() -> None:
     names = [tensor(f"model.layers.{i}.mlp.strange.weight", 2, 2) for i in range(3)]
     with pytest.raises(MappingError) as caught:
-        bind(family_for(config("llama")), config("llama"), names)
+        bind(family_for(config("llama")), model("llama"), names)
     (line,) = caught.value.evidence
     assert line.startswith("model.layers.{0...2}.mlp.strange.weight: no statement of family llama")
 
@@ -78,7 +82,7 @@ def test_all_tensors_that_no_statement_declares_are_named() -> None:
 def test_wrong_head_counts_are_refused_with_the_numbers() -> None:
     names = [tensor("model.layers.0.self_attn.qkv_proj.weight", 16, 33)]
     with pytest.raises(MappingError, match="length 33 does not hold 4 query and 2 x 2"):
-        bind(family_for(config("ernie4_5")), config("ernie4_5"), names)
+        bind(family_for(config("ernie4_5")), model("ernie4_5"), names)
 
 
 def test_an_unknown_model_type_is_refused_with_the_known_ones() -> None:
@@ -87,7 +91,7 @@ def test_an_unknown_model_type_is_refused_with_the_known_ones() -> None:
 
 
 def test_the_aoa_text_is_what_a_person_writes_for_stock() -> None:
-    statements = aoa_text(family_for(config("ernie4_5_moe")), config("ernie4_5_moe"), ernie_moe(2))
+    statements = aoa_text(family_for(config("ernie4_5_moe")), model("ernie4_5_moe"), ernie_moe(2))
     layer = "model.layers.$LAYER_ID"
     assert f"{layer}.self_attn.o_proj.weight^T -> {layer}.self_attn.o_proj.weight" in statements
     expert = f"{layer}.mlp.experts.$EXPERT_ID"

@@ -21,7 +21,7 @@ from paddleformers_fc.families.declarations import (
 )
 from paddleformers_fc.families.sizes import Sizes
 from paddleformers_fc.mapping import RuleSet, prove
-from tests.families.spaces import BY_NAME, settings, spaces, tensors
+from tests.families.spaces import BY_NAME, model_of, settings, spaces, tensors
 from tests.harness.work import calls
 from tests.mapping.numbers import Arrays, moved, numbered
 
@@ -41,7 +41,7 @@ def bound(statements: Statements, tp: int = 1, ep: int = 1, **changes: Any) -> R
     """The rules of a family of these statements."""
     family = Family("probe", ("probe",), statements)
     config = {**CONFIG, **changes}
-    return bind(family, config, [one.under(tp, ep) for one in enumerate_tensors(family, config)])
+    return bind(family, model_of(config), [one.under(tp, ep) for one in enumerate_tensors(family, model_of(config))])
 
 
 def both_ways(rules: RuleSet) -> tuple[Arrays, Arrays]:
@@ -110,15 +110,15 @@ def test_expert_parallelism_cuts_a_stack_along_its_experts_and_does_not_change_t
     statements = stacked("model.layers.{layer}.stack", 0, False, GATE_UP)
     family = Family("probe", ("probe",), statements)
     config = {**CONFIG, "num_experts": 4}
-    cut = [one.under(ep=4) for one in enumerate_tensors(family, config)]
+    cut = [one.under(ep=4) for one in enumerate_tensors(family, model_of(config))]
     assert {tensor.cuts for tensor in cut} == {(4, 1)}
-    assert bind(family, config, cut).rules == bound(statements, num_experts=4).rules
+    assert bind(family, model_of(config), cut).rules == bound(statements, num_experts=4).rules
 
 
 def test_a_stack_that_does_not_hold_the_experts_is_refused_with_the_numbers() -> None:
     family = Family("probe", ("probe",), stacked("model.layers.{layer}.stack", 0, True, GATE_UP))
     with pytest.raises(MappingError, match=r"shape \[5, 4, 12\] does not hold 3 experts on axis 0"):
-        bind(family, CONFIG, [ModelTensor("model.layers.0.stack", (5, 4, 12), "float32", (1, 1, 1))])
+        bind(family, model_of(CONFIG), [ModelTensor("model.layers.0.stack", (5, 4, 12), "float32", (1, 1, 1))])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -140,7 +140,7 @@ def test_kv_heads_that_the_ranks_cannot_share_are_refused_with_the_numbers() -> 
     family = BY_NAME["phi3"]
     config = settings(family, num_key_value_heads=2)
     with pytest.raises(MappingError, match="2 key and value heads are not divisible among 4 tensor-parallel ranks"):
-        bind(family, config, tensors(family, config, 4))
+        bind(family, model_of(config), tensors(family, config, 4))
 
 
 @pytest.mark.parametrize(("gate", "value"), [(8, 8), (0, 16)], ids=["a gate", "values of another length"])
@@ -153,7 +153,7 @@ def test_a_fused_attention_that_holds_more_than_its_heads_is_refused_though_its_
     assert width % (8 + 2 * 4) == 0
     fused_layer = ModelTensor("model.layers.0.self_attn.qkv_proj.weight", (32, width), "float32", (1, 1))
     with pytest.raises(MappingError, match=f"length {width} is not the 128 that 8 query and 2 x 4"):
-        bind(family, config, [fused_layer])
+        bind(family, model_of(config), [fused_layer])
 
 
 def test_empty_first_layers_shift_the_models_numbers_and_not_the_canonical_ones() -> None:
@@ -170,36 +170,65 @@ def test_a_layer_among_the_empty_ones_is_refused() -> None:
     family = BY_NAME["glm4_moe"]
     config = settings(family, num_empty_layers_add_in_head=3)
     with pytest.raises(
-        MappingError, match=r"layers\.2\.input_layernorm\.weight: its numbers are smaller than the shift"
+        MappingError, match=r"layers\.2\.input_layernorm\.weight: its number 2 is smaller than the shift 3"
     ):
-        bind(family, config, [ModelTensor("model.layers.2.input_layernorm.weight", (32,), "float32", (1,))])
+        bind(family, model_of(config), [ModelTensor("model.layers.2.input_layernorm.weight", (32,), "float32", (1,))])
 
 
 def test_experts_that_a_rank_counts_from_zero_are_told_their_place() -> None:
     family = BY_NAME["ernie4_5_moe"]
     tensor = ModelTensor("model.layers.1.mlp.experts.1.down_proj.weight", (16, 32), "float32", (1, 1))
-    rules = bind(family, settings(family), [tensor], shifts={"expert": -2})
+    rules = bind(family, model_of(settings(family)), [tensor], shifts={"expert": -2})
     assert rules.rules[0].sources == ("model.layers.1.mlp.experts.3.down_proj.weight",)
     assert rules.rules[0].targets == ("model.layers.1.mlp.experts.1.down_proj.weight",)
 
 
-def test_statements_for_one_name_are_told_apart_by_shape() -> None:
+def test_statements_for_one_name_are_told_apart_by_the_class_and_the_configuration() -> None:
     family = BY_NAME["qwen3_moe"]
-    config = settings(family)
-    fleet, plain = (
-        bind(family, config, [ModelTensor("model.layers.1.mlp.gate.weight", shape, "float32", (1, 1))])
-        for shape in ((4, 32), (32, 4))
-    )
-    assert (fleet.rules[0].axes, plain.rules[0].axes) == ((0, 1), (1, 0))
-    with pytest.raises(MappingError, match=r"2 statements declare it, and shape \[8, 8\] does not tell which it is"):
-        bind(family, config, [ModelTensor("model.layers.1.mlp.gate.weight", (8, 8), "float32", (1, 1))])
+
+    def axes(shape: tuple[int, int], **changes: Any) -> tuple[int, ...]:
+        gate = ModelTensor("model.layers.1.mlp.gate.weight", shape, "float32", (1, 1))
+        return bind(family, model_of(settings(family, **changes)), [gate]).rules[0].axes
+
+    assert axes((4, 32), is_fleet=True) == (0, 1)
+    assert axes((32, 4), is_fleet=False) == (1, 0)
+    # As many experts as hidden units: no shape tells.
+    assert axes((32, 32), is_fleet=True, num_experts=32) == (0, 1)
+    assert axes((32, 32), is_fleet=False, num_experts=32) == (1, 0)
+    assert axes((32, 4), is_fleet=None) == (1, 0)
+    for shape, changes, said in (
+        (
+            (32, 4),
+            {"is_fleet": True},
+            r"shape \[32, 4\] is declared for `\(not is_fleet\) and .*, and the configuration says",
+        ),
+        ((32, 32), {"is_fleet": None, "num_experts": 32}, "2 statements declare it, and shape .32, 32. does not tell"),
+        ((8, 8), {"is_fleet": True}, r"2 statements declare it, and shape \[8, 8\] does not tell which it is"),
+    ):
+        with pytest.raises(MappingError, match=said):
+            axes(shape, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("model.layers.2.input_layernorm.weight", {}),
+        ("model.layers.5.enorm.weight", {"num_empty_layers_add_in_head": 2}),
+    ],
+)
+def test_a_number_that_the_configuration_does_not_have_is_refused(name: str, changes: dict[str, int]) -> None:
+    # Two layers and one prediction layer: with another count of empty layers, every number would mean another layer.
+    family = BY_NAME["glm4_moe"]
+    config = settings(family, **{"num_empty_layers_add_in_head": 0, **changes})
+    with pytest.raises(MappingError, match=r"is the canonical [0-9], and the configuration has"):
+        bind(family, model_of(config), [ModelTensor(name, (32,), "float32", (1,))])
 
 
 def test_the_router_is_cast_when_the_file_is_not_in_its_dtype_and_the_rest_is_not() -> None:
     family = BY_NAME["glm4_moe"]
     config = settings(family)
-    model = [one.under() for one in enumerate_tensors(family, config, "bfloat16")]
-    rules = bind(family, config, model)
+    model = [one.under() for one in enumerate_tensors(family, model_of(config), "bfloat16")]
+    rules = bind(family, model_of(config), model)
     stored = dict.fromkeys(rules.mapping().sources, "bfloat16")
     casting = rules.casting(stored)
     prove(casting.mapping(stored))
@@ -245,7 +274,7 @@ def test_binding_visits_every_tensor_once() -> None:
         config = settings(family, num_hidden_layers=layers, moe_num_experts=100, num_nextn_predict_layers=0)
         model = tensors(family, config, 2)
         bound = []
-        counted = calls(lambda: bound.append(bind(family, config, model)))
+        counted = calls(lambda: bound.append(bind(family, model_of(config), model)))
         assert len(bound[0].rules) == len(model) - 1 > 190 * layers
         return counted / len(model)
 
@@ -304,7 +333,7 @@ def test_numbers_start_and_are_shifted_as_declared() -> None:
         declared(linear("model.layers.{mtp}.weight", shape=("hidden", "ffn"))),
         numbers=(Numbers("mtp", "2", start="layers", shift="5"),),
     )
-    found = list(enumerate_tensors(family, CONFIG))
+    found = list(enumerate_tensors(family, model_of(CONFIG)))
     assert [(one.name, dict(one.numbers)) for one in found] == [
         ("model.layers.7.weight", {"mtp": 2}),
         ("model.layers.8.weight", {"mtp": 3}),

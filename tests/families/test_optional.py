@@ -15,7 +15,7 @@ from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.channel import LocalChannel
 from paddleformers_fc.execute.load import LoadReport, load_weights
 from paddleformers_fc.families import OptionalNames
-from tests.families.spaces import BY_NAME, settings, spaces
+from tests.families.spaces import BY_NAME, model_of, settings, spaces
 from tests.mapping.numbers import Arrays
 
 INITIAL = -1.0
@@ -39,7 +39,7 @@ def load(tmp_path: Path, name: str, stored: Arrays, **changes: Any) -> tuple[Loa
         )
         for key, spec in rules.targets.items()
     }
-    report = load_weights(tmp_path, {"model_state": weights}, config, LocalChannel())
+    report = load_weights(tmp_path, {"model_state": weights}, model_of(config), LocalChannel())
     return report, {key: weight.local_tensor.numpy() for key, weight in weights.items()}
 
 
@@ -153,7 +153,7 @@ def test_a_model_of_glm_without_its_prediction_layer_drops_all_of_it(tmp_path: P
 
 def test_layers_of_the_model_itself_are_never_optional() -> None:
     family = BY_NAME["glm4_moe"]
-    optional = OptionalNames(family, settings(family, num_hidden_layers=12))
+    optional = OptionalNames(family, model_of(settings(family, num_hidden_layers=12)))
     assert "model.layers.11.mlp.gate.weight" not in optional
     assert "model.layers.12.mlp.gate.weight" in optional
     assert optional.group("model.layers.12.enorm.weight") == optional.group("model.layers.12.hnorm.weight")

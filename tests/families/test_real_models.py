@@ -10,7 +10,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelTensor, bind, enumerate_tensors
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.runtime.forkserver import ForkServer
-from tests.families.spaces import BY_NAME, settings
+from tests.families.spaces import BY_NAME, model_of, settings
 
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {**LAYERS, "num_experts": 4}
@@ -54,12 +54,12 @@ def test_a_family_lists_the_tensors_of_a_real_model(ranks: ForkServer, name: str
     family = BY_NAME[name]
     for changes, model in zip(MODELS[name], real(ranks, name, tp, dtype), strict=True):
         config = settings(family, **changes)
-        said = {one.name: one.under(tp) for one in enumerate_tensors(family, config, dtype)}
+        said = {one.name: one.under(tp) for one in enumerate_tensors(family, model_of(config), dtype)}
         held = {one.name: one for one in model}
         for key in [key for key in held if tp > 1 and key.endswith(MISDESCRIBED.get(name, "\0"))]:
             del held[key], said[key]
         assert said == held
-        rules = bind(family, config, held.values())
+        rules = bind(family, model_of(config), held.values())
         prove(rules.mapping())
         prove(rules.mapping().reversed())
 
@@ -73,7 +73,7 @@ def test_gpt_oss_under_tensor_parallelism_is_refused_because_each_rank_calls_its
     sinks = next(one for one in model if one.name.endswith("sinks"))
     assert (sinks.shape, sinks.cuts) == ((4,), (1,))
     with pytest.raises(MappingError) as caught:
-        bind(family, settings(family, **EXPERTS), model)
+        bind(family, model_of(settings(family, **EXPERTS)), model)
     (line,) = caught.value.evidence
     assert line.startswith("model.layers.{0...1}.self_attn.sinks: is described as whole with shape [4], the")
     assert "gives length 8 on axis 0" in line
@@ -87,6 +87,6 @@ def test_a_tied_gemma3_under_tensor_parallelism_calls_its_whole_head_a_shard_and
     model = real(ranks, "gemma3_text", 2, "float32")[0]
     head = next(one for one in model if one.name == "lm_head.weight")
     assert (head.shape, head.cuts) == ((128, 32), (2, 1))
-    rules = bind(family, settings(family, **LAYERS), model)
+    rules = bind(family, model_of(settings(family, **LAYERS)), model)
     prove(rules.mapping())
     assert rules.mapping().sources["model.embed_tokens.weight"].shape == (64, 32)

@@ -34,8 +34,8 @@ def test_a_family_that_was_derived_binds_as_the_written_one_under_every_degree(c
     prove_family(family)
     for tp in (1, 2, 4):
         tensors = Case(case.family, case.fleet, tp).tensors()
-        wanted = bind(case.family, case.config, tensors)
-        made = bind(family, case.config, tensors)
+        wanted = bind(case.family, case.model, tensors)
+        made = bind(family, case.model, tensors)
         assert normal(made.mapping()) == normal(wanted.mapping())
         assert set(made.ties) == set(wanted.ties)
 

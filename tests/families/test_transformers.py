@@ -14,6 +14,7 @@ import pytest
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import OptionalNames, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.text import aoa_text
+from tests.families.spaces import model_of
 
 CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("transformers.json").read_text())
 CLASSES = (True, False)
@@ -22,7 +23,7 @@ CLASSES = (True, False)
 def canonical(config: dict[str, Any]) -> dict[str, list[int]]:
     """The canonical tensors that a family gives for a configuration."""
     family = family_for(config)
-    rules = bind(family, config, [tensor.under() for tensor in enumerate_tensors(family, config)])
+    rules = bind(family, model_of(config), [tensor.under() for tensor in enumerate_tensors(family, model_of(config))])
     return {name: list(spec.shape) for name, spec in rules.mapping().sources.items()}
 
 
@@ -43,7 +44,7 @@ def test_every_family_has_a_case() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_the_tensors_of_a_family_are_those_that_transformers_writes(case: str, is_fleet: bool) -> None:
     config, stored = settings(case, is_fleet=is_fleet), CASES[case]["tensors"]
-    optional = OptionalNames(family_for(config), config)
+    optional = OptionalNames(family_for(config), model_of(config))
     found = canonical(config)
     assert {name: shape for name, shape in found.items() if name in stored or name not in optional} == stored
 
@@ -52,9 +53,9 @@ def test_the_tensors_of_a_family_are_those_that_transformers_writes(case: str, i
 def test_a_configuration_of_transformers_gives_statements_in_both_directions(case: str) -> None:
     config = settings(case, is_fleet=True)
     family = family_for(config)
-    tensors = [tensor.under() for tensor in enumerate_tensors(family, config)]
-    assert aoa_text(family, config, tensors)
-    assert aoa_text(family, config, tensors, reverse=True)
+    tensors = [tensor.under() for tensor in enumerate_tensors(family, model_of(config))]
+    assert aoa_text(family, model_of(config), tensors)
+    assert aoa_text(family, model_of(config), tensors, reverse=True)
 
 
 def renamed(case: str, old: str, new: str) -> dict[str, Any]:
@@ -103,10 +104,10 @@ FUSED = ["qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "kimi_k2"]
 @pytest.mark.parametrize("case", FUSED)
 def test_fused_experts_of_paddlefleet_are_the_tensors_that_transformers_writes(case: str, backend: str) -> None:
     config, stored = settings(case, is_fleet=True, **{backend: True}), CASES[case]["tensors"]
-    names = [tensor.name for tensor in enumerate_tensors(family_for(config), config)]
+    names = [tensor.name for tensor in enumerate_tensors(family_for(config), model_of(config))]
     assert any(name.endswith("grouped_gemm_experts.weight1") for name in names)
     assert not any(".experts." in name for name in names)
-    optional = OptionalNames(family_for(config), config)
+    optional = OptionalNames(family_for(config), model_of(config))
     assert {name: shape for name, shape in canonical(config).items() if name not in optional} == stored
 
 
@@ -114,7 +115,7 @@ def test_stacked_experts_that_are_fewer_than_the_configuration_gives_are_refused
     # Eight experts of 16 columns are as long as four of 32.
     config = settings("qwen3_moe", is_fleet=False, fd_fallback=True)
     family = family_for(config)
-    tensors = [tensor.under() for tensor in enumerate_tensors(family, config)]
+    tensors = [tensor.under() for tensor in enumerate_tensors(family, model_of(config))]
     with pytest.raises(MappingError) as caught:
-        bind(family, {**config, "num_local_experts": 8}, [one for one in tensors if ".experts." in one.name])
+        bind(family, model_of({**config, "num_local_experts": 8}), [one for one in tensors if ".experts." in one.name])
     assert any("gate_up_proj: shape [128, 32] does not hold 8 experts" in line for line in caught.value.evidence)

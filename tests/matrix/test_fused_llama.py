@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paddleformers_fc.families import ModelTensor, bind, family_for
+from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.runtime.forkserver import ForkServer
 from tests.harness import tiny
@@ -43,7 +43,7 @@ def test_a_fused_llama_is_declared_and_proved_at_every_degree() -> None:
             ModelTensor("model.layers.0.self_attn.qkv_proj.weight", (16, 48), "float32", (1, tp)),
             ModelTensor("model.layers.0.mlp.gate_up_fused_proj.weight", (16, 48), "float32", (1, tp)),
         ]
-        mapping = bind(family_for(config), config, tensors).mapping()
+        mapping = bind(family_for(config), ModelDescription(config), tensors).mapping()
         prove(mapping)
         prove(mapping.reversed())
         assert "model.layers.0.self_attn.k_proj.weight" in mapping.sources

@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan import resume_source
 from paddleformers_fc.plan.forecast import forecast
@@ -36,7 +36,7 @@ STORED = "tp=4,pp=4,sharding=16,ep=64,split=true"
 
 def laid_out(grid: str) -> SimulatedModel:
     """The model in bfloat16, over a grid."""
-    return declared_model(family_for(CONFIG), CONFIG, parse_grid(grid), "bfloat16")
+    return declared_model(family_for(CONFIG), ModelDescription(CONFIG), parse_grid(grid), "bfloat16")
 
 
 def main(grid: str) -> None:

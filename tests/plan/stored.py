@@ -46,4 +46,4 @@ def checkpoint_of(model: SimulatedModel) -> FlexCheckpoint:
         aoa={},
         family=model.family.name,
     )
-    return FlexCheckpoint(catalog, manifest, model.rules, dict(model.config))
+    return FlexCheckpoint(catalog, manifest, model.rules, dict(model.model.config), model.model)

@@ -14,6 +14,7 @@ import pytest
 from msgspec import structs
 
 from paddleformers_fc.catalog import Catalog, FlexCheckpoint
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.mapping.aoa import AoaTensor
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan import plan_reads, resume_source
@@ -41,7 +42,7 @@ def made(stored: FlexCheckpoint, model: SimulatedModel, rank: int = 0) -> tuple[
     assert plan.report.empty
     assert report.empty
     assert len(plan.items) > 100
-    return plan_key(stored, model.config, model.roles(rank)), Planned(plan, frozenset({"b", "a"}))
+    return plan_key(stored, model.model, model.roles(rank)), Planned(plan, frozenset({"b", "a"}))
 
 
 def test_a_plan_is_kept_in_the_process(stored: FlexCheckpoint, model: SimulatedModel) -> None:
@@ -49,7 +50,7 @@ def test_a_plan_is_kept_in_the_process(stored: FlexCheckpoint, model: SimulatedM
     plans = PlanCache()
     assert plans.find(key) is None
     plans.keep(key, planned)
-    assert plans.find(plan_key(stored, model.config, model.roles(0))) is planned
+    assert plans.find(plan_key(stored, model.model, model.roles(0))) is planned
 
 
 def test_another_process_finds_the_plan_in_the_directory(
@@ -148,7 +149,8 @@ def changed_checkpoints(stored: FlexCheckpoint) -> dict[str, FlexCheckpoint]:
         "step": replace(stored, manifest=msgspec.structs.replace(stored.manifest, step=2)),
         "rules": replace(stored, rules=replace(rules, rules=tuple(reversed(rules.rules)))),
         "fresh": replace(stored, rules=replace(rules, fresh=("x",))),
-        "config": replace(stored, config={**stored.config, "num_attention_heads": 1}),
+        "config": replace(stored, model=ModelDescription({**stored.known.config, "num_attention_heads": 1})),
+        "class": replace(stored, model=ModelDescription(stored.known.config, is_fleet=True)),
     }
 
 
@@ -159,24 +161,30 @@ def test_whatever_a_plan_depends_on_changes_its_key(stored: FlexCheckpoint, mode
     def wanting(**changes: Any) -> PlanKey:
         other = msgspec.structs.replace(shard, **changes)
         weights = {**roles["model_state"], "model.norm.weight": other}
-        return plan_key(stored, model.config, {**roles, "model_state": weights})
+        return plan_key(stored, model.model, {**roles, "model_state": weights})
 
-    keys = {what: plan_key(one, model.config, roles) for what, one in changed_checkpoints(stored).items()}
-    keys["live config"] = plan_key(stored, {**model.config, "num_key_value_heads": 1}, roles)
+    keys = {what: plan_key(one, model.model, roles) for what, one in changed_checkpoints(stored).items()}
+    keys["live config"] = plan_key(
+        stored, replace(model.model, config={**model.model.config, "num_key_value_heads": 1}), roles
+    )
+    keys["live class"] = plan_key(stored, replace(model.model, is_fleet=True), roles)
     keys["wanted dtype"] = wanting(dtype="float16")
     keys["wanted range"] = wanting(flat=(0, 1))
-    keys["wanted order"] = plan_key(stored, model.config, dict(reversed(roles.items())))
-    keys["another rank"] = plan_key(stored, model.config, model.roles(1))
-    keys["fewer roles"] = plan_key(stored, model.config, {"model_state": roles["model_state"]})
+    keys["wanted order"] = plan_key(stored, model.model, dict(reversed(roles.items())))
+    keys["another rank"] = plan_key(stored, model.model, model.roles(1))
+    keys["fewer roles"] = plan_key(stored, model.model, {"model_state": roles["model_state"]})
     tensors = {"a": AoaTensor((2, 2), "float32", (1, 1))}
-    keys["statements"] = plan_key(stored, model.config, roles, {"aoa_statements": ["a -> b"]}, tensors)
-    keys["other statements"] = plan_key(stored, model.config, roles, {"aoa_statements": ["a -> c"]}, tensors)
+    keys["statements"] = plan_key(stored, model.model, roles, {"aoa_statements": ["a -> b"]}, tensors)
+    keys["other statements"] = plan_key(stored, model.model, roles, {"aoa_statements": ["a -> c"]}, tensors)
     cut = {"a": AoaTensor((2, 2), "float32", (2, 1))}
-    keys["other tensors"] = plan_key(stored, model.config, roles, {"aoa_statements": ["a -> b"]}, cut)
-    keys["as it is"] = plan_key(stored, model.config, roles)
+    keys["other tensors"] = plan_key(stored, model.model, roles, {"aoa_statements": ["a -> b"]}, cut)
+    keys["as it is"] = plan_key(stored, model.model, roles)
     assert len(set(keys.values())) == len(keys)
-    assert plan_key(stored, dict(reversed(model.config.items())), roles) == keys["as it is"]
-    assert MOE.items() <= model.config.items()
+    assert (
+        plan_key(stored, replace(model.model, config=dict(reversed(model.model.config.items()))), roles)
+        == keys["as it is"]
+    )
+    assert MOE.items() <= model.model.config.items()
 
 
 def test_what_a_family_declares_is_part_of_the_key(
@@ -184,12 +192,12 @@ def test_what_a_family_declares_is_part_of_the_key(
 ) -> None:
     from paddleformers_fc.plan import cache
 
-    before = plan_key(stored, model.config, model.roles(0))
+    before = plan_key(stored, model.model, model.roles(0))
     monkeypatch.setattr(cache, "family_for", lambda config: replace(model.family, tied=()))
-    assert plan_key(stored, model.config, model.roles(0)) != before
+    assert plan_key(stored, model.model, model.roles(0)) != before
     monkeypatch.undo()
     monkeypatch.setattr(cache, "__version__", "0.0.0")
-    assert plan_key(stored, model.config, model.roles(0)).version == "0.0.0"
+    assert plan_key(stored, model.model, model.roles(0)).version == "0.0.0"
 
 
 def _moved(box: Box, by: int) -> Box:

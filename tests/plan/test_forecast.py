@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.jobs import item_view, region_of
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import plan_reads, resume_source
@@ -45,7 +45,7 @@ PAIRS = (
 
 def laid_out(grid: str, dtype: str = "bfloat16", config: dict[str, Any] = MOE) -> SimulatedModel:
     """The tiny model over a grid."""
-    return declared_model(family_for(config), config, parse_grid(grid), dtype)
+    return declared_model(family_for(config), ModelDescription(config), parse_grid(grid), dtype)
 
 
 @pytest.mark.parametrize(("stored", "wanted"), PAIRS)

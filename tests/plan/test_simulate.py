@@ -19,6 +19,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import TensorSpec, prove
 from paddleformers_fc.plan.simulate import SimulatedModel, built_order, declared_model, stored_model
 from paddleformers_fc.runtime.forkserver import ForkServer
+from tests.families.spaces import model_of, settings
 from tests.harness import tiny
 from tests.harness.tiny import Layout
 
@@ -102,7 +103,9 @@ def test_a_simulated_layout_is_the_live_one(
     job = {"model_type": model_type, "layout": layout.to_json(), "model": model, "output_dir": str(tmp_path)}
     live = ranks.run("tests.plan.live_layouts:describe", layout.nproc, job).values
     config = {"model_type": model_type, **live[0]["config"]}
-    simulated = declared_model(family_for(config), config, grid_of(layout), "bfloat16" if layout.bf16 else "float32")
+    simulated = declared_model(
+        family_for(config), model_of(config), grid_of(layout), "bfloat16" if layout.bf16 else "float32"
+    )
     for rank, found in enumerate(live):
         assert described(simulated.roles(rank)) == found["shards"]
 
@@ -129,8 +132,8 @@ def test_every_tensor_is_held_whole_and_once(model_type: str, dtype: str, grid: 
     if "ep=" in grid and model_type == "llama":
         model_type = "qwen2_moe"
     family = family_for({"model_type": model_type})
-    config = {**family.tiny, "model_type": model_type, "num_hidden_layers": 4}
-    model = declared_model(family, config, parse_grid(grid), dtype)
+    config = settings(family, num_hidden_layers=4)
+    model = declared_model(family, model_of(config), parse_grid(grid), dtype)
     prove(model.rules.mapping(), "The simulated model's mapping")
     everyone = [model.roles(rank) for rank in range(model.grid.world_size)]
     for role in {role for roles in everyone for role in roles}:
@@ -143,10 +146,10 @@ def test_every_tensor_is_held_whole_and_once(model_type: str, dtype: str, grid: 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_family_is_laid_out(family: Any) -> None:
-    model = declared_model(family, {**family.tiny, "model_type": family.model_types[0]}, parse_grid("tp=2,pp=2"))
+    model = declared_model(family, model_of(settings(family)), parse_grid("tp=2,pp=2"))
     everything = {name for rank in range(4) for name in model.weights(rank)}
     assert everything == {tensor.name for tensor in model.tensors}
-    alone = declared_model(family, {**family.tiny}, ParallelGrid())
+    alone = declared_model(family, model_of(settings(family)), ParallelGrid())
     left = {tensor.name for tensor in alone.tensors} - everything
     assert all(name.startswith("model.mtp_") for name in left)
 
@@ -185,13 +188,13 @@ def test_a_grid_that_the_model_cannot_have_is_refused_with_the_numbers(
     config: dict[str, Any], grid: str, said: str
 ) -> None:
     with pytest.raises(OptionError) as raised:
-        declared_model(family_for(config), config, parse_grid(grid))
+        declared_model(family_for(config), model_of(config), parse_grid(grid))
     assert any(said in line for line in raised.value.evidence)
 
 
 def print_of(config: dict[str, Any], grid: str) -> str:
     """The fingerprint of a simulated layout."""
-    model = declared_model(family_for(config), config, parse_grid(grid))
+    model = declared_model(family_for(config), model_of(config), parse_grid(grid))
     return fingerprint(model.roles(rank) for rank in range(model.grid.world_size))
 
 
@@ -206,39 +209,39 @@ def test_a_layout_is_known_by_who_owns_which_box_and_not_by_its_name() -> None:
 
 
 def test_a_fingerprint_does_not_depend_on_the_order_of_names() -> None:
-    model = declared_model(family_for(LLAMA), LLAMA, parse_grid("dp=1"))
+    model = declared_model(family_for(LLAMA), model_of(LLAMA), parse_grid("dp=1"))
     roles = model.roles(0)
     turned = {role: dict(reversed(shards.items())) for role, shards in reversed(roles.items())}
     assert fingerprint([roles]) == fingerprint([turned])
 
 
 def test_a_saved_model_is_laid_out_by_its_own_tensors_whatever_its_configuration_says() -> None:
-    built = declared_model(family_for(LLAMA), LLAMA, ParallelGrid())
+    built = declared_model(family_for(LLAMA), model_of(LLAMA), ParallelGrid())
     said = {**LLAMA, "fuse_attention_qkv": True, "fuse_attention_ffn": True}
-    model = stored_model(family_for(LLAMA), said, parse_grid("pp=2"), built.rules.targets)
+    model = stored_model(family_for(LLAMA), model_of(said), parse_grid("pp=2"), built.rules.targets)
     assert {name for rank in range(2) for name in model.weights(rank)} == set(built.weights(0))
 
 
 def test_a_saved_tensor_that_no_family_declares_is_named() -> None:
     specs = {
-        **declared_model(family_for(LLAMA), LLAMA, ParallelGrid()).rules.targets,
+        **declared_model(family_for(LLAMA), model_of(LLAMA), ParallelGrid()).rules.targets,
         "model.odd": TensorSpec((1,), "float32"),
     }
     with pytest.raises(MappingError) as raised:
-        stored_model(family_for(LLAMA), LLAMA, ParallelGrid(), specs)
+        stored_model(family_for(LLAMA), model_of(LLAMA), ParallelGrid(), specs)
     assert raised.value.evidence == ("model.odd",)
 
 
 def test_a_pipeline_does_not_build_prediction_blocks_and_one_rank_does() -> None:
     config = {**MOE, "num_nextn_predict_layers": 1}
-    piped = declared_model(family_for(MOE), config, parse_grid("pp=2"))
-    alone = stored_model(family_for(MOE), config, ParallelGrid(), piped.rules.targets)
+    piped = declared_model(family_for(MOE), model_of(config), parse_grid("pp=2"))
+    alone = stored_model(family_for(MOE), model_of(config), ParallelGrid(), piped.rules.targets)
     assert not [name for name in piped.rules.targets if "mtp" in name]
     assert [name for name in alone.weights(0) if "mtp" in name]
 
 
 def test_ranks_that_differ_only_in_a_replica_share_their_work() -> None:
-    model = declared_model(family_for(LLAMA), LLAMA, parse_grid("dp=4,pp=2"))
+    model = declared_model(family_for(LLAMA), model_of(LLAMA), parse_grid("dp=4,pp=2"))
     first, second = model.weights(0), model.weights(2)
     assert first == second
     assert all(first[name] is second[name] for name in first)

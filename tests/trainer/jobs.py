@@ -703,6 +703,7 @@ def start_from_open_weights(
     from paddleformers_fc.execute.channel import job_channel
     from paddleformers_fc.execute.export import save_weights
     from paddleformers_fc.trainer import documents, state
+    from paddleformers_fc.trainer.description import describe
 
     args = tiny.training_arguments(layout, output_dir)
     built = tiny.build(model_type, layout, args, **model)
@@ -713,7 +714,7 @@ def start_from_open_weights(
     channel = job_channel()
     files = {"config.json": documents.config_text(built).encode()} if channel.rank == 0 else {}
     weights = state.model_roles(built)["model_state"]
-    save_weights(weights, documents.model_config(built), files, Path(target), 10**9, channel)
+    save_weights(weights, describe(built), files, Path(target), 10**9, channel)
     return {"fresh": list(report.fresh), "dropped": list(report.dropped)}
 
 
@@ -724,12 +725,13 @@ def export_initial(
     from paddleformers_fc.execute.channel import job_channel
     from paddleformers_fc.execute.export import save_weights
     from paddleformers_fc.trainer import documents, state
+    from paddleformers_fc.trainer.description import describe
 
     args = tiny.training_arguments(layout, output_dir)
     built = tiny.build(model_type, layout, args, **model)
     files = {"config.json": documents.config_text(built).encode()}
     weights = state.model_roles(built)["model_state"]
-    save_weights(weights, documents.model_config(built), files, Path(target), 10**9, job_channel())
+    save_weights(weights, describe(built), files, Path(target), 10**9, job_channel())
 
 
 # ---- Tied weights.
@@ -858,3 +860,54 @@ def generation_settings(text: str) -> dict[str, Any]:
     inherited.take_over(model, {}, text.encode())  # As of a checkpoint that is resumed.
     changed = inherited.generation_file(model)[inherited.GENERATION]
     return {**found, "changed": json.loads(changed)["temperature"]}
+
+
+def square_router(output_dir: str, target: str) -> dict[str, Any]:
+    """A Qwen2-MoE of PaddleFormers' own class with as many experts as hidden units: exported, read again, resumed."""
+    import numpy as np
+    import paddle
+    from safetensors.numpy import load_file
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.trainer.pretrained import load_open_weights
+    from tests.harness import fleet_stub
+
+    fleet_stub.install()
+    from paddleformers.transformers.qwen2_moe.configuration import Qwen2MoeConfig
+    from paddleformers.transformers.qwen2_moe.modeling import Qwen2MoeForCausalLMDeprecated
+
+    def made() -> Any:
+        settings = {"vocab_size": tiny.VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+        experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "moe_group": "dummy"}
+        config = Qwen2MoeConfig(**settings, **heads, **experts, shared_expert_intermediate_size=12, fuse_rms_norm=False)
+        config._attn_implementation, config.use_flash_attention = "sdpa", False
+        config.max_sequence_length = config.seq_length = tiny.SEQUENCE
+        return Qwen2MoeForCausalLMDeprecated.from_config(config, dtype="float32")
+
+    def logits(model: Any) -> Any:
+        model.eval()
+        tokens = paddle.to_tensor([[3, 5, 7, 9]])
+        found = model(input_ids=tokens)
+        return (found if paddle.is_tensor(found) else found[0]).numpy()
+
+    def trainer(model: Any, steps: int) -> Any:
+        settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": steps, "save_steps": 2}
+        args = tiny.training_arguments(tiny.SINGLE, output_dir, **settings)
+        return tiny.trainer(model, args, cls=FlexTrainer)
+
+    first = made()
+    saved = trainer(first, 4)
+    saved.train()
+    saved.save_model(target)
+    again, resumed = made(), made()
+    load_open_weights(again, target)
+    follow = trainer(resumed, 4)
+    follow.train(resume_from_checkpoint=str(Path(output_dir) / "checkpoint-2"))
+    name = "model.layers.1.mlp.gate.weight"
+    held = dict(first.named_parameters())[name].numpy()
+    return {
+        "turned": bool(np.array_equal(load_file(f"{target}/model.safetensors")[name], held.T)),
+        "difference": float(np.abs(logits(first) - logits(again)).max()),
+        "losses": [list(map(float, saved.losses)), list(map(float, follow.losses))],
+    }

@@ -52,6 +52,7 @@ def load_and_export(
     from paddleformers_fc.execute.channel import job_channel
     from paddleformers_fc.execute.export import save_weights
     from paddleformers_fc.trainer import documents, state
+    from paddleformers_fc.trainer.description import describe
 
     args = _arguments(output_dir, layout)
     kind = AutoModelForCausalLMPipe if layout.get("pp", 1) > 1 else AutoModelForCausalLM
@@ -63,7 +64,7 @@ def load_and_export(
     channel = job_channel()
     files = {"config.json": documents.config_text(built).encode()} if channel.rank == 0 else {}
     weights = state.model_roles(built)["model_state"]
-    save_weights(weights, documents.model_config(built), files, Path(target), 10**9, channel)
+    save_weights(weights, describe(built), files, Path(target), 10**9, channel)
     return [line for line in said if str(source) in line]
 
 

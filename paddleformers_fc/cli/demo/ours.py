@@ -16,7 +16,8 @@ from paddleformers.transformers.model_utils import unwrap_model
 from paddleformers_fc.cli.demo.jobs import AS_LOADED
 from paddleformers_fc.execute.channel import job_channel
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
-from paddleformers_fc.trainer.documents import config_text, model_config
+from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.documents import config_text
 from paddleformers_fc.trainer.register import register
 from paddleformers_fc.trainer.state import run_roles
 
@@ -34,7 +35,7 @@ class SaveWhatWasLoaded(TrainerCallback):
         save_checkpoint(
             Path(args.output_dir) / AS_LOADED,
             run_roles(model, objects["optimizer"]),
-            model_config(model),
+            describe(model),
             files,
             JobRecord(state.global_step, state.consumed_samples, {}),
             channel,

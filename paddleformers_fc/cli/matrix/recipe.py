@@ -16,7 +16,7 @@ import msgspec
 from paddleformers_fc.cli.matrix.layouts import Layout, parse_layout
 from paddleformers_fc.cli.matrix.tiny import keys
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.plan.simulate import declared_model
 
 ARROW = "->"
@@ -124,7 +124,7 @@ def _faults(recipe: Recipe, layout: Layout) -> list[str]:
     """Why the recipe's model cannot be laid out like this, with the numbers."""
     config = keys(recipe.model_type, **recipe.model)
     try:
-        declared_model(family_for(config), config, layout.grid)
+        declared_model(family_for(config), ModelDescription(config), layout.grid)
     except OptionError as error:
         return [f"{layout.name}: {fault}" for fault in error.evidence]
     return []

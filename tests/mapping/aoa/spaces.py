@@ -6,7 +6,8 @@ from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass
 from functools import cache
 
-from paddleformers_fc.families import FAMILIES, Family, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.families.text import with_ties
 from paddleformers_fc.mapping import Mapping, Shape, TensorSpec
 from paddleformers_fc.mapping.aoa import AoaTensor, uncut
@@ -35,7 +36,7 @@ class Model:
     """A family's tiny model under a tensor-parallel degree."""
 
     family: Family
-    config: dict[str, object]
+    described: ModelDescription
     tensors: tuple[ModelTensor, ...]
     mapping: Mapping
 
@@ -48,6 +49,6 @@ class Model:
 def model(name: str, degree: int) -> Model:
     """The tiny model of the family with this name."""
     family = next(family for family in FAMILIES if family.name == name)
-    config = {**family.defaults, **family.tiny}
-    tensors = tuple(tensor.under(tp=degree) for tensor in enumerate_tensors(family, config))
-    return Model(family, config, tensors, with_ties(bind(family, config, tensors)))
+    described = tiny_models(family)[0]
+    tensors = tuple(tensor.under(tp=degree) for tensor in enumerate_tensors(family, described))
+    return Model(family, described, tensors, with_ties(bind(family, described, tensors)))

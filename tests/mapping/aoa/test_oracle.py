@@ -29,7 +29,7 @@ def test_paddle_reads_the_text_of_a_family_as_the_family_means_it(name: str, deg
     one = model(name, degree)
     prove(one.mapping)
     agree(
-        aoa_text(one.family, one.config, one.tensors),
+        aoa_text(one.family, one.described, one.tensors),
         one.mapping,
         side_of(one.mapping.sources),
         side_of(one.mapping.targets, one.cuts),
@@ -41,7 +41,7 @@ def test_paddle_reads_the_text_of_a_family_as_the_family_means_it(name: str, deg
 def test_paddle_reads_the_reversed_text_of_a_family_as_the_reverse(name: str, degree: int) -> None:
     one = model(name, degree)
     agree(
-        aoa_text(one.family, one.config, one.tensors, reverse=True),
+        aoa_text(one.family, one.described, one.tensors, reverse=True),
         one.mapping.reversed(),
         side_of(one.mapping.targets, one.cuts),
         side_of(one.mapping.sources),
@@ -62,7 +62,7 @@ def test_paddle_reads_the_text_from_one_degree_to_another_as_the_composition(
 
 def hints_between(before: Model, after: Model) -> Hints:
     """Shards of both models, and the heads that tell query from key."""
-    heads, groups = after.config.get("num_attention_heads"), after.config.get("num_key_value_heads")
+    heads, groups = after.described.config.get("num_attention_heads"), after.described.config.get("num_key_value_heads")
     known = isinstance(heads, int) and isinstance(groups, int)
     return Hints(before.cuts, after.cuts, heads=(heads, groups) if known else None)  # type: ignore[arg-type]
 
@@ -71,10 +71,10 @@ def hints_between(before: Model, after: Model) -> Hints:
 def test_the_text_of_a_family_is_the_same_on_any_number_of_ranks(name: str) -> None:
     one, *others = (model(name, degree) for degree in DEGREES)
     for reverse in (False, True):
-        text = aoa_text(one.family, one.config, one.tensors, reverse=reverse)
+        text = aoa_text(one.family, one.described, one.tensors, reverse=reverse)
         assert text
         for other in others:
-            assert aoa_text(other.family, other.config, other.tensors, reverse=reverse) == text
+            assert aoa_text(other.family, other.described, other.tensors, reverse=reverse) == text
 
 
 def test_the_text_of_llama_is_what_a_person_writes() -> None:

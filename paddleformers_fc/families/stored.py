@@ -1,0 +1,205 @@
+"""``mapping.json``: the rules of a model and the description that they were derived from.
+
+Format 2 holds both. Format 1 held the rules alone, derived from a configuration that lacked what PaddleFormers leaves
+out of ``config.json``; the description is then worked out from the tensors (:func:`completed`), which settle nearly
+everything: the class and the fusion of experts by names, empty layers by the smallest number of a layer. What tensors
+leave open is an error. A checkpoint of Paddle, which holds neither rules nor description, is read in the same way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from paddleformers_fc.errors import FormatError, MappingError
+from paddleformers_fc.families.bind import (
+    NUMBER,
+    ModelTensor,
+    bind,
+    family_keys,
+    family_numbers,
+    family_sizes,
+    may_hold,
+)
+from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Statement
+from paddleformers_fc.families.description import IS_FLEET, ModelDescription
+from paddleformers_fc.families.sizes import names_of
+from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.mapping.codec import decode_rules, encode_rules
+from paddleformers_fc.mapping.folding import fold
+
+FORMAT = 2
+"""Of ``mapping.json``."""
+
+EMPTY_LAYERS = "num_empty_layers_add_in_head"
+_OPEN: Mapping[str, Sequence[object]] = {
+    IS_FLEET: (True, False),
+    "moe_expert_fusion": (False, True),
+    "using_sonic_moe": (False, True),
+}
+"""The keys that a serialised configuration lacks whatever the model has, and their values."""
+
+STRIPPED = frozenset({EMPTY_LAYERS, *_OPEN})
+"""All keys on which rules depend and which a serialised configuration lacks."""
+
+_HOLE = "{}"
+_LAYER = "layer"
+
+
+class _Document(msgspec.Struct, frozen=True):
+    """The parts of ``mapping.json``; a document of format 1 has none of them."""
+
+    format: int = 1
+    model: ModelDescription | None = None
+    rules: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_documents = msgspec.json.Decoder(_Document)
+
+
+def encode_mapping(model: ModelDescription, rules: RuleSet) -> bytes:
+    """Return the bytes of ``mapping.json``."""
+    document = _Document(FORMAT, model, msgspec.Raw(encode_rules(rules)))
+    return msgspec.json.format(msgspec.json.encode(document), indent=1)
+
+
+def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription | None, RuleSet]:
+    """Return the description and the rules of a ``mapping.json``; no description of one in format 1.
+
+    Args:
+        data: the bytes of the file.
+        where: its path, for the error.
+    Raises:
+        FormatError: it does not follow either format.
+    """
+    try:
+        document = _documents.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(
+            "The mapping of this checkpoint cannot be read.", where=where, evidence=[str(error)]
+        ) from error
+    if document.format == 1:
+        return None, decode_rules(data, where)
+    if document.format != FORMAT or document.model is None:
+        raise FormatError(
+            f"The mapping of this checkpoint has format {document.format}.",
+            where=where,
+            evidence=[f"this version reads formats 1 and {FORMAT}, the latter with a description of the model"],
+            next_step="Read it with the version that wrote it, which the manifest names.",
+        )
+    return document.model, decode_rules(bytes(document.rules), where)
+
+
+def completed(
+    family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]
+) -> tuple[ModelDescription, RuleSet]:
+    """Complete a description that lacks what a serialised configuration lacks, and bind with it.
+
+    Args:
+        family: the model's family.
+        model: what is known of the model; keys that it holds are kept.
+        tensors: every tensor of the model.
+    Returns:
+        a description that fits the tensors, and its rules, which all descriptions that fit agree on.
+    Raises:
+        MappingError: no description fits the tensors, or those that fit give different rules.
+    """
+    found: list[tuple[ModelDescription, RuleSet]] = []
+    contradicted: list[MappingError] = []
+    unbound: list[MappingError] = []
+    for candidate in _candidates(family, model, tensors):
+        refused = contradicted
+        try:
+            _refuse_contradictions(family, candidate, tensors)
+            refused = unbound
+            found.append((candidate, bind(family, candidate, tensors)))
+        except MappingError as error:
+            refused.append(error)
+    if not found:
+        raise min(unbound or contradicted, key=lambda error: len(error.evidence))
+    if any(rules != found[0][1] for _, rules in found):
+        raise MappingError(
+            "The tensors fit several descriptions of the model, which give different mappings.",
+            where=f"family {family.name}",
+            evidence=[_spelled(candidate, model) for candidate, _ in found],
+            next_step="State the value of one of these keys.",
+        )
+    return found[0]
+
+
+def _candidates(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> Iterator[ModelDescription]:
+    """Every description that agrees with what is known."""
+    keys = family_keys(family)
+    config = dict(model.config)
+    if EMPTY_LAYERS in keys and config.get(EMPTY_LAYERS) is None:
+        config[EMPTY_LAYERS] = _first_layer(family, tensors)
+    known = {**config, IS_FLEET: model.is_fleet}
+    choices = {key: values for key, values in _OPEN.items() if key in keys and known.get(key) is None}
+    for values in itertools.product(*choices.values()):
+        chosen = dict(zip(choices, values, strict=True))
+        is_fleet = chosen.pop(IS_FLEET, model.is_fleet)
+        yield ModelDescription({**config, **chosen}, None if is_fleet is None else bool(is_fleet))
+
+
+def _first_layer(family: Family, tensors: Sequence[ModelTensor]) -> int:
+    """The number of the first layer of a whole model: as many empty layers are before it."""
+    templates = {
+        PLACEHOLDER.sub(_HOLE, one.target): PLACEHOLDER.findall(one.target).index(_LAYER)
+        for one in family.statements
+        if _LAYER in PLACEHOLDER.findall(one.target)
+    }
+    pieces = (NUMBER.split(tensor.name) for tensor in tensors)
+    numbers = [
+        int(found[1::2][templates[template]]) for found in pieces if (template := _HOLE.join(found[::2])) in templates
+    ]
+    return min(numbers, default=0)
+
+
+def _refuse_contradictions(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> None:
+    """Refuse a description under which the model would not have these tensors, by the conditions on open keys.
+
+    Binding takes a tensor by its name whatever conditions are declared; here the description is in question.
+    """
+    sizes, numbers = family_sizes(family, model), family_numbers(family)
+    shifts = {hole: sizes.length(one.shift) for hole, one in numbers.items()}
+    declared: dict[str, list[Statement]] = {}
+    for statement in family.statements:
+        declared.setdefault(PLACEHOLDER.sub(_HOLE, statement.target), []).append(statement)
+    judged: dict[tuple[str, tuple[int, ...]], bool] = {}
+
+    def may_have(statement: Statement, found: Sequence[str]) -> bool:
+        asked = names_of(statement.where)
+        if asked.isdisjoint(STRIPPED):
+            return True
+        holes = PLACEHOLDER.findall(statement.target)
+        named = {
+            hole: int(text) - shifts.get(hole, 0) for hole, text in zip(holes, found, strict=True) if hole in asked
+        }
+        key = statement.where, tuple(named.values())
+        if key not in judged:
+            judged[key] = may_hold(statement.where, named, sizes)
+        return judged[key]
+
+    faults = []
+    for tensor in tensors:
+        pieces = NUMBER.split(tensor.name)
+        statements = declared.get(_HOLE.join(pieces[::2]), ())
+        if statements and not any(may_have(one, pieces[1::2]) for one in statements):
+            faults.append(f"{tensor.name}: a model of this class and configuration has no such tensor")
+    if faults:
+        raise MappingError(
+            f"{len(faults)} tensors contradict what is known of the model.",
+            where=f"family {family.name}",
+            evidence=fold(faults),
+            next_step="Compare the class and the configuration of the model with its tensors.",
+        )
+
+
+def _spelled(candidate: ModelDescription, model: ModelDescription) -> str:
+    """What was added to a description."""
+    added = {key: value for key, value in candidate.config.items() if model.config.get(key) != value}
+    if candidate.is_fleet != model.is_fleet:
+        added[IS_FLEET] = candidate.is_fleet
+    return ", ".join(f"{key}={str(value).lower()}" for key, value in added.items())

@@ -1,0 +1,84 @@
+"""What a live model was built from: its resolved configuration, and its class.
+
+PaddleFormers leaves keys out when it serialises a configuration: those that its training arguments may set, among them
+ones on which the names and the layout of tensors depend, and those that have their default. So nothing here goes
+through a file: every value is read from the live object.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from paddleformers.quantization.quantization_config import QuantizationConfig
+from paddleformers.transformers.configuration_utils import LlmMetaConfig, PretrainedConfig
+from paddleformers.transformers.model_utils import unwrap_model
+
+from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.families.description import IS_FLEET
+from paddleformers_fc.families.stored import STRIPPED
+from paddleformers_fc.trainer.inherited import config_of
+
+_EMPTY_LAYERS = frozenset({"num_empty_layers_add_in_head", "num_empty_layers_add_in_tail"})
+"""Parallel settings that decide which layers a model has."""
+
+OF_A_LAYOUT = (
+    frozenset(
+        {
+            *(name for name, *_ in LlmMetaConfig.hybrid_parallel_attributes),
+            *(name for name, *_ in LlmMetaConfig.recompute_attributes),
+            # What models write into their configuration when they are built, and what differs between ranks.
+            *("moe_group", "moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"),
+            *("tensor_model_parallel_rank", "dtype", "torch_dtype"),
+        }
+    )
+    - _EMPTY_LAYERS
+)
+
+
+def describe(model: Any) -> ModelDescription:
+    """Describe a live model.
+
+    Args:
+        model: the model as it was built, or a wrapper of it.
+    Returns:
+        its class, and every key of its configuration that JSON can hold, without what belongs to a parallel layout.
+    """
+    model = unwrap_model(model)
+    # A model of PaddleFleet has a configuration of its own, which was made from the one that PaddleFormers saves.
+    built_with = {key: getattr(model.config, key, None) for key in STRIPPED - {IS_FLEET}}
+    as_built = {key: value for key, value in built_with.items() if isinstance(value, int)}
+    return ModelDescription({**_resolved(config_of(model)), **as_built}, bool(getattr(model, IS_FLEET, False)))
+
+
+def _resolved(config: Any) -> dict[str, Any]:
+    """Every public value of a configuration, under its own name and under the names that are mapped to it."""
+    names = {"model_type", *vars(config), *getattr(config, "attribute_map", {})} - OF_A_LAYOUT
+    values = {name: _plain(getattr(config, name, _NO_JSON)) for name in names if not name.startswith("_")}
+    return {name: values[name] for name in sorted(values) if values[name] is not _NO_JSON}
+
+
+_NO_JSON = object()
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON holds it; :data:`_NO_JSON` for what JSON cannot hold, such as a process group or a function."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, PretrainedConfig):
+        return _resolved(value)
+    if isinstance(value, QuantizationConfig):
+        return _plain(value.to_dict())
+    if isinstance(value, Mapping):
+        found = {str(key): _plain(one) for key, one in value.items()}
+        return {key: one for key, one in found.items() if one is not _NO_JSON}
+    if isinstance(value, list | tuple):
+        items = [_plain(one) for one in value]
+        return _NO_JSON if any(one is _NO_JSON for one in items) else items
+    return _NO_JSON

@@ -1,0 +1,256 @@
+"""What is bound is the live model: every declared family, through PaddleFormers' own configuration classes."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.catalog import open_flex
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families.bind import family_keys
+from paddleformers_fc.families.description import IS_FLEET
+from paddleformers_fc.mapping import RuleSet, prove
+from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.documents import model_config
+from tests.families.spaces import BY_NAME, model_of, settings
+from tests.harness import tiny
+
+CLASSES = {
+    "llama": "LlamaConfig",
+    "ernie4_5": "Ernie4_5Config",
+    "ernie4_5_moe": "Ernie4_5_MoeConfig",
+    "phi3": "Phi3Config",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "qwen2_moe": "Qwen2MoeConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "glm4_moe": "Glm4MoeConfig",
+    "deepseek_v3": "DeepseekV3Config",
+    "gpt_oss": "GptOssConfig",
+    "gemma3_text": "Gemma3TextConfig",
+    "minimax_m2": "MiniMaxM2Config",
+    "kimi_k2": "KimiK2Config",
+}
+OLDER = Path(__file__).parents[1] / "cli/stripped/llama"
+FLEET_ONLY = ("kimi_k2", "minimax_m2")
+NAMES = [family.name for family in FAMILIES]
+
+
+def config_of(name: str, **values: Any) -> Any:
+    """A configuration of PaddleFormers."""
+    module = importlib.import_module(f"paddleformers.transformers.{name}.configuration")
+    config = getattr(module, CLASSES[name])(**values)
+    # Some classes overwrite num_nextn_predict_layers with 0; a training sets it afterwards.
+    config.num_nextn_predict_layers = values.get("num_nextn_predict_layers", config.num_nextn_predict_layers)
+    return config
+
+
+def live(config: Any, is_fleet: bool = False, **built_with: Any) -> Any:
+    """A model of this configuration, as far as its description looks at one.
+
+    A PaddleFleet class keeps PaddleFormers' configuration beside one of its own, which is another class.
+    """
+    if not is_fleet:
+        return SimpleNamespace(config=config)
+    keys = ("num_empty_layers_add_in_head", "moe_expert_fusion", "using_sonic_moe", "tie_word_embeddings")
+    provider = SimpleNamespace(**{key: getattr(config, key) for key in keys}, **built_with)
+    return SimpleNamespace(config=provider, config_to_save=config, is_fleet=True)
+
+
+def classes_of(family: Family) -> list[bool]:
+    """The classes that PaddleFormers has of a family: of PaddleFleet, its own."""
+    both = IS_FLEET in family_keys(family)
+    return [True, False] if both else [family.name in FLEET_ONLY]
+
+
+def bound(name: str, model: Any, tp: int = 1) -> RuleSet:
+    """The rules of a model that holds what its description gives."""
+    family, described = BY_NAME[name], describe(model)
+    return bind(family, described, [one.under(tp=tp) for one in enumerate_tensors(family, described)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_that_a_declaration_reads_reaches_the_binding_with_its_live_value(name: str) -> None:
+    family = BY_NAME[name]
+    for key in sorted(family_keys(family) - {IS_FLEET}):
+        values = [getattr(config_of(name), key, None), 1, 2, 3, False, True]
+        for value in values:
+            try:
+                config = config_of(name, **{key: value})
+            except Exception:
+                continue  # PaddleFormers refuses such a configuration.
+            found = describe(live(config)).config
+            assert found.get(key) == getattr(config, key, None), f"{key}={value!r}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_binds_what_its_configuration_class_holds_as_its_declaration_says(name: str) -> None:
+    family = BY_NAME[name]
+    for is_fleet in classes_of(family):
+        chosen = {**tiny_values(name), "model_type": name, IS_FLEET: is_fleet}
+        described = describe(live(config_of(name, **tiny_values(name)), is_fleet))
+        assert described.is_fleet is is_fleet
+        for tp in (1, 2):
+            tensors = [one.under(tp=tp) for one in enumerate_tensors(family, model_of(chosen))]
+            assert [one.under(tp=tp) for one in enumerate_tensors(family, described)] == tensors
+            assert bind(family, described, tensors) == bind(family, model_of(chosen), tensors)
+
+
+def tiny_values(name: str, **changes: Any) -> dict[str, Any]:
+    """The family's tiny configuration as arguments of the configuration class."""
+    values = {key: one for key, one in settings(BY_NAME[name]).items() if key not in (IS_FLEET, "model_type")}
+    return {"tie_word_embeddings": False, **values, **changes}
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "kimi_k2", "minimax_m2"])
+@pytest.mark.parametrize("empty", [0, 1, 3])
+def test_every_canonical_layer_is_bound_behind_the_empty_ones(name: str, empty: int) -> None:
+    values = tiny_values(name, num_hidden_layers=3, num_nextn_predict_layers=1, num_empty_layers_add_in_head=empty)
+    rules = bound(name, live(config_of(name, **values), is_fleet=True))
+    sources = {rule.targets[0]: rule.sources for rule in rules.rules}
+    for layer in range(3):
+        held = f"model.layers.{layer + empty}.input_layernorm.weight"
+        assert sources[held] == (f"model.layers.{layer}.input_layernorm.weight",)
+    assert sources[f"model.layers.{3 + empty}.enorm.weight"] == ("model.layers.3.enorm.weight",)
+
+
+def test_a_class_of_paddleformers_has_no_empty_layers_before_the_first() -> None:
+    values = tiny_values("glm4_moe", num_empty_layers_add_in_head=2)
+    rules = bound("glm4_moe", live(config_of("glm4_moe", **values)))
+    sources = {rule.targets[0]: rule.sources for rule in rules.rules}
+    assert sources["model.layers.0.mlp.down_proj.weight"] == ("model.layers.0.mlp.down_proj.weight",)
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "glm4_moe", "qwen2_moe", "qwen3_moe", "kimi_k2"])
+@pytest.mark.parametrize(
+    ("switches", "turned"),
+    [({"moe_expert_fusion": True}, True), ({"moe_expert_fusion": True, "using_sonic_moe": True}, False)],
+)
+def test_fused_experts_are_turned_as_the_live_configuration_says_though_they_are_square(
+    name: str, switches: dict[str, bool], turned: bool
+) -> None:
+    # MiniMax M2 at its own sizes, and the others with as many numbers on both axes of an expert's first layer.
+    square = {} if name == "minimax_m2" else tiny_values(name, hidden_size=32, moe_intermediate_size=16)
+    small = {
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "mlp_only_layers": [],
+        "num_empty_layers_add_in_head": 0,
+    }
+    counts = {"n_routed_experts": 4, "num_experts": 4}
+    config = config_of(name, **{**square, **small, **counts, **switches})
+    described = describe(live(config, is_fleet=True))
+    hidden, width = config.hidden_size, 2 * config.moe_intermediate_size
+    assert hidden == width
+    stack = ModelTensor("model.layers.0.mlp.grouped_gemm_experts.weight1", (4 * hidden, width), "float32", (1, 1))
+    for rule in bind(BY_NAME[name], described, [stack]).rules:
+        assert (rule.axes == (1, 0)) is turned
+
+
+def test_the_class_of_a_model_is_that_of_the_model_where_no_shape_tells() -> None:
+    router = ModelTensor("model.layers.0.mlp.gate.weight", (16, 16), "float32", (1, 1))
+    values = tiny_values("qwen2_moe", hidden_size=16, num_experts=16)
+    axes = {
+        is_fleet: bind(BY_NAME["qwen2_moe"], describe(live(config_of("qwen2_moe", **values), is_fleet)), [router])
+        .rules[0]
+        .axes
+        for is_fleet in (True, False)
+    }
+    assert axes == {True: (0, 1), False: (1, 0)}
+
+
+def test_what_a_model_of_paddlefleet_was_built_with_counts_before_the_configuration_that_is_saved() -> None:
+    config = config_of("glm4_moe", **tiny_values("glm4_moe"))
+    model = live(config, is_fleet=True)
+    model.config.num_empty_layers_add_in_head = 2
+    assert describe(model).config["num_empty_layers_add_in_head"] == 2
+    model.config.num_empty_layers_add_in_head = None
+    assert describe(model).config["num_empty_layers_add_in_head"] == 1
+
+
+def test_a_description_holds_defaults_and_nested_values_and_nothing_of_a_layout() -> None:
+    from paddleformers.transformers.configuration_utils import PretrainedConfig
+
+    config = config_of("llama", tensor_model_parallel_size=2, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    config.vision_config = PretrainedConfig(tensor_parallel_rank=1, depth=3)
+    config.moe_group = object()
+    found = describe(live(config)).config
+    assert found["rms_norm_eps"] == 1e-6
+    assert found["rope_parameters"]["factor"] == 2.0
+    assert found["vision_config"]["depth"] == 3
+    assert found["num_empty_layers_add_in_head"] == 0
+    left_out = {"tensor_model_parallel_size", "tensor_parallel_rank", "moe_group", "sequence_parallel", "dtype"}
+    assert left_out.isdisjoint(found)
+    assert left_out.isdisjoint(found["vision_config"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_declaration_reads_a_key_that_descriptions_leave_out(name: str) -> None:
+    from paddleformers_fc.trainer.description import OF_A_LAYOUT
+
+    assert OF_A_LAYOUT.isdisjoint(family_keys(BY_NAME[name]))
+
+
+def test_a_configuration_that_was_serialised_binds_other_layers_or_none() -> None:
+    # What a save wrote down before it stored a description: the empty layer is not in it.
+    config = config_of("glm4_moe", **tiny_values("glm4_moe"))
+    assert config.num_empty_layers_add_in_head == 1
+    written = model_config(SimpleNamespace(config=config, parameters=list, _layers=None))
+    assert "num_empty_layers_add_in_head" not in written
+    family, described = BY_NAME["glm4_moe"], describe(live(config, is_fleet=True))
+    tensors = [one.under() for one in enumerate_tensors(family, described)]
+    stripped = model_of({**written, IS_FLEET: True})
+    with pytest.raises(MappingError, match="is the canonical 2, and the configuration has 0 to 1"):
+        bind(family, stripped, tensors)
+
+
+def test_a_router_that_is_square_is_exported_read_and_resumed_as_the_models_class_keeps_it(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    job = {"output_dir": str(tmp_path / "run"), "target": str(tmp_path / "hf")}
+    (found,) = ranks.run("tests.trainer.jobs:square_router", 1, job).values
+    assert found["turned"]
+    assert found["difference"] == 0
+    trained, resumed = found["losses"]
+    assert resumed == trained[2:]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_a_family_lists_the_tensors_of_the_class_that_paddleformers_builds_itself(ranks: ForkServer, name: str) -> None:
+    scaling = {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale_all_dim": 1.0}} if name == "deepseek_v3" else {}
+    job = {"model_type": name, "values": tiny_values(name, num_nextn_predict_layers=0, **scaling)}
+    ((description, tensors),) = ranks.run("tests.families.jobs:describe_plain", 1, job).values
+    described = ModelDescription(**description)
+    assert described.is_fleet is False
+    held = {key: (tuple(shape), dtype) for key, (shape, dtype) in tensors.items()}
+    said = {one.name: (one.shape, one.dtype) for one in enumerate_tensors(BY_NAME[name], described)}
+    assert said == held
+    model = [ModelTensor(key, shape, dtype, (1,) * len(shape)) for key, (shape, dtype) in held.items()]
+    rules = bind(BY_NAME[name], described, model)
+    prove(rules.mapping())
+    prove(rules.mapping().reversed())
+
+
+def test_a_run_that_was_saved_before_descriptions_were_stored_is_resumed_under_any_layout(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
+    for layout in (tiny.SINGLE, tiny.TP2):
+        job = {"layout": layout.to_json(), "output_dir": str(tmp_path / layout.name), "model": small}
+        limits = {"max_steps": 3, "save_steps": 3}
+        ranks.run(
+            "tests.trainer.jobs:resume_and_save_again",
+            layout.nproc,
+            {**job, "resume": str(OLDER), "arguments": limits},
+        )
+        again = tmp_path / layout.name / "checkpoint-3"
+        assert list(canonical_digests(again)) == list(canonical_digests(OLDER))
+        assert open_flex(OLDER).model is None
+        assert open_flex(again).known.config["num_empty_layers_add_in_head"] == 0
