@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +73,7 @@ class Node:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
 
@@ -88,7 +90,8 @@ def run(
         codes = [process.wait() for process in processes]
     finally:
         for process in processes:
-            process.kill()  # With all that it has started: it is the first process of its namespace.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # With its namespace of processes, if it has one.
             process.wait()
     return [Ended(code, log.read_text(errors="replace")) for code, log in zip(codes, logs, strict=True)]
 
