@@ -808,6 +808,7 @@ def run_and_export(
     model: Mapping[str, Any],
     steps: int,
     source: str | None = None,
+    resume: bool = False,
     generation: Mapping[str, Any] | None = None,
 ) -> None:
     """Train and export in both ways of a live model.
@@ -815,7 +816,8 @@ def run_and_export(
     Args:
         exports: the directory for ``save_model`` and ``save_pretrained``.
         steps: how many; the last one is saved.
-        source: open weights to start from; without them the run resumes.
+        source: open weights to start from.
+        resume: whether to resume the newest checkpoint.
         generation: generation settings that a user gives the model before training.
     """
     from paddleformers.generation import GenerationConfig
@@ -831,7 +833,7 @@ def run_and_export(
     if generation is not None:
         built.generation_config = GenerationConfig(**generation)
     trainer = tiny.trainer(built, args, cls=FlexTrainer)
-    trainer.train(resume_from_checkpoint=source is None or None)
+    trainer.train(resume_from_checkpoint=resume or None)
     trainer.save_model(f"{exports}/save_model")
     trainer.model.save_pretrained(f"{exports}/save_pretrained")
 

@@ -44,6 +44,7 @@ def source_of(ranks: ForkServer, directory: Path, model_type: str) -> tuple[Path
     source = weights_of(ranks, directory, model_type, live(config))
     (source / "config.json").write_text(json.dumps(config | {"dtype": "float32", "transformers_version": "5.3.0"}))
     (source / "generation_config.json").write_bytes(GENERATION)
+    (source / "flex_checksums.json").unlink()
     return source, config
 
 
@@ -62,9 +63,10 @@ def live(config: dict[str, Any]) -> dict[str, Any]:
 def exports(ranks: ForkServer, directory: Path, layout: tiny.Layout, **job: Any) -> dict[str, Path]:
     """Every export of a run that starts from open weights, and of one that resumes it."""
     found: dict[str, Path] = {}
-    source = job.pop("source")
+    source: Path | None = job.pop("source")
+    origin = {} if source is None else {"source": str(source)}
     run = {"layout": layout.to_json(), "output_dir": str(directory / "run"), **job}
-    for step, start in ((1, {"source": str(source)}), (2, {})):
+    for step, start in ((1, origin), (2, {"resume": True})):
         target = directory / f"step-{step}"
         result = ranks.run(
             "tests.trainer.jobs:run_and_export", layout.nproc, {**run, **start, "steps": step, "exports": str(target)}
@@ -115,3 +117,10 @@ def test_a_model_without_a_source_exports_what_it_is(ranks: ForkServer, tmp_path
 def test_a_model_that_can_generate_uses_the_settings_that_it_exports(ranks: ForkServer) -> None:
     (found,) = ranks.run("tests.trainer.jobs:generation_settings", 1, {"text": GENERATION.decode()}).values
     assert found == {"generates": True, "temperature": 0.6, "kept": GENERATION.decode(), "changed": 0.25}
+
+
+def test_a_trainer_does_not_change_what_a_model_without_a_source_exports(ranks: ForkServer, tmp_path: Path) -> None:
+    # Every Trainer sets use_cache: false in the configuration of its model.
+    job = {"model_type": "llama", "model": {}, "source": None}
+    for way, path in exports(ranks, tmp_path, tiny.SINGLE, **job).items():
+        assert json.loads((path / "config.json").read_text())["use_cache"] is True, way
