@@ -690,6 +690,13 @@ def test_a_training_leaves_a_checkpoint_that_is_right(tmp_path: Path) -> None:
     exported = run("export", checkpoint, tmp_path / "export", "--json").document
     assert run("diff", tmp_path / "export", checkpoint).code == 0
     assert exported["tensors"] == facts_of_weights(tmp_path / "out")
+    source = tmp_path / "assets/llama"
+    wanted = json.loads((source / "config.json").read_text())
+    for directory in (checkpoint, tmp_path / "out", tmp_path / "export"):
+        generation = (directory / "generation_config.json").read_bytes()
+        assert generation == (source / "generation_config.json").read_bytes()
+        written = json.loads((directory / "config.json").read_text())
+        assert {key: written.get(key, "lost") for key in wanted} == wanted
     again = run("train", tmp_path / "job.yaml")
     assert "trained 0 steps, resumed at 3; " in again.out
     assert "overwrite_output_dir=true" in again.out.splitlines()[-1]
