@@ -39,7 +39,8 @@ setup(
     ],
     extras_require={
         "cpu": [f"paddlepaddle=={PADDLE}", PADDLEFORMERS],
-        "gpu": [f"paddlepaddle-gpu=={PADDLE}", PADDLEFORMERS],
+        # Beside a GPU wheel of Paddle, which the public index does not have: it is installed from Paddle's own index.
+        "formers": [PADDLEFORMERS],
         "test": [
             "fsspec[http]",
             "hypothesis",

@@ -8,6 +8,7 @@ code  meaning
 2     misuse, or trouble: an argument that cannot be used, or work that could not be done; nothing is said about a
       checkpoint
 130   interrupted by Ctrl-C
+141   whoever read the output has closed it, as ``head`` does
 ====  ================================================================================================================
 
 ``train`` returns the code of its job. The declarations of the verbs are here, their work is in a module each, imported
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "paddleformers-fc"
 _HELP = f"Run {PROGRAM} --help, or a verb with --help."
-RIGHT, WRONG, MISUSE, INTERRUPTED = 0, 1, 2, 130
+RIGHT, WRONG, MISUSE, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 
 _T = TypeVar("_T")
 
@@ -165,12 +166,16 @@ def aoa(
         str, typer.Argument(metavar="MODEL", help="A family, such as llama, or a directory with config.json.")
     ],
     reverse: Annotated[bool, typer.Option("--reverse", help="From the model to open weights.")] = False,
+    toy: Annotated[bool, typer.Option("--toy", help="Of a family: its statements for the sizes of a toy.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Print a model's mapping as AOA statements, which stock FlexCheckpoint reads."""
+    """Print a model's mapping as AOA statements, which stock FlexCheckpoint reads.
+
+    They follow from the sizes in the model's config.json. A family alone has none, and takes --toy.
+    """
     from paddleformers_fc.cli import statements
 
-    _present(statements.statements(model, reverse=reverse), statements.show, as_json)
+    _present(statements.statements(model, reverse=reverse, toy=toy), statements.show, as_json)
     return RIGHT
 
 
@@ -294,13 +299,15 @@ def train(
         import msgspec
 
         wire = msgspec.json.decode(problem.to_wire()) if problem else {}
-        output.print_json({**wire, **msgspec.to_builtins(ended)})
+        with output.closed_pipe_ignored():
+            output.print_json({**wire, **msgspec.to_builtins(ended)})
         return ended.returncode
-    if ended.report:
-        sys.stderr.write(f"{ended.report}\n")
-    if problem:
-        output.print_error(problem, as_json)
-    training.show(ended, output.console())
+    with output.closed_pipe_ignored():
+        if ended.report:
+            sys.stderr.write(f"{ended.report}\n")
+        if problem:
+            output.print_error(problem, as_json)
+        training.show(ended, output.console())
     return ended.returncode
 
 
@@ -400,6 +407,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         the exit code.
     """
+    code = CLOSED
+    with output.closed_pipe_ignored():
+        code = _run(arguments)
+        sys.stdout.flush()
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
     command = typer.main.get_command(app)
@@ -417,6 +432,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return MISUSE
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except BrokenPipeError:
+        raise
     except Exception as error:
         # A traceback would end in code 1, which says that a checkpoint is wrong. Nothing was found out about it.
         traceback.print_exc()

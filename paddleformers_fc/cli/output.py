@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,33 @@ def escape_what_is_no_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def closed_pipe_ignored() -> Iterator[None]:
+    """Go on after a block whose output nobody reads any more, as under ``| head``; what follows is discarded.
+
+    Rich and typer turn the system's error into an exit with code 1, which would say that a checkpoint is wrong.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (BrokenPipeError, SystemExit) as error:
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        _discard_closed()
+
+
+def _discard_closed() -> None:
+    """Let streams whose reader is gone lead nowhere, so that the interpreter does not fail on them at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def print_json(document: Any) -> None:

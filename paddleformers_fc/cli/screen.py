@@ -55,7 +55,10 @@ class Screen:
     def flush(self) -> None:
         """Let the stream show what it was given."""
         if self._stream is not None:
-            self._stream.flush()
+            try:
+                self._stream.flush()
+            except BrokenPipeError:
+                self._stream = None  # Nobody looks any more, as under | head; the training goes on.
 
     def close(self) -> None:
         """Pass on the last line, which may have no end. The stream stays open."""
@@ -68,7 +71,10 @@ class Screen:
         plain = COLOUR.sub("", line)
         self._remember(plain.rstrip())
         if self._is_shown(plain) and self._stream is not None:
-            self._stream.write(line if self._colours else plain)
+            try:
+                self._stream.write(line if self._colours else plain)
+            except BrokenPipeError:
+                self._stream = None
 
     def _is_shown(self, plain: str) -> bool:
         if plain.startswith(_TRACEBACK):

@@ -27,7 +27,10 @@ from paddleformers_fc.storage.places import at_home, place
 from paddleformers_fc.trainer.options import FIELD_NAMES
 from paddleformers_fc.trainer.resume import refuse_no_checkpoint
 
-INSTALL = 'In the root of this repository run pip install -c constraints.txt ".[cpu]", or ".[gpu]" for NVIDIA devices.'
+INSTALL = (
+    'In the root of this repository run pip install -c constraints.txt ".[cpu]"; for NVIDIA devices first install '
+    'Paddle as its installation page says, then ".[formers]".'
+)
 _DEGREES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

@@ -1,14 +1,18 @@
 """``aoa``: a family's mapping as statements that stock FlexCheckpoint reads, in either direction.
 
-The statements are those of the family's tiny configuration, or of a model's own ``config.json``, and are read back and
-compared with the mapping before they are shown. They hold at every degree of tensor parallelism.
+The statements follow from sizes: those of a model's own ``config.json``, or with ``--toy`` those of the family's tiny
+configuration, which are shown. They are read back and compared with the mapping before they are
+shown. They hold at every degree of tensor parallelism.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paddleformers_fc.cli.opening import required_config
 from paddleformers_fc.errors import OptionError
@@ -28,34 +32,54 @@ class Statements:
         family: the family's name.
         direction: ``forward``, from open weights to the model, or ``reverse``.
         aoa_statements: as stock's ``aoa_config`` takes them.
+        toy_sizes: the configuration that was assumed for a family; None for the model of a directory.
     """
 
     family: str
     direction: str
     aoa_statements: list[str]
+    toy_sizes: dict[str, Any] | None = None
 
 
-def statements(model: str, *, reverse: bool) -> Statements:
+def statements(model: str, *, reverse: bool, toy: bool = False) -> Statements:
     """The statements of a family, or of the model in a directory.
 
     Args:
         model: a ``model_type``, a family's name, or a directory with ``config.json``.
         reverse: from the model to open weights.
+        toy: assume the sizes of the family's tiny configuration; for a family alone.
 
     Raises:
-        OptionError: no family has this name and there is no such directory.
+        OptionError: no family has this name and there is no such directory; a family without ``toy``, or a directory
+            with it.
         MappingError: no family declares the model, or the language cannot say its mapping.
     """
     refuse_nothing(model)
     direction = "reverse" if reverse else "forward"
     if Path(model).is_dir():
+        if toy:
+            raise OptionError(
+                f"{model} is a directory with sizes of its own.", where="--toy", next_step="Leave out --toy."
+            )
         config = required_config(Path(model))
         family = family_for(config)
         built = described_by_file(config)
         tensors = [tensor.under(tp=1) for tensor in enumerate_tensors(family, built)]
         return Statements(family.name, direction, aoa_text(family, built, tensors, reverse=reverse))
     family = _named(model)
-    return Statements(family.name, direction, tiny_aoa_text(family, reverse=reverse))
+    sizes = {**family.defaults, **family.tiny}
+    if not toy:
+        raise OptionError(
+            f"{model} is a family, and statements follow from the sizes of a model.",
+            where="MODEL",
+            evidence=[f"with --toy these are assumed: {_sizes_text(sizes)}"],
+            next_step="Name the directory of a model's config.json, or add --toy for the statements of these sizes.",
+        )
+    return Statements(family.name, direction, tiny_aoa_text(family, reverse=reverse), sizes)
+
+
+def _sizes_text(sizes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in sizes.items())
 
 
 def _named(name: str) -> Family:
@@ -74,5 +98,8 @@ def show(found: Statements, console: Console) -> None:
     """The statements, one per line, ready to be pasted."""
     from rich.text import Text
 
+    if found.toy_sizes is not None:
+        # Beside the statements, which are ready to be pasted.
+        sys.stderr.write(f"Statements for the sizes of a toy: {_sizes_text(found.toy_sizes)}\n")
     for statement in found.aoa_statements:
         console.print(Text(statement), soft_wrap=True)

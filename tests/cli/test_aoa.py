@@ -12,7 +12,7 @@ from tests.cli.support import run
 
 
 def test_llama_is_printed_forward_and_reversed() -> None:
-    forward, reverse = run("aoa", "llama"), run("aoa", "llama", "--reverse")
+    forward, reverse = run("aoa", "llama", "--toy"), run("aoa", "llama", "--toy", "--reverse")
     layer = "model.layers.$LAYER_ID.self_attn.q_proj.weight"
     assert forward.code == reverse.code == 0
     assert f"{layer}^T -> {layer}" in forward.out.splitlines()
@@ -22,7 +22,7 @@ def test_llama_is_printed_forward_and_reversed() -> None:
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES])
 def test_every_family_is_said_or_refused_with_a_reason(family: str) -> None:
     for options in ((), ("--reverse",)):
-        outcome = run("aoa", family, *options, "--json")
+        outcome = run("aoa", family, "--toy", *options, "--json")
         document = outcome.document
         if outcome.code == 0:
             assert document["family"] == family
@@ -39,6 +39,20 @@ def test_a_models_own_configuration_decides(tmp_path: Path) -> None:
     outcome = run("aoa", tmp_path)
     assert outcome.code == 0
     assert "fused_qkv, num_heads=8, num_key_value_groups=2" in outcome.out
+
+
+def test_a_family_without_sizes_is_misuse_and_names_those_of_a_toy(tmp_path: Path) -> None:
+    refused = run("aoa", "llama")
+    assert (refused.code, refused.out) == (2, "")
+    assert "hidden_size=" in refused.err
+    assert "--toy" in refused.err
+    assert run("aoa", "llama", "--json").document["error"] == "OptionError"
+    shown = run("aoa", "llama", "--toy")
+    assert "hidden_size=" in shown.err
+    assert "hidden_size=" not in shown.out
+    assert run("aoa", "llama", "--toy", "--json").document["toy_sizes"]["hidden_size"] > 0
+    assert run("aoa", tmp_path, "--toy").code == 2
+    assert run("aoa", tmp_path).code == 2
 
 
 def test_an_unknown_name_is_misuse_and_names_the_families() -> None:

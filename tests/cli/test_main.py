@@ -272,3 +272,32 @@ def test_a_stream_of_text_gets_such_a_name_escaped(nameless: Path, monkeypatch: 
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="utf-8", errors="strict", write_through=True))
     assert main(["inspect", str(nameless)]) == 0
     assert rb"out\udcff/checkpoint-3\udcfe" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["register-path"],
+        ["inspect", "{four}", "--tensors"],
+        ["verify", "{four}"],
+        ["verify", "{four}", "--json"],
+        ["bogus"],
+        ["aoa", "llama", "--toy"],
+    ],
+)
+@pytest.mark.parametrize("both", [False, True], ids=["output", "both streams"])
+def test_a_closed_pipe_is_never_taken_for_a_wrong_checkpoint(four: Path, command: list[str], both: bool) -> None:
+    code = "import sys; from paddleformers_fc.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    argv = [sys.executable, "-c", code, *(part.format(four=four) for part in command)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(argv, cwd=ROOT, stdout=writer, stderr=writer if both else subprocess.PIPE, check=False)
+    finally:
+        os.close(writer)
+    closed = command != ["bogus"] or both
+    assert done.returncode == (141 if closed else 2)
+    if not both:
+        assert b"Traceback" not in done.stderr
+        assert b"BrokenPipe" not in done.stderr
