@@ -101,7 +101,7 @@ def plan(directory: Place, to: str, dtype: str | None = None) -> Plan:
     # By the configuration alone: an impossible grid must not cost the opening of a large checkpoint.
     with contextlib.suppress(MappingError):  # It may lack what the checkpoint's description holds.
         declared_model(family_for(config), described_by_file(config), grid)
-    found, used = _planned(open_directory(directory, "size"), grid, dtype)
+    found, used = planned(open_directory(directory, "size"), grid, dtype)
     return Plan(
         path=str(directory),
         to=str(grid),
@@ -119,7 +119,12 @@ def plan(directory: Place, to: str, dtype: str | None = None) -> Plan:
     )
 
 
-def _planned(opened: Opened, grid: ParallelGrid, dtype: str | None) -> tuple[Forecast, str]:
+def planned(opened: Opened, grid: ParallelGrid, dtype: str | None) -> tuple[Forecast, str]:
+    """What a load of an opened directory onto a grid would do, and the model's dtype.
+
+    Raises:
+        FlexError: what is stored does not fit the model of its configuration.
+    """
     checkpoint = opened.checkpoint
     described = described_by_file(opened.config) if checkpoint is None else described_model(checkpoint)
     family = family_for(described.config)

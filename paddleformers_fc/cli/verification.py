@@ -11,7 +11,9 @@
 
 Each check rests on the ones before it, so the first that fails is the last that is made; it reports all it finds. What
 the system or a store does not let be read is not known to be wrong: such a check counts as not made.
-Open weights have no checksums: their index, headers and ranges are checked, which is all that can be.
+Of open weights three things are checked: ``checksums`` (what an export has recorded of its files), ``tensors`` (index,
+headers and ranges), and ``model`` (names, shapes and sizes are those of its ``config.json``, by its family).
+What cannot be checked is stated. Of an output directory the checkpoints below are listed and none is checked.
 
 Time: at level ``full`` one pass over the files, by a few threads; memory: one block per thread.
 """
@@ -20,17 +22,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from paddleformers_fc.catalog import FlexCheckpoint, open_flex
-from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, Kind, kind_of, open_directory
-from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, MismatchError
+from paddleformers_fc.catalog.flex import CONFIG_NAME
+from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, Kind, Opened, kind_of, open_directory
+from paddleformers_fc.cli.planning import planned
+from paddleformers_fc.errors import (
+    CheckpointError,
+    FlexError,
+    MappingError,
+    MismatchError,
+    NotACheckpoint,
+    OptionError,
+)
 from paddleformers_fc.execute.reading import verify_equal
+from paddleformers_fc.families import described_by_file, family_for
+from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan import LoadPlan, canonical_layout, canonical_source, plan_reads
-from paddleformers_fc.storage.files import each, size_of
+from paddleformers_fc.plan.forecast import Forecast
+from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums, verify_export
+from paddleformers_fc.storage.files import each, is_directory, list_directory, size_of
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, refuse_diverged, verify_files
+from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.wording import count_text, size_text
 
@@ -40,11 +58,11 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _CHECKS: dict[Kind, tuple[str, ...]] = {
     FLEX: ("manifest", "files", "tensors", "mapping", "equal values"),
-    HUGGINGFACE: ("tensors",),
+    HUGGINGFACE: ("checksums", "tensors", "model"),
     PADDLE: ("tensors",),
 }
 _WHOLE = {
-    HUGGINGFACE: "each in the file that the index names; this format has no checksums",
+    HUGGINGFACE: "each in the file that the index names",
     PADDLE: "each stored whole and once; this format has no checksums",
 }
 _DEPTH = {"size": "all there and of their sizes", "full": "every byte as it was written"}
@@ -79,6 +97,8 @@ class Verification(msgspec.Struct, frozen=True):
         bytes: their sizes together.
         tensors: stored tensors, of all roles.
         seconds: how long it took.
+        cannot_be_checked: what nothing in the directory allows to check, one line each.
+        below: checkpoints below the directory, which were not checked, one line each.
     """
 
     kind: Kind
@@ -91,6 +111,8 @@ class Verification(msgspec.Struct, frozen=True):
     bytes: int
     tensors: int
     seconds: float
+    cannot_be_checked: list[str]
+    below: list[str]
 
 
 class _Protocol:
@@ -99,6 +121,7 @@ class _Protocol:
     def __init__(self) -> None:
         self.checks: list[Check] = []
         self.files = self.bytes = self.tensors = 0
+        self.cannot: list[str] = []
 
     def check(self, name: str, work: Callable[[], _T], detail: Callable[[_T], str]) -> _T:
         """Make one check: note what it found, or its fault, which is raised again; a refusal to be read is no fault."""
@@ -109,6 +132,14 @@ class _Protocol:
             raise
         self.checks.append(Check(name, True, detail(found)))
         return found
+
+    def refused(self, name: str, work: Callable[[], _T]) -> _T:
+        """Do what a check needs first; only its fault is noted."""
+        try:
+            return work()
+        except CheckpointError as error:
+            self.checks.append(Check(name, False, error.what))
+            raise
 
 
 def verify(directory: Place, level: str) -> tuple[Verification, FlexError | None]:
@@ -121,11 +152,23 @@ def verify(directory: Place, level: str) -> tuple[Verification, FlexError | None
         the outcome, and the error that says all that is wrong, or None.
     """
     started = time.monotonic()
-    kind = kind_of(directory)
+    below = checkpoints_below(directory)
+    try:
+        kind = kind_of(directory)
+    except NotACheckpoint as error:
+        if not below:
+            raise
+        raise OptionError(
+            f"{directory} is no checkpoint, and nothing in it was verified.",
+            where=str(directory),
+            evidence=below,
+            next_step="Name one of these checkpoints.",
+        ) from error
     protocol = _Protocol()
     problem: FlexError | None = None
     try:
-        (_check_flex if kind == FLEX else _check_tensors)(directory, level, protocol)
+        check = {FLEX: _check_flex, HUGGINGFACE: _check_open_weights}.get(kind, _check_tensors)
+        check(directory, level, protocol)
     except FlexError as error:
         problem = error
     outcome = Verification(
@@ -139,8 +182,57 @@ def verify(directory: Place, level: str) -> tuple[Verification, FlexError | None
         bytes=protocol.bytes,
         tensors=protocol.tensors,
         seconds=round(time.monotonic() - started, 3),
+        cannot_be_checked=protocol.cannot,
+        below=below,
     )
     return outcome, problem
+
+
+def checkpoints_below(directory: Place) -> list[str]:
+    """The checkpoints in a directory and in those of a machine's directory below it, a line each, none verified."""
+    found: list[Place] = list(list_directory(directory))
+    if isinstance(directory, Path):
+        found += [path for above in ("*", "*/*") for path in directory.glob(f"{above}/checkpoint-*")]
+    steps = sorted((step, str(path), path) for path in found if (step := parse_step(path)) is not None)
+    return [f"{name}: {_state_text(path)}" for _, name, path in steps if is_directory(path)]
+
+
+def _state_text(directory: Place) -> str:
+    try:
+        return _manifest_text(read_manifest(directory))
+    except CheckpointError as error:
+        return error.in_one_line()
+
+
+def _check_open_weights(directory: Place, level: str, protocol: _Protocol) -> None:
+    receipts = protocol.refused("checksums", lambda: read_checksums(directory))
+    if receipts is None:
+        protocol.cannot.append(f"changed bytes: there is no {CHECKSUMS_NAME}, which exports of this package have")
+    elif level != "off":
+        needed = [name for name in receipts if level == "full" or name.endswith(".safetensors")]
+        protocol.check(
+            "checksums",
+            lambda: verify_export(directory, receipts, level, needed=needed),
+            lambda _: f"{count_text(len(receipts), 'file')}: {_DEPTH[level]}",
+        )
+    opened = _check_tensors(directory, "off" if receipts is None else level, protocol)
+    if not opened.config:
+        protocol.cannot.append(f"names, shapes and sizes: there is no {CONFIG_NAME}")
+        return
+    try:
+        declared_model(family_for(opened.config), described_by_file(opened.config), ParallelGrid())
+    except FlexError as error:
+        # An unknown family, or a configuration without sizes: nothing is known to be wrong with the weights.
+        protocol.cannot.append(f"names, shapes and sizes: {error.in_one_line()}")
+        return
+    protocol.check("model", lambda: planned(opened, ParallelGrid(), None)[0], _model_text)
+
+
+def _model_text(found: Forecast) -> str:
+    said = f"names, shapes and sizes are those of {CONFIG_NAME}"
+    optional = [f"{count_text(len(found.fresh), 'tensor')} absent"] if found.fresh else []
+    optional += [f"{count_text(len(found.dropped), 'tensor')} not used"] if found.dropped else []
+    return f"{said}; optional: {', '.join(optional)}" if optional else said
 
 
 def _check_flex(directory: Place, level: str, protocol: _Protocol) -> None:
@@ -178,7 +270,7 @@ def _compare(directory: Place, manifest: Manifest, plan: LoadPlan, level: str) -
         verify_equal(plan.checks, directory)
 
 
-def _check_tensors(directory: Place, level: str, protocol: _Protocol) -> None:
+def _check_tensors(directory: Place, level: str, protocol: _Protocol) -> Opened:
     opened = protocol.check(
         "tensors",
         lambda: open_directory(directory, level),
@@ -189,6 +281,7 @@ def _check_tensors(directory: Place, level: str, protocol: _Protocol) -> None:
     protocol.tensors = len(tensors)
     protocol.files = len(files)
     protocol.bytes = sum(each(size_of, (directory / name for name in files), directory))
+    return opened
 
 
 def _manifest_text(manifest: Manifest) -> str:
@@ -230,6 +323,12 @@ def show(outcome: Verification, console: Console) -> None:
     for name in outcome.not_checked:
         table.add_row(Text("  -", "dim"), name, Text("not checked", "dim"))
     console.print(table)
+    for line in outcome.cannot_be_checked:
+        console.print(Text(f"  cannot be checked: {line}"), soft_wrap=True)
+    if outcome.below:
+        console.print(Text("  below it, and not checked:"))
+    for line in outcome.below:
+        console.print(Text(f"    {line}"), soft_wrap=True)
     console.print(Text.assemble(_verdict(outcome), f": level {outcome.level}, {outcome.seconds:.2f} s"))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import structs
+from safetensors.numpy import save_file
 
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from tests.cli.support import alter, flip, run, save, seal
@@ -243,7 +244,55 @@ def test_open_weights_are_checked_as_far_as_they_can_be(weights: Path) -> None:
     assert document["tensors"] == len(canonical())
     assert document["files"] == len(list(weights.glob("*.safetensors")))
     assert document["bytes"] == sum(path.stat().st_size for path in weights.glob("*.safetensors"))
-    assert "no checksums" in run("verify", weights).out
+    assert document["not_checked"] == ["model"]  # The configuration has no sizes.
+    assert any("names, shapes and sizes" in line for line in document["cannot_be_checked"])
+    assert "cannot be checked: names, shapes and sizes" in run("verify", weights).out
+
+
+def test_checksums_of_an_export_are_compared_and_missing_ones_are_stated(weights_copy: Path) -> None:
+    flip(path := min(weights_copy.glob("*.safetensors")), path.stat().st_size - 1)
+    wrong = run("verify", weights_copy, "--json")
+    assert (wrong.code, failed_check(wrong.document)) == (1, "checksums")
+    assert "flex_checksums.json" in wrong.document["next_step"]
+    (weights_copy / "flex_checksums.json").unlink()
+    stated = run("verify", weights_copy, "--json")
+    assert stated.code == 0
+    assert stated.document["not_checked"] == ["checksums", "model"]
+    assert "changed bytes" in stated.document["cannot_be_checked"][0]
+
+
+def test_names_and_shapes_of_open_weights_are_those_of_their_configuration(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 32, "head_dim": 4}
+    config |= {"tie_word_embeddings": False}
+    save_file(canonical(), tmp_path / "model.safetensors")
+    for changed, code in (
+        ({}, 0),
+        ({"intermediate_size": 32}, 1),
+        ({"num_hidden_layers": 3}, 1),
+        ({"num_hidden_layers": 1}, 1),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
+        outcome = run("verify", tmp_path, "--json")
+        assert (outcome.code, changed) == (code, changed), outcome.document
+        if code:
+            assert failed_check(outcome.document) == "model"
+
+
+def test_the_checkpoints_below_an_output_directory_are_listed(kept: Path, copy: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    for step in (3, 12):
+        shutil.copytree(copy, output / f"checkpoint-{step}")
+    (output / "checkpoint-12/flex_checkpoint.json").unlink()
+    outcome = run("verify", output)
+    assert outcome.code == 2
+    assert "checkpoint-3: step 3" in outcome.err
+    assert "checkpoint-12: " in outcome.err
+    assert "not a finished checkpoint" in outcome.err
+    assert run("export", copy, output).code == 0
+    both = run("verify", output, "--json")
+    assert both.code == 0
+    assert len(both.document["below"]) == 2
 
 
 def test_a_file_that_the_index_names_and_that_is_missing_is_found(weights_copy: Path) -> None:
