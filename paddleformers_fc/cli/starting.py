@@ -5,27 +5,27 @@ Only what is sure is refused. A name that may be one of a hub is left to PaddleF
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.cli.opening import config_beside
 from paddleformers_fc.cli.stock_keys import stock_keys
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
-from paddleformers_fc.families import ModelDescription, family_for
+from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
 from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.places import at_home, place
-from paddleformers_fc.trainer.options import FIELD_NAMES
+from paddleformers_fc.trainer.options import FIELD_NAMES, unknown_keys
 from paddleformers_fc.trainer.resume import refuse_no_checkpoint
+from paddleformers_fc.wording import count_text
 
 INSTALL = (
     'In the root of this repository run pip install -c constraints.txt ".[cpu]"; for NVIDIA devices first install '
@@ -87,18 +87,7 @@ def refuse_unknown_keys(settings: Mapping[str, Any], may_be_more: bool) -> None:
     else:
         unknown = [name for name in names if name not in stock]
     if unknown:
-        known = (*FIELD_NAMES, *sorted(stock or ()))
-        raise OptionError(
-            "The configuration has a key that does not exist.",
-            where="training arguments",
-            evidence=[_suggestion(name, known) for name in unknown],
-            next_step=f"Correct the key or remove it. This package has {', '.join(FIELD_NAMES)}.",
-        )
-
-
-def _suggestion(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key.lower(), known, n=1)
-    return f"{key}: is {close[0]} meant?" if close else key
+        raise unknown_keys(unknown, stock or ())
 
 
 def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
@@ -160,6 +149,64 @@ def refuse_layout(settings: Mapping[str, Any], ranks: int) -> None:
             where="--nproc",
             evidence=[f"{key}: {degree}" for key, degree in used.items()],
             next_step=f"Start {product} ranks or a multiple with --nproc, or lower a degree.",
+        )
+
+
+def refuse_expert_layout(settings: Mapping[str, Any], ranks: int) -> None:
+    """Refuse a degree of expert parallelism that PaddleFormers would refuse, or leave unused, in every rank.
+
+    Raises:
+        OptionError: with the key and the degrees that it does not fit.
+    """
+    experts = settings.get("expert_model_parallel_size")
+    if isinstance(experts, bool) or not isinstance(experts, int) or experts < 2:
+        return
+    tensor, stages, segments, sharding = (_degree(settings, key) for key in _DEGREES)
+    if not settings.get("sharding"):
+        sharding = 1
+    elif settings.get("sharding_parallel_size") in (None, -1):
+        sharding = max(ranks // (tensor * stages * segments), 1)
+    data, outer = ranks // (tensor * stages * segments * sharding), ranks // (stages * experts)
+    faults = []
+    if settings.get("use_expert_parallel") is not True:
+        faults.append("use_expert_parallel is not true")
+    if ranks % (stages * experts):
+        faults.append(f"{ranks} ranks in {count_text(stages, 'pipeline stage')} are no multiple of it")
+    elif data > 1:
+        faults.append(f"data parallel degree {data}: experts need sharding in its place, such as sharding: stage1")
+    elif sharding > 1 and outer > 1 and sharding % outer:
+        faults.append(f"sharding_parallel_size {sharding} is no multiple of {outer}, the ranks that hold one expert")
+    if faults:
+        raise OptionError(
+            "A degree of expert parallelism does not fit.",
+            where="expert_model_parallel_size",
+            evidence=[f"expert_model_parallel_size: {experts} on {count_text(ranks, 'rank')}: {one}" for one in faults],
+            next_step="Change this degree, the number of ranks, or the other degrees.",
+        )
+
+
+def _degree(settings: Mapping[str, Any], key: str) -> int:
+    value = settings.get(key)
+    return max(value, 1) if isinstance(value, int) else 1
+
+
+def refuse_fused_norm(settings: Mapping[str, Any]) -> None:
+    """Refuse a fused norm on a CPU, for which Paddle has no kernel; it is PaddleFormers' default.
+
+    Raises:
+        OptionError: the configuration of the model, if it is on this machine, does not switch it off.
+    """
+    model = settings.get(_PATH)
+    if not isinstance(model, str) or not model or _stage(settings) not in _TEXT_STAGES:
+        return
+    config = config_beside(Path(at_home(model)))
+    if is_known(config) and config.get("fuse_rms_norm", True):
+        written = "fuse_rms_norm: true" if "fuse_rms_norm" in config else "no fuse_rms_norm, which means true"
+        raise OptionError(
+            "The model asks for a fused norm, and Paddle has no kernel for it on a CPU.",
+            where=f"{model}/config.json",
+            evidence=[written],
+            next_step='Add "fuse_rms_norm": false to this config.json.',
         )
 
 

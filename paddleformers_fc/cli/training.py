@@ -199,6 +199,9 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
     idle = () if flex else tuple(name for name in FIELD_NAMES if name in settings and name != "flex_checkpoint")
     if device == CPU:
         starting.refuse_layout(settings, (nproc or 1) * node.count)
+        starting.refuse_expert_layout(settings, (nproc or 1) * node.count)
+        if own is None:
+            starting.refuse_fused_norm(settings)
     if device == CPU and node.count == 1:
         return Job(
             ("-m", "paddleformers.cli.launcher", *arguments),

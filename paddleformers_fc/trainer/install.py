@@ -11,6 +11,7 @@ more of PaddleFormers than this one are imported after that.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from paddleformers.trainer import PdArgumentParser, Trainer
 from paddleformers_fc import upstream
 from paddleformers_fc.trainer import reader
 from paddleformers_fc.trainer.arguments import with_flex_fields
-from paddleformers_fc.trainer.options import check_stage
+from paddleformers_fc.trainer.options import FIELD_NAMES, check_stage, unknown_keys
 
 _Replacement = tuple[type[Any], str, Callable[..., Any]]
 """A class, the name of one of its methods, and what makes its replacement out of the original."""
@@ -122,9 +123,23 @@ def _parsed_with_our_options(original: Callable[..., Any]) -> Callable[..., Any]
     def parse_dict(self: Any, args: Mapping[str, Any], *others: Any, **kwargs: Any) -> Any:
         check_stage(args)
         self.dataclass_types = [with_flex_fields(kind) for kind in self.dataclass_types]
+        _refuse_unknown(args, self.dataclass_types)
         return original(self, args, *others, **kwargs)
 
     return parse_dict
+
+
+def _refuse_unknown(args: Any, kinds: list[Any]) -> None:
+    """Refuse unknown keys beside ours. PaddleFormers refuses them later: its arguments start a process group first.
+
+    Raises:
+        OptionError: with all of them.
+    """
+    names = {str(key) for key in args}
+    known = {one.name for kind in kinds for one in dataclasses.fields(kind) if one.init}
+    ours = any(name.startswith("flex_") and not name.startswith("flex_ckpt") for name in names)
+    if ours and names - known:
+        raise unknown_keys(names - known, known.difference(FIELD_NAMES))
 
 
 _PARSER: tuple[_Replacement, ...] = (

@@ -11,9 +11,10 @@ classes.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -207,6 +208,27 @@ def check_stage(settings: Mapping[str, Any]) -> None:
             ],
             next_step="Use stage: PT with a model of PaddleFormers, or remove flex_checkpoint.",
         )
+
+
+def unknown_keys(unknown: Iterable[str], stock: Iterable[str]) -> OptionError:
+    """Return the error about keys that neither PaddleFormers nor this package knows.
+
+    Args:
+        unknown: the keys.
+        stock: the keys of PaddleFormers.
+    """
+    known = (*FIELD_NAMES, *sorted(stock))
+    return OptionError(
+        "The configuration has a key that does not exist.",
+        where="training arguments",
+        evidence=[_suggestion(name, known) for name in sorted(unknown)],
+        next_step=f"Correct the key or remove it. This package has {', '.join(FIELD_NAMES)}.",
+    )
+
+
+def _suggestion(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key.lower(), known, n=1)
+    return f"{key}: is {close[0]} meant?" if close else key
 
 
 def without_effect(options: Any) -> list[str]:

@@ -364,6 +364,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "tie_word_embeddings": False,
+    "fuse_rms_norm": False,
 }
 
 
@@ -396,7 +397,8 @@ def test_a_degree_that_the_model_cannot_have_is_refused_as_plan_refuses_it(tmp_p
         ({**MINIMAX.tiny, "model_type": "minimax_m2", "vocab_size": 66}, ["tensor_model_parallel_size=3"]),
         ({}, ["tensor_model_parallel_size=3", "stage=dsv3_pretrain"]),
         ({}, ["tensor_model_parallel_size=3", "flex_checkpoint=false"]),
-        ({}, ["tensor_model_parallel_size=3", "expert_model_parallel_size=3"]),
+        ({}, ["sharding=stage1", "expert_model_parallel_size=3", "use_expert_parallel=true"]),
+        ({}, ["sharding=stage1", "expert_model_parallel_size=6", "use_expert_parallel=true"]),
         ({}, ["tensor_model_parallel_size=3", "custom_register_path={}/own.py"]),
         ({}, ["tensor_model_parallel_size=3", "model_name_or_path=owner/name"]),
     ],
@@ -407,6 +409,38 @@ def test_a_degree_that_may_be_possible_is_let_through(
     (tmp_path / "own.py").touch()
     path = config(tmp_path, model_name_or_path=model_of(tmp_path / "model", **changes), **FULL)
     assert prepare(path, 6, [text.format(tmp_path) for text in overrides]).ranks == 6
+
+
+@pytest.mark.parametrize("written", [{"fuse_rms_norm": True}, {"fuse_rms_norm": None}])
+def test_a_fused_norm_on_a_cpu_is_refused_with_its_key(tmp_path: Path, on: Any, written: dict[str, Any]) -> None:
+    model = Path(model_of(tmp_path / "model"))
+    keys = {**TINY, **written}
+    (model / "config.json").write_text(json.dumps({key: value for key, value in keys.items() if value is not None}))
+    outcome = run("train", config(tmp_path, model_name_or_path=str(model), **FULL))
+    assert outcome.code == 2
+    assert "fuse_rms_norm" in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "said"),
+    [
+        (3, {"sharding": "stage1", "use_expert_parallel": True}, "no multiple of it"),
+        (1, {"use_expert_parallel": True}, "no multiple of it"),
+        (2, {"sharding": "stage1"}, "use_expert_parallel is not true"),
+        (2, {"use_expert_parallel": True}, "data parallel degree 2"),
+        (4, {"sharding": "stage1", "sharding_parallel_size": 2, "use_expert_parallel": True}, "data parallel degree 2"),
+    ],
+)
+def test_a_degree_of_experts_that_does_not_fit_is_refused_with_its_key(
+    tmp_path: Path, on: Any, ranks: int, keys: dict[str, Any], said: str
+) -> None:
+    path = config(tmp_path, expert_model_parallel_size=2, model_name_or_path="owner/name", **FULL, **keys)
+    outcome = run("train", path, "--nproc", ranks)
+    assert outcome.code == 2
+    assert "expert_model_parallel_size: 2" in outcome.err
+    assert said in outcome.err
+    assert not (tmp_path / "out").exists()
 
 
 EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 16}

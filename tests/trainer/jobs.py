@@ -693,6 +693,23 @@ def run_command_line(yaml: str) -> None:
     launcher.launch()
 
 
+def refused_key(**keys: Any) -> dict[str, Any]:
+    """Parse keys as the stock command line does; the error, and whether a process group was begun before it."""
+    from paddle.distributed import parallel
+    from paddleformers.cli.hparams import parser
+    from paddleformers.trainer import PdArgumentParser
+
+    from paddleformers_fc.errors import OptionError
+    from paddleformers_fc.trainer.install import install
+
+    install()
+    try:
+        PdArgumentParser(parser._TRAIN_ARGS).parse_dict(keys, return_unknown_ars=True)
+    except OptionError as error:
+        return {"text": error.render(), "begun": parallel.parallel_helper._is_parallel_ctx_initialized()}
+    return {}
+
+
 def start_from_open_weights(
     model_type: str, layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, source: str, target: str
 ) -> dict[str, list[str]]:

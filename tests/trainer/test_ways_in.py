@@ -292,3 +292,11 @@ def test_the_command_line_refuses_a_contradiction_by_both_keys(ranks: ForkServer
     text = result.logs[0].read_text()
     assert "flex_checkpoint: true and save_checkpoint_format: unified_checkpoint" in text
     assert not list(tmp_path.glob("out/checkpoint-*"))
+
+
+@pytest.mark.parametrize(("key", "meant"), [("flex_verfy", "flex_verify"), ("save_stps", "save_steps")])
+def test_an_unknown_key_beside_ours_is_refused_before_a_process_group(ranks: ForkServer, key: str, meant: str) -> None:
+    keys = {"flex_checkpoint": True, "output_dir": "out", key: 1}
+    for found in ranks.run("tests.trainer.jobs:refused_key", 2, keys).values:
+        assert f"{key}: is {meant} meant?" in found["text"]
+        assert not found["begun"]
