@@ -372,3 +372,38 @@ def test_every_stage_of_the_command_line_reads_open_weights_alike(
     assert not result.ok
     assert said in result.logs[0].read_text()
     assert states(model) == before
+
+
+@fault("G51", "a byte of a tensor in an export has changed; then another tool writes other weights over the export")
+def test_g51_altered_weights_of_an_export_are_refused(
+    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+) -> Observed:
+    altered = copy(stock_weights[0], tmp_path / "stock", lambda path: flip_last(weights(path)[0]))
+    (found,) = loaded(bare_ranks, altered)
+    assert "error" not in found
+    assert found != stock_weights[1]
+    directory = Path(shutil.copytree(our_weights, tmp_path / "ours"))
+    flip_last(weights(directory)[0])
+    error = ours.refusal(ours.load_open_weights(directory, ours.empty()))
+    assert isinstance(error, Corrupt)
+    shutil.rmtree(directory)
+    shutil.copytree(our_weights, directory)
+    for path in weights(directory):
+        save_file({name: array + 1 for name, array in load_file(path).items()}, path)
+    stale = ours.refusal(ours.load_open_weights(directory, ours.empty()))
+    assert f"delete {directory / CHECKSUMS_NAME}" in stale.next_step
+    (directory / CHECKSUMS_NAME).unlink()
+    plus_one = {name: array + 1 for name, array in ours.ARRAYS.items()}
+    assert ours.right(ours.load_open_weights(directory, ours.empty()), model_of(plus_one))
+    return Observed(
+        "loaded; no error",
+        f"{refused(error, 'does not match its checksum')}; for weights of another tool the error names "
+        f"`{CHECKSUMS_NAME}` to delete, and without it they are loaded",
+    )
+
+
+def flip_last(path: Path) -> None:
+    """Flip a bit of the last byte of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
