@@ -10,6 +10,7 @@
     │   └── FormatError      bytes that do not follow the format they claim
     ├── MappingError         a mapping that cannot be proved
     ├── MismatchError        stored and wanted do not fit: names, shapes, dtypes, coverage
+    │   └── Diverged         copies of a tied tensor were saved with different values
     ├── StorageError         the operating system refused a read, write, sync or rename
     ├── PeerError            another rank failed, or the ranks disagree
     └── EnvironmentMismatch  a version, a method or a Trainer class of Paddle or PaddleFormers that is not the known one
@@ -151,6 +152,10 @@ class MismatchError(FlexError):
     """What is stored and what is wanted do not fit: names, shapes, dtypes or coverage."""
 
 
+class Diverged(MismatchError):
+    """Copies of a tied tensor were saved with different values, so that none of them is read unless it is chosen."""
+
+
 class StorageError(FlexError):
     """The operating system refused a read, a write, a sync or a rename."""
 
@@ -174,6 +179,7 @@ _BY_NAME = {
         FormatError,
         MappingError,
         MismatchError,
+        Diverged,
         StorageError,
         PeerError,
         EnvironmentMismatch,

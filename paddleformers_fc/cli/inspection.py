@@ -18,6 +18,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import each, size_of
+from paddleformers_fc.storage.manifest import Branch
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.wording import count_text, size_text
 
@@ -64,6 +65,8 @@ class JobFacts(msgspec.Struct, frozen=True):
         written_by: program and version.
         differing_replicas: where its ranks held different numbers of the same part of a tensor, one line each.
         diverged_ties: where copies of tied tensors differ, one line each; such a checkpoint is not whole.
+        run: id of the run; empty in checkpoints of earlier versions.
+        branches: the runs and steps that it goes back to, first to last.
     """
 
     step: int
@@ -74,6 +77,8 @@ class JobFacts(msgspec.Struct, frozen=True):
     written_by: str
     differing_replicas: list[str]
     diverged_ties: list[str]
+    run: str
+    branches: list[Branch]
 
 
 class RoleFacts(msgspec.Struct, frozen=True):
@@ -178,6 +183,8 @@ def _job(opened: Opened) -> JobFacts | None:
         manifest.written_by,
         manifest.differences,
         [line for tie in manifest.ties for line in tie.differences],
+        manifest.saved_by.id,
+        manifest.saved_by.branches,
     )
 
 
@@ -219,6 +226,10 @@ def _headline(found: Inspection) -> list[tuple[str, str]]:
         lines.append(("step", f"{job.step:,}, after {count_text(job.consumed_samples, 'sample')}"))
         lines.append(("saved by", f"{job.written_by}, {count_text(job.world_size, 'rank')}{_degrees(job.parallel)}"))
         lines.append(("family", job.family))
+        if job.run:
+            lines.append(
+                ("run", job.run + "".join(f", from step {one.step} of {one.run}" for one in job.branches[-1:]))
+            )
         if job.differing_replicas:
             head = "ranks held different numbers of the same part of a tensor; one version of each is here:"
             lines.append(("replicas", _differences_text(head, job.differing_replicas)))

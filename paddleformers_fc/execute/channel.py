@@ -13,14 +13,14 @@ padded payloads where some rank says more. What is passed on is an all-to-all of
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from paddleformers_fc.errors import FlexError, PeerError, from_wire
+from paddleformers_fc.errors import CheckpointError, FlexError, PeerError, from_wire
 from paddleformers_fc.execute.told import MOST_VALUES, plain, spelled, told_apart
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -327,12 +327,20 @@ def _merged(failed: dict[int, FlexError], world_size: int) -> FlexError:
         # Said once for all of them, and not by each.
         groups = {text.removesuffix(f"\n  next: {first.next_step}"): ranks for text, ranks in groups.items()}
     evidence = [f"{spelled(ranks)}: {text}" for text, ranks in groups.items()]
-    kind = type(first) if len({type(error) for error in failed.values()}) == 1 else PeerError
+    kind = _common_kind(failed.values())
     return kind(
         f"{len(failed)} of {world_size} ranks failed, for different reasons.",
         evidence=evidence,
         next_step=first.next_step if len(steps) == 1 else "Do for each of these ranks what is said there.",
     )
+
+
+def _common_kind(errors: Iterable[FlexError]) -> type[FlexError]:
+    """What several errors are: faults of a checkpoint stay that, whatever ranks found wrong with it."""
+    kinds = {type(error) for error in errors}
+    if len(kinds) == 1:
+        return kinds.pop()
+    return CheckpointError if all(issubclass(kind, CheckpointError) for kind in kinds) else PeerError
 
 
 def _merged_paths(failed: dict[int, FlexError], world_size: int) -> FlexError:

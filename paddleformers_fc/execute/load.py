@@ -77,6 +77,10 @@ class LoadReport:
     known_plan: bool = False
 
 
+Fill = Callable[[], LoadReport]
+"""The part of a load that changes weights."""
+
+
 @dataclass(frozen=True)
 class _Preflight:
     """What one rank worked out before anything is read.
@@ -136,6 +140,23 @@ def load_checkpoint(
 ) -> LoadReport:
     """Fill live weights from a flex checkpoint, whatever the two layouts are.
 
+    Arguments and errors are those of :func:`prepare_load`. An error that says a read failed leaves the model undefined,
+    and the job must not go on.
+    """
+    return prepare_load(checkpoint, roles, model, channel, options, aoa_config, plans)()
+
+
+def prepare_load(
+    checkpoint: FlexCheckpoint,
+    roles: Roles,
+    model: ModelDescription,
+    channel: Channel,
+    options: ReadOptions = DEFAULT_OPTIONS,
+    aoa_config: Mapping[str, object] | None = None,
+    plans: PlanCache = PLANS,
+) -> Fill:
+    """Do everything of a load that changes no weight: plan, compare checksums and the copies of tied tensors.
+
     Args:
         checkpoint: what :func:`open_checkpoint` opened.
         roles: role -> name -> live ``ShardedWeight``; a stored role that is not wanted here is left alone.
@@ -144,9 +165,11 @@ def load_checkpoint(
         options: threads and staging.
         aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
         plans: where this plan may be known from before, and is kept.
+    Returns:
+        fills the weights; every rank must call it.
     Raises:
-        FlexError: the same on every rank. Before the first read nothing has changed; an error that says a read failed
-            leaves the model undefined, and the job must not go on.
+        CheckpointError: the same on every rank: the checkpoint is damaged.
+        FlexError: the same on every rank: the checkpoint does not fit the model.
     """
     started = time.monotonic()
     facts = {"manifest": manifest_seal(checkpoint.manifest), "checks": checkpoint.unread}
@@ -188,7 +211,7 @@ def load_checkpoint(
     def refuse(report: Report) -> None:
         report.refuse(str(checkpoint.catalog.root), _families_apart(checkpoint.known, model))
 
-    return _load(checkpoint.catalog, roles, channel, options, preflight, check, refuse, started, roll)
+    return _prepared(checkpoint.catalog, roles, channel, options, preflight, check, refuse, started, roll)
 
 
 def _families_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
@@ -289,7 +312,7 @@ def load_weights(
         report.refuse(str(directory), stored=OPEN_WEIGHTS)
 
     seen = _roll(directory, model, facts)
-    return _load(catalog, roles, channel, options, preflight, check, refuse, started, seen)
+    return _prepared(catalog, roles, channel, options, preflight, check, refuse, started, seen)()
 
 
 def _opened_weights(directory: Place, channel: Channel, verify: str, threads: int, roll: Roll) -> tuple[Catalog, bool]:
@@ -323,7 +346,7 @@ def _told_by_files(catalog: Catalog) -> dict[str, str]:
     }
 
 
-def _load(
+def _prepared(
     catalog: Catalog,
     roles: Roles,
     channel: Channel,
@@ -333,7 +356,7 @@ def _load(
     refuse: Callable[[Report], None],
     started: float,
     roll: Roll,
-) -> LoadReport:
+) -> Fill:
     done: list[_Preflight] = []
     slots: dict[Key, Slot] = {}
 
@@ -357,11 +380,15 @@ def _load(
     storage = Storage(catalog.root, catalog.identities, catalog.seen_by)
     if any(verdict.compares for verdict in verdicts):
         compare_together(plan.checks, storage, channel, options)
-    traffic = read_together(plan, storage, slots, channel, options)
-    filled = {(item.role, item.name) for item in plan.items}
-    fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)
-    seconds = time.monotonic() - started
-    return LoadReport(catalog.root, traffic.read, seconds, fresh, dropped, traffic.received, checked, done[0].known)
+
+    def fill() -> LoadReport:
+        traffic = read_together(plan, storage, slots, channel, options)
+        filled = {(item.role, item.name) for item in plan.items}
+        fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)
+        seconds = time.monotonic() - started
+        return LoadReport(catalog.root, traffic.read, seconds, fresh, dropped, traffic.received, checked, done[0].known)
+
+    return fill
 
 
 def _refuse_different_ways(verdicts: list[_Verdict]) -> None:

@@ -40,7 +40,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.stock import open_stored
-from paddleformers_fc.storage.manifest import Manifest, manifest_seal, read_manifest, refuse_diverged, verify_files
+from paddleformers_fc.storage.manifest import Manifest, manifest_seal, read_manifest, refuse_as_newest, verify_files
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.storage.receipts import FileReceipt, is_document
 from paddleformers_fc.wording import count_text
@@ -174,13 +174,14 @@ def check_together(directory: Place, channel: Channel, level: str = "size", thre
         threads: how many threads of this rank compare checksums.
     Raises:
         CheckpointError: the same on every rank: it is not, or it is of different saves on different disks.
-        MismatchError: the same on every rank: it was saved with diverged copies of tied tensors.
+            Or its name contradicts its step.
+        Diverged: the same on every rank: it was saved with diverged copies of tied tensors.
     """
 
     def check_alone(own: Sight | None) -> None:
         # On every rank: nodes whose disks hold copies see the same manifest, and a file of one copy may be truncated.
         manifest = read_manifest(directory) if own is None else own.manifest
-        refuse_diverged(directory, manifest)
+        refuse_as_newest(directory, manifest)
         verify_files(directory, manifest, "size")
 
     looked = _look(directory, channel, check_alone)
@@ -192,7 +193,7 @@ def check_together(directory: Place, channel: Channel, level: str = "size", thre
         _refuse_lost(directory, seen_by, looked.sights)
 
         def check() -> None:
-            refuse_diverged(directory, manifest)
+            refuse_as_newest(directory, manifest)
             _verify_seen(directory, manifest, seen_by, channel.rank, "size")
 
         together(channel, f"looking at the files of {directory.name}", check)

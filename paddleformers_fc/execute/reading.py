@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.errors import Diverged, MismatchError
 from paddleformers_fc.execute.crew import DEFAULT_OPTIONS, Crew, Job, ReadOptions
 from paddleformers_fc.execute.jobs import Key, Memory, dtype_of, jobs_of, region_of, tasks_of
 from paddleformers_fc.layout import Shard
@@ -181,10 +181,12 @@ def refuse_unequal(unequal: Sequence[EqualCheck], root: Place) -> None:
     """Say which checks failed.
 
     Raises:
-        MismatchError: naming every pair that differs; none if there is none.
+        Diverged: naming every pair that differs, copies of a tied tensor among them.
+        MismatchError: the same, where one number is stored several times; none if there is none.
     """
     if unequal:
-        raise MismatchError(
+        kind = Diverged if any(check.tied for check in unequal) else MismatchError
+        raise kind(
             f"{len(unequal)} pairs of tensors that must be equal differ. No weight was changed.",
             where=str(root),
             evidence=[f"{check.name}: {check.left.file} and {check.right.file} differ" for check in unequal],

@@ -43,7 +43,7 @@ from paddleformers_fc.layout.codec import decode_held, encode_held
 from paddleformers_fc.layout.live import describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.manifest import DivergedTie, FileReceipt, Manifest
+from paddleformers_fc.storage.manifest import DivergedTie, FileReceipt, Manifest, RunRecord
 from paddleformers_fc.storage.safetensors import LaidOutWriter
 
 Roles = Mapping[str, Mapping[str, Any]]
@@ -63,11 +63,13 @@ class JobRecord:
         step: optimizer steps done.
         consumed_samples: training samples seen.
         parallel: degree per parallel axis, for a reader.
+        run: identifies the run; the first rank's is recorded.
     """
 
     step: int
     consumed_samples: int
     parallel: dict[str, int]
+    run: RunRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,7 @@ def _describe(
         files=sorted([*receipts, mapping], key=lambda receipt: receipt.path),
         differing_replicas=list(written.differences) or msgspec.UNSET,
         diverged_ties=list(written.ties) or msgspec.UNSET,
+        run=job.run or msgspec.UNSET,
     )
 
 

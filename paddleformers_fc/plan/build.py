@@ -237,7 +237,7 @@ class Planner:
         found = [stored[name + suffix] for name in names if name + suffix in stored]
         self.touched[role].update(tensor.name for tensor in found)
         for other in found[1:] if preferred is None else ():
-            self._must_equal(found[0], other)
+            self._must_equal(found[0], other, tied=True)
         return found[0] if found else None
 
     def _agree(self, shard: Shard, tensors: list[StoredTensor]) -> bool:
@@ -253,7 +253,7 @@ class Planner:
             self._must_equal(tensors[0], other)
         return True
 
-    def _must_equal(self, owner: StoredTensor, other: StoredTensor) -> None:
+    def _must_equal(self, owner: StoredTensor, other: StoredTensor, tied: bool = False) -> None:
         if (owner.name, other.name) in self.checks:
             return
         if (owner.shape, owner.dtype) != (other.shape, other.dtype):
@@ -261,7 +261,7 @@ class Planner:
             return
         for index, (left, right) in enumerate(_common(owner, whole(owner.shape), other)):
             key = (owner.name, other.name if index == 0 else f"{other.name}#{index}")
-            self.checks[key] = EqualCheck(f"{other.name} = {owner.name}", left, right)
+            self.checks[key] = EqualCheck(f"{other.name} = {owner.name}", left, right, tied)
 
     def _have_the_dtype(self, role: str, shard: Shard, stencil: Stencil, tensors: list[StoredTensor]) -> bool:
         """Whether every link gives the shard's dtype: as it is stored, or by a cast, which states never take."""

@@ -55,11 +55,12 @@ class ReadItem(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class EqualCheck(msgspec.Struct, frozen=True, array_like=True):
-    """Two stored boxes that must hold the same bits: an alias and its owner, or one number kept several times."""
+    """Two stored boxes that must hold the same bits: copies of a tied tensor, or one number kept several times."""
 
     name: str
     left: StoredPart
     right: StoredPart
+    tied: bool = False
 
 
 @dataclass(frozen=True)

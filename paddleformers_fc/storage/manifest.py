@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 import xxhash
 
-from paddleformers_fc.errors import CheckpointError, Corrupt, FormatError, MismatchError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import CheckpointError, Corrupt, Diverged, FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.storage.blocks import Found, compare
 from paddleformers_fc.storage.documents import read_document, read_recorded
 from paddleformers_fc.storage.files import (
@@ -45,15 +45,18 @@ __all__ = [
     "MANIFEST_NAME",
     "RESTORE",
     "VERSION",
+    "Branch",
     "DivergedTie",
     "FileReceipt",
     "Manifest",
+    "RunRecord",
     "candidates",
     "candidates_in",
     "manifest_seal",
     "newest_checkpoint",
     "read_listed",
     "read_manifest",
+    "refuse_as_newest",
     "refuse_diverged",
     "refuse_level",
     "verify_files",
@@ -96,6 +99,30 @@ CHOOSE_COPY = (
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
+class Branch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A step of an earlier run from which a run was resumed.
+
+    Attributes:
+        run: id of the earlier run; empty where its checkpoint has none.
+        step: the step.
+    """
+
+    run: str
+    step: int
+
+
+class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The run that saved a checkpoint.
+
+    Attributes:
+        id: the same in all checkpoints of the run, restarts included.
+        branches: the runs that it goes back to, first to last.
+    """
+
+    id: str
+    branches: list[Branch]
+
+
 class DivergedTie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tied tensor whose copies were saved with different values.
 
@@ -125,6 +152,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         differing_replicas: where ranks held different numbers of the same part of a tensor, one line each; not there
             where they did not.
         diverged_ties: tied tensors whose copies differ; absent where all are equal. Such a checkpoint is not whole.
+        run: the run that saved it; absent in checkpoints of earlier versions.
     """
 
     format: str = FORMAT
@@ -139,11 +167,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     files: list[FileReceipt]
     differing_replicas: list[str] | msgspec.UnsetType = msgspec.UNSET
     diverged_ties: list[DivergedTie] | msgspec.UnsetType = msgspec.UNSET
+    run: RunRecord | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def differences(self) -> list[str]:
         """Where replicas differed; empty where they did not."""
         return [] if isinstance(self.differing_replicas, msgspec.UnsetType) else self.differing_replicas
+
+    @property
+    def saved_by(self) -> RunRecord:
+        """The run that saved it, with an empty id where that is not known."""
+        return RunRecord("", []) if isinstance(self.run, msgspec.UnsetType) else self.run
 
     @property
     def ties(self) -> list[DivergedTie]:
@@ -328,6 +362,28 @@ def _mending(strangers: bool, damaged: bool) -> str:
     return "Move away what does not belong to it, and restore the other files or use another checkpoint."
 
 
+def refuse_as_newest(directory: Place, manifest: Manifest) -> None:
+    """Refuse a checkpoint that is resumed, and kept as the newest one, only where a user names it.
+
+    Args:
+        directory: ``checkpoint-N``, or a directory that such a checkpoint was moved aside to.
+        manifest: as read from it.
+
+    Raises:
+        Corrupt: its name contradicts its step.
+        Diverged: it was saved with diverged copies of tied tensors.
+    """
+    beside = parse_beside(directory)
+    step = parse_step(directory if beside is None else beside[0])
+    if step is not None and step != manifest.step:
+        raise Corrupt(
+            f"{directory} holds step {manifest.step}, which its name contradicts.",
+            where=str(directory),
+            next_step=f"Rename it to checkpoint-{manifest.step}, or name it in resume_from_checkpoint.",
+        )
+    refuse_diverged(directory, manifest)
+
+
 def refuse_diverged(directory: Place, manifest: Manifest) -> None:
     """Refuse a checkpoint whose manifest records diverged copies of tied tensors.
 
@@ -336,10 +392,10 @@ def refuse_diverged(directory: Place, manifest: Manifest) -> None:
         manifest: as read from it.
 
     Raises:
-        MismatchError: with every weight and state that differs.
+        Diverged: with every weight and state that differs.
     """
     if manifest.ties:
-        raise MismatchError(
+        raise Diverged(
             f"{directory} was saved with diverged copies of tied tensors.",
             where=str(directory),
             evidence=[line for tie in manifest.ties for line in tie.differences],
@@ -376,9 +432,9 @@ def newest_checkpoint(
     for candidate in candidates_in(output_dir):
         try:
             manifest = read_manifest(candidate)
-            refuse_diverged(candidate, manifest)
+            refuse_as_newest(candidate, manifest)
             verify_files(candidate, manifest, level, threads=threads)
-        except (CheckpointError, MismatchError) as error:
+        except (CheckpointError, Diverged) as error:
             skipped.append((candidate, error.in_one_line()))
         else:
             return candidate, skipped

@@ -7,9 +7,10 @@ are put in place here. Whatever may fail on one rank alone runs inside an agreem
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,20 @@ from paddleformers.utils.log import logger
 
 from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.catalog.flex import REFUSE
-from paddleformers_fc.errors import StorageError
+from paddleformers_fc.errors import CheckpointError, Diverged, FlexError
 from paddleformers_fc.execute.channel import Channel, agree, together
-from paddleformers_fc.execute.load import PLANS, load_checkpoint
+from paddleformers_fc.execute.load import PLANS, Fill, load_checkpoint, prepare_load
 from paddleformers_fc.execute.opening import open_checkpoint, own_file, own_or_handed
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.plan.cache import PlanCache
-from paddleformers_fc.storage.manifest import newest_checkpoint
+from paddleformers_fc.storage.files import real_path
+from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.places import Place, at_home, place
 from paddleformers_fc.trainer import (
     batches,
     documents,
     inherited,
+    lineage,
     optimizers,
     origin,
     position,
@@ -78,11 +81,11 @@ def train(
     together(channel_of(trainer.args), "comparing the reference model", lambda: _refuse_other_reference(trainer))
     run.resumed_from = run.progress = run.generators = run.saved = None
     run.told_of_generators = False
-    run.ran = {"train"}
-    chosen, run.named = _chosen(trainer.args, resume_from_checkpoint)
+    run.ran, run.said, run.record = {"train"}, set(), None
+    chosen, run.named = _chosen(trainer.args, resume_from_checkpoint, _warner(run, trainer.args))
     run.chosen = chosen
     if chosen is None:
-        _warn_of_another_run(trainer.args)
+        _begin(run, trainer.args)
     return native(None if chosen is None else str(chosen), ignore_keys_for_eval)
 
 
@@ -92,13 +95,19 @@ def _refuse_other_reference(trainer: Any) -> None:
     origin.refuse_other_reference(reference, trainer.model, trainer.args.flex_accept_model)
 
 
-def _chosen(args: Any, requested: str | bool | None) -> tuple[Place | None, bool]:
-    """The checkpoint to resume from, and whether it was named."""
+def _warner(run: Run, args: Any) -> Callable[[str], None]:
+    """Say each line once, on every node."""
 
     def warn(line: str) -> None:
-        if args.should_log:  # On every node.
+        if args.should_log and line not in run.said:
             logger.warning(line)
+        run.said.add(line)
 
+    return warn
+
+
+def _chosen(args: Any, requested: str | bool | None, warn: Callable[[str], None]) -> tuple[Place | None, bool]:
+    """The checkpoint to resume from, and whether it was named."""
     if getattr(args, "looks_for_last_checkpoint", False):
         if args.resume_from_checkpoint is None and not args.overwrite_output_dir:
             # The command line resumes by itself from the newest directory, whatever is in it. What was requested does
@@ -113,20 +122,13 @@ def _chosen(args: Any, requested: str | bool | None) -> tuple[Place | None, bool
     return resume.named(place(at_home(requested)), channel_of(args)), True
 
 
-def _warn_of_another_run(args: Any) -> None:
-    """Say that a run from the beginning will share its directory with the checkpoints of an earlier one."""
-    if not args.should_log:
-        return
-    try:
-        found, _ = newest_checkpoint(Path(args.output_dir))
-    except StorageError:
-        return  # The first save will say it.
-    if found is not None:
-        logger.warning(
-            f"This run starts from the beginning, and {args.output_dir} holds checkpoints of another, up to {found}. "
-            "Until this run has passed that step, resume_from_checkpoint: true would take the other's. Name another "
-            "output_dir to keep them apart."
-        )
+def _begin(run: Run, args: Any) -> None:
+    """Identify a run from the beginning, and warn of checkpoints of others in its output directory."""
+    output_dir = Path(args.output_dir)
+    run.record = lineage.new_run()
+    warning = lineage.begun(run.record, lineage.saved_in(output_dir, channel_of(args)), output_dir)
+    if warning and args.should_log:
+        logger.warning(warning)
 
 
 @when_active
@@ -139,26 +141,14 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     started = time.monotonic()
     args, channel = trainer.args, channel_of(trainer.args)
     run = run_of(trainer)
-    directory = _meant(run, resume_from_checkpoint)
-    roll = called(args, f"resuming from {directory.name}")
-    checkpoint = open_checkpoint(directory, channel, args.flex_verify, args.flex_threads, roll)
-    checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint))
-    continued = not args.ignore_load_lr_and_optim
-    progress = documents.read_progress(checkpoint, channel) if continued else None
-    if progress is not None:
-        _refuse_unlike(trainer, progress, directory)
-    generators = documents.read_generators(checkpoint, channel) if continued else None
-    handed = own_file(checkpoint, channel, lambda rank: inherited.GENERATION)
-
-    def prepare() -> tuple[state.LiveRoles, bytes | None]:
-        return _roles_to_fill(trainer, checkpoint, continued), own_or_handed(checkpoint, inherited.GENERATION, handed)
-
-    roles, generation = together(channel, "preparing the optimizer", prepare)
-    model, options = describe(trainer.model), read_options(args)
-    report = load_checkpoint(checkpoint, roles, model, channel, options, args.aoa_config, _plans(args))
-    inherited.take_over(trainer.model, checkpoint.config, generation)
+    ready = _ready(trainer, _meant(run, resume_from_checkpoint), channel)
+    checkpoint, progress = ready.checkpoint, ready.progress
+    directory = run.chosen = checkpoint.catalog.root
+    _go_on(run, args, checkpoint.manifest, directory, channel)
+    report = ready.fill()
+    inherited.take_over(trainer.model, checkpoint.config, ready.generation)
     _drop_begun_step(trainer, run)
-    run.resumed_from, run.progress, run.generators = directory, progress, generators
+    run.resumed_from, run.progress, run.generators = directory, progress, ready.generators
     run.ran.add("_load_flex_checkpoint")
     if progress is not None:
         _take_over(trainer, progress)
@@ -172,6 +162,99 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     )
     for reporter in reporters(trainer):
         reporter.on_checkpoint_loaded(args, loaded)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A checkpoint that was verified and fits, before anything is changed.
+
+    Args:
+        checkpoint: opened.
+        progress: the Trainer's state in it; None unless it is to be continued.
+        generators: this process's random generators in it, where it does not see the file.
+        generation: its ``generation_config.json``; None where it has none.
+        fill: fills the weights and states.
+    """
+
+    checkpoint: FlexCheckpoint
+    progress: documents.Progress | None
+    generators: bytes | None
+    generation: bytes | None
+    fill: Fill
+
+
+class _FailsVerificationError(Exception):
+    """A checkpoint is damaged, and nothing was changed."""
+
+    def __init__(self, error: FlexError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextlib.contextmanager
+def _verifying() -> Iterator[None]:
+    """A block in which an error about the checkpoint alone means that it fails verification."""
+    try:
+        yield
+    except (CheckpointError, Diverged) as error:
+        raise _FailsVerificationError(error) from error
+
+
+def _ready(trainer: Any, directory: Place, channel: Channel) -> _Ready:
+    """The checkpoint that is resumed: the one that was named, or the newest one that passes verification.
+
+    Raises:
+        FlexError: the same on every rank: what was named fails; what is newest does not fit; or there is none.
+    """
+    run, args = run_of(trainer), trainer.args
+    unusable: dict[str, str] = {}
+    while True:
+        try:
+            return _prepared(trainer, directory, channel)
+        except _FailsVerificationError as failed:
+            if run.named:
+                raise failed.error from None
+            unusable[directory.name] = why = failed.error.in_one_line()
+        warn = _warner(run, args)
+        warn(f"{directory} fails verification and is skipped: {why}")
+        directory = resume.newest_or_refuse(Path(args.output_dir), channel, warn, unusable)
+
+
+def _prepared(trainer: Any, directory: Place, channel: Channel) -> _Ready:
+    args = trainer.args
+    roll = called(args, f"resuming from {directory.name}")
+    with _verifying():
+        checkpoint = open_checkpoint(directory, channel, args.flex_verify, args.flex_threads, roll)
+    checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint))
+    continued = not args.ignore_load_lr_and_optim
+    progress = documents.read_progress(checkpoint, channel) if continued else None
+    if progress is not None:
+        _refuse_unlike(trainer, progress, directory)
+    generators = documents.read_generators(checkpoint, channel) if continued else None
+    handed = own_file(checkpoint, channel, lambda rank: inherited.GENERATION)
+
+    def prepare() -> tuple[state.LiveRoles, bytes | None]:
+        return _roles_to_fill(trainer, checkpoint, continued), own_or_handed(checkpoint, inherited.GENERATION, handed)
+
+    roles, generation = together(channel, "preparing the optimizer", prepare)
+    model, options = describe(trainer.model), read_options(args)
+    with _verifying():
+        fill = prepare_load(checkpoint, roles, model, channel, options, args.aoa_config, _plans(args))
+    return _Ready(checkpoint, progress, generators, generation, fill)
+
+
+def _go_on(run: Run, args: Any, manifest: Manifest, directory: Place, channel: Channel) -> None:
+    """Identify the run that resumes a checkpoint, and warn of other runs in its output directory."""
+    output_dir = Path(args.output_dir)
+    saved = lineage.saved_in(output_dir, channel)
+    if args.ignore_load_lr_and_optim:
+        run.record = lineage.new_run()
+        warning = lineage.begun(run.record, saved, output_dir)
+    else:
+        here = isinstance(directory, Path) and real_path(directory.parent) == real_path(output_dir)
+        run.record, warning = lineage.resumed(manifest, saved, here, run.named)
+    if warning and args.should_log:
+        logger.warning(warning)
 
 
 def _tied(trainer: Any, checkpoint: FlexCheckpoint) -> str:

@@ -8,15 +8,16 @@ a rank may not look at is an error in any case: to go on from an older one becau
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
 from paddleformers_fc.catalog.flex import MAPPING_NAME
 from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
-from paddleformers_fc.errors import CheckpointError, MismatchError, NotACheckpoint
+from paddleformers_fc.errors import CheckpointError, Diverged, NotACheckpoint
 from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.opening import check_together
 from paddleformers_fc.execute.told import spelled
@@ -28,10 +29,11 @@ from paddleformers_fc.storage.names import UNFINISHED, parse_beside, parse_step
 from paddleformers_fc.storage.places import Place
 
 _MOST_NAMED = 3
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def newest(
-    output_dir: Path, channel: Channel, level: str = "size", threads: int = 4
+    output_dir: Path, channel: Channel, level: str = "size", threads: int = 4, without: Collection[str] = ()
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Find the newest finished checkpoint of a run.
 
@@ -40,6 +42,7 @@ def newest(
         channel: all ranks of the job; every rank must call.
         level: as for :func:`.check_together`.
         threads: as for :func:`.check_together`.
+        without: names of directories that are known to be unusable.
     Returns:
         of one and the same step on every rank, a path in this rank's output directory, or None; and every newer
         directory that is passed over, with the reason, which is the same on every rank and names ranks that differ.
@@ -48,9 +51,11 @@ def newest(
     """
     passed_over: list[tuple[Path, str]] = []
     for name in _names(output_dir, channel):
+        if name in without:
+            continue
         try:
             check_together(output_dir / name, channel, level, threads)
-        except (CheckpointError, MismatchError) as error:
+        except (CheckpointError, Diverged) as error:
             passed_over.append((output_dir / name, error.in_one_line()))
         else:
             return output_dir / name, passed_over
@@ -137,20 +142,31 @@ def _kind_of(directory: Path) -> str:
     return f"{directory.name} has no {MANIFEST_NAME}"
 
 
-def newest_or_refuse(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path:
+def newest_or_refuse(
+    output_dir: Path, channel: Channel, warn: Callable[[str], None], unusable: Mapping[str, str] = _NONE
+) -> Path:
     """As :func:`newest_or_begin`, for a run that must resume.
+
+    Args:
+        output_dir: where the run saves.
+        channel: all ranks of the job; every rank must call.
+        warn: as for :func:`newest_or_begin`.
+        unusable: directories that have failed verification since, by name, with the reasons.
 
     Raises:
         NotACheckpoint: the same on every rank: there is none, with the reason for every directory passed over.
     """
-    found, passed_over = newest(output_dir, channel)
+    found, passed_over = newest(output_dir, channel, without=unusable)
     for path, why in passed_over:
         warn(f"{path} cannot be resumed from and is passed over: {why}")
     if found is None:
         raise NotACheckpoint(
             f"{output_dir} has no finished checkpoint to resume from.",
             where=str(output_dir),
-            evidence=[f"{path.name}: {why}" for path, why in passed_over],
+            evidence=[
+                *(f"{name}: {why}" for name, why in unusable.items()),
+                *(f"{path.name}: {why}" for path, why in passed_over),
+            ],
             next_step="Name a checkpoint in resume_from_checkpoint, or remove that key to start from the beginning.",
         )
     return found

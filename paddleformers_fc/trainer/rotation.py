@@ -26,6 +26,7 @@ from paddleformers_fc.errors import CheckpointError
 from paddleformers_fc.execute.channel import ALONE, Channel, agree
 from paddleformers_fc.storage.commit import clean_unfinished, remove_checkpoint
 from paddleformers_fc.storage.manifest import Manifest, read_manifest
+from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.trainer import resume
 
 
@@ -109,7 +110,8 @@ def rotate(
 def _finished(output_dir: Path) -> dict[Path, Manifest]:
     """The finished checkpoints of a run on this disk, lowest step first, with their manifests."""
     found = {path: _manifest(path) for path in numbered(output_dir, "checkpoint")}
-    return {path: manifest for path, manifest in found.items() if manifest is not None}
+    # One under another name was given it by somebody, and is not ours to delete.
+    return {path: manifest for path, manifest in found.items() if manifest and manifest.step == parse_step(path)}
 
 
 def _manifest(path: Path) -> Manifest | None:

@@ -17,6 +17,7 @@ from paddleformers_fc.execute.channel import Channel
 from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.rollcall import Called
+from paddleformers_fc.storage.manifest import RunRecord
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.trainer import batches, documents, optimizers
 from paddleformers_fc.trainer.best import BestCheckpoint
@@ -45,6 +46,8 @@ class Run:
         ran: the replaced methods that have run since training was asked for, by name; see :mod:`.bypass`.
         chosen: the checkpoint to resume from; None in a run from the beginning. The native methods hand it on as text,
             which for a URL lacks its password.
+        record: identifies the run in its checkpoints; None before the training begins.
+        said: warnings about checkpoints that are passed over.
         named: whether ``chosen`` is what a user named, and not the newest one.
         resumed_from: the checkpoint that was loaded; None in a run from the beginning.
         progress: the Trainer's state in that checkpoint; None unless it is to be continued.
@@ -62,6 +65,8 @@ class Run:
     best: BestCheckpoint = field(default_factory=BestCheckpoint)
     chosen: Place | None = None
     named: bool = False
+    record: RunRecord | None = None
+    said: set[str] = field(default_factory=set)
     resumed_from: Place | None = None
     progress: documents.Progress | None = None
     generators: bytes | None = None

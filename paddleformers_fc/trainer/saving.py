@@ -24,7 +24,7 @@ from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.places import local
-from paddleformers_fc.trainer import documents, position, rng, rotation, state
+from paddleformers_fc.trainer import documents, lineage, position, rng, rotation, state
 from paddleformers_fc.trainer.bypass import refuse_other_loop
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.description import describe
@@ -58,7 +58,9 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
         return _roles_to_save(trainer), _files(trainer, channel)
 
     roles, files = together(channel, "preparing a checkpoint", prepare, roll)
-    job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args))
+    run = run_of(trainer)
+    run.record = run.record or lineage.new_run()
+    job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args), run.record)
     bound = parse_size(args.flex_max_file_size)
     model, checked = describe(trainer.model), args.flex_check_replicas
     report = save_checkpoint(directory, roles, model, files, job, channel, bound, checked)

@@ -31,6 +31,8 @@ def test_a_checkpoint_says_who_saved_it(four: Path) -> None:
         "written_by": f"paddleformers_fc {__version__}",
         "differing_replicas": [],
         "diverged_ties": [],
+        "run": "",
+        "branches": [],
     }
     assert found["model"]["num_key_value_heads"] == 2
 

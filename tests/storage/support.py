@@ -20,6 +20,7 @@ from paddleformers_fc.storage import files, owner
 from paddleformers_fc.storage.commit import Committed, commit, create_staging
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import FileReceipt, Manifest, read_manifest, verify_files, write_manifest
+from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.safetensors import LaidOutWriter, lay_out, read_header
 
 WEIGHTS = "model_state/rank-00000.safetensors"
@@ -52,7 +53,8 @@ def stage(target: Path, value: int) -> Path:
         writer.write("a", np.full((8, 8), value, np.float32))
         writer.write("b", np.full(5, value, np.int64))
     state = write_file(staging / STATE, json.dumps({"value": value}).encode(), root=staging, block_bytes=BLOCK)
-    write_manifest(staging, manifest_of([writer.close(), state]))
+    step = parse_step(target)
+    write_manifest(staging, manifest_of([writer.close(), state], **({} if step is None else {"step": step})))
     return staging
 
 

@@ -59,6 +59,15 @@ def test_if_none_is_good_all_reasons_are_given(tmp_path: Path) -> None:
     assert len(skipped) == 1
 
 
+def test_a_checkpoint_whose_name_contradicts_its_step_is_skipped(tmp_path: Path) -> None:
+    for step in (3, 4):
+        save(tmp_path / f"checkpoint-{step}", step)
+    (tmp_path / "checkpoint-3").rename(tmp_path / "checkpoint-10")
+    found, ((skipped, why),) = newest_checkpoint(tmp_path)
+    assert (found, skipped) == (tmp_path / "checkpoint-4", tmp_path / "checkpoint-10")
+    assert "holds step 3, which its name contradicts" in why
+
+
 def test_older_ones_are_not_looked_at(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1").mkdir()
     save(tmp_path / "checkpoint-2", 2)

@@ -148,6 +148,14 @@ def test_checkpoints_with_diverged_ties_cost_no_whole_one(
     assert f"checkpoint-{len(steps.split())}" in left(tmp_path)
 
 
+def test_a_checkpoint_under_another_name_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoint-4").rename(tmp_path / "checkpoint-10")
+    rotate(tmp_path, 1, [tmp_path / "checkpoint-6"], quiet)
+    assert left(tmp_path) == ["checkpoint-10", "checkpoint-6"]
+
+
 def test_directories_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1" / "model_state").mkdir(parents=True)
     for step in (2, 4):

@@ -469,11 +469,12 @@ def test_an_accumulation_that_paddleformers_lowers_to_an_epoch_is_no_other_batch
 
 
 def test_a_run_from_the_beginning_is_told_of_anothers_checkpoints(ranks: ForkServer, tmp_path: Path) -> None:
-    first, second = (
-        ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, max_steps=1, save_steps=1)) for _ in range(2)
-    )
-    assert "holds checkpoints of another" not in first.logs[0].read_text()
-    assert f"holds checkpoints of another, up to {tmp_path / 'checkpoint-1'}" in second.logs[0].read_text()
+    given = settings(SINGLE, tmp_path, max_steps=1, save_steps=1)
+    first = ranks.run(f"{JOBS}:run", 1, given)
+    run = read_manifest(tmp_path / "checkpoint-1").saved_by.id
+    second = ranks.run(f"{JOBS}:run", 1, given)
+    assert "holds checkpoints of others" not in first.logs[0].read_text()
+    assert f"holds checkpoints of others: checkpoint-1 of run {run}" in second.logs[0].read_text()
 
 
 def test_a_model_that_no_family_declares_is_refused_before_it_trains(ranks: ForkServer, tmp_path: Path) -> None:

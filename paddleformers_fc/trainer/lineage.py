@@ -1,0 +1,139 @@
+"""Which run saved which checkpoint, and which checkpoints of an output directory belong to another run.
+
+A run has an id, which every manifest of it records together with the runs that it was resumed from. A restart that
+resumes the last checkpoint continues the run. A resume from an older step, or into another output directory, is a new
+run that branches from the old one. Checkpoints of both then lie in one directory, and the newest one by its step may be
+one of the run that was left. So both runs are named in the log, at the branch and at every later automatic resume.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import msgspec
+
+from paddleformers_fc.errors import CheckpointError, StorageError
+from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.storage.manifest import Branch, Manifest, RunRecord, candidates_in, read_manifest
+from paddleformers_fc.storage.names import parse_step
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """A finished checkpoint of an output directory.
+
+    Attributes:
+        step: optimizer steps done.
+        run: the run that saved it.
+    """
+
+    step: int
+    run: RunRecord
+
+
+_saved = msgspec.json.Decoder(list[Saved])
+
+
+def new_run(branches: Sequence[Branch] = ()) -> RunRecord:
+    """Return the record of a run that begins now.
+
+    Args:
+        branches: the runs that it goes back to, first to last.
+    """
+    return RunRecord(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", list(branches))
+
+
+def saved_in(output_dir: Path, channel: Channel) -> list[Saved]:
+    """Return the finished checkpoints that any rank sees in its output directory, by rising step.
+
+    Args:
+        output_dir: where the run saves.
+        channel: all ranks of the job; every rank must call.
+    """
+
+    def look() -> bytes:
+        try:
+            found = [_read(path) for path in candidates_in(output_dir) if parse_step(path) is not None]
+        except StorageError:
+            found = []  # Nothing but a warning depends on it; a save or a resume raises it.
+        return msgspec.json.encode([one for one in found if one is not None])
+
+    payloads = agree(channel, "looking for other runs", look)
+    found = {(one.step, one.run.id): one for payload in payloads for one in _saved.decode(payload)}
+    return [found[key] for key in sorted(found)]
+
+
+def _read(path: Path) -> Saved | None:
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return None
+    return Saved(manifest.step, manifest.saved_by) if manifest.step == parse_step(path) else None
+
+
+def resumed(manifest: Manifest, saved: Sequence[Saved], here: bool, named: bool) -> tuple[RunRecord, str]:
+    """Return the record of a run that resumes a checkpoint, and a warning about other runs; normally none.
+
+    Args:
+        manifest: of the checkpoint.
+        saved: what the run's own output directory holds.
+        here: whether the checkpoint lies in that directory.
+        named: whether a user named it.
+    """
+    own = manifest.saved_by
+    newer = [one for one in saved if one.step > manifest.step]
+    continues = bool(own.id) and here and not newer
+    run = own if continues else new_run([*own.branches, Branch(own.id, manifest.step)])
+    others = [one for one in saved if not _is_before(one, manifest)]
+    if newer and named:
+        return run, (
+            f"{_run(run)} begins at step {manifest.step} of {_run(own)}, and its output directory holds newer "
+            f"checkpoints: {_listed(newer)}. Until {_run(run)} has saved a later step, resume_from_checkpoint: true "
+            f"resumes checkpoint-{newer[-1].step} of {_run(newer[-1].run)}. Name another output_dir to keep runs apart."
+        )
+    if others and not newer:
+        return run, (
+            f"The output directory holds checkpoints of several runs: {_listed(others)} beside "
+            f"checkpoint-{manifest.step} of {_run(own)}, which is resumed. To resume another run, name its checkpoint "
+            "in resume_from_checkpoint; name another output_dir to keep runs apart."
+        )
+    return run, ""
+
+
+def begun(run: RunRecord, saved: Sequence[Saved], output_dir: Path) -> str:
+    """Return a warning for a run from the beginning whose output directory holds checkpoints of others, or nothing."""
+    if not saved:
+        return ""
+    return (
+        f"{_run(run)} starts from the beginning, and {output_dir} holds checkpoints of others: {_listed(saved)}. Until "
+        f"this run has saved a later step, resume_from_checkpoint: true resumes checkpoint-{saved[-1].step} of "
+        f"{_run(saved[-1].run)}. Name another output_dir to keep runs apart."
+    )
+
+
+def _is_before(one: Saved, manifest: Manifest) -> bool:
+    """Whether a checkpoint belongs to the run that saved another one, or to a part of an older run before it."""
+    own = manifest.saved_by
+    until = {branch.run: branch.step for branch in own.branches} | {own.id: manifest.step}
+    return one.step <= until.get(one.run.id, -1)
+
+
+def _listed(saved: Sequence[Saved]) -> str:
+    """The steps by run: ``checkpoint-5, checkpoint-6 of run A; checkpoint-4 of run B``."""
+    steps: dict[str, list[Saved]] = {}
+    for one in saved:
+        steps.setdefault(one.run.id, []).append(one)
+    return "; ".join(
+        f"{', '.join(f'checkpoint-{one.step}' for one in held)} of {_run(held[0].run)}" for held in steps.values()
+    )
+
+
+def _run(run: RunRecord) -> str:
+    if not run.id:
+        return "a run without an id"
+    origin = run.branches[-1] if run.branches else None
+    if origin is None:
+        return f"run {run.id}"
+    return f"run {run.id} (from step {origin.step} of {origin.run or 'a run without an id'})"

@@ -1,0 +1,34 @@
+"""A damaged newest checkpoint, and which one a run resumes by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.runtime.forkserver import ForkServer
+from tests.corruption.guarantees import Observed, fault
+from tests.harness.tiny import DP2
+from tests.trainer.test_trainer import JOBS, settings
+
+WEIGHTS = "model_state/rank-00000.safetensors"
+
+
+@fault("G70", "a byte of a tensor has changed in the newest checkpoint, and `resume_from_checkpoint: true` is set")
+def test_g70_the_newest_checkpoint_that_passes_verification_is_resumed(ranks: ForkServer, tmp_path: Path) -> Observed:
+    given: dict[str, Any] = {"max_steps": 3, "save_steps": 1, "flex_verify": "full"}
+    ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, **given))
+    newest = tmp_path / "checkpoint-3"
+    data = bytearray((newest / WEIGHTS).read_bytes())
+    data[-1] ^= 1
+    (newest / WEIGHTS).write_bytes(data)
+    for found in ranks.run(f"{JOBS}:refused", 2, settings(DP2, tmp_path, newest, **given)).values:
+        assert (found["error"], found["changed"]) == ("Corrupt", False)
+    resumed = ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, True, **given))
+    assert [len(value["losses"]) for value in resumed.values] == [1, 1]
+    (line,) = [line for line in resumed.logs[0].read_text().splitlines() if "fails verification" in line]
+    assert f"checkpoint-3 fails verification and is skipped: checkpoint-3 is damaged: 1 fault found: {WEIGHTS}" in line
+    return Observed(
+        "—",
+        f"every rank skips checkpoint-3 with a warning that names {WEIGHTS}, and resumes checkpoint-2; checkpoint-3 is "
+        "refused where it is named: `Corrupt`; nothing changed",
+    )

@@ -1,0 +1,145 @@
+"""What ``resume_from_checkpoint: true`` resumes where checkpoints are damaged, and where runs have branched."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.runtime.forkserver import ForkServer, JobResult
+from paddleformers_fc.storage.manifest import read_manifest
+from tests.harness.tiny import DP2, SINGLE, Layout
+from tests.trainer.test_trainer import JOBS, settings
+
+Damage = Callable[[Path], None]
+WEIGHTS = "model_state/rank-00000.safetensors"
+
+
+def train(
+    ranks: ForkServer, output_dir: Path, layout: Layout = SINGLE, resume: Path | bool | None = None, **arguments: Any
+) -> JobResult:
+    given = settings(layout, output_dir, resume, **{"max_steps": 3, "save_steps": 1, **arguments})
+    return ranks.attempt(f"{JOBS}:run", layout.nproc, given)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three checkpoints of two ranks."""
+    output_dir = tmp_path_factory.mktemp("saved")
+    assert train(ranks, output_dir, DP2).ok
+    return output_dir
+
+
+def flip(name: str, at: int) -> Damage:
+    """Change a byte of a file; its length stays."""
+
+    def damage(checkpoint: Path) -> None:
+        data = bytearray((checkpoint / name).read_bytes())
+        data[at] ^= 1
+        (checkpoint / name).write_bytes(data)
+
+    return damage
+
+
+DAMAGES: dict[str, tuple[str, str, Damage]] = {
+    "a header": ("size", WEIGHTS, flip(WEIGHTS, 9)),
+    "the length of a header": ("size", WEIGHTS, flip(WEIGHTS, 7)),
+    "the mapping": ("size", "mapping.json", flip("mapping.json", 20)),
+    "the state of the Trainer": ("size", "trainer/state.json", flip("trainer/state.json", 20)),
+    "a number": ("full", WEIGHTS, flip(WEIGHTS, -1)),
+    "a number of an optimizer state": (
+        "full",
+        "optimizer_state/rank-00001.safetensors",
+        flip("optimizer_state/rank-00001.safetensors", -1),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_newest_checkpoint_is_skipped_by_every_rank_and_refused_where_it_is_named(
+    ranks: ForkServer, saved: Path, tmp_path: Path, what: str
+) -> None:
+    level, name, damage = DAMAGES[what]
+    output_dir = tmp_path / "run"
+    shutil.copytree(saved, output_dir)
+    damage(output_dir / "checkpoint-3")
+    given: dict[str, Any] = {"layout": DP2, "flex_verify": level, "save_steps": 100}
+    refused = train(ranks, output_dir, resume=output_dir / "checkpoint-3", **given)
+    assert not refused.ok
+    assert name in refused.logs[0].read_text()
+    resumed = train(ranks, output_dir, resume=True, **given)
+    assert resumed.ok, resumed.logs[0].read_text()
+    assert [len(value["losses"]) for value in resumed.values] == [1, 1]
+    (line,) = [
+        line for line in resumed.logs[0].read_text().splitlines() if "checkpoint-3" in line and "WARNING" in line
+    ]
+    assert name in line
+
+
+def test_every_fault_of_every_skipped_checkpoint_is_named(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
+    output_dir = tmp_path / "run"
+    shutil.copytree(saved, output_dir)
+    for step in (2, 3):
+        flip(WEIGHTS, -1)(output_dir / f"checkpoint-{step}")
+        flip("optimizer_state/rank-00000.safetensors", -1)(output_dir / f"checkpoint-{step}")
+    resumed = train(ranks, output_dir, DP2, True, flex_verify="full", save_steps=100)
+    assert [len(value["losses"]) for value in resumed.values] == [2, 2]
+    text = resumed.logs[0].read_text()
+    for step in (2, 3):
+        (line,) = [line for line in text.splitlines() if f"checkpoint-{step} fails verification" in line]
+        assert WEIGHTS in line
+        assert "optimizer_state/rank-00000.safetensors" in line
+
+
+def test_where_all_are_damaged_the_run_stops_with_every_reason(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
+    output_dir = tmp_path / "run"
+    shutil.copytree(saved, output_dir)
+    for step in (1, 2, 3):
+        flip(WEIGHTS, -1)(output_dir / f"checkpoint-{step}")
+    given = settings(DP2, output_dir, True, max_steps=3, flex_verify="full")
+    for found in ranks.run(f"{JOBS}:refused", 2, given).values:
+        assert (found["error"], found["changed"]) == ("NotACheckpoint", False)
+        assert all(f"checkpoint-{step}: " in found["text"] for step in (1, 2, 3))
+
+
+def test_a_checkpoint_that_does_not_fit_the_model_is_not_skipped(
+    ranks: ForkServer, saved: Path, tmp_path: Path
+) -> None:
+    given = {**settings(DP2, saved, True, max_steps=3), "model": {"intermediate_size": 96}}
+    for found in ranks.run(f"{JOBS}:refused", 2, given).values:
+        assert (found["error"], found["changed"]) == ("MismatchError", False)
+
+
+def test_a_branch_from_an_older_step_is_told_at_once_and_at_the_next_automatic_resume(
+    ranks: ForkServer, saved: Path, tmp_path: Path
+) -> None:
+    output_dir = tmp_path / "run"
+    shutil.copytree(saved, output_dir)
+    first = read_manifest(output_dir / "checkpoint-3").saved_by
+    assert read_manifest(output_dir / "checkpoint-1").saved_by == first
+    branched = train(ranks, output_dir, DP2, output_dir / "checkpoint-1", max_steps=2, save_total_limit=1)
+    record = read_manifest(output_dir / "checkpoint-2").saved_by
+    assert [(one.run, one.step) for one in record.branches] == [(first.id, 1)]
+    text = branched.logs[0].read_text()
+    assert f"run {record.id} " in text
+    assert f"checkpoint-3 of run {first.id}" in text
+    # What was just saved stays, and so does the newest one, of the other run.
+    assert sorted(path.name for path in output_dir.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+
+    again = train(ranks, output_dir, DP2, True, max_steps=4)
+    text = again.logs[0].read_text()
+    assert f"checkpoint-2 of run {record.id}" in text
+    assert f"checkpoint-3 of run {first.id}" in text
+    assert [len(value["losses"]) for value in again.values] == [1, 1]
+    assert read_manifest(output_dir / "checkpoint-4").saved_by == first
+
+
+def test_a_restart_continues_its_run(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
+    output_dir = tmp_path / "run"
+    shutil.copytree(saved, output_dir)
+    result = train(ranks, output_dir, DP2, True, max_steps=4)
+    assert read_manifest(output_dir / "checkpoint-4").saved_by == read_manifest(saved / "checkpoint-3").saved_by
+    assert "several runs" not in result.logs[0].read_text()
