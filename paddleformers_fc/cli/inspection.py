@@ -7,14 +7,17 @@ and :func:`show` turns into text.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from paddleformers_fc.catalog import StoredTensor
+from paddleformers_fc.cli import outputs
 from paddleformers_fc.cli.listing import TensorFacts, list_tensors, show_tensors
 from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, Kind, Opened, open_directory
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.cli.outputs import OutputFacts, output_facts
+from paddleformers_fc.errors import NotACheckpoint, OptionError
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import each, size_of
@@ -103,7 +106,7 @@ class Inspection(msgspec.Struct, frozen=True):
     """Everything that ``inspect`` says.
 
     Attributes:
-        kind: ``flex_checkpoint``, ``huggingface`` or ``paddle``.
+        kind: ``flex_checkpoint``, ``huggingface``, ``paddle`` or ``output_directory``.
         path: the directory as it was named.
         job: who saved it; None for open weights.
         model: the keys of ``config.json`` that tell a model's size.
@@ -111,9 +114,10 @@ class Inspection(msgspec.Struct, frozen=True):
         bytes: their sizes together.
         roles: what is stored, by role.
         tensors: every stored tensor that was asked for; None when none was.
+        output: the checkpoints and leftovers in it; None where there are none.
     """
 
-    kind: Kind
+    kind: Kind | Literal["output_directory"]
     path: str
     job: JobFacts | None
     model: dict[str, Any]
@@ -121,19 +125,26 @@ class Inspection(msgspec.Struct, frozen=True):
     bytes: int
     roles: dict[str, RoleFacts]
     tensors: list[TensorFacts] | None = None
+    output: OutputFacts | None = None
 
 
 def inspect(directory: Place, pattern: str | None = None) -> Inspection:
     """The facts about a directory.
 
     Args:
-        directory: a flex checkpoint or a directory of open weights.
+        directory: a flex checkpoint, a directory of open weights, or an output directory.
         pattern: a shell pattern; the stored tensors whose names match are listed. None lists nothing.
     Raises:
         OptionError: no stored tensor matches.
         FlexError: the directory cannot be opened.
     """
-    opened = open_directory(directory, "size")
+    output = output_facts(directory) if isinstance(directory, Path) else None
+    try:
+        opened = open_directory(directory, "size")
+    except NotACheckpoint:
+        if output is None or pattern is not None:
+            raise
+        return Inspection("output_directory", str(directory), None, {}, 0, 0, {}, output=output)
     sizes = _file_sizes(opened)
     tensors = None if pattern is None else list_tensors(opened, pattern)
     if tensors == []:
@@ -151,6 +162,7 @@ def inspect(directory: Place, pattern: str | None = None) -> Inspection:
         bytes=sum(sizes.values()),
         roles={role: _role_facts(list(stored.values())) for role, stored in opened.catalog.roles.items()},
         tensors=tensors,
+        output=output,
     )
 
 
@@ -213,13 +225,18 @@ def show(found: Inspection, console: Console) -> None:
         facts.add_row(f"  {label}", value)
     console.print(facts)
     console.print()
-    console.print(_role_table(found.roles))
+    if found.roles:
+        console.print(_role_table(found.roles))
+    if found.output is not None:
+        outputs.show(found.output, console)
     if found.tensors is not None:
         console.print()
         show_tensors(found.tensors, console)
 
 
 def _headline(found: Inspection) -> list[tuple[str, str]]:
+    if found.kind == "output_directory":
+        return [("kind", "output directory")]
     lines = [("kind", _KINDS[found.kind])]
     if found.job is not None:
         job = found.job

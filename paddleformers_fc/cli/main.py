@@ -262,6 +262,33 @@ def rederive(
 
 
 @app.command()
+def clean(
+    directory: Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="The directory that holds the checkpoints.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Remove all that may be removed, without asking.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Remove what interrupted saves left beside the checkpoints: asks for each, never removes a checkpoint.
+
+    Make sure that no job on another host saves in this directory. --json without
+    --yes lists and removes nothing.
+    """
+    from paddleformers_fc.cli import cleaning
+    from paddleformers_fc.storage.places import local
+    from paddleformers_fc.wording import size_text
+
+    source = _named(directory)
+
+    def confirmed(one: cleaning.LeftoverFacts) -> bool:
+        if yes or as_json:
+            return yes
+        return typer.confirm(f"Remove {one.name} ({size_text(one.bytes)})? {one.why}", err=True)
+
+    found = cleaning.clean(local(str(source), "Cleaning"), confirmed)
+    _present(found, cleaning.show, as_json)
+    return RIGHT
+
+
+@app.command()
 def train(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG.yaml", exists=True, dir_okay=False, help="A PaddleFormers configuration.")

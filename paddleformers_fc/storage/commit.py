@@ -61,7 +61,7 @@ from paddleformers_fc.storage.files import (
     write_file,
 )
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
-from paddleformers_fc.storage.names import ASIDE, REMOVED, UNFINISHED, beside, kept, parse_beside
+from paddleformers_fc.storage.names import ASIDE, REMOVED, UNFINISHED, beside, kept, parse_beside, parse_kept
 from paddleformers_fc.storage.owner import (
     OWNER_NAME,
     PARTIAL_OWNER_NAME,
@@ -101,6 +101,8 @@ class Leftover:
         why: what it is, one sentence for the reader.
         disposable: whether it is proved that nobody needs it.
         nameless: whether it is empty and its maker, who may live, has not yet said whose it is.
+        removable: whether it may be deleted when a user confirms: no process of this machine writes it, and it is no
+            checkpoint that has only lost its name.
     """
 
     path: Path
@@ -108,6 +110,7 @@ class Leftover:
     why: str
     disposable: bool
     nameless: bool = False
+    removable: bool = False
 
 
 def place_of(target: Path) -> Path:
@@ -288,6 +291,29 @@ def unfinished(output_dir: Path) -> list[Leftover]:
     """
     found = [(path, parse_beside(path)) for path in list_directory(output_dir)]
     return [_judged(path, *parsed) for path, parsed in found if parsed is not None and is_directory(path)]
+
+
+def leftovers(output_dir: Path) -> list[Leftover]:
+    """Every directory beside the checkpoints that a save has left, or has moved somebody's files to.
+
+    Raises:
+        StorageError: the operating system refused to look into ``output_dir``.
+    """
+    moved = [(path, parse_kept(path)) for path in list_directory(output_dir)]
+    kept_ones = [_judged_kept(path, target) for path, target in moved if target is not None and is_directory(path)]
+    return [*unfinished(output_dir), *kept_ones]
+
+
+def remove_leftover(path: Path) -> bool:
+    """Delete a directory of :func:`leftovers` after looking at it again; whether it was deleted.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    found = next((one for one in leftovers(path.parent) if one.path == path), None)
+    if found is None or not found.removable:
+        return False
+    return _remove_nameless(path) if found.nameless else _remove_unless_gone(path)
 
 
 def clean_unfinished(output_dir: Path) -> tuple[list[Leftover], list[Leftover]]:
@@ -568,7 +594,26 @@ def _judged(path: Path, target: Path, state: str) -> Leftover:
         return Leftover(path, target, f"It cannot be looked at: {error.what}", False)
 
 
+def _judged_kept(path: Path, target: Path) -> Leftover:
+    try:
+        finished = _is_finished(path)
+    except StorageError as error:
+        return Leftover(path, target, f"It cannot be looked at: {error.what}", False)
+    if finished:
+        return Leftover(path, target, "It is a checkpoint.", False)
+    why = f"It holds files of another program that were found as {target.name}."
+    return Leftover(path, target, why, False, removable=True)
+
+
 def _judge(path: Path, target: Path, state: str) -> Leftover:
+    found = _judge_life(path, target, state)
+    alive = _life(path) is Life.ALIVE
+    # A checkpoint that has only lost its name is one.
+    lost = state != REMOVED and _is_finished(path) and not _is_finished(target)
+    return changed(found, removable=found.disposable or not (alive or lost))
+
+
+def _judge_life(path: Path, target: Path, state: str) -> Leftover:
     life = _life(path)
     if state == REMOVED:
         return Leftover(path, target, "Its deletion was interrupted.", True)

@@ -28,6 +28,7 @@ ASIDE = "aside"
 REMOVED = "removed"
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
+_KEPT = re.compile(r"kept-[0-9a-f]+\.(.+)", re.DOTALL)
 _BESIDE = re.compile(rf"\.(.+)\.({UNFINISHED}|{ASIDE}|{REMOVED})-[0-9a-f]+", re.DOTALL)
 
 
@@ -45,6 +46,12 @@ def parse_beside(path: _P) -> tuple[_P, str] | None:
     """``(target, state)`` of a directory in one of the hidden states; None for any other name."""
     match = _BESIDE.fullmatch(path.name)
     return (path.with_name(match[1]), match[2]) if match else None
+
+
+def parse_kept(path: _P) -> _P | None:
+    """The name under which the files of a directory that :func:`kept` named were found; None for any other name."""
+    match = _KEPT.fullmatch(path.name)
+    return path.with_name(match[1]) if match else None
 
 
 def parse_step(path: Place) -> int | None:

@@ -20,12 +20,13 @@ from paddleformers.utils.log import logger
 
 from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.catalog.flex import REFUSE
-from paddleformers_fc.errors import CheckpointError, Diverged, FlexError
+from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, StorageError
 from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.load import PLANS, Fill, load_checkpoint, prepare_load
 from paddleformers_fc.execute.opening import open_checkpoint, own_file, own_or_handed
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.plan.cache import PlanCache
+from paddleformers_fc.storage.commit import leftovers
 from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.places import Place, at_home, place
@@ -84,6 +85,7 @@ def train(
     run.ran, run.said, run.record = {"train"}, set(), None
     chosen, run.named = _chosen(trainer.args, resume_from_checkpoint, _warner(run, trainer.args))
     run.chosen = chosen
+    _tell_of_leftovers(trainer.args)
     if chosen is None:
         _begin(run, trainer.args)
     return native(None if chosen is None else str(chosen), ignore_keys_for_eval)
@@ -93,6 +95,22 @@ def _refuse_other_reference(trainer: Any) -> None:
     # PaddleFormers' preference training sets it after Trainer.__init__.
     reference = getattr(trainer, "ref_model", None)
     origin.refuse_other_reference(reference, trainer.model, trainer.args.flex_accept_model)
+
+
+def _tell_of_leftovers(args: Any) -> None:
+    """List what saves of other hosts or containers may have left; no save of this machine deletes it."""
+    if not args.should_log:
+        return
+    try:
+        found = [one for one in leftovers(Path(args.output_dir)) if one.removable and not one.disposable]
+    except StorageError:
+        return  # The first save raises it.
+    if found:
+        lines = "".join(f"\n  - {one.path.name}: {one.why}" for one in found)
+        logger.warning(
+            f"{args.output_dir} holds leftovers of other saves. paddleformers-fc clean {args.output_dir} removes those "
+            f"that you confirm.{lines}"
+        )
 
 
 def _warner(run: Run, args: Any) -> Callable[[str], None]:

@@ -160,7 +160,16 @@ def test_a_directory_of_checkpoints_names_them_in_order(four: Path, tmp_path: Pa
     for step in (12, 3):
         shutil.copytree(four, tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-20").mkdir()
-    outcome = run("inspect", tmp_path)
+    found = run("inspect", tmp_path, "--json").document
+    assert found["kind"] == "output_directory"
+    listed = [(one["name"], one["step"]) for one in found["output"]["checkpoints"]]
+    assert listed == [("checkpoint-20", None), ("checkpoint-12", 3), ("checkpoint-3", 3)]
+    assert ["contradicts" in one["fault"] for one in found["output"]["checkpoints"]] == [False, True, False]
+    text = run("inspect", tmp_path)
+    assert text.code == 0
+    assert "checkpoint-20: " in text.out
+    # Its tensors are those of a checkpoint.
+    outcome = run("inspect", tmp_path, "*")
     assert outcome.code == 1
     assert "Name a checkpoint inside it: checkpoint-3, checkpoint-12." in outcome.err
 

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from paddleformers_fc.runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.storage.manifest import read_manifest
+from paddleformers_fc.storage.owner import OWNER_NAME, this_process
 from tests.harness.tiny import DP2, SINGLE, Layout
 from tests.trainer.test_trainer import JOBS, settings
 
@@ -135,6 +137,21 @@ def test_a_branch_from_an_older_step_is_told_at_once_and_at_the_next_automatic_r
     assert f"checkpoint-3 of run {first.id}" in text
     assert [len(value["losses"]) for value in again.values] == [1, 1]
     assert read_manifest(output_dir / "checkpoint-4").saved_by == first
+
+
+def test_leftovers_of_another_host_are_listed_in_the_log(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
+    output_dir = tmp_path / "run"
+    shutil.copytree(saved, output_dir)
+    leftover = output_dir / ".checkpoint-9.unfinished-0123456789ab"
+    leftover.mkdir()
+    elsewhere = msgspec.structs.replace(this_process(), boot="another machine", host="far")
+    (leftover / OWNER_NAME).write_bytes(msgspec.json.encode(elsewhere))
+    result = train(ranks, output_dir, DP2, True, save_steps=100)
+    assert result.ok
+    text = result.logs[0].read_text()
+    assert f"{leftover.name}: It belongs to process {elsewhere.pid} on far" in text
+    assert f"paddleformers-fc clean {output_dir}" in text
+    assert leftover.is_dir()
 
 
 def test_a_restart_continues_its_run(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:

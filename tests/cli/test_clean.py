@@ -1,0 +1,189 @@
+"""``clean`` removes the leftovers that a user confirms, and ``inspect`` lists them."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from paddleformers_fc.cli import cleaning
+from paddleformers_fc.storage.commit import create_staging
+from paddleformers_fc.storage.manifest import read_manifest, write_manifest
+from paddleformers_fc.storage.owner import OWNER_NAME, this_process
+from tests.cli.support import Outcome, run
+from tests.storage.support import a_dead_process, save
+
+FOREIGN = ".checkpoint-9.unfinished-0123456789ab"
+NOBODYS = ".checkpoint-8.unfinished-0123456789ab"
+ALIVE = ".checkpoint-7."
+DEAD = ".checkpoint-6.unfinished-0123456789ab"
+KEPT = "kept-0123456789ab.checkpoint-5"
+
+
+@pytest.fixture(autouse=True)
+def _look_for_an_instant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cleaning, "LOOK_SECONDS", 0.01)
+
+
+def own(directory: Path, owner: object) -> Path:
+    """A directory that a process has begun to write."""
+    directory.mkdir()
+    (directory / OWNER_NAME).write_bytes(msgspec.json.encode(owner))
+    (directory / "weights").write_bytes(b"12345")
+    return directory
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path) -> Path:
+    """Two checkpoints and a leftover of every kind; one is being written by this process."""
+    for step in (3, 4):
+        save(tmp_path / f"checkpoint-{step}", step)
+    elsewhere = msgspec.structs.replace(this_process(), boot="another machine", host="far")
+    own(tmp_path / FOREIGN, elsewhere)
+    own(tmp_path / DEAD, a_dead_process())
+    (tmp_path / NOBODYS).mkdir()
+    (tmp_path / NOBODYS / "weights").write_bytes(b"123")
+    create_staging(tmp_path / "checkpoint-7")
+    (tmp_path / KEPT).mkdir()
+    (tmp_path / KEPT / "notes").write_text("mine")
+    return tmp_path
+
+
+def names(output_dir: Path) -> set[str]:
+    return {path.name if ALIVE not in path.name else ALIVE for path in output_dir.iterdir()}
+
+
+WHOLE = {"checkpoint-3", "checkpoint-4", ALIVE}
+LEFT = {FOREIGN, DEAD, NOBODYS, KEPT}
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, answers: str, output_dir: Path) -> Outcome:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
+    return run("clean", output_dir)
+
+
+def test_all_that_may_be_removed_is_and_neither_checkpoints_nor_a_running_save(output_dir: Path) -> None:
+    outcome = run("clean", output_dir, "--yes", "--json")
+    assert outcome.code == 0
+    assert names(output_dir) == WHOLE
+    assert {one["name"] for one in outcome.document["removed"]} == LEFT
+    (left,) = outcome.document["left"]
+    assert left["name"].startswith(ALIVE)
+    assert not left["removable"]
+    assert read_manifest(output_dir / "checkpoint-4").step == 4
+
+
+def test_json_without_yes_lists_and_removes_nothing(output_dir: Path) -> None:
+    outcome = run("clean", output_dir, "--json")
+    assert outcome.code == 0
+    assert outcome.document["removed"] == []
+    listed = {one["name"]: (one["bytes"] >= 3, one["removable"]) for one in outcome.document["left"]}
+    assert {name: listed[name] for name in LEFT} == dict.fromkeys(LEFT, (True, True))
+    assert names(output_dir) == WHOLE | LEFT
+
+
+@pytest.mark.parametrize(("answer", "gone"), [("y", LEFT), ("n", set()), ("", set())])
+def test_a_user_is_asked_for_each(
+    output_dir: Path, monkeypatch: pytest.MonkeyPatch, answer: str, gone: set[str]
+) -> None:
+    outcome = answering(monkeypatch, f"{answer}\n" * len(LEFT), output_dir)
+    assert outcome.code == 0
+    assert names(output_dir) == (WHOLE | LEFT) - gone
+
+
+def test_one_of_them_alone_can_be_confirmed(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("clean", output_dir, "--json").document["left"]
+    asked = [one["name"] for one in found if one["removable"]]
+    answers = "".join("y\n" if name == FOREIGN else "n\n" for name in asked)
+    assert answering(monkeypatch, answers, output_dir).code == 0
+    assert names(output_dir) == (WHOLE | LEFT) - {FOREIGN}
+
+
+def test_without_an_answer_nothing_is_removed(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answering(monkeypatch, "", output_dir).code == 130
+    assert names(output_dir) == WHOLE | LEFT
+
+
+@pytest.mark.parametrize("state", ["unfinished", "aside"])
+def test_a_checkpoint_that_has_lost_its_name_stays(output_dir: Path, state: str) -> None:
+    hidden = output_dir / f".checkpoint-4.{state}-0123456789ab"
+    (output_dir / "checkpoint-4").rename(hidden)
+    run("clean", output_dir, "--yes")
+    assert read_manifest(hidden).step == 4
+
+
+def test_a_checkpoint_of_another_host_that_has_lost_its_name_stays(output_dir: Path) -> None:
+    hidden = output_dir / ".checkpoint-4.aside-0123456789ab"
+    (output_dir / "checkpoint-4").rename(hidden)
+    elsewhere = msgspec.structs.replace(this_process(), boot="another machine")
+    (hidden / OWNER_NAME).write_bytes(msgspec.json.encode(elsewhere))
+    run("clean", output_dir, "--yes")
+    assert read_manifest(hidden).step == 4
+
+
+def test_a_checkpoint_under_the_name_of_kept_files_stays(output_dir: Path) -> None:
+    (output_dir / "checkpoint-4").rename(output_dir / "kept-ba9876543210.checkpoint-4")
+    run("clean", output_dir, "--yes")
+    assert read_manifest(output_dir / "kept-ba9876543210.checkpoint-4").step == 4
+
+
+def test_what_changes_while_it_is_looked_at_stays(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(_: float) -> None:
+        (output_dir / FOREIGN / "weights").write_bytes(b"123456789")
+
+    monkeypatch.setattr(cleaning.time, "sleep", write)
+    outcome = run("clean", output_dir, "--yes", "--json")
+    assert FOREIGN in names(output_dir)
+    assert NOBODYS not in names(output_dir)
+    assert "It is being written." in [one["why"] for one in outcome.document["left"]]
+
+
+def test_a_save_that_begins_meanwhile_stays(output_dir: Path) -> None:
+    """The owner is read again just before a directory is removed."""
+
+    def confirmed(one: cleaning.LeftoverFacts) -> bool:
+        if one.name == NOBODYS:
+            (output_dir / NOBODYS / OWNER_NAME).write_bytes(msgspec.json.encode(this_process()))
+        return True
+
+    cleaning.clean(output_dir, confirmed)
+    assert NOBODYS in names(output_dir)
+    assert FOREIGN not in names(output_dir)
+
+
+def test_a_checkpoint_is_no_output_directory(output_dir: Path) -> None:
+    outcome = run("clean", output_dir / "checkpoint-4", "--yes")
+    assert outcome.code == 2
+    assert "is a checkpoint" in outcome.err
+    assert run("clean", output_dir / "absent", "--yes").code == 2
+
+
+def test_an_empty_directory_has_nothing_to_remove(tmp_path: Path) -> None:
+    outcome = run("clean", tmp_path, "--json")
+    assert (outcome.code, outcome.document["removed"], outcome.document["left"]) == (0, [], [])
+
+
+def test_inspect_lists_checkpoints_and_leftovers(output_dir: Path) -> None:
+    (output_dir / "checkpoint-3").rename(output_dir / "checkpoint-5")
+    document = run("inspect", output_dir, "--json").document
+    assert document["kind"] == "output_directory"
+    faults = {one["name"]: one["fault"] for one in document["output"]["checkpoints"]}
+    assert faults["checkpoint-4"] == ""
+    assert "contradicts" in faults["checkpoint-5"]
+    assert {one["name"] for one in document["output"]["leftovers"]} > LEFT
+    text = run("inspect", output_dir)
+    assert text.code == 0
+    assert all(name in text.out for name in LEFT)
+    assert "paddleformers-fc clean" in text.out
+
+
+def test_inspect_of_a_diverged_checkpoints_directory_says_so(output_dir: Path) -> None:
+    manifest = read_manifest(output_dir / "checkpoint-4")
+    tie = msgspec.convert({"copies": ["a", "b"], "differences": ["model_state b on rank 1, a on rank 0"]}, type=dict)
+    diverged = msgspec.convert({**msgspec.to_builtins(manifest), "diverged_ties": [tie]}, type=type(manifest))
+    write_manifest(output_dir / "checkpoint-4", diverged)
+    found = run("inspect", output_dir, "--json").document["output"]["checkpoints"]
+    assert "diverged" in found[0]["fault"]
