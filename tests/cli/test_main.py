@@ -188,6 +188,7 @@ def test_an_error_is_one_document_under_json(tmp_path: Path) -> None:
         (errors.FormatError, 1),
         (errors.MappingError, 1),
         (errors.MismatchError, 1),
+        (errors.Diverged, 1),
         (errors.OptionError, 2),
         (errors.StorageError, 2),
         (errors.PeerError, 2),

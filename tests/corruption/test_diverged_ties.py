@@ -39,7 +39,7 @@ def test_g40_diverged_copies_of_a_tied_weight_cost_no_whole_checkpoint(ranks: Fo
     assert checkpoints(ours) == ["checkpoint-1", "checkpoint-3"]
     (line, *_) = (line for tie in read_manifest(ours / "checkpoint-3").ties for line in tie.differences)
     refused = train(ranks, ours, NEVER, True, str(ours / "checkpoint-3"))
-    assert [outcome["error"] for outcome in refused] == ["MismatchError"] * 2
+    assert [outcome["error"] for outcome in refused] == ["Diverged"] * 2
     resumed = train(ranks, ours, NEVER, True, True)
     assert [len(outcome["losses"]) for outcome in resumed] == [2, 2]
     assert len({bits for outcome in resumed for bits in outcome["copies"].values()}) == 1

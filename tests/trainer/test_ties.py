@@ -56,7 +56,7 @@ def test_a_named_one_is_refused_and_read_where_a_stage_is_chosen(ranks: ForkServ
     for layout in (PP2, DP2):
         given: dict[str, Any] = {"max_steps": 2, "save_steps": 100}
         refused = train(ranks, layout, tmp_path / "a", NEVER, source, **given).values
-        assert {one["error"] for one in refused} == {"MismatchError"}
+        assert {one["error"] for one in refused} == {"Diverged"}
         assert "flex_tied: first or last" in refused[0]["text"]
         for tied, name in (("first", EMBEDDING), ("last", HEAD)):
             result = train(ranks, layout, tmp_path / "b", NEVER, source, **given, flex_tied=tied)
@@ -91,7 +91,7 @@ def test_an_export_of_a_live_model_takes_the_copy_that_is_chosen(
     given = settings(PP2, tmp_path, flex_tied=tied)
     values = ranks.run(f"{JOBS}:export_of_parted_copies", 2, given).values
     if tied == "refuse":
-        assert [one["error"] for one in values] == ["MismatchError"] * 2
+        assert [one["error"] for one in values] == ["Diverged"] * 2
         assert not (tmp_path / "export").exists()
         return
     copy = {key: bits for held in values for key, bits in held["copies"].items()}
