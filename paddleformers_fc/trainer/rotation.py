@@ -75,6 +75,7 @@ def rotate(
         StorageError: the operating system refused.
     """
     is_lead = channel.rank in leads
+    before: dict[Path, Manifest] = {}
 
     def clean() -> bytes:
         if not is_lead:
@@ -82,14 +83,16 @@ def rotate(
         removed, _ = clean_unfinished(output_dir)
         for leftover in removed:
             say(f"Deleted {leftover.path}. {leftover.why}")
-        return b"too many" if limit is not None and len(_finished(output_dir)) > limit else b""
+        before.update(_finished(output_dir) if limit is not None else {})
+        return b"too many" if limit is not None and len(before) > limit else b""
 
     if not any(agree(channel, "cleaning the output directory", clean)) or limit is None:
         return
     newest, damaged = resume.newest(output_dir, channel, "full" if level == "full" else "size", threads)
     if not is_lead:
         return
-    manifests = _finished(output_dir)
+    # What another job has replaced meanwhile may have looked damaged, and is not the checkpoint that was looked at.
+    manifests = {path: manifest for path, manifest in _finished(output_dir).items() if before.get(path) == manifest}
     checkpoints = list(manifests)
     for path, why in damaged:
         if path in manifests:
