@@ -146,6 +146,10 @@ TRAINER = (
             *("save_rng_states", "save_tokenizer", "save_total_limit", "sharding", "sharding_parallel_size"),
             *("should_log", "tensor_model_parallel_size", "to_dict", "world_size", "seed", "dataloader_num_workers"),
             *("sep_parallel_size", "context_parallel_size", "overwrite_output_dir"),
+            # Compared with the arguments of the run that saved a checkpoint.
+            *("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"),
+            *("scale_loss", "lr_scheduler_type", "warmup_ratio", "warmup_steps", "min_lr", "lr_end", "num_cycles"),
+            *("power", "num_train_epochs"),
             # Compared with flex_checkpoint. A renamed option would no longer be refused.
             *("save_checkpoint_format", "load_checkpoint_format", "unified_checkpoint", "save_sharded_model"),
             *("load_sharded_model", "ckpt_quant_stage", "enable_zero_cost_checkpoint", "flash_device_save_steps"),
@@ -288,6 +292,11 @@ TRAINER = (
 
 COMMAND_LINE = (
     Hook("paddleformers.cli.hparams.finetuning_args:FinetuningArguments", names=("ref_model_update_steps",)),
+    Hook(
+        "paddleformers.cli.hparams.data_args:DataArguments",
+        names=("dataset_type", "input_dir", "split", "train_dataset_type", "train_dataset_path", "train_dataset_prob")
+        + ("mix_strategy", "random_shuffle", "num_samples_each_epoch", "max_seq_len", "packing", "padding_free"),
+    ),
     Hook("paddleformers.cli.hparams.model_args:ModelArguments", names=("model_name_or_path", "stage")),
     Hook("paddleformers.cli.train.sft.workflow:run_sft", names=("from_pretrained", "model_name_or_path")),
     Hook("paddleformers.cli.train.dpo.workflow:run_dpo", names=("from_pretrained", "model_name_or_path")),

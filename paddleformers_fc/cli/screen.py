@@ -20,7 +20,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _OF_TRACEBACK = (" ", "During handling of ", "The above exception ", f"{FlexError.__module__}.")
 _STEP = re.compile(r"\bloss: ([-+.\w]+), .*?\bglobal_step: (\d+),")
 _SAVED = re.compile(r"\bSaved step (\d+) to (.+): [^:]+ in [0-9.]+ s$")
-_RESUMED = re.compile(r"\bResumed step (\d+) from ")
+_RESUMED = re.compile(r"\bResumed step (\d+) (?:\(saved as [^)]*\) )?from ")
 
 
 class Screen:

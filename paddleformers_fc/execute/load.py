@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from paddleformers_fc.execute.save import Roles
 from paddleformers_fc.execute.saveplan import model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
+from paddleformers_fc.families.changes import OPTION, Change, config_changes, refuse_changes
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
 from paddleformers_fc.mapping import Shape
@@ -65,6 +66,7 @@ class LoadReport:
         bytes_received: bytes this rank got from other ranks instead of reading them.
         bytes_hashed: bytes of tensors whose checksums this rank compared before anything was read.
         known_plan: whether this rank had its plan from before.
+        changes: where the configuration of the model differs from the stored one.
     """
 
     directory: Place
@@ -75,6 +77,7 @@ class LoadReport:
     bytes_received: int = 0
     bytes_hashed: int = 0
     known_plan: bool = False
+    changes: tuple[Change, ...] = ()
 
 
 Fill = Callable[[], LoadReport]
@@ -137,13 +140,14 @@ def load_checkpoint(
     options: ReadOptions = DEFAULT_OPTIONS,
     aoa_config: Mapping[str, object] | None = None,
     plans: PlanCache = PLANS,
+    may_change: Collection[str] = (),
 ) -> LoadReport:
     """Fill live weights from a flex checkpoint, whatever the two layouts are.
 
     Arguments and errors are those of :func:`prepare_load`. An error that says a read failed leaves the model undefined,
     and the job must not go on.
     """
-    return prepare_load(checkpoint, roles, model, channel, options, aoa_config, plans)()
+    return prepare_load(checkpoint, roles, model, channel, options, aoa_config, plans, may_change)()
 
 
 def prepare_load(
@@ -154,6 +158,7 @@ def prepare_load(
     options: ReadOptions = DEFAULT_OPTIONS,
     aoa_config: Mapping[str, object] | None = None,
     plans: PlanCache = PLANS,
+    may_change: Collection[str] = (),
 ) -> Fill:
     """Do everything of a load that changes no weight: plan, compare checksums and the copies of tied tensors.
 
@@ -165,6 +170,7 @@ def prepare_load(
         options: threads and staging.
         aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
         plans: where this plan may be known from before, and is kept.
+        may_change: keys of the configuration that may differ although they change what the weights mean.
     Returns:
         fills the weights; every rank must call it.
     Raises:
@@ -173,7 +179,7 @@ def prepare_load(
     """
     started = time.monotonic()
     facts = {"manifest": manifest_seal(checkpoint.manifest), "checks": checkpoint.unread}
-    facts |= {"aoa_config": aoa_config or {}, "flex_tied": checkpoint.tied}
+    facts |= {"aoa_config": aoa_config or {}, "flex_tied": checkpoint.tied, OPTION: sorted(may_change)}
     roll = _roll(checkpoint.catalog.root, model, facts)
     tensors = _whole_model(roles, channel, roll) if aoa_config else {}
 
@@ -208,10 +214,14 @@ def prepare_load(
             return 0
         return check_numbers(checkpoint.catalog, checkpoint.manifest.files, plan, channel, options.threads)
 
+    changes = config_changes(checkpoint.known, model, complete=checkpoint.model is not None)
+
     def refuse(report: Report) -> None:
         report.refuse(str(checkpoint.catalog.root), _families_apart(checkpoint.known, model))
+        refuse_changes(changes, may_change, str(checkpoint.catalog.root))
 
-    return _prepared(checkpoint.catalog, roles, channel, options, preflight, check, refuse, started, roll)
+    fill = _prepared(checkpoint.catalog, roles, channel, options, preflight, check, refuse, started, roll)
+    return lambda: replace(fill(), changes=tuple(changes))
 
 
 def _families_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str]:

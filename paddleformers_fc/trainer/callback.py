@@ -32,6 +32,7 @@ class CheckpointReport:
         differences: after a save, where ranks held different numbers of the same part of a tensor; normally none.
         diverged_ties: after a save, where copies of tied tensors differ; normally none.
         known_plan: after a load, whether this rank had its plan from before, from ``flex_plan_cache`` or this process.
+        layouts: after a load, the layouts of the run that saved it and of this one, such as ``("dp=2", "tp=2")``.
     """
 
     step: int
@@ -41,6 +42,7 @@ class CheckpointReport:
     differences: tuple[str, ...] = ()
     known_plan: bool = False
     diverged_ties: tuple[str, ...] = ()
+    layouts: tuple[str, str] | None = None
 
 
 class FlexCheckpointCallback(TrainerCallback):
@@ -84,7 +86,8 @@ class FlexCheckpointCallback(TrainerCallback):
     def _say(self, args: Any, done: str, where: str, report: CheckpointReport) -> None:
         if args.should_log:
             known = ", as planned before" if report.known_plan else ""
+            layouts = "" if report.layouts is None else " (saved as {}, now {})".format(*report.layouts)
             logger.info(
-                f"{done} step {report.step} {where} {report.directory}: "
+                f"{done} step {report.step}{layouts} {where} {report.directory}: "
                 f"{size_text(report.bytes)} in {report.seconds:.2f} s{known}"
             )

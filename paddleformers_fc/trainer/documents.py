@@ -36,10 +36,11 @@ from paddleformers_fc.execute.opening import own_file, own_or_handed
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.exported import exported_config
 from paddleformers_fc.storage.files import files_within, read_file
-from paddleformers_fc.storage.manifest import read_listed, read_manifest
+from paddleformers_fc.storage.manifest import Manifest, read_listed
 from paddleformers_fc.storage.places import Place, masked
 from paddleformers_fc.trainer import codecs, inherited
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.options import FlexFields
 
 STATE = "trainer/state.json"
 SCHEDULER = "trainer/scheduler.json"
@@ -51,6 +52,8 @@ ARGUMENTS = "trainer/arguments.json"
 _LAYOUT_KEYS = frozenset({"moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"})
 _MAX_BYTES = 512 * 1024 * 1024  # A state holds its history: half a kilobyte for every line of the log.
 _MOST_STEPS = 1 << 53
+_DATA_ARGUMENTS = "_flex_data_arguments"
+_DATASET = "train_dataset_path"
 _SECRET_ENDINGS = ("_token", "_api_key", "password", "secret")
 
 
@@ -98,14 +101,23 @@ def model_files(trainer: Any) -> dict[str, bytes]:
         content by path relative to the directory that holds the weights.
     """
     model = unwrap_model(trainer.model)
+    custom = [trainer.copy_custom_files] if getattr(trainer.args, "copy_custom_file_list", None) else []
+    return {
+        **tokenizer_files(trainer),
+        **_written_by(custom),
+        **inherited.generation_file(model),
+        CONFIG_NAME: config_text(model).encode(),
+    }
+
+
+def tokenizer_files(trainer: Any) -> dict[str, bytes]:
+    """The files of a Trainer's tokenizer and processor, by path relative to the directory that holds the weights."""
     writers: list[Callable[[str], Any]] = []
     if trainer.tokenizer is not None and trainer.args.save_tokenizer:
         writers.append(trainer.tokenizer.save_pretrained)
     if trainer.processing_class is not None:
         writers.append(trainer.processing_class.save_pretrained)
-    if getattr(trainer.args, "copy_custom_file_list", None):
-        writers.append(trainer.copy_custom_files)
-    return {**_written_by(writers), **inherited.generation_file(model), CONFIG_NAME: config_text(model).encode()}
+    return _written_by(writers)
 
 
 def trainer_files(trainer: Any, data: dict[str, Any]) -> dict[str, bytes]:
@@ -132,22 +144,50 @@ def trainer_files(trainer: Any, data: dict[str, Any]) -> dict[str, bytes]:
 
 def arguments_document(args: Any) -> bytes:
     """The training arguments as JSON for a reader, without secrets."""
-    values = codecs.describe(args.to_dict())
+    values = codecs.describe({**_data_arguments(args), **args.to_dict()})
     hidden = {name for name, value in values.items() if value is not None and name.endswith(_SECRET_ENDINGS)}
     shown = {name: masked(value) if isinstance(value, str) else value for name, value in values.items()}
     return codecs.encode({**shown, **dict.fromkeys(hidden, "<not saved>")}, "training arguments")
 
 
-def told_arguments(directory: Place) -> dict[str, Any]:
+def remember_data_arguments(parsed: Iterable[Any]) -> None:
+    """Let training arguments hold the arguments of the data, which the command line parses into another object.
+
+    Args:
+        parsed: every object that the command line has parsed.
+    """
+    parsed = list(parsed)
+    for data in (one for one in parsed if dataclasses.is_dataclass(one) and hasattr(one, _DATASET)):
+        for arguments in (one for one in parsed if isinstance(one, FlexFields)):
+            setattr(arguments, _DATA_ARGUMENTS, data)
+
+
+def _data_arguments(args: Any) -> dict[str, Any]:
+    """The arguments of the data, and the sizes of its files; none for a script that makes its own dataset."""
+    held = getattr(args, _DATA_ARGUMENTS, None)
+    if held is None:
+        return {}
+    values = {one.name: getattr(held, one.name) for one in dataclasses.fields(held)}
+    paths = [Path(name.strip()) for name in str(values[_DATASET] or "").split(",")]
+    return {**values, "train_dataset_sizes": [path.stat().st_size for path in paths if path.is_file()]}
+
+
+def own_arguments(args: Any) -> dict[str, Any]:
+    """The training arguments of this run, as :func:`told_arguments` returns those of a checkpoint."""
+    return codecs.decode_object(arguments_document(args), "training arguments")
+
+
+def told_arguments(directory: Place, manifest: Manifest) -> dict[str, Any]:
     """The training arguments that a checkpoint tells; none where they are not seen or cannot be read.
 
     They are for a reader, and no run depends on them.
 
     Args:
         directory: the checkpoint.
+        manifest: its manifest.
     """
     try:
-        raw = read_listed(directory, read_manifest(directory), ARGUMENTS, _MAX_BYTES)
+        raw = read_listed(directory, manifest, ARGUMENTS, _MAX_BYTES)
         return codecs.decode_object(raw, str(directory / ARGUMENTS))
     except FlexError:
         return {}

@@ -121,10 +121,14 @@ def _parsed_with_our_options(original: Callable[..., Any]) -> Callable[..., Any]
     # The command line makes its parser before it runs the file named by custom_register_path, and parses after it.
     @functools.wraps(original)
     def parse_dict(self: Any, args: Mapping[str, Any], *others: Any, **kwargs: Any) -> Any:
+        from paddleformers_fc.trainer.documents import remember_data_arguments
+
         check_stage(args)
         self.dataclass_types = [with_flex_fields(kind) for kind in self.dataclass_types]
         _refuse_unknown(args, self.dataclass_types)
-        return original(self, args, *others, **kwargs)
+        parsed = original(self, args, *others, **kwargs)
+        remember_data_arguments(parsed)
+        return parsed
 
     return parse_dict
 

@@ -25,13 +25,16 @@ from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.load import PLANS, Fill, load_checkpoint, prepare_load
 from paddleformers_fc.execute.opening import open_checkpoint, own_file, own_or_handed
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.cache import PlanCache
+from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.commit import leftovers
 from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.places import Place, at_home, place
 from paddleformers_fc.trainer import (
     batches,
+    changes,
     documents,
     inherited,
     lineage,
@@ -58,6 +61,7 @@ from paddleformers_fc.trainer.run import (
     run_of,
     when_active,
 )
+from paddleformers_fc.trainer.saving import degrees_text, parallel_degrees
 from paddleformers_fc.wording import count_text
 
 _told_data = msgspec.json.Decoder(tuple[position.Order, int | None])
@@ -167,6 +171,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     inherited.take_over(trainer.model, checkpoint.config, ready.generation)
     _drop_begun_step(trainer, run)
     run.resumed_from, run.progress, run.generators = directory, progress, ready.generators
+    run.manifest, run.changes = checkpoint.manifest, report.changes
     run.ran.add("_load_flex_checkpoint")
     if progress is not None:
         _take_over(trainer, progress)
@@ -177,9 +182,39 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         seconds=time.monotonic() - started,
         bytes=report.bytes_read,
         known_plan=report.known_plan,
+        layouts=(degrees_text(checkpoint.manifest.parallel), degrees_text(parallel_degrees(args))),
     )
     for reporter in reporters(trainer):
         reporter.on_checkpoint_loaded(args, loaded)
+    if progress is None:
+        _warn(args, changes.changes_text(checkpoint.manifest.step, run.changes))
+    elif args.aoa_config is None:
+        _warn_of_unfrozen(trainer, checkpoint, channel)
+
+
+def _warn(args: Any, text: str) -> None:
+    """Log a warning on every node, unless it is empty."""
+    if text and args.should_log:
+        logger.warning(text)
+
+
+def _warn_of_unfrozen(trainer: Any, checkpoint: FlexCheckpoint, channel: Channel) -> None:
+    """Report parameters that are trained and have no states: frozen in the saved run, or never given a gradient."""
+    stored = checkpoint.catalog.roles.get(OPTIMIZER_STATE, {})
+
+    def look() -> bytes:
+        return msgspec.json.encode(state.trained_without_states(trainer.model, stored))
+
+    own = agree(channel, "looking for parameters without states", look)
+    names = sorted({name for payload in own for name in msgspec.json.decode(payload, type=list[str])}, key=natural)
+    if names:
+        lines = "".join(f"\n  - {line}" for line in fold(names))
+        _warn(
+            trainer.args,
+            f"{count_text(len(names), 'parameter')} of this run {'is' if len(names) == 1 else 'are'} trained and "
+            f"without optimizer states in {checkpoint.catalog.root}: frozen in the run that saved it, or without a "
+            f"gradient. Their states start at zero.{lines}",
+        )
 
 
 @dataclass(frozen=True)
@@ -257,7 +292,8 @@ def _prepared(trainer: Any, directory: Place, channel: Channel) -> _Ready:
     roles, generation = together(channel, "preparing the optimizer", prepare)
     model, options = describe(trainer.model), read_options(args)
     with _verifying():
-        fill = prepare_load(checkpoint, roles, model, channel, options, args.aoa_config, _plans(args))
+        may_change = args.flex_allow_config_changes
+        fill = prepare_load(checkpoint, roles, model, channel, options, args.aoa_config, _plans(args), may_change)
     return _Ready(checkpoint, progress, generators, generation, fill)
 
 
@@ -389,7 +425,7 @@ def inner_training_loop(
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     on_made_up = None
     if run.progress is not None:
-        start = _start(run, args, order, passes)
+        start = _start(trainer, order, passes)
         done = trainer.state.global_step >= max_steps
         epochs = position.epochs_left(start, num_train_epochs, args.max_steps > 0, done)
         loader = batches.ResumedBatches(
@@ -435,22 +471,45 @@ def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.Order, i
     return _told_data.decode(next(filter(None, told)))
 
 
-def _start(run: Run, args: Any, order: position.Order, passes: int | None) -> position.Start:
+def _start(trainer: Any, order: position.Order, passes: int | None) -> position.Start:
+    run, args = run_of(trainer), trainer.args
     if run.progress is None or run.resumed_from is None:
         return position.Start(position.Position(), 0)
     saved = position.from_document(run.progress.data, f"{run.resumed_from}/{documents.DATA}")
     pace = position.pace_of(args, passes)
-    change = position.changed_batch(saved[1], pace)
-    if change and args.should_log:
-        logger.warning(change)
+    _warn_of_changes(trainer, saved, pace, order)
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
-    if not order.indexed and saved[0].samples and args.should_log:
-        other = position.changed_stream(documents.told_arguments(run.resumed_from), args)
-        if other:
-            logger.warning(other)
     pipeline = args.pipeline_model_parallel_size > 1
     return position.start_after(saved, pace, order, passes, pipeline)
+
+
+def _warn_of_changes(
+    trainer: Any,
+    saved: tuple[position.Position, position.Pace, position.Order],
+    pace: position.Pace,
+    order: position.Order,
+) -> None:
+    """Report in one table what differs between the model and run that were saved and these."""
+    args, run = trainer.args, run_of(trainer)
+    done, old_pace, old_order = saved
+    streams = not order.indexed and done.samples > 0 and not args.ignore_data_skip
+
+    def compare() -> str:
+        directory, manifest = run.resumed_from, run.manifest
+        if directory is None or manifest is None or not args.should_log:
+            return ""
+        arguments = documents.told_arguments(directory, manifest), documents.own_arguments(args)
+        found = [
+            *run.changes,
+            *changes.argument_changes(*arguments, streams),
+            *changes.batch_changes(old_pace, pace),
+            *changes.length_changes((old_order, old_pace), (order, pace)),
+            *changes.file_changes(manifest, documents.tokenizer_files(trainer)),
+        ]
+        return changes.changes_text(trainer.state.global_step, found, streams)
+
+    _warn(args, together(channel_of(args), "comparing the run with the one that was saved", compare))
 
 
 def _load_best(trainer: Any, directory: Path) -> None:
@@ -460,7 +519,8 @@ def _load_best(trainer: Any, directory: Path) -> None:
     checkpoint = replace(checkpoint, tied=trainer.args.flex_tied)
     roles = together(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
     options = read_options(trainer.args)
-    load_checkpoint(checkpoint, roles, describe(trainer.model), channel, options)
+    may_change = trainer.args.flex_allow_config_changes
+    load_checkpoint(checkpoint, roles, describe(trainer.model), channel, options, may_change=may_change)
     if trainer.args.should_log:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")
 

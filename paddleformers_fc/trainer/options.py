@@ -97,6 +97,13 @@ class FlexFields:
             "exported, where copies on different pipeline stages differ: refuse (none), first or last. Default: refuse."
         },
     )
+    flex_allow_config_changes: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Keys of the model's configuration that may differ from those of the checkpoint although they "
+            "change what its weights mean, such as [rope_theta]. Default: none."
+        },
+    )
     flex_timeout: int = field(
         default=1800,
         metadata={
@@ -273,6 +280,9 @@ def _range_faults(options: Any) -> list[str]:
             faults.append(f"{name}: {value!r} is not a whole number from 1 to {largest}")
     for name in ("flex_staging_size", "flex_max_shard_size", "flex_max_file_size"):
         faults.extend(f"{name}: {fault}" for fault in _size_faults(getattr(options, name)))
+    keys = options.flex_allow_config_changes
+    if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
+        faults.append(f"flex_allow_config_changes: {keys!r} is not a list of keys such as [rope_theta]")
     if not isinstance(options.flex_plan_cache, str) or not options.flex_plan_cache:
         faults.append(f"flex_plan_cache: {options.flex_plan_cache!r} is not the name of a directory")
     return faults

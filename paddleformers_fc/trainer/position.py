@@ -103,38 +103,6 @@ def pace_of(args: Any, passes: int | None = None) -> Pace:
     return Pace(args.per_device_train_batch_size, accumulation, args.dataset_world_size)
 
 
-def changed_batch(saved: Pace, now: Pace) -> str:
-    """What to tell a user whose resumed run takes another number of samples per step; empty where it is the same."""
-    if saved.per_step == now.per_step:
-        return ""
-    return (
-        f"The checkpoint was saved with {saved.per_step} samples per step, and this run takes {now.per_step}: "
-        f"{now.micro_batch} per_device_train_batch_size x {now.accumulation} gradient_accumulation_steps x "
-        f"{now.ranks} data-parallel ranks. To train on as before, change one of the first two."
-    )
-
-
-ORDERS_A_STREAM = ("seed", "dataloader_num_workers")
-"""The training arguments that may decide in which order a stream comes, which nobody can look at."""
-
-
-def changed_stream(saved: dict[str, Any], args: Any) -> str:
-    """What to tell a user whose stream may come in another order than in the run that was saved; empty if it does not.
-
-    Args:
-        saved: the training arguments that the checkpoint tells.
-        args: those of this run.
-    """
-    pairs = [(name, saved[name], getattr(args, name)) for name in ORDERS_A_STREAM if name in saved]
-    changed = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
-    if not changed:
-        return ""
-    return (
-        f"The data is a stream, of which this run leaves out what was trained: {', '.join(changed)}. If its order "
-        "depends on that, samples are repeated and others left out. To train on as before, change it back."
-    )
-
-
 def to_document(position: Position, pace: Pace, order: Order) -> dict[str, Any]:
     """What a checkpoint says about its position."""
     usual = asdict(Position())

@@ -17,7 +17,8 @@ from paddleformers_fc.execute.channel import Channel
 from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.rollcall import Called
-from paddleformers_fc.storage.manifest import RunRecord
+from paddleformers_fc.families.changes import Change
+from paddleformers_fc.storage.manifest import Manifest, RunRecord
 from paddleformers_fc.storage.places import Place
 from paddleformers_fc.trainer import batches, documents, optimizers
 from paddleformers_fc.trainer.best import BestCheckpoint
@@ -52,6 +53,8 @@ class Run:
         resumed_from: the checkpoint that was loaded; None in a run from the beginning.
         progress: the Trainer's state in that checkpoint; None unless it is to be continued.
         generators: this process's random generators in that checkpoint; None if it has none of this process.
+        manifest: of the checkpoint that was loaded.
+        changes: where the model's configuration differs from that in the checkpoint that was loaded.
         saved: the last checkpoint that has been saved since training was asked for.
         disks: which processes share the disk that they save on; known after the first save.
         told_of_differences: whether the log says that replicas differ.
@@ -70,6 +73,8 @@ class Run:
     resumed_from: Place | None = None
     progress: documents.Progress | None = None
     generators: bytes | None = None
+    manifest: Manifest | None = None
+    changes: tuple[Change, ...] = ()
     saved: Path | None = None
     disks: Disks | None = None
     told_of_differences: bool = False

@@ -6,6 +6,7 @@ One function per method that changes. Whatever may fail on one rank alone runs i
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,11 @@ def parallel_degrees(args: Any) -> dict[str, int]:
         "sep": max(args.sep_parallel_size, 1),
         "cp": max(args.context_parallel_size, 1),
     }
+
+
+def degrees_text(degrees: Mapping[str, int]) -> str:
+    """Return parallel degrees above one as text, such as ``tp=2 pp=2``; of a single rank ``dp=1``."""
+    return " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1) or "dp=1"
 
 
 @when_active

@@ -127,6 +127,19 @@ def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:
         init_optimizer(optimizer, weights, stored)
 
 
+def trained_without_states(model: Any, stored: Collection[str]) -> list[str]:
+    """Return the names of this rank's parameters that are trained and for which no state is stored.
+
+    Args:
+        model: the model as it was built.
+        stored: as for :func:`create_states`.
+    """
+    parameters = {_parameter_of(state) for state in _with_aliases(model, stored)}
+    weights = _owners(model, _parameters(model))
+    trained = [name for name, weight in weights.items() if not weight.local_tensor.stop_gradient]
+    return [name for name in trained if name not in parameters]
+
+
 def _owners(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
     """The weights without the aliases of tied ones, so that a tied parameter's states bear its owner's name.
 

@@ -30,6 +30,7 @@ def train(
     resume: str | bool | None = None,
     evaluate: bool = False,
     ours: bool = False,
+    model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train with the stock Trainer or with ours; its losses, last step and samples, or the error."""
     from paddleformers.trainer import TrainerCallback
@@ -49,10 +50,10 @@ def train(
         given["eval_dataset"] = tiny.Samples()
     try:
         if ours:
-            trainer = flex_trainer(layout, output_dir, arguments, **given)
+            trainer = flex_trainer(layout, output_dir, arguments, model=model, **given)
         else:
             args = tiny.training_arguments(layout, output_dir, **(arguments or {}))
-            trainer = tiny.trainer(tiny.build("llama", layout, args), args, **given)
+            trainer = tiny.trainer(tiny.build("llama", layout, args, **(model or {})), args, **given)
         trainer.train(resume_from_checkpoint=resume)
         found = {"losses": trainer.losses, "step": trainer.state.global_step, "samples": trained}
         if evaluate:

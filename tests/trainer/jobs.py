@@ -121,6 +121,21 @@ def run_with_scaler(initial: float, resume: str | None = None, **settings: Any) 
     return {"losses": trainer.losses, "scaler": state}
 
 
+def run_with_frozen(frozen: list[str], resume: str | None = None, **settings: Any) -> dict[str, Any]:
+    """As :func:`run`, with parameters that are not trained, by name; an error instead if there is one."""
+    from paddleformers_fc.errors import FlexError
+
+    trainer = flex_trainer(**settings)
+    held = {one.local_tensor.name for name, one in trainer.model.sharded_state_dict().items() if name in frozen}
+    for parameter in trainer.model.parameters():
+        parameter.stop_gradient = parameter.name in held
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except FlexError as error:
+        return {"error": error.render()}
+    return outcome(trainer)
+
+
 def run_past_a_layer(resume: str | None = None, **settings: Any) -> dict[str, Any]:
     """As :func:`run`, with a layer whose outcome is not used, so that its parameters have no gradient."""
     trainer = flex_trainer(**settings)

@@ -15,8 +15,6 @@ from paddleformers_fc.trainer.position import (
     Pace,
     Position,
     Start,
-    changed_batch,
-    changed_stream,
     epochs_left,
     from_document,
     pace_of,
@@ -33,19 +31,6 @@ HALFWAY = Position(epoch=1, samples=24, consumed=88)
 def test_a_position_survives_its_document() -> None:
     saved = (HALFWAY, DP2, SHUFFLED)
     assert from_document(to_document(*saved), "data.json") == saved
-
-
-def test_another_number_of_samples_per_step_is_told_and_the_same_is_not() -> None:
-    assert changed_batch(DP2, Pace(micro_batch=2, accumulation=4, ranks=1)) == ""
-    text = changed_batch(DP2, Pace(micro_batch=4, accumulation=1, ranks=1))
-    assert "saved with 8 samples per step, and this run takes 4" in text
-
-
-def test_arguments_that_may_order_a_stream_are_told_where_they_change() -> None:
-    args = SimpleNamespace(seed=7, dataloader_num_workers=2)
-    assert changed_stream({"seed": 7, "dataloader_num_workers": 2}, args) == changed_stream({}, args) == ""
-    text = changed_stream({"seed": 42, "dataloader_num_workers": 0}, args)
-    assert "seed was 42 and is 7, dataloader_num_workers was 0 and is 2" in text
 
 
 @pytest.mark.parametrize(

@@ -341,7 +341,7 @@ def test_a_stream_that_may_come_in_another_order_is_said_at_the_resume(ranks: Fo
         result = ranks.run(
             f"{JOBS}:run_on_stream", 1, {"output_dir": str(tmp_path / "again"), "arguments": arguments, **resume}
         )
-        logs.append(result.logs[0].read_text().count("seed was 42 and is 7"))
+        logs.append(result.logs[0].read_text().count("If its order depends on seed"))
     assert logs == [0, 1]
 
 
@@ -451,7 +451,7 @@ def test_a_resume_with_another_number_of_samples_per_step_is_warned(
     whole = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "a", saved.third, max_steps=4))
     less = {"per_device_train_batch_size": 4, "max_steps": 4}
     half = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "b", saved.third, **less))
-    said = "saved with 8 samples per step, and this run takes 4"
+    said = "another number of samples per step"
     assert said not in whole.logs[0].read_text()
     assert said in half.logs[0].read_text()
 
@@ -464,7 +464,7 @@ def test_an_accumulation_that_paddleformers_lowers_to_an_epoch_is_no_other_batch
     assert "changing accumulation step from `9` to `8`" in whole.logs[0].read_text()
     resume = tmp_path / "once" / "checkpoint-1"
     again = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "again", resume, **arguments))
-    assert "samples per step, and this run takes" not in again.logs[0].read_text()
+    assert "This run differs" not in again.logs[0].read_text()
     assert again.values[0] == {**whole.values[0], "losses": whole.values[0]["losses"][1:]}
 
 
@@ -802,7 +802,7 @@ def test_exports_beside_the_steps_have_their_own_directories(ranks: ForkServer, 
 def test_every_save_and_load_is_one_line_in_the_log(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
     result = ranks.run(f"{JOBS}:run", 2, settings(TP2, tmp_path, saved.third, max_steps=4, save_steps=4))
     lines = result.logs[0].read_text().splitlines()
-    (loaded,) = [line for line in lines if f"Resumed step 3 from {saved.third}: " in line]
+    (loaded,) = [line for line in lines if f"Resumed step 3 (saved as dp=2, now tp=2) from {saved.third}: " in line]
     (written,) = [line for line in lines if f"Saved step 4 to {tmp_path / 'checkpoint-4'}: " in line]
     assert " s" in loaded
     assert " in " in written

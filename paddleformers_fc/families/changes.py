@@ -1,0 +1,239 @@
+"""Differences between the configuration that a checkpoint was saved with and the configuration of the live model.
+
+Tensors of equal names and shapes fit, whatever the configuration says of their use: another ``rope_theta`` or
+``hidden_act`` gives another model with the same weights. :data:`GROUPS` lists the keys that change the meaning of
+weights, with the reason. Such a change is refused unless the user names its key. Every other change is reported.
+
+Compared are resolved configurations, in which defaults are filled in, value by value: a key of a nested configuration
+is written with dots, such as ``rope_scaling.factor``. Keys of :data:`LEFT_OUT` are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import xxhash
+
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.families.description import ModelDescription
+
+OPTION = "flex_allow_config_changes"
+"""The option that names the keys that may change."""
+
+ABSENT = "not set"
+_LONGEST = 48
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "the class of the model": ("model_type",),
+    "positions are encoded differently": (
+        *("rope_*", "rotary*", "partial_rotary_factor", "no_rope*", "mrope*", "position_embedding_type"),
+        *("original_max_position_embeddings", "*_rope_theta", "use_alibi", "alibi"),
+    ),
+    "layers apply another activation function": (
+        *("*hidden_act", "hidden_activation", "activation", "activation_func*", "act_fn", "gated_linear_unit"),
+        *("swiglu_limit", "swiglu_alpha"),
+    ),
+    "activations are normalized differently": (
+        *("*norm_eps", "*norm_epsilon", "norm_type", "normalization", "use_rmsnorm", "use_rms_norm", "*qk_norm*"),
+        *("*qk_layernorm*", "*zero_centered*", "use_gemma_norm", "apply_residual_connection_post_layernorm"),
+    ),
+    "tokens are routed to other experts, or with other weights": (
+        *("moe_k", "moe_topk", "num_experts_per_tok", "norm_topk_prob", "moe_norm_gate_logits", "moe_norm_min"),
+        *("scoring_func", "topk_method", "n_group", "topk_group", "routed_scaling_factor", "moe_router_*"),
+        *("moe_capacity", "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_reverse_token_drop"),
+        *("moe_gate*", "moe_use_hard_gate", "moe_use_aux_free", "use_routing_bias", "sinkhorn_*"),
+        *("first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step", "mlp_only_layers"),
+        *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "moe_group_experts"),
+    ),
+    "attention is computed differently": (
+        *("query_pre_attn_scalar", "attention_multiplier", "softmax_scale", "softmax_type", "scale_qk_coeff"),
+        *("*softcap*", "use_sliding_window", "sliding_window*", "max_window_layers", "window_size", "layer_types"),
+        *("attn_type_list", "attention_chunk_size", "fullatt_block_indexes", "use_bidirectional_attention"),
+        *(
+            "num_attention_heads",
+            "num_key_value_heads",
+            "num_heads",
+            "is_causal",
+            "multi_latent_attention",
+            "attention_window_size",
+            "use_attn_sink*",
+        ),
+        *("attn_scale*", "attention_scal*", "use_parallel_residual", "parallel_attn"),
+    ),
+    "embeddings, logits or residuals are scaled differently, or shared": (
+        *("tie_word_embeddings", "embedding_multiplier", "logits_scaling", "logit_scale", "residual_multiplier"),
+        *("scale_emb", "scale_depth", "dim_model_base", "embedding_scale", "use_embedding_scaling"),
+    ),
+}
+"""Why a change is refused, and the keys. ``*`` stands for any text."""
+
+_REPORTED_ONLY = ("moe_router_load_balancing_type", "moe_router_bias_update_rate")
+"""Keys that a group contains and that concern the training loss or later updates alone."""
+
+LEFT_OUT = (
+    # The parallel layout, and which part of a model a rank holds.
+    *("*parallel_size", "*parallel_rank", "*parallel_degree", "tensor_parallel*", "sequence_parallel"),
+    *("num_empty_layers_*", "pp_seg_method", "ep_size", "moe_group", "moe_group_origin", "moe_rank"),
+    *("moe_world_size", "disable_ffn_model_parallel", "num_acc_steps", "micro_batch_size", "cp_balance_mode"),
+    # Versions and names.
+    *("*_version", "architectures", "name_or_path", "auto_map", "torchscript"),
+    # The precision is compared tensor by tensor.
+    *("dtype", "torch_dtype"),
+    # How a result is computed or returned, and not which.
+    *("use_cache", "fuse_*", "*_fusion", "use_fused_*", "recompute*", "no_recompute_layers", "gradient_checkpointing"),
+    *("*attn_implementation", "use_flash_attention", "use_flash_attn", "flashmask_*", "output_*", "return_dict*"),
+    *("moe_subbatch_*", "loss_subbatch_*", "moe_token_dispatcher_type", "moe_deepep_*", "use_unified_moe"),
+    *("moe_use_fusion_node", "moe_deep_gemm", "moe_ep_barrier", "moe_shared_expert_overlap", "using_sonic_moe"),
+    *("moe_multimodal_dispatch_use_allgather", "use_single_model_implementation", "enable_mtp_magic_send"),
+    *("enable_delay_scale_loss", "fd_fallback", "using_flex_token"),
+    # Weights are filled from the checkpoint.
+    *("initializer_*", "*init_method*", "perform_initialization"),
+)
+"""Keys that are not compared."""
+
+_SAME = (
+    frozenset({"moe_k", "moe_topk", "num_experts_per_tok"}),
+    frozenset({"hidden_act", "hidden_activation"}),
+    frozenset({"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}),
+)
+"""Keys under which configurations repeat one value."""
+
+_ROTARY = ("rope_parameters", "rope_scaling")
+"""Nested values that repeat each other's keys and those of the configuration."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that differs.
+
+    Args:
+        key: its name; of a nested value the path with dots.
+        saved: the text of the stored value.
+        now: the text of the live value.
+        keys: every key under which the configuration repeats this value, ``key`` among them.
+        because: why a run with this change is refused; empty where it is only reported.
+    """
+
+    key: str
+    saved: str
+    now: str
+    keys: frozenset[str] = frozenset()
+    because: str = ""
+
+    def is_named_in(self, named: Collection[str]) -> bool:
+        """Whether one of its keys, or a key that contains it, is among ``named``."""
+        return any(key == one or key.startswith(f"{one}.") for key in self.keys for one in named)
+
+
+def config_changes(stored: ModelDescription, live: ModelDescription, complete: bool) -> list[Change]:
+    """List the differences between two configurations, the refused ones first.
+
+    Args:
+        stored: the model of a checkpoint.
+        live: the model that it is loaded into.
+        complete: whether ``stored`` holds every key with its value; otherwise only the keys that it holds are compared.
+    """
+    saved, now = dict(_values(stored.config)), dict(_values(live.config))
+    if not complete:
+        now = {key: value for key, value in now.items() if key.partition(".")[0] in stored.config}
+    changed = {}
+    for key in sorted(saved.keys() | now.keys()):
+        if not _is_left_out(key) and not _is_equal(saved.get(key), now.get(key)):
+            changed[key] = value_text(saved.get(key, ABSENT)), value_text(now.get(key, ABSENT))
+    groups: dict[tuple[str, str, str], set[str]] = {}
+    for key, texts in changed.items():
+        groups.setdefault((_spelled_once(key), *texts), set()).add(key)
+    changes = []
+    for (_, old, new), keys in groups.items():
+        shortest = min(keys, key=lambda key: (key.count("."), key))
+        because = next(filter(None, map(_because, sorted(keys))), "")
+        changes.append(Change(shortest, old, new, frozenset(keys), because))
+    return sorted(changes, key=lambda change: (not change.because, change.key))
+
+
+def refuse_changes(changes: Sequence[Change], allowed: Collection[str], where: str) -> None:
+    """Refuse changes of what weights mean that the user has not allowed.
+
+    Args:
+        changes: what :func:`config_changes` returned.
+        allowed: the keys that the user names.
+        where: the checkpoint.
+
+    Raises:
+        MismatchError: with a table of every such change.
+    """
+    refused = [change for change in changes if change.because and not change.is_named_in(allowed)]
+    if not refused:
+        return
+    reasons = dict.fromkeys(change.because for change in refused)
+    keys = [change.key for change in refused]
+    raise MismatchError(
+        "The model's configuration gives the stored weights another meaning. No weight was changed.",
+        where=where,
+        evidence=[*table(refused), *(f"{_of(refused, reason)}: {reason}" for reason in reasons)],
+        next_step="Resume with the configuration that the checkpoint was saved with, or name every changed key: "
+        f"{OPTION}: [{', '.join(sorted({*allowed, *keys}))}]",
+    )
+
+
+def table(changes: Sequence[Change]) -> list[str]:
+    """Return the lines of a table of changes: key, saved, now."""
+    rows = [("key", "saved", "now"), *((change.key, change.saved, change.now) for change in changes)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return [f"{key:{widths[0]}}  {saved:{widths[1]}}  {now}" for key, saved, now in rows]
+
+
+def value_text(value: object) -> str:
+    """Return a value as JSON; of a long one the beginning, and a digest that tells it from others."""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    if len(text) <= _LONGEST:
+        return text
+    digest = xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
+    return f"{text[: _LONGEST // 2]}... ({len(text)} characters, xxh3_64 {digest[:8]})"
+
+
+def _of(changes: Sequence[Change], because: str) -> str:
+    return ", ".join(change.key for change in changes if change.because == because)
+
+
+def _values(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _values(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same; an absent one is None."""
+    if isinstance(one, bool) != isinstance(other, bool):
+        return {one, other} == {None, False} if None in (one, other) else False
+    return bool(one == other)
+
+
+def _spelled_once(key: str) -> str:
+    """One name for all keys under which configurations repeat a value."""
+    head, _, last = key.rpartition(".")
+    parents = [one for one in head.split(".") if one and one not in _ROTARY]
+    known = next((min(names) for names in _SAME if last in names), last)
+    return ".".join([*parents, known])
+
+
+def _because(key: str) -> str:
+    """Why a change of a key is refused; empty where it is not."""
+    parts = key.split(".")
+    if _matches(parts, _REPORTED_ONLY):
+        return ""
+    return next((because for because, patterns in GROUPS.items() if _matches(parts, patterns)), "")
+
+
+def _is_left_out(key: str) -> bool:
+    return _matches(key.split("."), LEFT_OUT)
+
+
+def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(part, pattern) for part in parts for pattern in patterns)

@@ -1,0 +1,121 @@
+"""Differences between the run that saved a checkpoint and the run that resumes it, beside those of the model.
+
+Another learning rate, corpus, tokenizer or batch is often intended, and never changes what is loaded. So these changes
+are reported, in one table with those of the model's configuration, and none of them is refused here.
+
+Nothing here imports Paddle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import xxhash
+
+from paddleformers_fc.families.changes import ABSENT, Change, table, value_text
+from paddleformers_fc.storage.manifest import Manifest
+from paddleformers_fc.trainer.position import Order, Pace
+
+OPTIMIZER = (
+    *("optim", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"),
+    "scale_loss",
+)
+SCHEDULE = (
+    *("lr_scheduler_type", "lr_scheduler", "warmup_ratio", "warmup_steps", "min_lr", "lr_end", "num_cycles", "power"),
+    *("decay_steps", "decay_function", "max_steps", "num_train_epochs"),
+)
+CORPUS = (
+    *("dataset_type", "input_dir", "split", "train_dataset_type", "train_dataset_path", "train_dataset_sizes"),
+    *("train_dataset_prob", "mix_strategy", "random_shuffle", "num_samples_each_epoch", "max_seq_len"),
+    *("max_prompt_len", "packing", "padding_free", "greedy_intokens", "buffer_size", "binpacking", "packing_interval"),
+    *("truncate_packing", "truncation_strategy", "template", "use_template", "template_backend", "encode_one_turn"),
+    *("split_multi_turn", "new_special_tokens_path", "dataloader_shuffle"),
+)
+SETTINGS = (*OPTIMIZER, *SCHEDULE, "seed", *CORPUS)
+"""The arguments of a run that are compared, in the order of the table."""
+
+OF_A_STREAM = "dataloader_num_workers"
+"""The argument that may decide the order of a stream and of nothing else."""
+
+_BATCH_ADVICE = (
+    "The run takes another number of samples per step. To train on as before, change per_device_train_batch_size or "
+    "gradient_accumulation_steps."
+)
+_STREAM_ADVICE = (
+    "The data is a stream, of which this run leaves out what was trained. If its order depends on seed or "
+    f"{OF_A_STREAM}, samples are repeated and others left out. To train on as before, change it back."
+)
+
+
+def argument_changes(saved: Mapping[str, Any], now: Mapping[str, Any], streams: bool) -> list[Change]:
+    """Compare the arguments of two runs.
+
+    Args:
+        saved: the arguments that the checkpoint contains, by name.
+        now: those of this run.
+        streams: whether the data is a stream.
+    """
+    names = (*SETTINGS, OF_A_STREAM) if streams else SETTINGS
+    pairs = [(name, saved[name], now[name]) for name in names if name in saved and name in now]
+    return [Change(name, value_text(old), value_text(new)) for name, old, new in pairs if old != new]
+
+
+def batch_changes(saved: Pace, now: Pace) -> list[Change]:
+    """Compare batches; under another number of data-parallel ranks only the global batch.
+
+    With another layout the share of a rank must change for the global batch to stay what it was.
+    """
+    rows = [("samples per step", saved.per_step, now.per_step)]
+    if saved.per_step != now.per_step or saved.ranks == now.ranks:
+        rows += [
+            ("per_device_train_batch_size", saved.micro_batch, now.micro_batch),
+            ("gradient_accumulation_steps", saved.accumulation, now.accumulation),
+            ("data-parallel ranks", saved.ranks, now.ranks),
+        ]
+    return [Change(key, value_text(old), value_text(new)) for key, old, new in rows if old != new]
+
+
+def length_changes(saved: tuple[Order, Pace], now: tuple[Order, Pace]) -> list[Change]:
+    """Compare the lengths of the data, which are rounded to the number of data-parallel ranks."""
+    (old, old_pace), (new, new_pace) = saved, now
+    known = old.indexed and new.indexed and old.length and new.length and old_pace.ranks == new_pace.ranks
+    if not known or old.length == new.length:
+        return []
+    return [Change("samples of train_dataset", value_text(old.length), value_text(new.length))]
+
+
+def file_changes(manifest: Manifest, files: Mapping[str, bytes]) -> list[Change]:
+    """Compare files of a tokenizer or processor by their checksums.
+
+    Args:
+        manifest: of the checkpoint.
+        files: the content of the files as this run would save them, by path.
+    """
+    changes = []
+    for path, content in sorted(files.items()):
+        receipt, digest = manifest.receipt(path), xxhash.xxh3_128_hexdigest(content)
+        if receipt is None or receipt.digest != digest:
+            saved = ABSENT if receipt is None else f"xxh3_128 {receipt.digest[:12]}"
+            changes.append(Change(path, saved, f"xxh3_128 {digest[:12]}"))
+    return changes
+
+
+def changes_text(step: int, changes: Iterable[Change], streams: bool = False) -> str:
+    """Return the warning about all changes; empty without any.
+
+    Args:
+        step: of the checkpoint.
+        changes: what differs.
+        streams: whether the data is a stream of which samples were trained.
+    """
+    rows = list(changes)
+    if not rows:
+        return ""
+    keys = {row.key for row in rows}
+    lines = [f"This run differs from the one that saved step {step}:", *(f"  {line}" for line in table(rows))]
+    if "samples per step" in keys:
+        lines.append(_BATCH_ADVICE)
+    if streams and keys & {"seed", OF_A_STREAM}:
+        lines.append(_STREAM_ADVICE)
+    return "\n".join(lines)

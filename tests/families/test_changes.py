@@ -1,0 +1,134 @@
+"""Which differences between two configurations are found, and which of them change what weights mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.families.changes import Change, config_changes, refuse_changes, table, value_text
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+def changed(saved: dict[str, Any], now: dict[str, Any], complete: bool = True) -> list[Change]:
+    return config_changes(ModelDescription(saved), ModelDescription(now), complete)
+
+
+def refused(saved: dict[str, Any], now: dict[str, Any], *allowed: str) -> str:
+    try:
+        refuse_changes(changed(saved, now), allowed, "checkpoint-1")
+    except MismatchError as error:
+        return error.render()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("key", "saved", "now"),
+    [
+        ("model_type", "llama", "qwen2"),
+        ("rope_theta", 10000.0, 10001.0),
+        ("rope_scaling", None, LINEAR),
+        ("rope_parameters", {"rope_type": "default"}, LINEAR),
+        ("partial_rotary_factor", 1.0, 0.5),
+        ("hidden_act", "silu", "gelu"),
+        ("hidden_activation", "gelu", "silu"),
+        ("rms_norm_eps", 1e-6, 1e-5),
+        ("layer_norm_eps", 1e-6, 1e-5),
+        ("use_qk_norm", False, True),
+        ("moe_k", 2, 1),
+        ("num_experts_per_tok", 2, 4),
+        ("norm_topk_prob", True, False),
+        ("scoring_func", "softmax", "sigmoid"),
+        ("topk_method", "greedy", "noaux_tc"),
+        ("n_group", 1, 2),
+        ("topk_group", 1, 2),
+        ("routed_scaling_factor", 1.0, 2.5),
+        ("query_pre_attn_scalar", 256, 128),
+        ("sliding_window", None, 128),
+        ("layer_types", ["full_attention"], ["sliding_attention"]),
+        ("final_logit_softcapping", None, 30.0),
+        ("num_attention_heads", 4, 8),
+        ("tie_word_embeddings", False, True),
+        ("embedding_multiplier", 1.0, 2.0),
+    ],
+)
+def test_what_changes_the_meaning_of_weights_is_refused_unless_its_key_is_named(key: str, saved: Any, now: Any) -> None:
+    for stored, live in (({key: saved}, {key: now}), ({"text_config": {key: saved}}, {"text_config": {key: now}})):
+        assert key in refused(stored, live)
+        assert refused(stored, live, next(iter(stored))) == ""
+        assert refused(stored, live, "another_key") != ""
+    assert refused({key: now}, {key: saved}) != ""
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["attention_dropout", "max_position_embeddings", "router_aux_loss_coef", "moe_router_bias_update_rate", "new"],
+)
+def test_every_other_change_is_listed_and_not_refused(key: str) -> None:
+    assert table(changed({key: 1}, {key: 2})) == [f"{'key':{len(key)}}  saved  now", f"{key}  1      2"]
+    assert refused({key: 1}, {key: 2}) == ""
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("tensor_model_parallel_size", "tensor_parallel_rank", "sequence_parallel", "num_empty_layers_add_in_head"),
+        *("paddleformers_version", "architectures", "dtype", "use_cache", "fuse_rms_norm", "apply_rope_fusion"),
+        *(
+            "moe_router_fusion",
+            "recompute_granularity",
+            "initializer_range",
+            "output_attentions",
+            "use_flash_attention",
+        ),
+    ],
+)
+def test_layouts_versions_and_ways_of_computing_are_not_compared(key: str) -> None:
+    assert changed({key: 1, "text_config": {key: 1}}, {key: 2, "text_config": {key: 2}}) == []
+
+
+def test_values_that_say_the_same_are_no_change() -> None:
+    saved = {"rope_theta": 10000, "sliding_window": None, "use_qk_norm": False, "rope_scaling": {}}
+    assert changed(saved, {"rope_theta": 10000.0}) == changed({"rope_theta": 10000.0}, saved) == []
+
+
+def test_true_is_not_one() -> None:
+    assert [one.key for one in changed({"moe_gate": True}, {"moe_gate": 1})] == ["moe_gate"]
+
+
+def test_a_value_that_is_held_under_several_keys_is_one_change_and_any_of_them_allows_it() -> None:
+    saved, now = (
+        {"rope_theta": theta, "rope_parameters": {"rope_theta": theta}, "moe_k": k, "num_experts_per_tok": k}
+        for theta, k in ((1e4, 2), (2e4, 1))
+    )
+    assert [one.key for one in changed(saved, now)] == ["moe_k", "rope_theta"]
+    for theta in ("rope_theta", "rope_parameters", "rope_parameters.rope_theta"):
+        for k in ("moe_k", "num_experts_per_tok"):
+            assert refused(saved, now, theta, k) == ""
+    assert "moe_k" in refused(saved, now, "rope_theta")
+
+
+def test_changes_of_equal_values_under_other_keys_stay_apart() -> None:
+    text = refused({"n_group": 1, "topk_group": 1}, {"n_group": 2, "topk_group": 2}, "n_group")
+    assert "flex_allow_config_changes: [n_group, topk_group]" in text
+
+
+def test_a_leaf_of_a_nested_value_is_named_with_dots() -> None:
+    saved, now = {"rope_scaling": LINEAR}, {"rope_scaling": {**LINEAR, "factor": 4.0}}
+    assert "rope_scaling.factor  2.0    4.0" in refused(saved, now)
+    assert refused(saved, now, "rope_scaling.factor") == ""
+    assert refused(saved, now, "rope_scaling.rope_type") != ""
+
+
+def test_of_an_incomplete_configuration_only_what_it_holds_is_compared() -> None:
+    assert changed({"hidden_act": "silu"}, {"hidden_act": "silu", "rope_theta": 2e4}, complete=False) == []
+    assert len(changed({"hidden_act": "silu"}, {"hidden_act": "silu", "rope_theta": 2e4})) == 1
+
+
+def test_a_long_value_is_told_apart_by_its_digest() -> None:
+    one, other = (value_text([*range(100), last]) for last in (1, 2))
+    assert one != other
+    assert len(one) < 80

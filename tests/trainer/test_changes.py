@@ -1,0 +1,166 @@
+"""What differs between the model and run that saved a checkpoint and those that resume it, through the Trainer."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.cli.screen import COLOUR
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.trainer.options import FlexFields
+from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, TP2, Layout
+
+JOBS = "tests.trainer.jobs"
+DIFFERS = "This run differs from the one that saved step"
+
+
+def settings(layout: Layout, output_dir: Path, resume: Path | None = None, **others: Any) -> dict[str, Any]:
+    found = {"layout": layout.to_json(), "output_dir": str(output_dir), **others}
+    return found if resume is None else {**found, "resume": str(resume)}
+
+
+def save_two(ranks: ForkServer, output_dir: Path, layout: Layout, **others: Any) -> Path:
+    arguments = {"max_steps": 2, "save_steps": 2, **others.pop("arguments", {})}
+    ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, output_dir, arguments=arguments, **others))
+    return output_dir / "checkpoint-2"
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_two(ranks, tmp_path_factory.mktemp("single"), SINGLE)
+
+
+def table(log: str) -> dict[str, tuple[str, str]]:
+    """The rows of the warning in a log, by key."""
+    lines = COLOUR.sub("", log).partition(DIFFERS)[2].splitlines()[2:]
+    rows = (re.split("  +", line.strip()) for line in itertools.takewhile(lambda line: line.startswith("  "), lines))
+    return {key: (saved, now) for key, saved, now in rows}
+
+
+@pytest.mark.parametrize("layout", [SINGLE, TP2, PP2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rope_theta", 20000.0), ("rms_norm_eps", 1e-3), ("hidden_act", "gelu")],
+)
+def test_what_changes_the_meaning_of_weights_is_refused_on_every_rank(
+    ranks: ForkServer, saved: Path, tmp_path: Path, layout: Layout, key: str, value: Any
+) -> None:
+    given = settings(layout, tmp_path, saved, model={key: value}, arguments={"max_steps": 3})
+    for found in ranks.run(f"{JOBS}:refused", layout.nproc, given).values:
+        assert found["error"] == "MismatchError"
+        assert f"flex_allow_config_changes: [{key}]" in found["text"]
+        assert not found["changed"]
+
+
+def test_weights_alone_are_refused_alike(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
+    arguments = {"max_steps": 3, "ignore_load_lr_and_optim": True}
+    given = settings(SINGLE, tmp_path, saved, model={"rms_norm_eps": 1e-3}, arguments=arguments)
+    (found,) = ranks.run(f"{JOBS}:refused", 1, given).values
+    assert "rms_norm_eps" in found["text"]
+
+
+@pytest.mark.parametrize("continued", [True, False], ids=["resumed", "weights"])
+def test_a_change_that_is_allowed_is_in_the_table(
+    ranks: ForkServer, saved: Path, tmp_path: Path, continued: bool
+) -> None:
+    arguments = {
+        "max_steps": 2,
+        "ignore_load_lr_and_optim": not continued,
+        "flex_allow_config_changes": ["rope_theta"],
+    }
+    model = {"rope_theta": 20000.0, "attention_dropout": 0.1}
+    given = settings(DP2, tmp_path, saved, model=model, arguments=arguments)
+    logs = [log.read_text() for log in ranks.run(f"{JOBS}:run", 2, given).logs]
+    assert table(logs[0]) == {"rope_theta": ("10000.0", "20000.0"), "attention_dropout": ("0.0", "0.1")}
+    assert [log.count(DIFFERS) for log in logs] == [1, 0]
+
+
+def test_allowing_one_change_does_not_allow_another(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
+    arguments = {"max_steps": 3, "flex_allow_config_changes": ["rope_theta"]}
+    model = {"rope_theta": 20000.0, "rms_norm_eps": 1e-3}
+    (found,) = ranks.run(
+        f"{JOBS}:refused", 1, settings(SINGLE, tmp_path, saved, model=model, arguments=arguments)
+    ).values
+    assert "flex_allow_config_changes: [rms_norm_eps, rope_theta]" in found["text"]
+    assert "20000" not in found["text"]
+
+
+@pytest.mark.parametrize(("model_type", "layouts"), [("llama", (TP2, PP2, SD2V2)), ("ernie4_5_moe", (EP2, TP2, PP2))])
+def test_another_layout_alone_is_no_change(
+    ranks: ForkServer, tmp_path: Path, model_type: str, layouts: tuple[Layout, ...]
+) -> None:
+    third = save_two(ranks, tmp_path / "saved", DP2, model_type=model_type)
+    for layout in (*layouts, SINGLE):
+        given = settings(layout, tmp_path / layout.name, third, model_type=model_type, arguments={"max_steps": 2})
+        assert DIFFERS not in ranks.run(f"{JOBS}:run", layout.nproc, given).logs[0].read_text(), layout.name
+
+
+def test_a_router_that_chooses_another_number_of_experts_is_refused(ranks: ForkServer, tmp_path: Path) -> None:
+    saved = save_two(ranks, tmp_path / "saved", EP2, model_type="ernie4_5_moe")
+    given = settings(EP2, tmp_path, saved, model_type="ernie4_5_moe", model={"moe_k": 1}, arguments={"max_steps": 3})
+    for found in ranks.run(f"{JOBS}:refused", 2, given).values:
+        assert "flex_allow_config_changes: [moe_k]" in found["text"]
+
+
+def test_changed_arguments_of_a_run_are_one_table(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
+    changed = {
+        "adam_beta1": (0.9, 0.8),
+        "adam_beta2": (0.999, 0.95),
+        "adam_epsilon": (1e-08, 1e-06),
+        "weight_decay": (0.0, 0.1),
+        "max_grad_norm": (1.0, 0.5),
+        "learning_rate": (0.01, 0.001),
+        "lr_scheduler_type": ("constant", "cosine"),
+        "warmup_steps": (0, 1),
+        "min_lr": (0.0, 0.0001),
+        "max_steps": (2, 4),
+        "per_device_train_batch_size": (8, 4),
+    }
+    arguments = {name: now for name, (_, now) in changed.items()}
+    log = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, saved, arguments=arguments)).logs[0].read_text()
+    expected = {name: (str(was), str(now)) for name, (was, now) in changed.items()}
+    assert table(log) == {**expected, "samples per step": ("8", "4")}
+    assert log.count(DIFFERS) == 1
+
+
+def test_another_seed_and_another_corpus_are_reported(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
+    arguments = {"max_steps": 3, "seed": 43, "ignore_data_skip": True}
+    log = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, saved, arguments=arguments)).logs[0].read_text()
+    assert table(log) == {"seed": ("42", "43"), "max_steps": ("2", "3")}
+
+
+FREEZABLE = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("layout", [SINGLE, DP2, PP2, SD2V2, SD2S2, SD2S3], ids=lambda layout: layout.name)
+def test_a_parameter_that_is_unfrozen_is_reported(ranks: ForkServer, tmp_path: Path, layout: Layout) -> None:
+    saved = tmp_path / "saved" / "checkpoint-2"
+    given = settings(layout, tmp_path / "saved", arguments={"max_steps": 2, "save_steps": 2}, frozen=[FREEZABLE])
+    ranks.run(f"{JOBS}:run_with_frozen", layout.nproc, given)
+    logs = {}
+    for frozen in ([FREEZABLE], []):
+        again = settings(layout, tmp_path / "again", saved, arguments={"max_steps": 3}, frozen=frozen)
+        found = ranks.run(f"{JOBS}:run_with_frozen", layout.nproc, again)
+        assert "error" not in found.values[0]
+        logs[len(frozen)] = found.logs[0].read_text()
+    said = "1 parameter of this run is trained and without optimizer states"
+    assert said in logs[0]
+    assert f"  - {FREEZABLE}" in logs[0]
+    assert said not in logs[1]
+
+
+def test_a_parameter_that_is_frozen_is_refused_with_its_states(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
+    given = settings(SINGLE, tmp_path, saved, arguments={"max_steps": 3}, frozen=[FREEZABLE])
+    (found,) = ranks.run(f"{JOBS}:run_with_frozen", 1, given).values
+    assert FREEZABLE in found["error"]
+
+
+@pytest.mark.parametrize("value", ["rope_theta", [1], [""], None])
+def test_the_option_is_a_list_of_keys(value: Any) -> None:
+    with pytest.raises(OptionError, match="flex_allow_config_changes"):
+        FlexFields(flex_allow_config_changes=value)
