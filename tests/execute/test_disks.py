@@ -21,6 +21,7 @@ from paddleformers_fc.families import family_for
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
 from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, succeed
@@ -136,7 +137,8 @@ def test_an_export_takes_what_describes_the_model_from_whoever_sees_it(tmp_path:
     succeed(
         3, lambda channel: export.export_checkpoint(seen[channel.rank] / STEP, tmp_path / "hf", 10**9, channel, "full")
     )
-    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "tokenizer", "model.safetensors"}
+    described = {"config.json", "tokenizer", CHECKSUMS_NAME}
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {*described, "model.safetensors"}
     assert all(
         np.array_equal(array, ARRAYS[key]) for key, array in load_file(tmp_path / "hf/model.safetensors").items()
     )

@@ -115,6 +115,21 @@ class Stored:
         return {key: ArraySlot(np.zeros(array.size, array.dtype)) for key, array in self.expected.items()}
 
 
+@pytest.mark.parametrize("order", ["as stored", "apart"])
+def test_tensors_just_past_a_block_are_read_to_their_last_element(tmp_path: Path, order: str) -> None:
+    block = BLOCK_BYTES // 4
+    sizes = [block - 1, 1, block, block + 1, 1, 2 * block + 1, 3]
+    values = random_bytes(sum(sizes) * 4).view(np.float32)
+    (tmp_path / "matrix").write_bytes(values.tobytes())
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    items = [item_of((size,), whole((size,)), (0,), str(n), 4 * starts[n]) for n, size in enumerate(sizes)]
+    slots = empty_slots(items)
+    count = carry_out(plan_of(items if order == "as stored" else items[::-2] + items[-2::-2]), tmp_path, slots)
+    assert count == values.nbytes
+    for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        assert slots[ROLE, str(number)].array.tobytes() == values[start : start + size].tobytes(), number
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @settings(max_examples=200)
 @given(

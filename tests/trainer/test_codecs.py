@@ -80,7 +80,21 @@ def test_what_json_cannot_hold_is_refused_by_its_place(value: Any, place: str) -
     assert caught.value.where == place
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"\x80\x04K\x01.", b'{"__array__": "x", "values": [], "shape": []}'])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"\x80\x04K\x01.",
+        b'{"__array__": "x", "values": [], "shape": []}',
+        b'{"__array__": "<U9", "values": ["1"], "shape": [1]}',
+        b'{"__array__": "<f8", "values": [1, 2], "shape": [3]}',
+        b'{"__array__": "<f8", "values": [1, 2], "shape": [-1]}',
+        b'{"__array__": "<f8", "values": [1], "shape": [1], "more": 1}',
+        b'{"__tuple__": {}}',
+        b'{"__tuple__": [], "more": 1}',
+    ],
+)
 def test_a_damaged_document_is_named(raw: bytes) -> None:
     with pytest.raises(FormatError) as caught:
         decode(raw, "checkpoint-3/trainer/state.json")
