@@ -18,7 +18,7 @@ unexport PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test matrix lint guarantees soak bench bench-mapping bench-planning derive-table format install clean
+.PHONY: help demo test matrix lint guarantees mutants soak bench bench-mapping bench-planning derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
@@ -26,6 +26,7 @@ help:
 	@echo "make matrix   the verification matrices again: tables and pictures in docs/verification"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
+	@echo "make mutants  small faults in the sources, one at a time: the share that the tests notice"
 	@echo "make soak     10,000 random mutations, 39,000 hostile documents, every instant at which a save can meet an accident"
 	@echo "make bench    saving, loading and exporting, beside a raw copy and other systems: docs/performance.md"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
@@ -59,6 +60,10 @@ test: lint
 
 guarantees: $(STAMP)
 	@$(BIN)/python -m pytest -q -p tests.corruption.writing tests/corruption tests/crash
+
+# In copies of this tree, by two processes; goes on where it was stopped while nothing is changed.
+mutants: $(STAMP)
+	@$(BIN)/python -m tests.mutants
 
 # Documents are also chosen by coverage where atheris is installed: $(BIN)/pip install atheris
 soak: $(STAMP)

@@ -1,0 +1,563 @@
+"""Mutants of the package ``execute``."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ATTENDANCE = ("tests/execute/test_attendance.py",)
+CHANNEL = ("tests/execute/test_channel.py",)
+DISKS = ("tests/execute/test_disks.py",)
+EXCHANGE = ("tests/execute/test_exchange.py",)
+INTEGRITY = ("tests/execute/test_integrity.py",)
+OPENING = ("tests/execute/test_opening.py",)
+READING = ("tests/execute/test_reading.py",)
+REPLICAS = ("tests/execute/test_replicas.py",)
+ROLL = ("tests/execute/test_rollcall.py",)
+SAVE = ("tests/execute/test_save_and_load.py",)
+PLANS = ("tests/execute/test_saveplan.py",)
+SHARES = ("tests/execute/test_shares.py",)
+STATEMENTS = ("tests/execute/test_statements.py",)
+TIES = ("tests/execute/test_ties.py",)
+CACHE = ("tests/execute/test_plan_cache.py",)
+
+MUTANTS = (
+    # ---- Who writes what.
+    Mutant(
+        "execute/shares.py",
+        "high = rows if rank == deficits[-1][0] else min(rows, round(taken / row_bytes))",
+        "high = min(rows, round(taken / row_bytes))",
+        SHARES,
+        "no rank writes the last elements of a large shard",
+    ),
+    Mutant(
+        "execute/shares.py",
+        "            return [(rank, level - load[rank]) for rank in sorted(takers)]",
+        "            return [(rank, level) for rank in sorted(takers)]",
+        SHARES,
+        "the first ranks write all of a large shard, however much they write already",
+    ),
+    Mutant(
+        "execute/shares.py",
+        "        if len(ranks) == 1 or size < 2 * LEAST_PART_BYTES or load[rank] + size <= even:",
+        "        if len(ranks) == 1 or load[rank] + size <= even:",
+        SHARES,
+        "small tensors are cut into slivers",
+    ),
+    Mutant(
+        "execute/shares.py",
+        "    for low in range(0, rows, step):\n        yield _part(piece, low, min(low + step, rows))",
+        "    for low in range(0, rows - 1, step):\n        yield _part(piece, low, min(low + step, rows))",
+        SHARES,
+        "the last row of a tensor that is larger than a file is not written",
+    ),
+    Mutant(
+        "execute/shares.py",
+        "        return Piece(piece.role, structs.replace(shard, flat=(first + low, first + high)), start)",
+        "        return Piece(piece.role, structs.replace(shard, flat=(low, high)), start)",
+        SHARES,
+        "a part of a range is described as if the range began at 0",
+    ),
+    Mutant(
+        "execute/shares.py",
+        "    lo[axis], hi[axis] = box.lo[axis] + low, box.lo[axis] + high\n    return Piece",
+        "    lo[axis], hi[axis] = low, high\n    return Piece",
+        SHARES,
+        "a part of a tensor-parallel shard is described as if the shard began at 0",
+    ),
+    Mutant(
+        "execute/shares.py",
+        "    start = piece.start + low * (row_bytes // _width(shard))",
+        "    start = low * (row_bytes // _width(shard))",
+        SHARES,
+        "a part of a part is read from the wrong place of the tensor",
+    ),
+    # ---- Save plans and saves.
+    Mutant(
+        "execute/saveplan.py",
+        "    for role in sorted({role for held in everyone for role in held}):",
+        "    for role in [MODEL_STATE]:",
+        PLANS,
+        "a checkpoint without half of its optimizer states is committed",
+    ),
+    Mutant(
+        "execute/saveplan.py",
+        "            faults.extend(tensor.faults())",
+        "            pass",
+        PLANS,
+        "a checkpoint with holes is committed",
+    ),
+    Mutant(
+        "execute/saveplan.py",
+        "    return shard.flat is None and shard.box == whole(shard.global_shape)",
+        "    return shard.flat is None",
+        PLANS,
+        "one rank's box of a tensor passes for the whole",
+    ),
+    Mutant(
+        "execute/saveplan.py",
+        "            if split_state_name(role, name).parameter not in parameters:",
+        "            if False:",
+        (
+            "tests/execute/test_saveplan.py",
+            "tests/execute/test_save_and_load.py",
+        ),
+        "a state of no parameter is committed, in a checkpoint that cannot be opened",
+    ),
+    Mutant(
+        "execute/save.py",
+        "    known = all(key in one.known for one in everyone)",
+        "    known = key in kept",
+        PLANS,
+        "a rank that has forgotten a plan makes another while the others do not",
+    ),
+    Mutant(
+        "execute/save.py",
+        "    key = digest(*(one.facts for one in everyone))",
+        "    key = digest(everyone[0].facts)",
+        PLANS,
+        "a plan is used although another rank holds other shards than before",
+    ),
+    Mutant(
+        "execute/save.py",
+        '        if replicas == "refuse":',
+        "        if False:",
+        REPLICAS,
+        "replicas that differ are saved although they are to be refused",
+    ),
+    Mutant(
+        "execute/save.py",
+        "        differing_replicas=list(written.differences) or msgspec.UNSET,",
+        "        differing_replicas=msgspec.UNSET,",
+        REPLICAS,
+        "a checkpoint does not record that its replicas differed",
+    ),
+    Mutant(
+        "execute/save.py",
+        "            elif role != MODEL_STATE:\n                kept.setdefault(role, {})[owner + state.suffix] = weight",
+        "            elif role != MODEL_STATE:\n                kept.setdefault(role, {})[name] = weight",
+        ("tests/execute/test_save_and_load.py", "tests/execute/test_ties.py"),
+        "the states of a tied parameter are saved under the alias",
+    ),
+    # ---- Replicas and ties.
+    Mutant(
+        "execute/replicas.py",
+        "    high = max(low + 1, replica.rows * (turn + 1) // replica.holders)",
+        "    high = max(low + 1, replica.rows * (turn + 1) // replica.holders - 1)",
+        REPLICAS,
+        "the last row of every stretch of a large replica is never compared",
+    ),
+    Mutant(
+        "execute/replicas.py",
+        "    return sorted(key for key, values in found.items() if len(values) > 1)",
+        "    return sorted(key for key, values in found.items() if len(values) > 2)",
+        REPLICAS,
+        "two versions of a replica pass for one",
+    ),
+    Mutant(
+        "execute/ties.py",
+        "        if one != other:\n",
+        "        if False:\n",
+        TIES,
+        "copies of a tied tensor that differ are not noticed at a save",
+    ),
+    Mutant(
+        "execute/ties.py",
+        "        one, other = (next(ranks[side.rank]) for side in part.sides)",
+        "        one, other = (next(ranks[part.sides[0].rank]) for _ in part.sides)",
+        TIES,
+        "both digests of a tied part are taken from one rank",
+    ),
+    Mutant(
+        "execute/ties.py",
+        "        blocks = list(host_parts(tensor, side.start + low * row, side.start + high * row))",
+        "        blocks = list(host_parts(tensor, low * row, high * row))",
+        TIES,
+        "copies of a tied tensor in ranges are compared at the wrong places",
+    ),
+    Mutant(
+        "execute/load.py",
+        "    if any(verdict.compares for verdict in verdicts):",
+        "    if plan.checks:",
+        DISKS,
+        "a rank without anything tied does not come to the comparison of those that have",
+    ),
+    # ---- Loads.
+    Mutant(
+        "execute/load.py",
+        "    checked = check(plan)\n",
+        "    checked = 0\n",
+        INTEGRITY,
+        "under full verification the blocks that are read are not compared",
+    ),
+    Mutant(
+        "execute/load.py",
+        "plans.find(key, lambda found: fits(found, shards, checkpoint.files))",
+        "plans.find(key)",
+        CACHE,
+        "a plan file that does not fit is carried out",
+    ),
+    Mutant(
+        "execute/load.py",
+        "    refuse(merged)",
+        "    refuse(done[0].report)",
+        SAVE + ROLL,
+        "a rank goes on although the model of another does not fit",
+    ),
+    Mutant(
+        "execute/load.py",
+        '    for name in done[0].unexpected(untouched):\n        merged.add("unexpected", name)',
+        "",
+        SAVE,
+        "what is stored and read by no rank is dropped without a word",
+    ),
+    Mutant(
+        "execute/load.py",
+        "                reads |= np.unpackbits(bits, count=len(names))",
+        "                reads = np.unpackbits(bits, count=len(names))",
+        SAVE + DISKS,
+        "only what the last rank reads counts as read",
+    ),
+    Mutant(
+        "execute/load.py",
+        '                for line in _heads_apart(checkpoint.known, model):\n                    report.add("shape", line)',
+        "                pass",
+        ("tests/corruption/test_types_and_shapes.py", "tests/execute/test_save_and_load.py"),
+        "a checkpoint of other attention heads is loaded",
+    ),
+    Mutant(
+        "execute/load.py",
+        "    if once and len(once) < len(verdicts):",
+        "    if False:",
+        EXCHANGE,
+        "ranks that read once wait for ever for those that read for themselves",
+    ),
+    Mutant(
+        "execute/load.py",
+        '    facts = {"manifest": manifest_seal(checkpoint.manifest), "checks": checkpoint.unread}',
+        '    facts = {"checks": checkpoint.unread}',
+        ROLL + OPENING,
+        "ranks load different checkpoints of one name",
+    ),
+    # ---- Reading.
+    Mutant(
+        "execute/jobs.py",
+        "        and run.end - run.begin + length <= BLOCK_BYTES",
+        "",
+        READING,
+        "a job is larger than 8 MiB, and a tensor is read by one thread",
+    ),
+    Mutant(
+        "execute/jobs.py",
+        "        run.end == begin\n        and run.path is path",
+        "        run.path is path",
+        READING,
+        "tensors that do not follow one another in the file are read as if they did",
+    ),
+    Mutant(
+        "execute/jobs.py",
+        "        if straight is None or straight.dtype != memory.dtype:",
+        "        if straight is None:",
+        READING + EXCHANGE,
+        "numbers that are to be cast are copied bit by bit",
+    ),
+    Mutant(
+        "execute/jobs.py",
+        "        if start < 0 or start + length > self.size * self.dtype.itemsize:",
+        "        if start < 0:",
+        READING,
+        "a plan that does not fit writes behind its tensor's memory",
+    ),
+    Mutant(
+        "execute/jobs.py",
+        "        if inside and high - low != length:\n            return None",
+        "        if inside and high - low > length:\n            return None",
+        READING,
+        "a box of several runs is read as one",
+    ),
+    Mutant(
+        "execute/jobs.py",
+        "    for first in range(0, blocks.count, step):",
+        "    for first in range(0, blocks.count - blocks.count % step, step):",
+        READING,
+        "the last blocks of a region are not read",
+    ),
+    Mutant(
+        "execute/reading.py",
+        "                if size_before + size > room:\n                    before.settle()",
+        "                pass",
+        ("tests/execute/test_memory.py", "tests/execute/test_reading.py"),
+        "host arrays of two groups are held although there is room for one",
+    ),
+    Mutant(
+        "execute/reading.py",
+        "                before.settle()\n                before, size_before = targets, size\n",
+        "                before, size_before = targets, size\n",
+        ("tests/execute/test_memory.py", "tests/execute/test_reading.py", "tests/execute/test_exchange.py"),
+        "a group of shards is not waited for",
+    ),
+    Mutant(
+        "execute/reading.py",
+        "        if sides[0].tobytes() != sides[1].tobytes():",
+        "        if sides[0].size != sides[1].size:",
+        READING,
+        "tied tensors that differ are loaded",
+    ),
+    Mutant(
+        "execute/crew.py",
+        "                gate.shut = True\n                raise",
+        "                raise",
+        READING,
+        "threads go on reading after one has failed",
+    ),
+    Mutant(
+        "execute/crew.py",
+        "    return total + sum(future.result() for future in futures if not future.cancel())",
+        "    return total",
+        READING,
+        "a read that failed in another thread is not noticed",
+    ),
+    Mutant(
+        "execute/crew.py",
+        "        if kind is None:\n            self._reader.refuse_replaced()",
+        "        pass",
+        ("tests/execute/test_remote.py",),
+        "remote files that were replaced during a load are not noticed",
+    ),
+    # ---- Reading together.
+    Mutant(
+        "execute/exchange.py",
+        "                self._slots[key].settle()",
+        "                pass",
+        EXCHANGE,
+        "a shard that arrived from another rank is not waited for",
+    ),
+    Mutant(
+        "execute/exchange.py",
+        '            if any(channel.exchange(b"failed" if failures else b"")):\n                break',
+        '            channel.exchange(b"failed" if failures else b"")',
+        EXCHANGE,
+        "the other ranks go through all rounds after one has failed",
+    ),
+    Mutant(
+        "execute/exchange.py",
+        "    if failures:\n        raise failures[0]\n    return Traffic(read, received)",
+        "    return Traffic(read, received)",
+        EXCHANGE,
+        "a read that failed leaves zeros in another rank's weights",
+    ),
+    Mutant(
+        "execute/exchange.py",
+        "            box = piece.box.relative_to(item.stored.part.lo)",
+        "            box = piece.box",
+        EXCHANGE,
+        "a piece of a region that does not begin at 0 is put into the wrong place",
+    ),
+    Mutant(
+        "execute/exchange.py",
+        "        state.update(byte_view(array))\n",
+        "        state.update(byte_view(array)[:-1])\n",
+        DISKS,
+        "the last byte of tied tensors on different disks is not compared",
+    ),
+    Mutant(
+        "execute/exchange.py",
+        "        start += piece.size\n",
+        "        start += 0\n",
+        EXCHANGE,
+        "every piece that arrives is the first one",
+    ),
+    # ---- Agreement.
+    Mutant(
+        "execute/channel.py",
+        "    refuse_failed(channel, [found.error for found in outcomes], failure)\n",
+        "    refuse_failed(channel, [outcomes[channel.rank].error], failure)\n",
+        CHANNEL,
+        "a rank goes on although another has failed",
+    ),
+    Mutant(
+        "execute/channel.py",
+        "    if len(set(doings)) > 1:",
+        "    if False:",
+        CHANNEL,
+        "ranks that do different things take each other's results",
+    ),
+    Mutant(
+        "execute/channel.py",
+        "    except Exception as error:  # Every other rank waits in the exchange below, so any fault must travel.\n"
+        "        failure, outcome = error, _surprised(doing, error)",
+        "    except ZeroDivisionError as error:\n        failure, outcome = error, _surprised(doing, error)",
+        CHANNEL,
+        "an error that is none of ours leaves the other ranks waiting",
+    ),
+    Mutant(
+        "execute/channel.py",
+        "        if place is not None and having <= place < 2 * having:",
+        "        if place is not None and having <= place <= 2 * having:",
+        CHANNEL + DISKS,
+        "of four ranks or more one waits for bytes that nobody sends",
+    ),
+    Mutant(
+        "execute/channel.py",
+        "        if longest <= _FRAME_ROOM:",
+        "        if lengths[self.rank] <= _FRAME_ROOM:",
+        CHANNEL,
+        "ranks with short and long payloads make different numbers of collectives",
+    ),
+    Mutant(
+        "execute/rollcall.py",
+        "        if key not in _OF_ONE_RANK and not key.endswith(_PLACE_OF_A_RANK)",
+        "        if False",
+        ROLL,
+        "ranks with different configurations go on together",
+    ),
+    Mutant(
+        "execute/attendance.py",
+        "        if self._rank == _SERVER:",
+        "        if False:",
+        ATTENDANCE,
+        "the rank that serves the store ends before the others have read why",
+    ),
+    Mutant(
+        "execute/attendance.py",
+        "                self._add(_ARRIVALS, -_GAVE_UP)  # The last one came first after all.",
+        "                pass",
+        ATTENDANCE,
+        "a rank that comes in the moment of giving up is waited for in vain",
+    ),
+    Mutant(
+        "execute/attendance.py",
+        '        self._add(f"{_PRESENT}/{self._rank}", 1)\n',
+        "",
+        ATTENDANCE,
+        "ranks that live are named as missing",
+    ),
+    Mutant(
+        "execute/attendance.py",
+        "        except Exception as error:  # Whatever ends a collective here leaves the others waiting in theirs.\n"
+        "            self.give_up()\n",
+        "        except Exception as error:\n",
+        ATTENDANCE,
+        "the others wait for a rank whose collective broke off",
+    ),
+    # ---- Integrity, opening, disks, finishing.
+    Mutant(
+        "execute/integrity.py",
+        "        refuse_failed(channel, [one.refusal for one in said])",
+        "        pass",
+        INTEGRITY,
+        "what may not be read is called damaged",
+    ),
+    Mutant(
+        "execute/integrity.py",
+        "        mine = [one for index, one in enumerate(files) if index % channel.world_size == channel.rank]",
+        "        mine = [one for index, one in enumerate(files) if index % (channel.world_size + 1) == channel.rank]",
+        INTEGRITY,
+        "no rank compares some headers",
+    ),
+    Mutant(
+        "execute/integrity.py",
+        "    return range(-(-end // receipt.block_bytes))",
+        "    return range(end // receipt.block_bytes)",
+        INTEGRITY,
+        "the block in which a header ends is not compared",
+    ),
+    Mutant(
+        "execute/opening.py",
+        "        if ranks[index % len(ranks)] == channel.rank:",
+        "        if ranks[0] == channel.rank and index:",
+        ("tests/execute/test_opening.py", "tests/execute/test_disks.py", "tests/trainer/test_rotation.py"),
+        "no rank compares every byte of the first file",
+    ),
+    Mutant(
+        "execute/opening.py",
+        "    if len(groups) > 1:\n        raise Corrupt(",
+        "    if False:\n        raise Corrupt(",
+        ("tests/execute/test_opening.py", "tests/execute/test_disks.py", "tests/trainer/test_resume.py"),
+        "disks that hold different saves of one step are mixed",
+    ),
+    Mutant(
+        "execute/opening.py",
+        "    _refuse_lost(directory, seen_by, sights)\n    readers =",
+        "    readers =",
+        OPENING + DISKS,
+        "a file that no rank sees is not noticed on opening",
+    ),
+    Mutant(
+        "execute/disks.py",
+        "        lead = next((maker for maker in sorted(makers) if sees(tokens[maker]) or maker == channel.rank), None)",
+        "        lead = next((maker for maker in sorted(makers) if sees(tokens[maker])), None)",
+        DISKS,
+        "a rank that does not see what it put down itself is asked for ever",
+    ),
+    Mutant(
+        "execute/staging.py",
+        "    except BaseException:\n",
+        "    except StorageError:\n",
+        ("tests/execute/test_save_and_load.py", "tests/execute/test_saveplan.py", "tests/execute/test_replicas.py"),
+        "a save that is refused leaves its staging directory",
+    ),
+    Mutant(
+        "execute/finishing.py",
+        "            make_ready(staged.path, directory, frozenset(elsewhere) - shared.keys())",
+        "            pass",
+        ("tests/crash/test_sweeps.py::test_a_whole_checkpoint_is_found_whatever_happens[power]",),
+        "a checkpoint gets its name before its directories are on the device",
+    ),
+    Mutant(
+        "execute/finishing.py",
+        "                if lead != channel.rank\n",
+        "",
+        ("tests/execute/test_disks.py", "tests/execute/test_save_and_load.py", "tests/storage/test_commit.py"),
+        "no file of a save is looked for before the commit",
+    ),
+    # ---- Exports and digests.
+    Mutant(
+        "execute/export.py",
+        '        if checkpoint.unread:\n            verify_files(source, checkpoint.manifest, "full")',
+        "        pass",
+        INTEGRITY,
+        "an export under full verification writes a flipped bit",
+    ),
+    Mutant(
+        "execute/export.py",
+        "    if checks:\n        storage",
+        "    if False:\n        storage",
+        DISKS,
+        "an export takes one of two tied tensors that differ",
+    ),
+    Mutant(
+        "execute/export.py",
+        "        if not groups or size > room:\n            groups.append([])\n            room = max_shard_bytes",
+        "        if not groups:\n            groups.append([])\n            room = max_shard_bytes",
+        SAVE,
+        "the files of an export have no bound",
+    ),
+    Mutant(
+        "execute/export.py",
+        "    return files[writers.index(rank) :: len(writers)] if rank in writers else []",
+        "    return files[writers.index(rank) + 1 :: len(writers)] if rank in writers else []",
+        SAVE + DISKS,
+        "no rank writes the first file of an export",
+    ),
+    Mutant(
+        "execute/export.py",
+        "                yield _Batch(file, begin, tuple(_joined(some)))\n                some, begin, used = [], begin + used, 0",
+        "                yield _Batch(file, begin, tuple(_joined(some)))\n                some, begin, used = [], begin, 0",
+        SAVE,
+        "batches of an exported file overwrite one another",
+    ),
+    Mutant(
+        "execute/export.py",
+        "    for start, item in sorted(starts, key=itemgetter(0)):",
+        "    for start, item in starts:",
+        SAVE + DISKS,
+        "pieces of an exported tensor are written in the order in which they are stored",
+    ),
+    Mutant(
+        "execute/digest.py",
+        "    verify_equal(plan.checks, directory, identities=source.catalog.identities)\n",
+        "",
+        ("tests/execute/test_disks.py", "tests/execute/test_ties.py", "tests/cli/test_diff.py"),
+        "diff says that checkpoints are equal of which one has tied tensors that differ",
+    ),
+)
