@@ -230,10 +230,12 @@ def _shards(directory: Path) -> Target:
 def _index(directory: Path) -> Target:
     from paddleformers_fc.catalog.huggingface import INDEX_NAME
     from paddleformers_fc.execute.export import export_checkpoint
+    from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 
     target = directory.with_name("open-weights")
     if not target.exists():
         export_checkpoint(directory, target, 4096)
+        (target / CHECKSUMS_NAME).unlink()  # With it every change is refused before it is looked at.
     path = target / INDEX_NAME
     return Target((json.loads(path.read_bytes()),), _written_to(path, _use_checkpoint(target), bytes))
 
