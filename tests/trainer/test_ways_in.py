@@ -250,6 +250,26 @@ def test_the_command_line_resumes_from_the_newest_finished_checkpoint(
     assert "checkpoint-9 cannot be resumed from and is passed over" in log
 
 
+def test_the_command_line_reports_another_corpus_and_tokenizer_at_a_resume_and_nothing_of_the_same_run(
+    ranks: ForkServer, corpus: Path, tmp_path: Path
+) -> None:
+    differs = "This run differs from the one that saved step 2"
+    train_in_one_process(ranks, write_yaml(corpus, tmp_path / "out"))
+    resume = {"resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-2")}
+    moved = shutil.copytree(corpus / "model", tmp_path / "model")
+    same = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "same", model_name_or_path=str(moved), **resume))
+    assert differs not in same
+    settings = json.loads((moved / "tokenizer_config.json").read_text())
+    (moved / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": 77}))
+    text = (corpus / "train.jsonl").read_text()
+    (tmp_path / "other.jsonl").write_text(text + text.splitlines()[0] + "\n")
+    data = {"train_dataset_path": str(tmp_path / "other.jsonl"), "model_name_or_path": str(moved)}
+    log = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "other", **data, **resume))
+    told = log.partition(differs)[2]
+    for key in ("train_dataset_path ", "train_dataset_sizes ", "tokenizer_config.json "):
+        assert f"\n  {key}" in told
+
+
 def test_the_command_line_resumes_preference_training_from_the_checkpoint_that_is_named(
     ranks: ForkServer, corpus: Path, tmp_path: Path
 ) -> None:
