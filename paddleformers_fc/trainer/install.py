@@ -37,14 +37,13 @@ def install() -> None:
     Raises:
         EnvironmentMismatch: the installed PaddleFormers is not as this package knows it; nothing was replaced.
     """
-    reader.read_by_default()
-    if (Trainer, "train") in _originals:
-        return
-    upstream.require(upstream.TRAINER)
-    from paddleformers_fc.trainer import loaders
+    if (Trainer, "train") not in _originals:
+        upstream.require(upstream.TRAINER)
+        from paddleformers_fc.trainer import loaders
 
-    loaders.watch()
-    _replace([*_trainer_methods(), *_PARSER])
+        _replace([*_trainer_methods(), *_PARSER])
+        loaders.watch()
+    reader.read_by_default()
 
 
 def install_options() -> None:
@@ -97,10 +96,11 @@ def _trainer_methods() -> list[_Replacement]:
 
 
 def _asking(override: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    from paddleformers_fc.trainer.mixin import FlexTrainerMixin
-
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Not before: this import watches loaders, which an installation that breaks off must leave alone.
+        from paddleformers_fc.trainer.mixin import FlexTrainerMixin
+
         if isinstance(self, FlexTrainerMixin):
             return original(self, *args, **kwargs)  # The subclass has asked already.
         return override(self, functools.partial(original, self), *args, **kwargs)
