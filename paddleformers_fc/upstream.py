@@ -52,6 +52,7 @@ _CALLBACKS = "paddleformers.trainer.trainer_callback"
 _ARGUMENTS = "paddleformers.trainer.training_args:TrainingArguments"
 _SAMPLERS = "paddleformers.utils.batch_sampler"
 _MODELS = "paddleformers.transformers.model_utils"
+_LOADING = "paddle.distributed.flex_checkpoint.dcp.load_state_dict:"
 _CONFIG = "paddleformers.transformers.configuration_utils:PretrainedConfig"
 _SHARDING = "paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer"
 _STAGE2 = "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2:GroupShardedOptimizerStage2"
@@ -220,11 +221,13 @@ TRAINER = (
         for name in ("set_state_dict", "set_dict", "load_dict")
     ),
     Hook("paddle.nn:Layer", names=("named_sublayers", "named_parameters", "named_buffers")),
+    Hook(f"{_LOADING}load_state_dict", names=("load_state_dict_impl",)),
     Hook(
-        "paddle.distributed:load_state_dict",
+        f"{_LOADING}load_state_dict_impl",
         "(state_dict, path, process_group=None, coordinator_rank=0, unique_id=None, offload=False, "
-        "mw_name_compatibility=True, aoa_config=None, safetensors=False, worker_groups=None, comm_method='broadcast')",
+        "mw_name_compatibility=True, safetensors=False, worker_groups=None, comm_method='broadcast')",
     ),
+    Hook(f"{_MODELS}:faster_set_state_dict", "(model, state_dict, model_state_dict=None, strict_dtype=True)"),
     # The optimizer and its wrappers.
     Hook("paddle.optimizer:AdamW.__init__", names=("_amsgrad", "_param_groups", "_parameter_list")),
     Hook("paddle.optimizer:AdamW._create_accumulators", "(self, block, parameters)", ("_add_moments_pows",)),

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from paddleformers_fc.catalog.flex import CONFIG_NAME
 from paddleformers_fc.catalog.stored import Catalog, gather_shards
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
@@ -79,7 +80,9 @@ def open_huggingface(directory: Place, verify: str = "size") -> Catalog:
     files = _files(directory, receipts)
     if receipts is not None and verify != "off":
         index = [INDEX_NAME] if exists(directory / INDEX_NAME) else []
-        verify_export(directory, receipts, verify, needed=[*files, *index])
+        # Without the configuration nothing shows how the rows of a tensor belong to heads.
+        described = [CONFIG_NAME] if CONFIG_NAME in receipts else []
+        verify_export(directory, receipts, verify, needed=[*files, *index, *described])
     # Before the headers: what is read later must be what they speak of.
     identities = identities_of(directory / name for name in files)
     headers = dict(zip(files, each(read_header, (directory / name for name in files), directory), strict=True))

@@ -37,6 +37,17 @@ _DEGREES = (
     "sep_parallel_size",
     "sharding_parallel_size",
 )
+_COUNTS = (
+    *_DEGREES,
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "context_parallel_size",
+    "gradient_accumulation_steps",
+    "per_device_train_batch_size",
+    "max_steps",
+)
+"""Whole numbers. For a text that is none PaddleFormers uses the default, without an error."""
+
 _PATH = "model_name_or_path"
 _RESUMING_STAGES = ("SFT", "PT", "VL-SFT", "VL-PT")
 """Where PaddleFormers heeds what is named to resume from; for preferences it takes the newest of ``output_dir``."""
@@ -135,8 +146,16 @@ def refuse_layout(settings: Mapping[str, Any], ranks: int) -> None:
     """Refuse parallel degrees that a number of ranks cannot have.
 
     Raises:
-        OptionError: their product does not divide it.
+        OptionError: one is not a whole number, or their product does not divide it.
     """
+    other = [f"{key}: {settings[key]!r}" for key in _COUNTS if not _is_count(settings.get(key))]
+    if other:
+        raise OptionError(
+            "A degree or a number of steps is not a whole number.",
+            where="training arguments",
+            evidence=other,
+            next_step="Write a number such as 2, or remove the key to use its default.",
+        )
     used = {key: settings[key] for key in _DEGREES if isinstance(settings.get(key), int) and settings[key] > 1}
     if not settings.get("sharding"):
         used.pop("sharding_parallel_size", None)
@@ -150,6 +169,12 @@ def refuse_layout(settings: Mapping[str, Any], ranks: int) -> None:
             evidence=[f"{key}: {degree}" for key, degree in used.items()],
             next_step=f"Start {product} ranks or a multiple with --nproc, or lower a degree.",
         )
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, str):
+        return re.fullmatch(r"\s*[-+]?[0-9]+\s*", value) is not None
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
 def refuse_expert_layout(settings: Mapping[str, Any], ranks: int) -> None:

@@ -163,7 +163,8 @@ def commit(staging: Path, target: Path) -> Committed:
 
     Args:
         staging: from :func:`create_staging`, with all files and the manifest written.
-        target: the name it was created for. A finished checkpoint there is replaced; other files are kept aside.
+        target: the name it was created for. A finished checkpoint there is replaced; other files are kept aside, and so
+            is a checkpoint whose tied tensors are equal where those of the new one differ.
 
     Raises:
         NotACheckpoint, FormatError, Corrupt: staging has no manifest, or not the files its manifest lists. Nothing was
@@ -195,7 +196,7 @@ def take_name(staging: Path, target: Path) -> Committed:
     _check_pair(staging, target)
     displaced = _displacing(staging, target)
     _settle(target)
-    old = [path for path in displaced if _is_finished(path)]
+    old = [path for path in displaced if _is_finished(path) and not _is_only_whole(path, target)]
     kept = [_made_visible(path, target) for path in displaced if path not in old]
     return Committed(target, tuple(kept), tuple(path for path in map(_try_remove, old) if path is not None))
 
@@ -376,6 +377,11 @@ def _check_pair(staging: Path, target: Path) -> None:
             where=str(staging),
             next_step="Commit the directory that create_staging returned, to the target it was given.",
         )
+
+
+def _is_only_whole(old: Path, new: Path) -> bool:
+    """Whether a checkpoint with equal copies of tied tensors was replaced by one whose copies differ."""
+    return bool(read_manifest(new).ties) and not read_manifest(old).ties
 
 
 def _is_finished(directory: Path) -> bool:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import paddle
-import paddle.distributed as dist
+from paddle.distributed.flex_checkpoint.dcp import load_state_dict as dcp
 from paddle.nn import Layer
+from paddleformers.transformers import model_utils
 from paddleformers.transformers.model_utils import PretrainedModel
 
 from paddleformers_fc.trainer import origin, pretrained, reader
@@ -33,7 +34,9 @@ def watch() -> None:
     )
     setting = _marking_layer(Layer.set_state_dict)
     Layer.set_state_dict = Layer.set_dict = Layer.load_dict = setting
-    dist.load_state_dict = _marking_tensors(dist.load_state_dict)
+    # Every way into Paddle's loader calls this, also one that was imported before.
+    dcp.load_state_dict_impl = _marking_tensors(dcp.load_state_dict_impl)
+    model_utils.faster_set_state_dict = _marking_model(model_utils.faster_set_state_dict)
 
 
 def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,13 +62,22 @@ def _marking_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     return set_state_dict
 
 
+def _marking_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def faster_set_state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
+        origin.mark(model, "faster_set_state_dict")
+        return original(model, *args, **kwargs)
+
+    return faster_set_state_dict
+
+
 def _marking_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def load_state_dict(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict_impl(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         for value in state_dict.values():
             tensor = getattr(value, "local_tensor", value)
             if isinstance(tensor, paddle.Tensor):
                 origin.mark(tensor, "paddle.distributed.load_state_dict")
         return original(state_dict, *args, **kwargs)
 
-    return load_state_dict
+    return load_state_dict_impl

@@ -234,6 +234,8 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({"output_dir": ""}, [], "named by an empty text"),
         ({"train_dataset_path": "/dev/null,/nowhere/a.jsonl"}, [], "- train_dataset_path: /nowhere/a.jsonl"),
         ({"tensor_model_parallel_size": 4}, ["--nproc", "2"], "2 ranks cannot be divided into groups of 4"),
+        ({"tensor_model_parallel_size": "two"}, ["--dry-run"], "- tensor_model_parallel_size: 'two'"),
+        ({}, ["max_steps=abc", "sharding_parallel_size=1.5"], "- sharding_parallel_size: 1.5\n  - max_steps: 'abc'"),
         ({"sep_parallel_size": 2}, ["--nproc", "2"], "flex_checkpoint: true and sep_parallel_size: 2: segment"),
         ({}, ["context_parallel_size=2"], "flex_checkpoint: true and context_parallel_size: 2: context"),
     ],

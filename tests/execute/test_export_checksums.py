@@ -222,6 +222,12 @@ def test_a_file_that_is_not_needed_may_be_missing(weights: Path) -> None:
     assert all(isinstance(outcome, LoadReport) for outcome in load(weights, 2))
 
 
+def test_a_missing_configuration_is_refused_because_heads_cannot_be_compared(weights: Path) -> None:
+    (weights / "config.json").unlink()
+    error = refusal(load(weights, 2), weights)
+    assert "config.json is missing" in error.evidence
+
+
 def by_one_file(directory: Path) -> None:
     """What a tool leaves that writes one file and removes the others."""
     tensors = {name: array + 1 for path in directory.glob("*.safetensors") for name, array in load_file(path).items()}

@@ -36,7 +36,8 @@ from tests.execute.simulated import job, succeed
 
 EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
 TIED = replace(
-    rehearse.QWEN3_MOE, config={**rehearse.QWEN3_MOE.config, "vocab_size": 1024, "tie_word_embeddings": True}
+    rehearse.QWEN3_MOE,
+    config={**rehearse.QWEN3_MOE.config, "vocab_size": 1024, "tie_word_embeddings": True, "decoder_sparse_step": 1},
 )
 GRIDS = ["pp=2", "pp=3", "pp=4", "dp=2,pp=2", "tp=2,pp=2", "sharding=2,split=true,pp=2", "sharding=2,pp=2"]
 Change = Callable[[int, rehearse.Roles], None]

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from paddleformers_fc.errors import Corrupt, NotACheckpoint, StorageError
@@ -28,7 +29,13 @@ from paddleformers_fc.storage.commit import (
     unfinished,
 )
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint
+from paddleformers_fc.storage.manifest import (
+    MANIFEST_NAME,
+    DivergedTie,
+    newest_checkpoint,
+    read_manifest,
+    write_manifest,
+)
 from paddleformers_fc.storage.names import ASIDE, REMOVED, beside, parse_beside
 from paddleformers_fc.storage.owner import OWNER_NAME, PARTIAL_OWNER_NAME
 from tests.crash.refusals import with_own_mounts
@@ -60,6 +67,26 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path, can_exchange: bool) -> 
     assert value_of(target) == 2
     assert names_in(tmp_path) == ["checkpoint-5"]
     assert OWNER_NAME not in names_in(target)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_save_whose_ties_differ_keeps_the_whole_checkpoint_that_it_replaces(
+    tmp_path: Path, can_exchange: bool
+) -> None:
+    target = tmp_path / "checkpoint-5"
+    with running_on(Machine(can_exchange=can_exchange)):
+        save(target, 1)
+        diverged = [DivergedTie(["a", "b"], ["model_state b on rank 1, a on rank 0"])]
+        kept: tuple[Path, ...] = ()
+        for value in (2, 3):
+            staging = stage(target, value)
+            manifest = msgspec.structs.replace(read_manifest(staging), diverged_ties=diverged)
+            (staging / MANIFEST_NAME).unlink()
+            write_manifest(staging, manifest)
+            committed = commit(staging, target)
+            kept = committed.kept or kept
+    assert [value_of(path) for path in kept] == [1]
+    assert names_in(tmp_path) == sorted(["checkpoint-5", *(path.name for path in kept)])
 
 
 def test_this_machine_exchanges_names_or_changes_nothing(tmp_path: Path) -> None:

@@ -163,6 +163,25 @@ def _set_by_paddle(source: str, output_dir: str) -> Any:
     return model
 
 
+def _set_by_paddles_module(source: str, output_dir: str) -> Any:
+    import paddle.distributed as dist
+    from paddle.distributed.flex_checkpoint.dcp.load_state_dict import load_state_dict
+
+    model = _after_arguments(source, output_dir)
+    saved = str(Path(output_dir) / "paddle")
+    dist.save_state_dict(model.sharded_state_dict(), saved)
+    load_state_dict({"model.norm.weight": model.sharded_state_dict()["model.norm.weight"]}, saved)
+    return model
+
+
+def _set_faster(source: str, output_dir: str) -> Any:
+    from paddleformers.transformers import model_utils
+
+    model = _after_arguments(source, output_dir)
+    model_utils.faster_set_state_dict(model, {name: value.clone() for name, value in model.state_dict().items()})
+    return model
+
+
 def _fresh_after_import(source: str, output_dir: str) -> Any:
     import paddleformers_fc
 
@@ -190,6 +209,8 @@ WAYS: dict[str, Callable[[str, str], Any]] = {
         _set_by_hand,
         _set_in_part,
         _set_by_paddle,
+        _set_by_paddles_module,
+        _set_faster,
         _fresh_after_import,
         _fresh_with_values,
     )

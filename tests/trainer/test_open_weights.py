@@ -99,6 +99,8 @@ def test_values_that_a_script_assigns_to_a_fresh_model_are_its_own_initialisatio
         ("set_by_hand", "the model: set_state_dict"),
         ("set_in_part", "lm_head: set_state_dict"),
         ("set_by_paddle", "model.norm.weight: paddle.distributed.load_state_dict"),
+        ("set_by_paddles_module", "model.norm.weight: paddle.distributed.load_state_dict"),
+        ("set_faster", "the model: faster_set_state_dict"),
     ],
 )
 @pytest.mark.parametrize("trainer", ["FlexTrainer", "Trainer"])

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddleformers_fc.cli.demo.assets import TOKENIZER_FILES, Assets, prepare
+from paddleformers_fc.cli.demo.assets import Assets, prepare
 from paddleformers_fc.cli.demo.jobs import AS_LOADED, Run, Trained, train
 from paddleformers_fc.cli.demo.report import Comparison, Line, draw, table
 from paddleformers_fc.cli.demo.settings import (
@@ -168,12 +168,9 @@ def _checkpoint(trained: Trained, step: int) -> Path:
 
 
 def _export(place: Workplace, checkpoint: Path, name: str) -> str:
-    """Export a checkpoint, with its model's tokenizer; the md5 that the verb ``export`` prints."""
+    """Export a checkpoint and return the md5 that the ``export`` command prints."""
     target = place.root / "exports" / name
     export_checkpoint(checkpoint, target)
-    model = place.assets.models[name.partition("-")[0]]
-    for file in TOKENIZER_FILES:
-        shutil.copyfile(model / file, target / file)
     return weights_md5(target)
 
 

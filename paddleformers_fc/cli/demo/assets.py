@@ -39,7 +39,6 @@ SEQUENCE_LENGTH = 64
 
 VOCABULARY = 512
 SPECIAL_TOKENS = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 HIDDEN = 64
 LAYERS = 4
 _SEED = 23
