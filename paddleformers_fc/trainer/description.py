@@ -57,6 +57,8 @@ def _resolved(config: Any) -> dict[str, Any]:
     """Every public value of a configuration, under its own name and under the names that are mapped to it."""
     names = {"model_type", *vars(config), *getattr(config, "attribute_map", {})} - OF_A_LAYOUT
     values = {name: _plain(getattr(config, name, _NO_JSON)) for name in names if not name.startswith("_")}
+    # The class decides which model is built, whatever the file that was read contains; config.json has it so as well.
+    values["model_type"] = getattr(type(config), "model_type", "") or values["model_type"]
     return {name: values[name] for name in sorted(values) if values[name] is not _NO_JSON}
 
 

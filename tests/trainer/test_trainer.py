@@ -767,7 +767,8 @@ def test_an_export_is_what_from_pretrained_reads(
         layout.nproc,
         {"output_dir": str(tmp_path), "layout": layout.to_json(), "resume": str(saved.third)},
     ).values[0]
-    assert found["save_model"] == found["save_pretrained"] == ["config.json", "model.safetensors", "training_args.json"]
+    files = ["config.json", "flex_checksums.json", "model.safetensors", "training_args.json"]
+    assert found["save_model"] == found["save_pretrained"] == files
     assert "model.safetensors.index.json" in found["in_many_files"]
     assert "model-00002-of-00003.safetensors" in found["in_many_files"]
     assert found.get("same", True)

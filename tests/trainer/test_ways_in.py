@@ -135,11 +135,10 @@ def test_the_stock_parser_accepts_our_keys_once_the_file_has_run(ranks: ForkServ
         "amp_master_grad": False,
         "flex_checkpoint": True,
         "flex_threads": 2,
-        "flex_thread": 1,
     }
     (found,) = ranks.run(f"{JOBS}:parse_after_registration", 1, {"path": str(PATH), "values": values}).values
     assert found == {
-        "unknown": ["flex_thread"],
+        "unknown": [],
         "is_finetuning": True,
         "flex_checkpoint": True,
         "flex_threads": 2,
