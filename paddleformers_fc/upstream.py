@@ -221,12 +221,9 @@ TRAINER = (
         for name in ("set_state_dict", "set_dict", "load_dict")
     ),
     Hook("paddle.nn:Layer", names=("named_sublayers", "named_parameters", "named_buffers")),
-    Hook(f"{_LOADING}load_state_dict", names=("load_state_dict_impl",)),
-    Hook(
-        f"{_LOADING}load_state_dict_impl",
-        "(state_dict, path, process_group=None, coordinator_rank=0, unique_id=None, offload=False, "
-        "mw_name_compatibility=True, safetensors=False, worker_groups=None, comm_method='broadcast')",
-    ),
+    Hook(f"{_LOADING}load_state_dict", names=("local_load_state_dict", "is_sharded_state_dict")),
+    Hook(f"{_LOADING}local_load_state_dict", "(state_dict, path, offload=False, use_dist=True)"),
+    Hook(f"{_LOADING}is_sharded_state_dict", "(state_dict, use_dist=True, process_group=None)"),
     Hook(f"{_MODELS}:faster_set_state_dict", "(model, state_dict, model_state_dict=None, strict_dtype=True)"),
     # The optimizer and its wrappers.
     Hook("paddle.optimizer:AdamW.__init__", names=("_amsgrad", "_param_groups", "_parameter_list")),

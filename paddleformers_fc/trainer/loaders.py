@@ -34,8 +34,9 @@ def watch() -> None:
     )
     setting = _marking_layer(Layer.set_state_dict)
     Layer.set_state_dict = Layer.set_dict = Layer.load_dict = setting
-    # Every way into Paddle's loader calls this, also one that was imported before.
-    dcp.load_state_dict_impl = _marking_tensors(dcp.load_state_dict_impl)
+    # Every way through Paddle's loader calls one of these two, also where it was imported before.
+    dcp.local_load_state_dict = _marking_tensors(dcp.local_load_state_dict)
+    dcp.is_sharded_state_dict = _marking_tensors(dcp.is_sharded_state_dict)
     model_utils.faster_set_state_dict = _marking_model(model_utils.faster_set_state_dict)
 
 
@@ -73,11 +74,11 @@ def _marking_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _marking_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def load_state_dict_impl(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def marking(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         for value in state_dict.values():
             tensor = getattr(value, "local_tensor", value)
             if isinstance(tensor, paddle.Tensor):
                 origin.mark(tensor, "paddle.distributed.load_state_dict")
         return original(state_dict, *args, **kwargs)
 
-    return load_state_dict_impl
+    return marking

@@ -145,7 +145,7 @@ def test_open_weights_are_told_apart(weights: Path) -> None:
 
 def test_open_weights_need_no_configuration(weights_copy: Path) -> None:
     (weights_copy / "config.json").unlink()
-    assert run("inspect", weights_copy, "--json").document["model"] == {}
+    assert "model" not in run("inspect", weights_copy, "--json").document
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
