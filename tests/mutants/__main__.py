@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from paddleformers_fc.errors import FlexError, OptionError
 from tests.harness.limits import ROOT
@@ -40,6 +40,7 @@ LEAST_SECONDS = 90.0
 TIMES = 8.0
 _SHOWN = 20
 _LEFT_OUT = shutil.ignore_patterns(".*", "out", "demo_out", "log", "build", "dist", "*.egg-info", "__pycache__")
+_T = TypeVar("_T")
 NOTICED, STOPPED, SURVIVED, BROKEN = "noticed", "stopped", "survived", "broken"
 
 
@@ -69,6 +70,7 @@ _running: set[int] = set()
 
 def _stop(number: int, frame: object) -> NoReturn:
     """End with all tests; what is done is remembered."""
+    print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
     for group in tuple(_running):
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
@@ -127,18 +129,12 @@ class Tree:
         finally:
             path.write_text(source, encoding="utf-8")
 
-    def durations(self, tests: Sequence[str]) -> dict[str, float]:
-        """Run tests that must pass; seconds by node id.
-
-        Raises:
-            OptionError: one fails although nothing is wrong.
-        """
+    def unmutated(self, tests: Sequence[str]) -> tuple[Outcome, dict[str, float]]:
+        """Run tests that must pass; how they ended, and the seconds of each by node id, none if one failed."""
         report = self._copy / "durations.json"
         outcome = self.run(tests, None, "-p", timing.__name__, **{timing.VARIABLE: str(report)})
-        if outcome.result != SURVIVED:
-            raise OptionError("The tests fail without any mutant.", evidence=outcome.shown.splitlines())
-        found: dict[str, float] = json.loads(report.read_bytes())
-        return found
+        found: dict[str, float] = json.loads(report.read_bytes()) if outcome.result == SURVIVED else {}
+        return outcome, found
 
 
 class Memory:
@@ -153,13 +149,12 @@ class Memory:
         self._path = path
         known = json.loads(path.read_bytes()) if path.exists() else {}
         same = known.get("tree") == tree
-        self._document = known if same else {"tree": tree, "durations": None, "outcomes": {}}
+        self._document = known if same else {"tree": tree, "durations": {}, "outcomes": {}}
 
     @property
-    def durations(self) -> dict[str, float] | None:
-        """Of the tests without a mutant; None where they have not run."""
-        found: dict[str, float] | None = self._document["durations"]
-        return found
+    def durations(self) -> dict[str, float]:
+        """Of the tests that have run without a mutant, by node id."""
+        return dict(self._document["durations"])
 
     def outcome(self, mutant: Mutant) -> Outcome | None:
         """What was found of a mutant."""
@@ -200,11 +195,13 @@ def digest_of_tree(root: Path) -> str:
 
 def expected_seconds(mutant: Mutant, durations: dict[str, float]) -> float:
     """What the tests of a mutant take without it."""
-    return sum(
-        seconds
-        for node, seconds in durations.items()
-        if any(node == test or node.startswith((f"{test}::", f"{test}[", f"{test}/")) for test in mutant.tests)
-    )
+    return sum(seconds for test in mutant.tests for seconds in _taken(test, durations))
+
+
+def _taken(test: str, durations: dict[str, float]) -> list[float]:
+    """What the tests of a selection have taken; nothing where they have not run."""
+    inside = (f"{test}::", f"{test}[")
+    return [seconds for node, seconds in durations.items() if node == test or node.startswith(inside)]
 
 
 def check(mutants: Iterable[Mutant]) -> None:
@@ -223,7 +220,11 @@ def chosen(pattern: str) -> list[Mutant]:
 
 
 def run(mutants: Sequence[Mutant], memory: Memory, say: Callable[[str], None]) -> dict[Mutant, Outcome]:
-    """Judge every mutant that is not known yet; the outcomes of all."""
+    """Judge every mutant that is not known yet; the outcomes of all.
+
+    Raises:
+        OptionError: tests fail although nothing is wrong.
+    """
     outcomes = {mutant: known for mutant in mutants if (known := memory.outcome(mutant))}
     left = [mutant for mutant in mutants if mutant not in outcomes]
     if not left:
@@ -232,14 +233,17 @@ def run(mutants: Sequence[Mutant], memory: Memory, say: Callable[[str], None]) -
     for number in range(WORKERS):
         trees.put(Tree(PLACE / f"worker-{number}"))
     with ThreadPoolExecutor(WORKERS) as pool:
-        files = sorted({test for mutant in left for test in mutant.tests})
-        durations = memory.durations or {}
-        if any(expected_seconds(mutant, durations) == 0 for mutant in left):
-            say(f"{len(files)} selections of tests without a mutant")
-            parts = [part for number in range(WORKERS) if (part := _part(files, number))]
-            for found in pool.map(lambda part: _with(trees, lambda tree: tree.durations(part)), parts):
-                durations |= found
+        durations = memory.durations
+        parts = _parts({test for mutant in left for test in mutant.tests if not _taken(test, durations)})
+        failed: list[str] = []
+        ran = pool.map(lambda part: _with(trees, lambda tree: tree.unmutated(part)), parts)
+        for part, (outcome, found) in zip(parts, ran, strict=True):
+            failed += [] if found else outcome.shown.splitlines()
+            durations |= found
             memory.keep_durations(durations)
+            say(f"without a mutant {outcome.seconds:6.1f} s  {' '.join(part)}")
+        if failed:
+            raise OptionError("Tests fail without any mutant.", evidence=failed)
 
         def judge(mutant: Mutant) -> Outcome:
             seconds = LEAST_SECONDS + TIMES * expected_seconds(mutant, durations)
@@ -252,13 +256,15 @@ def run(mutants: Sequence[Mutant], memory: Memory, say: Callable[[str], None]) -
     return outcomes
 
 
-def _part(tests: Sequence[str], number: int) -> list[str]:
-    """The share of a worker; selections of one file stay together."""
-    files = sorted({test.split("::")[0] for test in tests})[number::WORKERS]
-    return [test for test in tests if test.split("::")[0] in files]
+def _parts(tests: Iterable[str]) -> list[list[str]]:
+    """What is run at a time without a mutant: the selections of one file, or the file where it is one of them."""
+    parts: dict[str, list[str]] = {}
+    for test in sorted(tests):
+        parts.setdefault(test.split("::")[0], []).append(test)
+    return [[file] if file in part else part for file, part in parts.items()]
 
 
-def _with(trees: SimpleQueue[Tree], work: Callable[[Tree], object]) -> object:
+def _with(trees: SimpleQueue[Tree], work: Callable[[Tree], _T]) -> _T:
     tree = trees.get()
     try:
         return work(tree)

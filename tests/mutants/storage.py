@@ -344,8 +344,8 @@ MUTANTS = (
     ),
     Mutant(
         "storage/commit.py",
-        "    old = [path for path in displaced if _is_finished(path)]",
-        "    old = list(displaced)",
+        "    old = [path for path in displaced if _is_finished(path) and not _is_only_whole(path, target)]",
+        "    old = [path for path in displaced if not _is_only_whole(path, target)]",
         COMMIT,
         "somebody else's files, found under the name, are deleted",
     ),
