@@ -24,7 +24,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["paddleformers_fc", "paddleformers_fc.*"]),
-    package_data={"paddleformers_fc": ["py.typed"], "paddleformers_fc.cli.demo": ["text/*"]},
+    package_data={"paddleformers_fc": ["py.typed"], "paddleformers_fc.verification.demo": ["text/*"]},
     # What it takes to read, check and convert checkpoints. Paddle is an extra: a machine that only looks at checkpoints
     # does not have to install it.
     install_requires=[

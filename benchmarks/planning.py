@@ -23,25 +23,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paddleformers_fc.catalog.flex import DOCUMENTS, FlexCheckpoint, gathered, open_flex, see, shards_of
+from paddleformers_fc.execute.replica_assignment import assign_writers
 from paddleformers_fc.execute.save import config_bytes
-from paddleformers_fc.execute.saveplan import model_rules
-from paddleformers_fc.execute.shares import divide
+from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.stored import decode_mapping, encode_mapping
+from paddleformers_fc.formats.flex import DOCUMENTS, FlexCheckpoint, build_catalog, open_flex, probe, shards_of
 from paddleformers_fc.layout.codec import HEADER_KEY, encode_shards
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan import plan_reads, resume_source
-from paddleformers_fc.plan.cache import PlanCache, Planned, plan_key
+from paddleformers_fc.plan.cache import CachedPlan, PlanCache, plan_key
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.plan.sources import stored_mapping
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.file_checksums import DEFAULT_BLOCK_BYTES, FileChecksum
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import Manifest, write_manifest
-from paddleformers_fc.storage.receipts import DEFAULT_BLOCK_BYTES, FileReceipt
-from paddleformers_fc.storage.safetensors import lay_out
+from paddleformers_fc.storage.safetensors import layout_file
 
 EXPERTS = 512
 _T = TypeVar("_T")
@@ -111,8 +111,8 @@ def held_by(model: SimulatedModel, rank: int, roles: tuple[str, ...]) -> Roles:
 
 def write_checkpoint(directory: Path, model: SimulatedModel, roles: tuple[str, ...]) -> None:
     """What a save writes, with holes for the tensors and zeros for their checksums."""
-    receipts: list[FileReceipt] = []
-    shares = divide([held_by(model, rank, roles) for rank in range(model.grid.world_size)])
+    receipts: list[FileChecksum] = []
+    shares = assign_writers([held_by(model, rank, roles) for rank in range(model.grid.world_size)])
     for rank, pieces in enumerate(shares):
         for role in roles:
             shards = {piece.shard.name: piece.shard for piece in pieces if piece.role == role}
@@ -136,20 +136,20 @@ def write_checkpoint(directory: Path, model: SimulatedModel, roles: tuple[str, .
     write_manifest(directory, manifest)
 
 
-def _write_holes(directory: Path, name: str, shards: dict[str, Shard]) -> FileReceipt:
+def _write_holes(directory: Path, name: str, shards: dict[str, Shard]) -> FileChecksum:
     entries = [
         (key, to_safetensors(shard.dtype), shard.box.shape if shard.flat is None else (shard.size,))
         for key, shard in shards.items()
     ]
     entries.sort(key=lambda entry: -item_size(entry[1]))
     path = directory / name
-    layout = lay_out(path, entries, {"format": "flex", HEADER_KEY: encode_shards(shards)})
+    layout = layout_file(path, entries, {"format": "flex", HEADER_KEY: encode_shards(shards)})
     path.parent.mkdir(parents=True, exist_ok=True)
     size = len(layout.header) + sum(layout.sizes)
     with path.open("wb") as file:
         file.write(layout.header)
         file.truncate(size)
-    return FileReceipt(name, size, "0" * 32, DEFAULT_BLOCK_BYTES, ["0" * 16] * -(-size // DEFAULT_BLOCK_BYTES))
+    return FileChecksum(name, size, "0" * 32, DEFAULT_BLOCK_BYTES, ["0" * 16] * -(-size // DEFAULT_BLOCK_BYTES))
 
 
 @dataclass
@@ -187,8 +187,8 @@ def measure(directory: Path, job: Job, layers: int, rounds: int) -> tuple[dict[s
 
 
 def _open(directory: Path, times: Timings) -> FlexCheckpoint:
-    sight = times.of("manifest and files' sizes", lambda: see(directory))
-    times.of("headers", lambda: gathered(directory, sight.manifest, lambda path: shards_of(directory, path)))
+    sight = times.of("manifest and files' sizes", lambda: probe(directory))
+    times.of("headers", lambda: build_catalog(directory, sight.manifest, lambda path: shards_of(directory, path)))
     mapping = directory / DOCUMENTS[0]
     times.of("rules", lambda: decode_mapping(mapping.read_bytes(), str(mapping)))
     return times.of("**open**, the above and that every tensor is whole", lambda: open_flex(directory))
@@ -210,9 +210,9 @@ def _plan(checkpoint: FlexCheckpoint, model: SimulatedModel, wanted: list[Roles]
     _note(times, "**plans of 8 ranks**", sum(each.seconds.values()))
     _note(times, "the slowest of them", max(each.seconds.values()))
 
-    def alone() -> Planned:
+    def alone() -> CachedPlan:
         own, _ = resume_source(checkpoint, model_rules(model.model, wanted[0][MODEL_STATE]))
-        return Planned(plan_reads(own, wanted[0]), frozenset())
+        return CachedPlan(plan_reads(own, wanted[0]), frozenset())
 
     planned = times.of("one rank in a process of its own: bind, mapping, plan", alone)
     key = times.of("one rank, planned before: the key", lambda: plan_key(checkpoint, model.model, wanted[0]))

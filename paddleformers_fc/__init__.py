@@ -22,8 +22,11 @@ _HOME = {
     "load_open_weights": "paddleformers_fc.trainer.pretrained",
 }
 
-_ROOMS = ("runtime", "trainer")
+_PACKAGES = ("cpu_runtime", "trainer")
 """Packages that a script may name after ``import paddleformers_fc`` alone."""
+
+_RENAMED = {"runtime": "cpu_runtime"}
+"""Packages under the names that scripts of earlier versions use."""
 
 __all__ = [
     "FlexCheckpointCallback",
@@ -36,8 +39,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f"{__name__}.{name}")
+    package = _RENAMED.get(name, name)
+    if package in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{package}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,9 +12,9 @@ Eight samples make a step under every number of ranks, so that a resumed run tra
 import argparse
 import os
 
-from paddleformers_fc import runtime
+from paddleformers_fc import cpu_runtime
 
-runtime.activate()  # Without an accelerator: first, before the arguments are made. With one it does nothing.
+cpu_runtime.activate()  # Without an accelerator: first, before the arguments are made. With one it does nothing.
 
 import numpy as np  # noqa: E402
 import paddle  # noqa: E402

@@ -18,7 +18,7 @@ from tests.harness.limits import LIMIT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "paddleformers_fc"
-PURE = ("errors", "wording", "mapping", "families", "layout", "catalog", "plan", "storage")
+PURE = ("errors", "text", "mapping", "aoa", "families", "layout", "formats", "plan", "storage")
 
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
 
@@ -77,9 +77,9 @@ def test_the_import_contracts_hold() -> None:
         ("mapping/boxes.py", "import paddle"),
         ("storage/files.py", f"from {PACKAGE} import mapping"),
         ("mapping/boxes.py", f"from {PACKAGE}.families import registry"),
-        ("catalog/__init__.py", f"import {PACKAGE}.plan"),
-        ("runtime/device.py", f"from {PACKAGE} import storage"),
-        ("plan/__init__.py", f"import {PACKAGE}.runtime"),
+        ("formats/__init__.py", f"import {PACKAGE}.plan"),
+        ("cpu_runtime/device.py", f"from {PACKAGE} import storage"),
+        ("plan/__init__.py", f"import {PACKAGE}.cpu_runtime"),
     ],
 )
 def test_an_import_against_the_direction_breaks_a_contract(tmp_path: Path, module: str, line: str) -> None:

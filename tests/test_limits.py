@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.runtime import ranks
-from paddleformers_fc.trainer.watch import DEFAULT_PATIENCE
+from paddleformers_fc.cpu_runtime import ranks
+from paddleformers_fc.trainer.rank_monitor import DEFAULT_PATIENCE
 from tests.harness.limits import LIMIT, suite_limit
 
 HERE = Path(__file__).parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddleformers_fc.wording import count_text, size_text
+from paddleformers_fc.text import count_text, size_text
 
 
 @pytest.mark.parametrize(

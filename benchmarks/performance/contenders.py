@@ -20,17 +20,17 @@ from safetensors import safe_open
 
 from benchmarks.performance.files import FILE, is_transposed
 from benchmarks.performance.models import MODELS, Array
-from paddleformers_fc.catalog import open_huggingface
-from paddleformers_fc.execute.channel import Channel
-from paddleformers_fc.execute.crew import DEFAULT_OPTIONS
+from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import host_view, slots_of
 from paddleformers_fc.execute.opening import open_checkpoint
-from paddleformers_fc.execute.reading import carry_out
+from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS
+from paddleformers_fc.execute.reading import execute_reads
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.execute.saveplan import model_rules
+from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for
+from paddleformers_fc.formats import open_huggingface
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
@@ -234,7 +234,7 @@ class Ours:
         source, report = huggingface_source(catalog, model_rules(model, shards[MODEL_STATE]), optional)
         plan = plan_reads(source, shards)
         plan.report.merge([report]).refuse(str(directory))
-        return carry_out(plan, directory, slots_of(held.weights), DEFAULT_OPTIONS, catalog.identities)
+        return execute_reads(plan, directory, slots_of(held.weights), DEFAULT_OPTIONS, catalog.identities)
 
     def export(self, source: Path, target: Path, held: Held) -> None:
         """``export_checkpoint``."""

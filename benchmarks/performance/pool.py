@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paddleformers_fc.runtime.ranks import rank_environments, tail
+from paddleformers_fc.cpu_runtime.ranks import rank_environments, tail
 
 
 @dataclass(frozen=True)

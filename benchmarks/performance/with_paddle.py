@@ -14,8 +14,8 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from benchmarks.performance.contenders import CONTENDERS, Held
 from benchmarks.performance.models import Array
 from benchmarks.performance.serving import Roles, serve
-from paddleformers_fc import runtime
-from paddleformers_fc.execute.channel import job_channel
+from paddleformers_fc import cpu_runtime
+from paddleformers_fc.distributed.channel import job_channel
 from paddleformers_fc.execute.memory import host_view
 from paddleformers_fc.layout.shards import Shard
 
@@ -79,7 +79,7 @@ def _weight(shard: Shard, values: Array) -> Any:
 
 def main() -> None:
     """Join the other ranks and serve."""
-    runtime.activate()
+    cpu_runtime.activate()
     ranks = int(os.environ["PADDLE_TRAINERS_NUM"])
     if ranks > 1:
         dist.init_parallel_env()

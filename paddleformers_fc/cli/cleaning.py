@@ -18,9 +18,9 @@ import msgspec
 
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.storage.commit import Leftover, leftovers, remove_leftover
-from paddleformers_fc.storage.files import exists, files_within, look
+from paddleformers_fc.storage.files import exists, files_within, stat_path
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
-from paddleformers_fc.wording import count_text, size_text
+from paddleformers_fc.text import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -108,7 +108,7 @@ def _removed(path: Path) -> bool:
 def _state(directory: Path) -> list[tuple[str, int, int]]:
     """Name, time of change in nanoseconds and size of every file in a directory; nothing of one that is gone."""
     try:
-        seen = [(path, look(path)) for path in files_within(directory)]
+        seen = [(path, stat_path(path)) for path in files_within(directory)]
     except StorageError:
         return []
     return sorted((str(path), one.st_mtime_ns, one.st_size) for path, one in seen if isinstance(one, os.stat_result))

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paddleformers_fc.catalog import open_huggingface
-from paddleformers_fc.catalog.flex import CONFIG_NAME
+from paddleformers_fc.aoa import render
 from paddleformers_fc.cli.opening import required_config
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.families import ModelTensor
 from paddleformers_fc.families.declarations import Geometry
-from paddleformers_fc.families.derive import derive_rules
-from paddleformers_fc.families.kinds import LayeredTensor, layer_kinds
-from paddleformers_fc.families.skeleton import family_of, source_text
 from paddleformers_fc.families.text import with_ties
+from paddleformers_fc.formats import open_huggingface
+from paddleformers_fc.formats.flex import CONFIG_NAME
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping import TensorSpec
-from paddleformers_fc.mapping.aoa import render
+from paddleformers_fc.verification.derivation.codegen import family_of, source_text
+from paddleformers_fc.verification.derivation.derive import derive_rules
+from paddleformers_fc.verification.derivation.layer_kinds import LayeredTensor, layer_kinds
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paddleformers_fc.cli.opening import HUGGINGFACE, PADDLE, Kind, config_beside, kind_of
+from paddleformers_fc.cli.opening import HUGGINGFACE, PADDLE, CheckpointKind, config_beside, kind_of
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.report import states_joined
 from paddleformers_fc.storage.files import is_directory
-from paddleformers_fc.storage.places import Place
-from paddleformers_fc.wording import count_text
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import count_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,7 +38,7 @@ class Side(msgspec.Struct, frozen=True):
     """
 
     path: str
-    kind: Kind
+    kind: CheckpointKind
     model_type: str
 
 
@@ -108,7 +108,7 @@ class Difference(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def diff(a: Place, b: Place, role: str | None = None) -> Difference:
+def diff(a: AnyPath, b: AnyPath, role: str | None = None) -> Difference:
     """Compare two directories.
 
     Args:
@@ -136,12 +136,12 @@ def diff(a: Place, b: Place, role: str | None = None) -> Difference:
     return Difference(equal, *sides, found, left_out, round(time.monotonic() - started, 3))
 
 
-def _side(directory: Place) -> Side:
+def _side(directory: AnyPath) -> Side:
     kind = kind_of(directory)
     return Side(str(directory), kind, str(config_beside(directory).get("model_type") or ""))
 
 
-def _left_out(places: Sequence[Place], sides: Sequence[Side]) -> list[str]:
+def _left_out(places: Sequence[AnyPath], sides: Sequence[Side]) -> list[str]:
     """Roles that the checkpoint holds and the open weights beside it cannot hold."""
     if all(side.kind != HUGGINGFACE for side in sides):
         return []
@@ -225,7 +225,7 @@ def _reasons(different: list[Different]) -> list[str]:
     return [f"{name}: {reason}" for reason, found in names.items() for name in states_joined(found)]
 
 
-def _kind_text(kind: Kind) -> str:
+def _kind_text(kind: CheckpointKind) -> str:
     return {HUGGINGFACE: "open weights", PADDLE: "checkpoint of Paddle"}.get(kind, "flex checkpoint")
 
 

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paddleformers_fc.catalog import open_huggingface
-from paddleformers_fc.catalog.flex import CONFIG_NAME
-from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.cli.opening import FLEX, refuse_open_weights
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.export import described_by, export_checkpoint
+from paddleformers_fc.execute.export import described_files, export_checkpoint
+from paddleformers_fc.formats import open_huggingface
+from paddleformers_fc.formats.flex import CONFIG_NAME
+from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
-from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.wording import count_text, size_text
+from paddleformers_fc.text import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +62,7 @@ class Exported(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def export(source: Place, target: Path, max_shard_bytes: int, verify: str, replace: bool, tied: str) -> Exported:
+def export(source: AnyPath, target: Path, max_shard_bytes: int, verify: str, replace: bool, tied: str) -> Exported:
     """Export a checkpoint.
 
     Args:
@@ -78,7 +78,7 @@ def export(source: Place, target: Path, max_shard_bytes: int, verify: str, repla
     """
     started = time.monotonic()
     kind = refuse_open_weights(source)
-    small = described_by(read_manifest(source)) if kind == FLEX else [CONFIG_NAME]
+    small = described_files(read_manifest(source)) if kind == FLEX else [CONFIG_NAME]
     _refuse_target(target, small, replace)
     report = export_checkpoint(source, target, max_shard_bytes, verify=verify, tied=tied)
     return Exported(

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from paddleformers_fc.catalog import StoredTensor
 from paddleformers_fc.cli import outputs
 from paddleformers_fc.cli.listing import TensorFacts, list_tensors, show_tensors
-from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, Kind, Opened, open_directory
+from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, CheckpointKind, Opened, open_directory
 from paddleformers_fc.cli.outputs import OutputFacts, output_facts
 from paddleformers_fc.errors import NotACheckpoint, OptionError
+from paddleformers_fc.formats import StoredTensor
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
-from paddleformers_fc.storage.files import each, size_of
+from paddleformers_fc.storage.files import map_paths, size_of
 from paddleformers_fc.storage.manifest import Branch
-from paddleformers_fc.storage.places import Place
-from paddleformers_fc.wording import count_text, size_text
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,7 +117,7 @@ class Inspection(msgspec.Struct, frozen=True):
         output: the checkpoints and leftovers in it; None where there are none.
     """
 
-    kind: Kind | Literal["output_directory"]
+    kind: CheckpointKind | Literal["output_directory"]
     path: str
     job: JobFacts | None
     model: dict[str, Any]
@@ -128,7 +128,7 @@ class Inspection(msgspec.Struct, frozen=True):
     output: OutputFacts | None = None
 
 
-def inspect(directory: Place, pattern: str | None = None) -> Inspection:
+def inspect(directory: AnyPath, pattern: str | None = None) -> Inspection:
     """The facts about a directory.
 
     Args:
@@ -178,7 +178,11 @@ def _file_sizes(opened: Opened) -> dict[str, int]:
     }
     ordered = sorted(names)
     return dict(
-        zip(ordered, each(size_of, (opened.catalog.root / name for name in ordered), opened.catalog.root), strict=True)
+        zip(
+            ordered,
+            map_paths(size_of, (opened.catalog.root / name for name in ordered), opened.catalog.root),
+            strict=True,
+        )
     )
 
 

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paddleformers_fc.catalog import Catalog
 from paddleformers_fc.cli.opening import Opened
+from paddleformers_fc.formats import Catalog
 from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.safetensors import read_header
-from paddleformers_fc.wording import size_text
+from paddleformers_fc.text import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +36,7 @@ _SHOWN_PIECES = 4
 _SHOWN_FILES = 3
 
 
-class Piece(msgspec.Struct, frozen=True):
+class ShardFacts(msgspec.Struct, frozen=True):
     """One stored piece of a tensor.
 
     Attributes:
@@ -73,7 +73,7 @@ class TensorFacts(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardFacts, ...]
 
 
 def list_tensors(opened: Opened, pattern: str) -> list[TensorFacts]:
@@ -92,7 +92,7 @@ def list_tensors(opened: Opened, pattern: str) -> list[TensorFacts]:
     pieces = (
         _written_pieces(opened.catalog, wanted) if opened.checkpoint is not None else _whole_tensors(opened.catalog)
     )
-    found: dict[tuple[str, str], list[Piece]] = {}
+    found: dict[tuple[str, str], list[ShardFacts]] = {}
     for role, name, piece in pieces:
         found.setdefault((role, name), []).append(piece)
     listed: list[TensorFacts] = []
@@ -105,7 +105,7 @@ def list_tensors(opened: Opened, pattern: str) -> list[TensorFacts]:
     return listed
 
 
-def _written_pieces(catalog: Catalog, wanted: dict[str, set[str]]) -> Iterator[tuple[str, str, Piece]]:
+def _written_pieces(catalog: Catalog, wanted: dict[str, set[str]]) -> Iterator[tuple[str, str, ShardFacts]]:
     for role, names in wanted.items():
         files = {fragment.file for name in names for fragment in catalog.roles[role][name].fragments}
         for file in sorted(files):
@@ -114,15 +114,19 @@ def _written_pieces(catalog: Catalog, wanted: dict[str, set[str]]) -> Iterator[t
             for shard, entry in decode_shards(header.metadata.get(HEADER_KEY, ""), header.tensors, str(path)):
                 if shard.name in names:
                     size = entry.end - entry.begin
-                    yield role, shard.name, Piece(file, entry.begin, size, shard.box.lo, shard.box.shape, shard.flat)
+                    yield (
+                        role,
+                        shard.name,
+                        ShardFacts(file, entry.begin, size, shard.box.lo, shard.box.shape, shard.flat),
+                    )
 
 
-def _whole_tensors(catalog: Catalog) -> Iterator[tuple[str, str, Piece]]:
+def _whole_tensors(catalog: Catalog) -> Iterator[tuple[str, str, ShardFacts]]:
     for role, tensors in catalog.roles.items():
         for name, tensor in tensors.items():
             width = item_size(to_safetensors(tensor.dtype))
             for part in tensor.fragments:
-                piece = Piece(part.file, part.begin, part.box.volume * width, part.box.lo, part.box.shape)
+                piece = ShardFacts(part.file, part.begin, part.box.volume * width, part.box.lo, part.box.shape)
                 yield role, name, piece
 
 
@@ -169,7 +173,7 @@ def _piece_lines(alike: list[TensorFacts]) -> Iterator[str]:
         yield f"and {len(first.pieces) - _SHOWN_PIECES} more"
 
 
-def _place(piece: Piece, shape: tuple[int, ...]) -> str:
+def _place(piece: ShardFacts, shape: tuple[int, ...]) -> str:
     box = "" if piece.shape == shape else str(shifted(piece.shape, piece.offset))
     if piece.flat is None:
         return box or "whole"

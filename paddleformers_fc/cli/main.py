@@ -34,7 +34,7 @@ from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, Mi
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paddleformers_fc.storage.places import Place
+    from paddleformers_fc.storage.paths import AnyPath
 
 PROGRAM = "paddleformers-fc"
 _HELP = f"Run {PROGRAM} --help, or a verb with --help."
@@ -65,7 +65,7 @@ def program(
     """Flex checkpoints for PaddleFormers: train, look at, check, compare and export them."""
 
 
-class Level(str, Enum):
+class NameMatch(str, Enum):
     """How much of a checkpoint's files is checked."""
 
     off = "off"
@@ -109,11 +109,11 @@ def inspect(
 def verify(
     directory: Directory,
     level: Annotated[
-        Level,
+        NameMatch,
         typer.Option(
             help="off: manifest and headers. size: also that files are there, and documents. full: every byte."
         ),
-    ] = Level.full,
+    ] = NameMatch.full,
     as_json: Json = False,
 ) -> int:
     """Check a checkpoint: files and checksums, headers, coverage, the proof of its mapping, tied tensors."""
@@ -216,8 +216,8 @@ def export(
         ),
     ] = "5GB",
     verify: Annotated[
-        Level, typer.Option(help="How the checkpoint is checked first; only full finds flipped bits.")
-    ] = Level.full,
+        NameMatch, typer.Option(help="How the checkpoint is checked first; only full finds flipped bits.")
+    ] = NameMatch.full,
     replace: Annotated[bool, typer.Option("--replace", help="Replace a model that is in the directory.")] = False,
     tied: Annotated[
         Tied, typer.Option(help="Which copy of a tied tensor is exported, by pipeline stage, where copies differ.")
@@ -226,10 +226,10 @@ def export(
 ) -> int:
     """Write a checkpoint's weights as Hugging Face files; prints them and one md5, the same for every layout."""
     from paddleformers_fc.cli import exporting
-    from paddleformers_fc.storage.places import at_home, local
+    from paddleformers_fc.storage.paths import expand_user, require_local
     from paddleformers_fc.trainer.options import parse_size
 
-    source, target = _named(checkpoint), local(at_home(directory), "An export")
+    source, target = _named(checkpoint), require_local(expand_user(directory), "An export")
     if target.exists() and not target.is_dir():
         raise typer.BadParameter(f"Directory {directory!r} is a file.")
     with output.working(f"exporting {source}"):
@@ -252,9 +252,9 @@ def rederive(
     Needed where a checkpoint is refused because its mapping was derived from an incomplete configuration.
     """
     from paddleformers_fc.cli import rederiving
-    from paddleformers_fc.storage.places import local
+    from paddleformers_fc.storage.paths import require_local
 
-    directory = local(_named(checkpoint), "A checkpoint whose mapping is derived again")
+    directory = require_local(_named(checkpoint), "A checkpoint whose mapping is derived again")
     with output.working(f"deriving the mapping of {directory}"):
         found = rederiving.rederive(directory, settings or [])
     _present(found, rederiving.show, as_json)
@@ -273,8 +273,8 @@ def clean(
     --yes lists and removes nothing.
     """
     from paddleformers_fc.cli import cleaning
-    from paddleformers_fc.storage.places import local
-    from paddleformers_fc.wording import size_text
+    from paddleformers_fc.storage.paths import require_local
+    from paddleformers_fc.text import size_text
 
     source = _named(directory)
 
@@ -283,7 +283,7 @@ def clean(
             return yes
         return typer.confirm(f"Remove {one.name} ({size_text(one.bytes)})? {one.why}", err=True)
 
-    found = cleaning.clean(local(str(source), "Cleaning"), confirmed)
+    found = cleaning.clean(require_local(str(source), "Cleaning"), confirmed)
     _present(found, cleaning.show, as_json)
     return RIGHT
 
@@ -304,7 +304,7 @@ def train(
 ) -> int:
     """Run the stock PaddleFormers training of a YAML, with flex checkpoints.
 
-    Without an accelerator: on --nproc local processes over gloo.
+    Without an accelerator: on --nproc require_local processes over gloo.
 
     With one: handed over to paddleformers-cli, which starts
     paddle.distributed.launch on the visible devices.
@@ -346,8 +346,8 @@ def demo(
     as_json: Json = False,
 ) -> int:
     """Train tiny models, resume them under other layouts, export them, and show that the numbers are the same."""
-    from paddleformers_fc.cli.demo import demo as run_demo
-    from paddleformers_fc.cli.starting import require_paddleformers
+    from paddleformers_fc.cli.start_checks import require_paddleformers
+    from paddleformers_fc.verification.demo import demo as run_demo
 
     require_paddleformers("The demo")
     return run_demo(directory, as_json)
@@ -404,7 +404,7 @@ def matrix(
     as_json: Json = False,
 ) -> int:
     """Verify that every layout resumes what every other saved: md5 there and back, exports, losses; a table of it."""
-    from paddleformers_fc.cli.matrix import run_matrix
+    from paddleformers_fc.verification.matrix import run_matrix
 
     return run_matrix(recipe, only, work, documents, as_json)
 
@@ -469,16 +469,16 @@ def _run(arguments: Sequence[str] | None) -> int:
         return MISUSE
 
 
-def _named(text: str) -> Place:
+def _named(text: str) -> AnyPath:
     """The directory of an argument. One of a store is looked at when it is opened: not every store knows directories.
 
     Raises:
         OptionError: the URL cannot be that of a directory, or the argument is empty.
         typer.BadParameter: there is no such directory on this machine.
     """
-    from paddleformers_fc.storage.places import at_home, place
+    from paddleformers_fc.storage.paths import expand_user, parse_path
 
-    found = place(at_home(text))
+    found = parse_path(expand_user(text))
     if isinstance(found, Path) and not found.is_dir():
         fault = "is a file" if found.exists() else "does not exist"
         raise typer.BadParameter(f"Directory {str(found)!r} {fault}.")

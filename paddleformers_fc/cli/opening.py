@@ -10,21 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_flex, open_huggingface
-from paddleformers_fc.catalog.distcp import open_distcp
-from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME, parse_config, read_beside
-from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME, read_description
 from paddleformers_fc.errors import NotACheckpoint, OptionError
-from paddleformers_fc.plan.stock import is_stock
+from paddleformers_fc.formats import Catalog, FlexCheckpoint, open_flex, open_huggingface
+from paddleformers_fc.formats.distcp import open_distcp
+from paddleformers_fc.formats.flex import CONFIG_NAME, MAPPING_NAME, parse_config, read_document_bytes
+from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME, read_description
+from paddleformers_fc.plan.paddle_distcp import is_paddle_checkpoint
 from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
 from paddleformers_fc.storage.names import parse_step
-from paddleformers_fc.storage.places import Place, local
+from paddleformers_fc.storage.paths import AnyPath, require_local
 
-Kind = Literal["flex_checkpoint", "huggingface", "paddle"]
-FLEX: Kind = "flex_checkpoint"
-HUGGINGFACE: Kind = "huggingface"
-PADDLE: Kind = "paddle"
+CheckpointKind = Literal["flex_checkpoint", "huggingface", "paddle"]
+FLEX: CheckpointKind = "flex_checkpoint"
+HUGGINGFACE: CheckpointKind = "huggingface"
+PADDLE: CheckpointKind = "paddle"
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Opened:
         checkpoint: the flex checkpoint, or None for the other kinds.
     """
 
-    kind: Kind
+    kind: CheckpointKind
     catalog: Catalog
     config: dict[str, Any]
     checkpoint: FlexCheckpoint | None = None
 
 
-def kind_of(directory: Place) -> Kind:
+def kind_of(directory: AnyPath) -> CheckpointKind:
     """What a directory is, by the names of its files alone.
 
     Raises:
@@ -54,7 +54,7 @@ def kind_of(directory: Place) -> Kind:
         return FLEX
     if exists(directory / INDEX_NAME) or exists(directory / SINGLE_NAME):
         return HUGGINGFACE
-    if is_stock(directory):
+    if is_paddle_checkpoint(directory):
         return PADDLE
     unfinished = exists(directory / MAPPING_NAME)
     raise NotACheckpoint(
@@ -67,7 +67,7 @@ def kind_of(directory: Place) -> Kind:
     )
 
 
-def refuse_open_weights(directory: Place) -> Kind:
+def refuse_open_weights(directory: AnyPath) -> CheckpointKind:
     """Go on only with a checkpoint; its kind.
 
     Raises:
@@ -84,7 +84,7 @@ def refuse_open_weights(directory: Place) -> Kind:
     return kind
 
 
-def open_directory(directory: Place, verify: str) -> Opened:
+def open_directory(directory: AnyPath, verify: str) -> Opened:
     """Open a flex checkpoint or a directory of open weights.
 
     Args:
@@ -99,11 +99,11 @@ def open_directory(directory: Place, verify: str) -> Opened:
         return Opened(FLEX, checkpoint.catalog, checkpoint.config, checkpoint)
     config = config_beside(directory)
     if kind == PADDLE:
-        return Opened(PADDLE, open_distcp(local(directory, "A checkpoint of Paddle")).catalog, config)
+        return Opened(PADDLE, open_distcp(require_local(directory, "A checkpoint of Paddle")).catalog, config)
     return Opened(HUGGINGFACE, open_huggingface(directory, verify), config)
 
 
-def config_beside(directory: Place) -> dict[str, Any]:
+def config_beside(directory: AnyPath) -> dict[str, Any]:
     """The model's configuration in a directory; empty where there is none.
 
     Raises:
@@ -112,12 +112,12 @@ def config_beside(directory: Place) -> dict[str, Any]:
     """
     path = directory / CONFIG_NAME
     if exists(directory / MANIFEST_NAME):
-        return parse_config(read_beside(directory, read_manifest(directory), CONFIG_NAME), path)
+        return parse_config(read_document_bytes(directory, read_manifest(directory), CONFIG_NAME), path)
     raw = read_description(directory, CONFIG_NAME)
     return {} if raw is None else parse_config(raw, path)
 
 
-def required_config(directory: Place) -> dict[str, Any]:
+def required_config(directory: AnyPath) -> dict[str, Any]:
     """The model's configuration in a directory that must have one.
 
     Raises:
@@ -138,7 +138,7 @@ def required_config(directory: Place) -> dict[str, Any]:
 _OTHERWISE = "Name a finished checkpoint-N directory, or a directory with safetensors files and their index."
 
 
-def _advice(directory: Place, otherwise: str = _OTHERWISE) -> str:
+def _advice(directory: AnyPath, otherwise: str = _OTHERWISE) -> str:
     inside = sorted(
         (step, path.name)
         for path in list_directory(directory)

@@ -23,8 +23,8 @@ from paddleformers_fc.plan import huggingface_source, resume_source
 from paddleformers_fc.plan.forecast import CastFacts, Forecast, RankForecast, forecast
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
 from paddleformers_fc.plan.sources import described_model
-from paddleformers_fc.storage.places import Place
-from paddleformers_fc.wording import count_text, size_text
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +67,7 @@ class Plan(msgspec.Struct, frozen=True):
     ranks: list[RankForecast]
 
 
-def plan(directory: Place, to: str, dtype: str | None = None) -> Plan:
+def plan(directory: AnyPath, to: str, dtype: str | None = None) -> Plan:
     """Plan a load for every rank of a grid.
 
     Args:

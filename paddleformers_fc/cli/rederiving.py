@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import yaml
 
-from paddleformers_fc.catalog.flex import MAPPING_NAME, FlexCheckpoint, open_flex
 from paddleformers_fc.cli.opening import refuse_open_weights
 from paddleformers_fc.errors import MappingError, OptionError, StorageError
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stored import STRIPPED, completed, encode_mapping
 from paddleformers_fc.families.text import aoa_texts
+from paddleformers_fc.formats.flex import MAPPING_NAME, FlexCheckpoint, open_flex
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.agreement import disagreements
 from paddleformers_fc.plan.sources import stored_tensors

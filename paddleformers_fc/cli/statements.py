@@ -18,14 +18,14 @@ from paddleformers_fc.cli.opening import required_config
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES, Family, described_by_file, enumerate_tensors, family_for
 from paddleformers_fc.families.text import aoa_text, tiny_aoa_text
-from paddleformers_fc.storage.places import refuse_nothing
+from paddleformers_fc.storage.paths import refuse_empty
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 @dataclass(frozen=True)
-class Statements:
+class StatementList:
     """What the verb prints.
 
     Args:
@@ -41,7 +41,7 @@ class Statements:
     toy_sizes: dict[str, Any] | None = None
 
 
-def statements(model: str, *, reverse: bool, toy: bool = False) -> Statements:
+def statements(model: str, *, reverse: bool, toy: bool = False) -> StatementList:
     """The statements of a family, or of the model in a directory.
 
     Args:
@@ -54,7 +54,7 @@ def statements(model: str, *, reverse: bool, toy: bool = False) -> Statements:
             with it.
         MappingError: no family declares the model, or the language cannot say its mapping.
     """
-    refuse_nothing(model)
+    refuse_empty(model)
     direction = "reverse" if reverse else "forward"
     if Path(model).is_dir():
         if toy:
@@ -65,7 +65,7 @@ def statements(model: str, *, reverse: bool, toy: bool = False) -> Statements:
         family = family_for(config)
         built = described_by_file(config)
         tensors = [tensor.under(tp=1) for tensor in enumerate_tensors(family, built)]
-        return Statements(family.name, direction, aoa_text(family, built, tensors, reverse=reverse))
+        return StatementList(family.name, direction, aoa_text(family, built, tensors, reverse=reverse))
     family = _named(model)
     sizes = {**family.defaults, **family.tiny}
     if not toy:
@@ -75,7 +75,7 @@ def statements(model: str, *, reverse: bool, toy: bool = False) -> Statements:
             evidence=[f"with --toy these are assumed: {_sizes_text(sizes)}"],
             next_step="Name the directory of a model's config.json, or add --toy for the statements of these sizes.",
         )
-    return Statements(family.name, direction, tiny_aoa_text(family, reverse=reverse), sizes)
+    return StatementList(family.name, direction, tiny_aoa_text(family, reverse=reverse), sizes)
 
 
 def _sizes_text(sizes: Mapping[str, Any]) -> str:
@@ -94,7 +94,7 @@ def _named(name: str) -> Family:
     )
 
 
-def show(found: Statements, console: Console) -> None:
+def show(found: StatementList, console: Console) -> None:
     """The statements, one per line, ready to be pasted."""
     from rich.text import Text
 

@@ -5,7 +5,7 @@ as ``custom_register_path`` (where the YAML names one of its own, both run, the 
 there is no accelerator and the YAML names no device. Then, on a machine
 
 * without an accelerator, the ranks are local processes over gloo, started and supervised by
-  :mod:`paddleformers_fc.runtime.launch`; each writes a log, rank 0's is shown while it runs;
+  :mod:`paddleformers_fc.cpu_runtime.launch`; each writes a log, rank 0's is shown while it runs;
 * with one, or in a job of several nodes, PaddleFormers' ``paddleformers-cli`` is called, which starts
   ``paddle.distributed.launch`` on the visible devices, and which reads ``NNODES``, ``RANK``, ``MASTER_ADDR`` and
   ``MASTER_PORT`` (:mod:`.nodes`).
@@ -40,19 +40,19 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import msgspec
 import yaml
 
-from paddleformers_fc.cli import nodes, starting
-from paddleformers_fc.cli.screen import COLOUR, DEBUG, Screen
+from paddleformers_fc.cli import nodes, start_checks
+from paddleformers_fc.cli.log_view import COLOUR, DEBUG, LogView
 from paddleformers_fc.cli.yaml_text import load_yaml
+from paddleformers_fc.cpu_runtime.launch import LaunchResult, launch
+from paddleformers_fc.cpu_runtime.ranks import rank_environments, tail
 from paddleformers_fc.errors import FlexError, OptionError, PeerError, StorageError, from_wire
-from paddleformers_fc.runtime.launch import LaunchResult, launch
-from paddleformers_fc.runtime.ranks import rank_environments, tail
 from paddleformers_fc.storage import files
-from paddleformers_fc.storage.documents import parse_json, read_document
+from paddleformers_fc.storage.json_io import parse_json, read_document
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
-from paddleformers_fc.storage.places import at_home, local
+from paddleformers_fc.storage.paths import expand_user, require_local
+from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options, check_stage
-from paddleformers_fc.wording import count_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ _MAX_ERROR_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A training that is about to be started.
 
     Args:
@@ -98,7 +98,7 @@ class Job:
         return [sys.executable, *self.argv]
 
 
-class Planned(msgspec.Struct, frozen=True):
+class LaunchPlan(msgspec.Struct, frozen=True):
     """What ``--dry-run`` says.
 
     Attributes:
@@ -159,7 +159,7 @@ class Ended(msgspec.Struct, frozen=True):
         return (self.step or 0) - (self.resumed or 0) if self.step is not None else 0
 
 
-def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
+def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> TrainingJob:
     """Work out what to start.
 
     Args:
@@ -172,19 +172,19 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
         EnvironmentMismatch: PaddleFormers is not installed.
         StorageError: the output directory cannot be made, or takes nothing.
     """
-    starting.require_paddleformers("Training")
+    start_checks.require_paddleformers("Training")
     settings = {**read_settings(config), **parse_overrides(overrides)}
     own = _own_registration(settings.get(REGISTER_KEY))
-    starting.refuse_unknown_keys(settings, may_be_more=own is not None)
+    start_checks.refuse_unknown_keys(settings, may_be_more=own is not None)
     check_stage(settings)
     check_options(SimpleNamespace(**{**vars(FlexFields()), **settings}))
-    starting.refuse_missing_paths(settings)
+    start_checks.refuse_missing_paths(settings)
     node = nodes.this_node(os.environ)
-    starting.refuse_resume(settings, node.count > 1)
-    starting.refuse_resume_without_the_key(settings)
+    start_checks.refuse_resume(settings, node.count > 1)
+    start_checks.refuse_resume_without_the_key(settings)
     if own is None:  # A registration of the user's may bring another model.
-        starting.refuse_adapters(settings)
-        starting.refuse_model(settings)
+        start_checks.refuse_adapters(settings)
+        start_checks.refuse_model(settings)
     device = _device(settings.get("device"))
     added, environment = _registration(settings.get(REGISTER_KEY))
     passed = [text for text in overrides if not text.startswith(f"{REGISTER_KEY}=")]
@@ -198,12 +198,12 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
     to_go_on = _to_go_on(settings)
     idle = () if flex else tuple(name for name in FIELD_NAMES if name in settings and name != "flex_checkpoint")
     if device == CPU:
-        starting.refuse_layout(settings, (nproc or 1) * node.count)
-        starting.refuse_expert_layout(settings, (nproc or 1) * node.count)
+        start_checks.refuse_layout(settings, (nproc or 1) * node.count)
+        start_checks.refuse_expert_layout(settings, (nproc or 1) * node.count)
         if own is None:
-            starting.refuse_fused_norm(settings)
+            start_checks.refuse_fused_norm(settings)
     if device == CPU and node.count == 1:
-        return Job(
+        return TrainingJob(
             ("-m", "paddleformers.cli.launcher", *arguments),
             nproc or 1,
             environment,
@@ -228,7 +228,9 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Job:
     }
     # On several nodes this one's disk does not tell from which checkpoint the job goes on.
     seen = output_dir if node.count == 1 else None
-    return Job(("-m", "paddleformers.cli.cli", *arguments), None, environment, log_dir, flex, seen, to_go_on, idle)
+    return TrainingJob(
+        ("-m", "paddleformers.cli.cli", *arguments), None, environment, log_dir, flex, seen, to_go_on, idle
+    )
 
 
 def read_settings(config: Path) -> dict[str, Any]:
@@ -335,7 +337,7 @@ def _output_dir(settings: Mapping[str, Any], config: Path) -> Path:
             where=str(config),
             next_step="Add output_dir: the directory for checkpoints and logs.",
         )
-    return local(at_home(named), "A checkpoint")
+    return require_local(expand_user(named), "A checkpoint")
 
 
 def _to_go_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -354,7 +356,7 @@ def _log_dir(output_dir: Path, node: nodes.ThisNode) -> Path:
             raise it together, and this node's logs go to a temporary directory.
     """
     try:
-        files.try_directory(output_dir)
+        files.check_writable(output_dir)
     except StorageError:
         if node.count == 1:
             raise
@@ -364,13 +366,13 @@ def _log_dir(output_dir: Path, node: nodes.ThisNode) -> Path:
     return next(path for name in names if not (path := output_dir / name).exists())
 
 
-def plan(job: Job) -> Planned:
+def plan(job: TrainingJob) -> LaunchPlan:
     """What a start would do, without doing it."""
     ranks = None if job.ranks is None else rank_environments(job.ranks)
-    return Planned(job.command, dict(job.environment), ranks, str(job.log_dir))
+    return LaunchPlan(job.command, dict(job.environment), ranks, str(job.log_dir))
 
 
-def run(job: Job, echo: IO[str]) -> tuple[Ended, FlexError | None]:
+def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     """Start a training and wait for it.
 
     Args:
@@ -379,7 +381,7 @@ def run(job: Job, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     Returns:
         how it ended, and the error of ours by which it ended, or None.
     """
-    screen = Screen(echo)
+    screen = LogView(echo)
     files.make_directories(job.log_dir)
     started = time.monotonic()
     failed: Path | None = None
@@ -463,7 +465,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _goes_on(job: Job) -> str | None:
+def _goes_on(job: TrainingJob) -> str | None:
     """From where the command goes on; None for checkpoints that are none of ours, or that cannot be looked at."""
     if not job.flex or job.output_dir is None:
         return None
@@ -478,7 +480,7 @@ def _goes_on(job: Job) -> str | None:
     return f"start the same command again{added}; it goes on from step {step}"
 
 
-def _run_launcher(job: Job, screen: Screen) -> int:
+def _run_launcher(job: TrainingJob, screen: LogView) -> int:
     environment = {**os.environ, **job.environment}
     with subprocess.Popen(job.command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         try:
@@ -509,13 +511,13 @@ def _last_lines(log: Path) -> str:
     return "\n".join([f"--- the end of {log}", *lines[-_TAIL_LINES:]])
 
 
-def show_plan(planned: Planned, console: Console) -> None:
+def show_plan(planned: LaunchPlan, console: Console) -> None:
     """The command and the environment, as a shell takes them."""
     for line in _shell_lines(planned):
         console.print(line, soft_wrap=True)
 
 
-def _shell_lines(planned: Planned) -> list[str]:
+def _shell_lines(planned: LaunchPlan) -> list[str]:
     ranks = planned.ranks or []
     shared = {key: value for key, value in (ranks[0] if ranks else {}).items() if all(r[key] == value for r in ranks)}
     lines = [_assignment(*pair) for pair in sorted({**shared, **planned.environment}.items())]

@@ -27,9 +27,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from paddleformers_fc.catalog import FlexCheckpoint, open_flex
-from paddleformers_fc.catalog.flex import CONFIG_NAME
-from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, Kind, Opened, kind_of, open_directory
+from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, CheckpointKind, Opened, kind_of, open_directory
 from paddleformers_fc.cli.planning import planned
 from paddleformers_fc.errors import (
     CheckpointError,
@@ -41,22 +39,24 @@ from paddleformers_fc.errors import (
 )
 from paddleformers_fc.execute.reading import verify_equal
 from paddleformers_fc.families import described_by_file, family_for
+from paddleformers_fc.formats import FlexCheckpoint, open_flex
+from paddleformers_fc.formats.flex import CONFIG_NAME
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan import LoadPlan, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.forecast import Forecast
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums, verify_export
-from paddleformers_fc.storage.files import each, is_directory, list_directory, size_of
+from paddleformers_fc.storage.files import is_directory, list_directory, map_paths, size_of
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, refuse_diverged, verify_files
 from paddleformers_fc.storage.names import parse_step
-from paddleformers_fc.storage.places import Place
-from paddleformers_fc.wording import count_text, size_text
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _T = TypeVar("_T")
-_CHECKS: dict[Kind, tuple[str, ...]] = {
+_CHECKS: dict[CheckpointKind, tuple[str, ...]] = {
     FLEX: ("manifest", "files", "tensors", "mapping", "equal values"),
     HUGGINGFACE: ("checksums", "tensors", "model"),
     PADDLE: ("tensors",),
@@ -101,7 +101,7 @@ class Verification(msgspec.Struct, frozen=True):
         below: checkpoints below the directory, which were not checked, one line each.
     """
 
-    kind: Kind
+    kind: CheckpointKind
     path: str
     level: str
     passed: bool
@@ -142,7 +142,7 @@ class _Protocol:
             raise
 
 
-def verify(directory: Place, level: str) -> tuple[Verification, FlexError | None]:
+def verify(directory: AnyPath, level: str) -> tuple[Verification, FlexError | None]:
     """Check a directory.
 
     Args:
@@ -188,23 +188,23 @@ def verify(directory: Place, level: str) -> tuple[Verification, FlexError | None
     return outcome, problem
 
 
-def checkpoints_below(directory: Place) -> list[str]:
+def checkpoints_below(directory: AnyPath) -> list[str]:
     """The checkpoints in a directory and in those of a machine's directory below it, a line each, none verified."""
-    found: list[Place] = list(list_directory(directory))
+    found: list[AnyPath] = list(list_directory(directory))
     if isinstance(directory, Path):
         found += [path for above in ("*", "*/*") for path in directory.glob(f"{above}/checkpoint-*")]
     steps = sorted((step, str(path), path) for path in found if (step := parse_step(path)) is not None)
     return [f"{name}: {_state_text(path)}" for _, name, path in steps if is_directory(path)]
 
 
-def _state_text(directory: Place) -> str:
+def _state_text(directory: AnyPath) -> str:
     try:
         return _manifest_text(read_manifest(directory))
     except CheckpointError as error:
         return error.in_one_line()
 
 
-def _check_open_weights(directory: Place, level: str, protocol: _Protocol) -> None:
+def _check_open_weights(directory: AnyPath, level: str, protocol: _Protocol) -> None:
     receipts = protocol.refused("checksums", lambda: read_checksums(directory))
     if receipts is None:
         protocol.cannot.append(f"changed bytes: there is no {CHECKSUMS_NAME}, which exports of this package have")
@@ -235,7 +235,7 @@ def _model_text(found: Forecast) -> str:
     return f"{said}; optional: {', '.join(optional)}" if optional else said
 
 
-def _check_flex(directory: Place, level: str, protocol: _Protocol) -> None:
+def _check_flex(directory: AnyPath, level: str, protocol: _Protocol) -> None:
     manifest = protocol.check("manifest", lambda: read_manifest(directory), _manifest_text)
     protocol.files = len(manifest.files)
     protocol.bytes = sum(receipt.size for receipt in manifest.files)
@@ -264,13 +264,13 @@ def _check_flex(directory: Place, level: str, protocol: _Protocol) -> None:
         )
 
 
-def _compare(directory: Place, manifest: Manifest, plan: LoadPlan, level: str) -> None:
+def _compare(directory: AnyPath, manifest: Manifest, plan: LoadPlan, level: str) -> None:
     refuse_diverged(directory, manifest)
     if level == "full":
         verify_equal(plan.checks, directory)
 
 
-def _check_tensors(directory: Place, level: str, protocol: _Protocol) -> Opened:
+def _check_tensors(directory: AnyPath, level: str, protocol: _Protocol) -> Opened:
     opened = protocol.check(
         "tensors",
         lambda: open_directory(directory, level),
@@ -280,7 +280,7 @@ def _check_tensors(directory: Place, level: str, protocol: _Protocol) -> Opened:
     files = {fragment.file for tensor in tensors for fragment in tensor.fragments}
     protocol.tensors = len(tensors)
     protocol.files = len(files)
-    protocol.bytes = sum(each(size_of, (directory / name for name in files), directory))
+    protocol.bytes = sum(map_paths(size_of, (directory / name for name in files), directory))
     return opened
 
 

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paddleformers_fc.catalog import open_huggingface
 from paddleformers_fc.errors import NotACheckpoint
-from paddleformers_fc.execute.crew import Crew
+from paddleformers_fc.execute.read_pool import ReadPool
 from paddleformers_fc.execute.reading import read_tensors, verify_equal
+from paddleformers_fc.formats import open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping import Mapping, TensorSpec
-from paddleformers_fc.mapping.correspondences import Made
-from paddleformers_fc.mapping.stencils import identity
-from paddleformers_fc.plan import ReadItem, Source, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.mapping.correspondences import TensorSources
+from paddleformers_fc.mapping.templates import identity
+from paddleformers_fc.plan import ReadItem, ReadSource, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.plan.paddle_distcp import is_paddle_checkpoint, open_stored
 from paddleformers_fc.plan.report import natural
-from paddleformers_fc.plan.stock import is_stock, open_stored
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
-from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.paths import AnyPath
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class TensorDigest:
     md5: str
 
 
-def canonical_digests(directory: Place, verify: str = "size", roles: Collection[str] = ROLES) -> Iterator[TensorDigest]:
+def canonical_digests(
+    directory: AnyPath, verify: str = "size", roles: Collection[str] = ROLES
+) -> Iterator[TensorDigest]:
     """Digests of everything in a flex checkpoint or a Hugging Face directory, in natural order.
 
     Args:
@@ -65,7 +67,7 @@ def canonical_digests(directory: Place, verify: str = "size", roles: Collection[
     items: dict[tuple[str, str], list[ReadItem]] = {}
     for item in plan.items:
         items.setdefault((item.role, item.name), []).append(item)
-    with Crew(identities=source.catalog.identities) as crew:
+    with ReadPool(identities=source.catalog.identities) as crew:
         for role, shards in layout.items():
             wanted = ((shards[name], items.get((role, name), ())) for name in sorted(shards, key=natural))
             for shard, array in read_tensors(crew, directory, wanted):
@@ -73,8 +75,8 @@ def canonical_digests(directory: Place, verify: str = "size", roles: Collection[
                 yield TensorDigest(role, shard.name, shard.dtype, shard.global_shape, md5)
 
 
-def _source(directory: Place, verify: str) -> Source:
-    if exists(directory / MANIFEST_NAME) or is_stock(directory):
+def _source(directory: AnyPath, verify: str) -> ReadSource:
+    if exists(directory / MANIFEST_NAME) or is_paddle_checkpoint(directory):
         return canonical_source(open_stored(directory, verify))
     try:
         catalog = open_huggingface(directory, verify)
@@ -86,5 +88,5 @@ def _source(directory: Place, verify: str) -> Source:
             next_step="Name a checkpoint-N directory or a directory with safetensors files.",
         ) from error
     specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in catalog.roles[MODEL_STATE].items()}
-    same = {name: Made(identity(spec.shape), (name,)) for name, spec in specs.items()}
-    return Source(catalog, Mapping(specs, specs, same))
+    same = {name: TensorSources(identity(spec.shape), (name,)) for name, spec in specs.items()}
+    return ReadSource(catalog, Mapping(specs, specs, same))

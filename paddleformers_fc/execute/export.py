@@ -33,35 +33,35 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paddleformers_fc.catalog.flex import MAPPING_NAME, REFUSE, FlexCheckpoint
-from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.distributed.channel import ALONE, Channel, all_gather_checked, run_on_all
+from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
+from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.execute.channel import ALONE, Channel, agree, together
-from paddleformers_fc.execute.crew import DEFAULT_OPTIONS, Crew, drawn
-from paddleformers_fc.execute.disks import Disks
-from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
-from paddleformers_fc.execute.jobs import Key, flat_start
 from paddleformers_fc.execute.opening import open_checkpoint, own_file
+from paddleformers_fc.execute.read_jobs import Key, flat_start
+from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadPool, run_workers
 from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
-from paddleformers_fc.execute.rollcall import Called, software
+from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed, read_redistributed
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.formats.flex import MAPPING_NAME, REFUSE, FlexCheckpoint
+from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping.boxes import whole
-from paddleformers_fc.plan import LoadPlan, ReadItem, Report, Source, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, Report, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.blocks import digest_of
 from paddleformers_fc.storage.checksum import BlockHasher
-from paddleformers_fc.storage.commit import discard, place_of, publish, replace as replace_files
+from paddleformers_fc.storage.commit import discard, publish, replace as replace_files, staging_parent
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, write_checksums
+from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.files import list_directory, real_path, write_file
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, verify_files
-from paddleformers_fc.storage.places import Place, RemotePath
-from paddleformers_fc.storage.receipts import FileReceipt
-from paddleformers_fc.storage.safetensors import SharedWriter, lay_out
+from paddleformers_fc.storage.paths import AnyPath, RemotePath
+from paddleformers_fc.storage.safetensors import RandomAccessTensorWriter, layout_file
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 TRAINER_DIRECTORY = "trainer"
@@ -70,14 +70,14 @@ TRAINER_DIRECTORY = "trainer"
 RUN_ARGUMENTS = "training_args.json"
 """The training arguments beside an export of a Trainer: of the run and its layout, and not in its checksums."""
 
-_receipts = msgspec.json.Decoder(list[FileReceipt])
-_HOT = 4 * 1024 * 1024
+_receipts = msgspec.json.Decoder(list[FileChecksum])
+_CACHE_BYTES = 4 * 1024 * 1024
 """Bytes of a batch from files of this machine: few enough to be in the processor's cache until they are written."""
-_ROOM = 32 * 1024 * 1024
+_BATCH_BYTES = 32 * 1024 * 1024
 """Bytes of a batch from elsewhere, which takes requests to a store, or a meeting of all ranks."""
 _BATCHES_PER_FILE = 4
 """Two batches are in memory at a time; four in a file leave half the size of a file for everything else."""
-_LANES = 2
+_READERS = 2
 """How many batches are read and written at a time."""
 _PAGE = 4096
 
@@ -116,7 +116,7 @@ class _FilePlan:
 
 
 def export_checkpoint(
-    source: Place,
+    source: AnyPath,
     target: Path,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     channel: Channel = ALONE,
@@ -138,37 +138,37 @@ def export_checkpoint(
     """
     if max_shard_bytes < 1:
         raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
-    facts = {"versions": software(), "max_shard_bytes": max_shard_bytes, "flex_tied": tied}
-    roll = Called(f"exporting to {target.name}", facts)
+    facts = {"versions": software_versions(), "max_shard_bytes": max_shard_bytes, "flex_tied": tied}
+    roll = ConsistencyCheck(f"exporting to {target.name}", facts)
 
-    def prepare() -> Source:
+    def prepare() -> ReadSource:
         _refuse_checkpoint(target)
         if checkpoint.unread:
             verify_files(source, checkpoint.manifest, "full")
         return canonical_source(checkpoint)
 
     checkpoint = replace(open_checkpoint(source, channel, verify, roll=roll), tied=tied)
-    canonical = together(channel, f"preparing an export to {target.name}", prepare)
+    canonical = run_on_all(channel, f"preparing an export to {target.name}", prepare)
     layout = canonical_layout(canonical).get(MODEL_STATE, {})
     _refuse_untied(canonical, layout, channel)
-    files, room = _divided(layout, max_shard_bytes), _room(canonical, max_shard_bytes)
+    files, room = _split_into_files(layout, max_shard_bytes), _batch_bytes(canonical, max_shard_bytes)
     small = _small_files(checkpoint, channel)
-    with staging_beside(target, channel, _nothing, place_of) as staged:
-        mine = _share(files, staged.disks, channel.rank)
+    with staging_beside(target, channel, _nothing, staging_parent) as staged:
+        mine = _files_of_rank(files, staged.disks, channel.rank)
         if canonical.catalog.seen_by:
             written = _write_together(staged.path, canonical, mine, room, channel)
         else:
-            written = agree(channel, "exporting", lambda: _write_files(staged.path, canonical, mine, room))
+            written = all_gather_checked(channel, "exporting", lambda: _write_files(staged.path, canonical, mine, room))
 
         receipts = [receipt for payload in written for receipt in _receipts.decode(payload)]
 
         def finish() -> None:
             if channel.rank == 0:
                 _finish(staged.path, real_path(target), small, files, receipts)
-            elif channel.rank in staged.disks.of_leads:
+            elif channel.rank in staged.disks.sorted_leaders:
                 _try_discard(staged.path)  # An export is on one disk, that of the coordinator.
 
-        together(channel, "finishing the export", finish)
+        run_on_all(channel, "finishing the export", finish)
     sizes = {receipt.path: receipt.size for receipt in receipts}
     total = sum(_nbytes(shard) for shard in layout.values())
     return ExportReport(target, dict(sorted(sizes.items())), len(layout), total)
@@ -196,11 +196,11 @@ def save_weights(
     Raises:
         FlexError: the same on every rank; older weights in the target are untouched.
     """
-    with staging_beside(target, channel, _nothing, place_of) as staged:
+    with staging_beside(target, channel, _nothing, staging_parent) as staged:
         passage = staged.path / "weights"
         save_checkpoint(passage, {MODEL_STATE: weights}, model, files, JobRecord(0, 0, {}), channel)
         report = export_checkpoint(passage, target, max_shard_bytes, channel, tied=tied)
-        if channel.rank in staged.disks.of_leads:
+        if channel.rank in staged.disks.sorted_leaders:
             _try_discard(staged.path)
     return report
 
@@ -224,24 +224,24 @@ def _refuse_checkpoint(target: Path) -> None:
         )
 
 
-def _refuse_untied(source: Source, layout: Mapping[str, Shard], channel: Channel) -> None:
+def _refuse_untied(source: ReadSource, layout: Mapping[str, Shard], channel: Channel) -> None:
     """An export holds a tied weight once, so what is stored of it under two names must be equal."""
     stored, read = source.catalog.roles.get(MODEL_STATE, {}), source.mapping.read
     owners = {owner for alias, owner in source.stored_aliases.items() if alias in stored and owner in read}
     held = [name for owner in sorted(owners) for name in read[owner].names]
     checks = plan_reads(source, {MODEL_STATE: {name: layout[name] for name in held}}).checks
     if checks:
-        storage = Storage(source.catalog.root, source.catalog.identities, source.catalog.seen_by)
-        compare_together(checks if channel.rank == 0 else (), storage, channel)
+        storage = ReadContext(source.catalog.root, source.catalog.identities, source.catalog.seen_by)
+        compare_redistributed(checks if channel.rank == 0 else (), storage, channel)
 
 
-def _share(files: list[_FilePlan], disks: Disks, rank: int) -> list[_FilePlan]:
+def _files_of_rank(files: list[_FilePlan], disks: DiskLeaders, rank: int) -> list[_FilePlan]:
     """The files that a rank writes: those on the coordinator's disk share them."""
     writers = disks.sharing()[0]
     return files[writers.index(rank) :: len(writers)] if rank in writers else []
 
 
-def _divided(layout: Mapping[str, Shard], max_shard_bytes: int) -> list[_FilePlan]:
+def _split_into_files(layout: Mapping[str, Shard], max_shard_bytes: int) -> list[_FilePlan]:
     """Tensors in natural order, in files of bounded size."""
     groups: list[list[Shard]] = []
     room = 0
@@ -265,7 +265,7 @@ def _nbytes(shard: Shard) -> int:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _TensorRange:
     """Successive numbers of one tensor.
 
     Args:
@@ -298,7 +298,7 @@ class _Batch:
 
     file: _FilePlan
     begin: int
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[_TensorRange, ...]
 
     @property
     def nbytes(self) -> int:
@@ -325,28 +325,30 @@ class _Batch:
         return arrays
 
 
-def _write_files(staging: Path, source: Source, files: list[_FilePlan], room: int) -> bytes:
+def _write_files(staging: Path, source: ReadSource, files: list[_FilePlan], room: int) -> bytes:
     """Write this rank's files: every thread reads a batch, and writes it while others read and write theirs."""
     # As many read as in a load, if tensors are large; threads that read from a store only wait.
-    near = replace(DEFAULT_OPTIONS, threads=DEFAULT_OPTIONS.threads // _LANES)
+    near = replace(DEFAULT_OPTIONS, threads=DEFAULT_OPTIONS.threads // _READERS)
     options = DEFAULT_OPTIONS if isinstance(source.catalog.root, RemotePath) else near
-    memories = [_memory(room, files) for _ in range(_LANES)]
+    memories = [_memory(room, files) for _ in range(_READERS)]
 
     def lane(draw: Callable[[], _Batch | None]) -> int:
         memory, total = memories.pop(), 0
-        with output.stopping(), Crew(options, source.catalog.identities) as crew:
+        with output.stopping(), ReadPool(options, source.catalog.identities) as crew:
             while (batch := draw()) is not None:
                 total += fill_arrays(crew, source.catalog.root, batch.items, batch.carved(memory))
                 if not output.write(batch, memory):
                     break
         return total
 
-    with _Output(staging) as output, ThreadPoolExecutor(_LANES, "flex-export") as pool:
-        drawn(pool, _LANES, output.begun(_batches(source, files, room)), lane)
+    with _Output(staging) as output, ThreadPoolExecutor(_READERS, "flex-export") as pool:
+        run_workers(pool, _READERS, output.begun(_batches(source, files, room)), lane)
     return msgspec.json.encode(output.receipts)
 
 
-def _write_together(staging: Path, source: Source, files: list[_FilePlan], room: int, channel: Channel) -> list[bytes]:
+def _write_together(
+    staging: Path, source: ReadSource, files: list[_FilePlan], room: int, channel: Channel
+) -> list[bytes]:
     """As :func:`_write_files`, all ranks in step; every rank's receipts. One with nothing to write reads for others."""
     batches: list[_Batch] = []
 
@@ -354,8 +356,8 @@ def _write_together(staging: Path, source: Source, files: list[_FilePlan], room:
         batches.extend(_batches(source, files, room))
         return str(len(batches)).encode()
 
-    steps = max(int(count) for count in agree(channel, "planning an export", plan))
-    storage = Storage(source.catalog.root, source.catalog.identities, source.catalog.seen_by)
+    steps = max(int(count) for count in all_gather_checked(channel, "planning an export", plan))
+    storage = ReadContext(source.catalog.root, source.catalog.identities, source.catalog.seen_by)
     memory = _memory(room, files)
     with _Output(staging) as output:
         for step in range(steps):
@@ -363,9 +365,9 @@ def _write_together(staging: Path, source: Source, files: list[_FilePlan], room:
             arrays = {key: array for batch in own for key, array in batch.carved(memory).items()}
             reads = LoadPlan(tuple(item for batch in own for item in batch.items), (), {}, Report())
             slots = {key: ArraySlot(array) for key, array in arrays.items()}
-            read_together(reads, storage, slots, channel)
-            together(channel, "exporting", partial(output.write_all, own, memory))
-        return agree(channel, "collecting checksums", lambda: msgspec.json.encode(output.receipts))
+            read_redistributed(reads, storage, slots, channel)
+            run_on_all(channel, "exporting", partial(output.write_all, own, memory))
+        return all_gather_checked(channel, "collecting checksums", lambda: msgspec.json.encode(output.receipts))
 
 
 class _Output:
@@ -384,7 +386,7 @@ class _Output:
     """
 
     def __init__(self, staging: Path) -> None:
-        self.receipts: list[FileReceipt] = []
+        self.receipts: list[FileChecksum] = []
         self._staging = staging
         self._open: dict[str, _OpenOutput] = {}
         self._turns = threading.Condition()
@@ -461,7 +463,7 @@ class _OpenOutput:
         hashed: how many bytes of tensors were hashed.
     """
 
-    writer: SharedWriter
+    writer: RandomAccessTensorWriter
     hasher: BlockHasher
     hashed: int = 0
 
@@ -469,18 +471,18 @@ class _OpenOutput:
 def _opened_output(staging: Path, file: _FilePlan) -> _OpenOutput:
     entries = [(shard.name, to_safetensors(shard.dtype), shard.global_shape) for shard in file.tensors]
     path, hasher = staging / file.name, BlockHasher()
-    layout = lay_out(path, entries, {"format": "pt"})
+    layout = layout_file(path, entries, {"format": "pt"})
     hasher.update(layout.header)
-    return _OpenOutput(SharedWriter(path, layout, root=staging), hasher)
+    return _OpenOutput(RandomAccessTensorWriter(path, layout, root=staging), hasher)
 
 
-def _room(source: Source, max_shard_bytes: int) -> int:
+def _batch_bytes(source: ReadSource, max_shard_bytes: int) -> int:
     """How many bytes of tensors are read at a time: few beside a file's, so that the bound on files bounds memory."""
     far = bool(source.catalog.seen_by) or isinstance(source.catalog.root, RemotePath)
-    return min(_ROOM if far else _HOT, max_shard_bytes // _BATCHES_PER_FILE)
+    return min(_BATCH_BYTES if far else _CACHE_BYTES, max_shard_bytes // _BATCHES_PER_FILE)
 
 
-def _batches(source: Source, files: list[_FilePlan], room: int) -> Iterator[_Batch]:
+def _batches(source: ReadSource, files: list[_FilePlan], room: int) -> Iterator[_Batch]:
     """All files in order, in batches of as many pieces as there is room for; planned file by file."""
     for file in files:
         plan = plan_reads(source, {MODEL_STATE: {shard.name: shard for shard in file.tensors}})
@@ -488,7 +490,7 @@ def _batches(source: Source, files: list[_FilePlan], room: int) -> Iterator[_Bat
         items: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             items.setdefault(item.name, []).append(item)
-        some: list[_Piece] = []
+        some: list[_TensorRange] = []
         begin = used = 0
         for piece in (piece for shard in file.tensors for piece in _pieces(shard, items.get(shard.name, []))):
             # What has no bytes goes with what is before it: a file is whole when its last byte is written.
@@ -500,25 +502,25 @@ def _batches(source: Source, files: list[_FilePlan], room: int) -> Iterator[_Bat
         yield _Batch(file, begin, tuple(_joined(some)))
 
 
-def _pieces(tensor: Shard, items: Sequence[ReadItem]) -> Iterator[_Piece]:
+def _pieces(tensor: Shard, items: Sequence[ReadItem]) -> Iterator[_TensorRange]:
     """What of a tensor can be read by itself: what each item brings, where that is one run of numbers; else all."""
     runs = [(flat_start(item.shape, item.part), item) for item in items]
     starts = [(item.start + run, item) for run, item in runs if run is not None]
     if not items or len(starts) < len(items):
-        yield _Piece(tensor, 0, tensor.size, tuple(items))
+        yield _TensorRange(tensor, 0, tensor.size, tuple(items))
         return
     for start, item in sorted(starts, key=itemgetter(0)):
         shape = item.part.shape
         alone = msgspec.structs.replace(item, start=start, shape=shape, part=whole(shape))
-        yield _Piece(tensor, start, start + item.part.volume, (alone,))
+        yield _TensorRange(tensor, start, start + item.part.volume, (alone,))
 
 
-def _joined(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
+def _joined(pieces: Iterable[_TensorRange]) -> Iterator[_TensorRange]:
     """Successive pieces of the same tensor as one."""
     for _, same in groupby(pieces, key=lambda piece: piece.tensor.name):
         group = list(same)
         items = tuple(item for piece in group for item in piece.items)
-        yield _Piece(group[0].tensor, group[0].begin, group[-1].end, items)
+        yield _TensorRange(group[0].tensor, group[0].begin, group[-1].end, items)
 
 
 def _memory(room: int, files: list[_FilePlan]) -> np.ndarray[Any, Any]:
@@ -531,14 +533,14 @@ def _memory(room: int, files: list[_FilePlan]) -> np.ndarray[Any, Any]:
 
 def _small_files(checkpoint: FlexCheckpoint, channel: Channel) -> dict[str, bytes]:
     """What describes the model, on the coordinator; another rank hands over what that one does not see."""
-    names = described_by(checkpoint.manifest)
+    names = described_files(checkpoint.manifest)
     handed = {name: own_file(checkpoint, channel, partial(_for_coordinator, name)) for name in names}
 
     def read() -> dict[str, bytes]:
         mine = handed if channel.rank == 0 else {}
         return {name: checkpoint.document(name) if data is None else data for name, data in mine.items()}
 
-    return together(channel, "reading what describes the model", read)
+    return run_on_all(channel, "reading what describes the model", read)
 
 
 def _for_coordinator(name: str, rank: int) -> str:
@@ -550,7 +552,7 @@ def _finish(
     target: Path,
     small: Mapping[str, bytes],
     files: list[_FilePlan],
-    written: Sequence[FileReceipt],
+    written: Sequence[FileChecksum],
 ) -> None:
     """On the coordinator: the small files, the index, the checksums of all, and the final name."""
     texts = dict(small)
@@ -568,7 +570,7 @@ def _finish(
         publish(staging, target)
 
 
-def described_by(manifest: Manifest) -> list[str]:
+def described_files(manifest: Manifest) -> list[str]:
     """The files of a checkpoint that belong into an export: configuration, tokenizer, templates."""
     apart = (*ROLES, TRAINER_DIRECTORY)
     paths = (receipt.path for receipt in manifest.files)

@@ -17,24 +17,24 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from paddleformers_fc.catalog import Catalog
-from paddleformers_fc.catalog.flex import DOCUMENTS
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, refuse_failed
+from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.execute.channel import Channel, agree, refuse_failed
-from paddleformers_fc.execute.told import spelled
+from paddleformers_fc.formats import Catalog
+from paddleformers_fc.formats.flex import DOCUMENTS
 from paddleformers_fc.plan import LoadPlan
 from paddleformers_fc.plan.blocks import blocks_read
-from paddleformers_fc.storage.blocks import Found, compare
+from paddleformers_fc.storage.blocks import BlockComparison, compare_blocks
+from paddleformers_fc.storage.file_checksums import FileChecksum, is_document
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.manifest import RESTORE
-from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.storage.receipts import FileReceipt, is_document
 
 _LENGTH = struct.Struct("<Q")
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _FaultMessage(msgspec.Struct, frozen=True):
     """What a rank has found: whether anything is damaged, a line per file, and the refusal of what it may not read."""
 
     damaged: bool
@@ -42,12 +42,12 @@ class _Said(msgspec.Struct, frozen=True):
     refusal: str
 
 
-_said = msgspec.msgpack.Decoder(_Said)
+_fault_messages = msgspec.msgpack.Decoder(_FaultMessage)
 
 
-def check_beside_numbers(
-    directory: Place,
-    files: Sequence[FileReceipt],
+def verify_metadata_blocks(
+    directory: AnyPath,
+    files: Sequence[FileChecksum],
     identities: Identities,
     channel: Channel,
     threads: int,
@@ -67,18 +67,18 @@ def check_beside_numbers(
         StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
 
-    def share() -> Found:
+    def share() -> BlockComparison:
         mine = [one for index, one in enumerate(files) if index % channel.world_size == channel.rank]
         shared = [one for one in files if one.path in DOCUMENTS and one not in mine]
         with RangeReader(identities=identities) as reader:
-            wanted = [(one, _beside_numbers(directory, one, reader)) for one in (*mine, *shared)]
-        return compare(directory, wanted, threads, identities)
+            wanted = [(one, _metadata_blocks(directory, one, reader)) for one in (*mine, *shared)]
+        return compare_blocks(directory, wanted, threads, identities)
 
-    _compare_together(directory, channel, share, next_step)
+    _compare_on_all(directory, channel, share, next_step)
 
 
-def check_files(
-    directory: Place, files: Sequence[FileReceipt], identities: Identities, channel: Channel, threads: int
+def verify_whole_files(
+    directory: AnyPath, files: Sequence[FileChecksum], identities: Identities, channel: Channel, threads: int
 ) -> None:
     """Compare every byte of some files; every rank gives those that are its share. Every rank must call.
 
@@ -93,15 +93,15 @@ def check_files(
         StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
 
-    def share() -> Found:
-        return compare(directory, [(one, range(len(one.blocks))) for one in files], threads, identities)
+    def share() -> BlockComparison:
+        return compare_blocks(directory, [(one, range(len(one.blocks))) for one in files], threads, identities)
 
-    _compare_together(directory, channel, share)
+    _compare_on_all(directory, channel, share)
 
 
-def check_numbers(
+def verify_planned_blocks(
     catalog: Catalog,
-    files: Collection[FileReceipt],
+    files: Collection[FileChecksum],
     plan: LoadPlan,
     channel: Channel,
     threads: int,
@@ -123,27 +123,29 @@ def check_numbers(
         StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
 
-    def share() -> Found:
+    def share() -> BlockComparison:
         wanted = blocks_read(plan, {receipt.path: receipt.block_bytes for receipt in files})
         chosen = [(receipt, sorted(wanted[receipt.path])) for receipt in files if receipt.path in wanted]
-        return compare(catalog.root, chosen, threads, catalog.identities)
+        return compare_blocks(catalog.root, chosen, threads, catalog.identities)
 
-    return _compare_together(catalog.root, channel, share, next_step)
+    return _compare_on_all(catalog.root, channel, share, next_step)
 
 
-def _compare_together(directory: Place, channel: Channel, share: Callable[[], Found], next_step: str = RESTORE) -> int:
+def _compare_on_all(
+    directory: AnyPath, channel: Channel, share: Callable[[], BlockComparison], next_step: str = RESTORE
+) -> int:
     """Bytes that this rank has hashed, if no rank has found a fault."""
-    found: list[Found] = []
+    found: list[BlockComparison] = []
 
     def work() -> bytes:
         found.append(share())
         refusal = found[0].refusal
         return msgspec.msgpack.encode(
-            _Said(bool(found[0].faults), found[0].evidence, refusal.to_wire() if refusal else "")
+            _FaultMessage(bool(found[0].faults), found[0].evidence, refusal.to_wire() if refusal else "")
         )
 
-    payloads = agree(channel, f"comparing checksums of {directory.name}", work)
-    said = [_said.decode(payload) for payload in payloads]
+    payloads = all_gather_checked(channel, f"comparing checksums of {directory.name}", work)
+    said = [_fault_messages.decode(payload) for payload in payloads]
     if not any(one.damaged for one in said):
         refuse_failed(channel, [one.refusal for one in said])
     finders: dict[str, list[int]] = {}
@@ -154,17 +156,17 @@ def _compare_together(directory: Place, channel: Channel, share: Callable[[], Fo
         raise Corrupt(
             f"{directory} is damaged: {len(finders)} {'fault' if len(finders) == 1 else 'faults'} found.",
             where=str(directory),
-            evidence=[_told(fault, ranks, channel) for fault, ranks in sorted(finders.items())],
+            evidence=[_fault_message(fault, ranks, channel) for fault, ranks in sorted(finders.items())],
             next_step=next_step,
         )
     return found[0].bytes
 
 
-def _told(fault: str, ranks: list[int], channel: Channel) -> str:
-    return fault if channel.world_size == 1 else f"{fault} (found by {spelled(ranks)})"
+def _fault_message(fault: str, ranks: list[int], channel: Channel) -> str:
+    return fault if channel.world_size == 1 else f"{fault} (found by {format_ranks(ranks)})"
 
 
-def _beside_numbers(directory: Place, receipt: FileReceipt, reader: RangeReader) -> range:
+def _metadata_blocks(directory: AnyPath, receipt: FileChecksum, reader: RangeReader) -> range:
     """The blocks of a file that hold anything but a tensor's numbers."""
     if is_document(receipt.path) or receipt.size < _LENGTH.size:
         return range(len(receipt.blocks))

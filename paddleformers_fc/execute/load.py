@@ -17,34 +17,34 @@ import msgspec
 import numpy as np
 import xxhash
 
-from paddleformers_fc.catalog import Catalog, FlexCheckpoint, open_huggingface
-from paddleformers_fc.catalog.flex import CONFIG_NAME, parse_config
-from paddleformers_fc.catalog.huggingface import read_description
+from paddleformers_fc.aoa import AoaTensor
+from paddleformers_fc.distributed.channel import Channel, ConsistencyFacts, all_gather_checked
+from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.channel import Channel, Roll, agree
-from paddleformers_fc.execute.crew import DEFAULT_OPTIONS, ReadOptions
-from paddleformers_fc.execute.exchange import Storage, compare_together, read_together
-from paddleformers_fc.execute.integrity import check_beside_numbers, check_numbers
-from paddleformers_fc.execute.jobs import Key
+from paddleformers_fc.execute.integrity import verify_metadata_blocks, verify_planned_blocks
 from paddleformers_fc.execute.memory import slots_of
+from paddleformers_fc.execute.read_jobs import Key
+from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadOptions
 from paddleformers_fc.execute.reading import Slot
-from paddleformers_fc.execute.rollcall import Called, comparable, software
+from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed, read_redistributed
 from paddleformers_fc.execute.save import Roles
-from paddleformers_fc.execute.saveplan import model_rules
+from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
 from paddleformers_fc.families.changes import OPTION, Change, config_changes, refuse_changes
+from paddleformers_fc.formats import Catalog, FlexCheckpoint, open_huggingface
+from paddleformers_fc.formats.flex import CONFIG_NAME, parse_config
+from paddleformers_fc.formats.huggingface import read_description
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
 from paddleformers_fc.mapping import Shape
-from paddleformers_fc.mapping.aoa import AoaTensor
-from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, stated_source
-from paddleformers_fc.plan.cache import PlanCache, Planned, fits, plan_key
+from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, statements_source
+from paddleformers_fc.plan.cache import CachedPlan, PlanCache, fits, plan_key
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.storage.export_checksums import restore_or_delete
 from paddleformers_fc.storage.manifest import manifest_seal
-from paddleformers_fc.storage.places import Place
-from paddleformers_fc.wording import count_text
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import count_text
 
 Stored = tuple[str, str]
 """Role and name of a stored tensor."""
@@ -69,7 +69,7 @@ class LoadReport:
         changes: where the configuration of the model differs from the stored one.
     """
 
-    directory: Place
+    directory: AnyPath
     bytes_read: int
     seconds: float
     fresh: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class _Preflight:
     known: bool = False
 
 
-class _Tensor(msgspec.Struct):
+class _TensorMessage(msgspec.Struct):
     """A tensor of the live model on its way to the other ranks."""
 
     shape: tuple[int, ...]
@@ -110,10 +110,10 @@ class _Tensor(msgspec.Struct):
     cuts: tuple[int, ...]
 
 
-_tensors = msgspec.json.Decoder(dict[str, _Tensor])
+_tensor_messages = msgspec.json.Decoder(dict[str, _TensorMessage])
 
 
-class _Verdict(msgspec.Struct):
+class _PreflightMessage(msgspec.Struct):
     """One rank's preflight on its way to the others.
 
     Args:
@@ -129,7 +129,7 @@ class _Verdict(msgspec.Struct):
     compares: bool
 
 
-_verdicts = msgspec.json.Decoder(_Verdict)
+_preflight_messages = msgspec.json.Decoder(_PreflightMessage)
 
 
 def load_checkpoint(
@@ -180,7 +180,7 @@ def prepare_load(
     started = time.monotonic()
     facts = {"manifest": manifest_seal(checkpoint.manifest), "checks": checkpoint.unread}
     facts |= {"aoa_config": aoa_config or {}, "flex_tied": checkpoint.tied, OPTION: sorted(may_change)}
-    roll = _roll(checkpoint.catalog.root, model, facts)
+    roll = _consistency_check(checkpoint.catalog.root, model, facts)
     tensors = _whole_model(roles, channel, roll) if aoa_config else {}
 
     def preflight() -> _Preflight:
@@ -190,15 +190,15 @@ def prepare_load(
         known = planned is not None
         if planned is None:
             if aoa_config:
-                source, report = stated_source(checkpoint, model, aoa_config, tensors)
+                source, report = statements_source(checkpoint, model, aoa_config, tensors)
             else:
                 source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]))
             # Statements may leave out the attention of all layers; what they keep or move has the heads it had.
             if not aoa_config or headed_names(family_for(model.config), source.mapping.made):
-                for line in _heads_apart(checkpoint.known, model):
+                for line in _head_count_difference(checkpoint.known, model):
                     report.add("shape", line)
             unwanted = source.mapping.dropped if aoa_config else frozenset(checkpoint.rules.fresh)
-            planned = Planned(plan_reads(source, shards), unwanted)
+            planned = CachedPlan(plan_reads(source, shards), unwanted)
             report = planned.plan.report.merge([report])
             if report.empty:
                 plans.keep(key, planned)
@@ -212,19 +212,19 @@ def prepare_load(
     def check(plan: LoadPlan) -> int:
         if not checkpoint.unread:
             return 0
-        return check_numbers(checkpoint.catalog, checkpoint.manifest.files, plan, channel, options.threads)
+        return verify_planned_blocks(checkpoint.catalog, checkpoint.manifest.files, plan, channel, options.threads)
 
     changes = config_changes(checkpoint.known, model, complete=checkpoint.model is not None)
 
     def refuse(report: Report) -> None:
-        report.refuse(str(checkpoint.catalog.root), _families_apart(checkpoint.known, model))
+        report.refuse(str(checkpoint.catalog.root), _family_difference(checkpoint.known, model))
         refuse_changes(changes, may_change, str(checkpoint.catalog.root))
 
     fill = _prepared(checkpoint.catalog, roles, channel, options, preflight, check, refuse, started, roll)
     return lambda: replace(fill(), changes=tuple(changes))
 
 
-def _families_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
+def _family_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
     """What explains most differences between a checkpoint and a model, where it is so."""
     one, other = stored.model_type, wanted.model_type
     return [] if one == other else [f"the checkpoint is of family {one}, the model is {other}"]
@@ -237,7 +237,7 @@ def _types_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str
     return [f"model_type: stored {stored.model_type}, wanted {wanted.model_type}"]
 
 
-def _heads_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
+def _head_count_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
     """Where a checkpoint's attention has other heads than the model's, which no shape of a tensor need tell."""
     if not is_known(stored.config):
         return []
@@ -247,28 +247,30 @@ def _heads_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str
     ]
 
 
-def _roll(directory: Place, model: ModelDescription, facts: Mapping[str, object]) -> Called:
+def _consistency_check(directory: AnyPath, model: ModelDescription, facts: Mapping[str, object]) -> ConsistencyCheck:
     """What the ranks of one load must agree on."""
-    return Called(f"loading {directory.name}", {"versions": software(), "config": comparable(model), **facts})
+    return ConsistencyCheck(
+        f"loading {directory.name}", {"versions": software_versions(), "config": comparable_config(model), **facts}
+    )
 
 
-def _whole_model(roles: Roles, channel: Channel, roll: Roll) -> dict[str, AoaTensor]:
+def _whole_model(roles: Roles, channel: Channel, roll: ConsistencyFacts) -> dict[str, AoaTensor]:
     """Every tensor of the model on all ranks: statements speak of the model, and a rank holds a part of it."""
 
     def describe() -> bytes:
         shards = describe_roles({MODEL_STATE: roles[MODEL_STATE]})[MODEL_STATE]
-        described = {name: _Tensor(one.global_shape, one.dtype, one.cuts) for name, one in shards.items()}
+        described = {name: _TensorMessage(one.global_shape, one.dtype, one.cuts) for name, one in shards.items()}
         return msgspec.json.encode(described)
 
     tensors: dict[str, AoaTensor] = {}
-    for payload in agree(channel, "describing the model", describe, roll):
-        for name, one in _tensors.decode(payload).items():
+    for payload in all_gather_checked(channel, "describing the model", describe, roll):
+        for name, one in _tensor_messages.decode(payload).items():
             tensors[name] = AoaTensor(one.shape, one.dtype, one.cuts)
     return tensors
 
 
 def load_weights(
-    directory: Place,
+    directory: AnyPath,
     roles: Roles,
     model: ModelDescription,
     channel: Channel,
@@ -291,7 +293,7 @@ def load_weights(
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
     """
     started = time.monotonic()
-    roll = _roll(directory, model, {"verify": verify})
+    roll = _consistency_check(directory, model, {"verify": verify})
     catalog, compared = _opened_weights(directory, channel, verify, options.threads, roll)
 
     def preflight() -> _Preflight:
@@ -301,7 +303,7 @@ def load_weights(
         optional, aliases = OptionalNames(family, model), tied_sources(family, model)
         source, report = huggingface_source(catalog, model_rules(model, shards[MODEL_STATE]), optional, aliases)
         plan = plan_reads(source, shards)
-        for line in [*_types_apart(beside, model), *_heads_apart(beside, model)]:
+        for line in [*_types_apart(beside, model), *_head_count_difference(beside, model)]:
             report.add("shape", line)
 
         def unexpected(untouched: Sequence[Stored]) -> list[str]:
@@ -313,19 +315,21 @@ def load_weights(
         if not compared:
             return 0
         recorded, advice = catalog.recorded.values(), restore_or_delete(directory)
-        return check_numbers(catalog, recorded, plan, channel, options.threads, advice)
+        return verify_planned_blocks(catalog, recorded, plan, channel, options.threads, advice)
 
     checksums = {name: receipt.digest for name, receipt in catalog.recorded.items()}
-    facts = {"open_weights": _told_by_files(catalog), "checksums": checksums}
+    facts = {"open_weights": _header_facts(catalog), "checksums": checksums}
 
     def refuse(report: Report) -> None:
         report.refuse(str(directory), stored=OPEN_WEIGHTS)
 
-    seen = _roll(directory, model, facts)
+    seen = _consistency_check(directory, model, facts)
     return _prepared(catalog, roles, channel, options, preflight, check, refuse, started, seen)()
 
 
-def _opened_weights(directory: Place, channel: Channel, verify: str, threads: int, roll: Roll) -> tuple[Catalog, bool]:
+def _opened_weights(
+    directory: AnyPath, channel: Channel, verify: str, threads: int, roll: ConsistencyFacts
+) -> tuple[Catalog, bool]:
     """Return the catalog of open weights, and whether the ranks compare recorded checksums of what they read."""
     opened: list[Catalog] = []
 
@@ -334,21 +338,21 @@ def _opened_weights(directory: Place, channel: Channel, verify: str, threads: in
         return b"recorded" if opened[0].recorded else b""
 
     # Decided by all ranks: a rank that sees no checksums still takes part in comparing.
-    recorded = any(agree(channel, f"opening {directory.name}", work, roll))
+    recorded = any(all_gather_checked(channel, f"opening {directory.name}", work, roll))
     catalog = opened[0]
     if not recorded or verify != "full":
         return catalog, False
     files, advice = list(catalog.recorded.values()), restore_or_delete(directory)
-    check_beside_numbers(directory, files, catalog.identities, channel, threads, advice)
+    verify_metadata_blocks(directory, files, catalog.identities, channel, threads, advice)
     return catalog, True
 
 
-def _told_by_files(catalog: Catalog) -> dict[str, str]:
+def _header_facts(catalog: Catalog) -> dict[str, str]:
     """What the headers of open weights say, file by file: there is no manifest that every rank could compare."""
     held: dict[str, list[tuple[str, str, Shape, int]]] = {}
     for name in catalog.sorted_names[MODEL_STATE]:
         tensor = catalog.roles[MODEL_STATE][name]
-        for file, begin in tensor.places:
+        for file, begin in tensor.offsets:
             held.setdefault(file, []).append((name, tensor.dtype, tensor.shape, begin))
     return {
         file: f"{count_text(len(told), 'tensor')}, xxh3_128 {xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(told))}"
@@ -365,7 +369,7 @@ def _prepared(
     check: Callable[[LoadPlan], int],
     refuse: Callable[[Report], None],
     started: float,
-    roll: Roll,
+    roll: ConsistencyFacts,
 ) -> Fill:
     done: list[_Preflight] = []
     slots: dict[Key, Slot] = {}
@@ -374,10 +378,12 @@ def _prepared(
         done.append(preflight())
         slots.update(slots_of(roles))
         plan, report = done[0].plan, done[0].report
-        verdict = _Verdict(report.to_wire(), _bitmaps(catalog, plan, roles), options.once, bool(plan.checks))
+        verdict = _PreflightMessage(report.to_wire(), _bitmaps(catalog, plan, roles), options.once, bool(plan.checks))
         return msgspec.json.encode(verdict)
 
-    verdicts = [_verdicts.decode(payload) for payload in agree(channel, "planning", prepare, roll)]
+    verdicts = [
+        _preflight_messages.decode(payload) for payload in all_gather_checked(channel, "planning", prepare, roll)
+    ]
     _refuse_different_ways(verdicts)
     merged = Report().merge([Report.from_wire(verdict.report) for verdict in verdicts])
     untouched = _untouched(catalog, verdicts)
@@ -387,12 +393,12 @@ def _prepared(
     refuse(merged)
     dropped = tuple(name for _, name in untouched)
     checked = check(plan)
-    storage = Storage(catalog.root, catalog.identities, catalog.seen_by)
+    storage = ReadContext(catalog.root, catalog.identities, catalog.seen_by)
     if any(verdict.compares for verdict in verdicts):
-        compare_together(plan.checks, storage, channel, options)
+        compare_redistributed(plan.checks, storage, channel, options)
 
     def fill() -> LoadReport:
-        traffic = read_together(plan, storage, slots, channel, options)
+        traffic = read_redistributed(plan, storage, slots, channel, options)
         filled = {(item.role, item.name) for item in plan.items}
         fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)
         seconds = time.monotonic() - started
@@ -401,7 +407,7 @@ def _prepared(
     return fill
 
 
-def _refuse_different_ways(verdicts: list[_Verdict]) -> None:
+def _refuse_different_ways(verdicts: list[_PreflightMessage]) -> None:
     """Ranks that share what they read wait for each other; one that does not know would wait for ever."""
     once = [rank for rank, verdict in enumerate(verdicts) if verdict.once]
     if once and len(once) < len(verdicts):
@@ -422,7 +428,7 @@ def _bitmaps(catalog: Catalog, plan: LoadPlan, roles: Roles) -> dict[str, str]:
     return maps
 
 
-def _untouched(catalog: Catalog, verdicts: list[_Verdict]) -> list[Stored]:
+def _untouched(catalog: Catalog, verdicts: list[_PreflightMessage]) -> list[Stored]:
     """Role and name of what is stored, of a wanted role, and read by no rank."""
     left: list[Stored] = []
     for role in sorted({role for verdict in verdicts for role in verdict.touched}):

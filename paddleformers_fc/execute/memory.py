@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.jobs import Key, Memory
+from paddleformers_fc.execute.read_jobs import Key, Memory
 from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 
@@ -96,7 +96,7 @@ def _begin_copy(source: Any, target: Any) -> Any:
         return stream.record_event()
 
 
-def host_parts(tensor: Any, start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
+def host_pieces(tensor: Any, start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
     """A stretch of a tensor's numbers as flat arrays in host memory, one after the other.
 
     Where the memory can be seen, that is one view of all of it; else pieces are copied, and each may be forgotten

@@ -17,38 +17,46 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from paddleformers_fc.catalog.flex import (
+from paddleformers_fc.distributed.channel import (
+    Bytes,
+    Channel,
+    ConsistencyFacts,
+    all_gather_checked,
+    broadcast,
+    refuse_failed,
+    run_on_all,
+)
+from paddleformers_fc.distributed.rank_format import format_ranks
+from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
+from paddleformers_fc.execute.integrity import verify_metadata_blocks, verify_whole_files
+from paddleformers_fc.formats.flex import (
     DOCUMENTS,
+    FileVisibility,
     FlexCheckpoint,
-    Sight,
     StoredShard,
-    described,
-    gathered,
+    build_catalog,
+    build_checkpoint,
     is_shard_file,
-    open_seen,
-    read_beside,
-    see,
+    open_probed,
+    probe,
+    read_document_bytes,
     shards_of,
 )
-from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
-from paddleformers_fc.execute.channel import Bytes, Channel, Roll, agree, refuse_failed, spread, together
-from paddleformers_fc.execute.integrity import check_beside_numbers, check_files
-from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.layout.codec import ShardRecord, record_of
 from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.plan.stock import open_stored
+from paddleformers_fc.plan.paddle_distcp import open_stored
+from paddleformers_fc.storage.file_checksums import FileChecksum, is_document
 from paddleformers_fc.storage.manifest import Manifest, manifest_seal, read_manifest, refuse_as_newest, verify_files
-from paddleformers_fc.storage.places import Place
-from paddleformers_fc.storage.receipts import FileReceipt, is_document
-from paddleformers_fc.wording import count_text
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import count_text
 
 SeenBy = Mapping[str, Sequence[int]]
 
 
-class _Sight(msgspec.Struct, frozen=True):
+class _VisibilityMessage(msgspec.Struct, frozen=True):
     """What one rank sees, on its way to the others.
 
     Args:
@@ -64,7 +72,7 @@ class _Sight(msgspec.Struct, frozen=True):
     missing: bytes = b""
 
 
-class _Look(msgspec.Struct):
+class _ProbeMessage(msgspec.Struct):
     """What one rank tells of a directory.
 
     Args:
@@ -72,15 +80,15 @@ class _Look(msgspec.Struct):
         fault: why it could not go on by itself, in wire form; empty where it could.
     """
 
-    sight: _Sight
+    sight: _VisibilityMessage
     fault: str
 
 
-_looks = msgspec.msgpack.Decoder(_Look)
+_probe_messages = msgspec.msgpack.Decoder(_ProbeMessage)
 
 
 @dataclass(frozen=True)
-class _Looked:
+class _Visibility:
     """What all ranks have told.
 
     Args:
@@ -89,8 +97,8 @@ class _Looked:
         faults: by rank.
     """
 
-    own: Sight | None
-    sights: list[_Sight]
+    own: FileVisibility | None
+    sights: list[_VisibilityMessage]
     faults: list[str]
 
     @property
@@ -99,7 +107,7 @@ class _Looked:
         return len(set(self.sights)) == 1
 
 
-class _Described(msgspec.Struct):
+class _ShardMessage(msgspec.Struct):
     """A stored shard on its way to the ranks that do not see its file."""
 
     record: ShardRecord
@@ -108,19 +116,19 @@ class _Described(msgspec.Struct):
     width: int
 
 
-class _Told(msgspec.Struct):
+class _ContentsMessage(msgspec.Struct):
     """What one rank tells of the files that it reads for others."""
 
-    shards: dict[str, list[_Described]]
+    shards: dict[str, list[_ShardMessage]]
     documents: dict[str, bytes]
 
 
-_told = msgspec.msgpack.Decoder(_Told)
+_contents_messages = msgspec.msgpack.Decoder(_ContentsMessage)
 _manifests = msgspec.msgpack.Decoder(Manifest)
 
 
 def open_checkpoint(
-    directory: Place, channel: Channel, verify: str = "size", threads: int = 4, roll: Roll | None = None
+    directory: AnyPath, channel: Channel, verify: str = "size", threads: int = 4, roll: ConsistencyFacts | None = None
 ) -> FlexCheckpoint:
     """Open a finished checkpoint on every rank, or raise the same error on every rank.
 
@@ -137,34 +145,34 @@ def open_checkpoint(
     """
     opened: list[FlexCheckpoint] = []
 
-    def check_sizes(own: Sight | None) -> None:
+    def check_sizes(own: FileVisibility | None) -> None:
         if own is not None:
             verify_files(directory, own.manifest, "size", documents=())
 
-    def open_alone(own: Sight | None) -> None:
+    def open_alone(own: FileVisibility | None) -> None:
         if own is None:
             # A checkpoint of Paddle, which has no checksums, or none at all, which is refused here.
             opened.append(open_stored(directory, verify))
         else:
             level = "off" if verify == "full" else verify
             compared = _documents_of(own.manifest, {}, channel)
-            opened.append(replace(open_seen(directory, own, level, compared), unread=verify == "full"))
+            opened.append(replace(open_probed(directory, own, level, compared), unread=verify == "full"))
 
     # Nothing is made of a file's bytes before they are known to be those that were written.
-    looked = _look(directory, channel, check_sizes if verify == "full" else open_alone, roll)
+    looked = _probe(directory, channel, check_sizes if verify == "full" else open_alone, roll)
     if looked.alike:
         refuse_failed(channel, looked.faults)
         if verify == "full":
             files, identities = (looked.own.manifest.files, looked.own.identities) if looked.own else ((), {})
-            check_beside_numbers(directory, files, identities, channel, threads)
-            together(channel, f"opening {directory.name}", lambda: open_alone(looked.own))
+            verify_metadata_blocks(directory, files, identities, channel, threads)
+            run_on_all(channel, f"opening {directory.name}", lambda: open_alone(looked.own))
         return opened[0]
     manifest = _common_manifest(directory, looked, channel)
-    sight = Sight(manifest, looked.own.identities if looked.own else {})
+    sight = FileVisibility(manifest, looked.own.identities if looked.own else {})
     return _open_divided(directory, sight, looked.sights, channel, verify, threads)
 
 
-def check_together(directory: Place, channel: Channel, level: str = "size", threads: int = 4) -> None:
+def check_complete(directory: AnyPath, channel: Channel, level: str = "size", threads: int = 4) -> None:
     """See whether a checkpoint is finished: somebody sees every file of it, in its size.
 
     Args:
@@ -178,28 +186,28 @@ def check_together(directory: Place, channel: Channel, level: str = "size", thre
         Diverged: the same on every rank: it was saved with diverged copies of tied tensors.
     """
 
-    def check_alone(own: Sight | None) -> None:
+    def check_alone(own: FileVisibility | None) -> None:
         # On every rank: nodes whose disks hold copies see the same manifest, and a file of one copy may be truncated.
         manifest = read_manifest(directory) if own is None else own.manifest
         refuse_as_newest(directory, manifest)
         verify_files(directory, manifest, "size")
 
-    looked = _look(directory, channel, check_alone)
+    looked = _probe(directory, channel, check_alone)
     if looked.alike:
         refuse_failed(channel, looked.faults)
     manifest = _common_manifest(directory, looked, channel)
     seen_by = _seen_by(manifest, looked.sights)
     if not looked.alike:
-        _refuse_lost(directory, seen_by, looked.sights)
+        _refuse_invisible(directory, seen_by, looked.sights)
 
         def check() -> None:
             refuse_as_newest(directory, manifest)
             _verify_seen(directory, manifest, seen_by, channel.rank, "size")
 
-        together(channel, f"looking at the files of {directory.name}", check)
+        run_on_all(channel, f"looking at the files of {directory.name}", check)
     if level == "full":
         identities = looked.own.identities if looked.own else {}
-        check_files(directory, _share(manifest, seen_by, channel), identities, channel, threads)
+        verify_whole_files(directory, _verification_share(manifest, seen_by, channel), identities, channel, threads)
 
 
 def own_file(checkpoint: FlexCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:
@@ -228,9 +236,9 @@ def own_file(checkpoint: FlexCheckpoint, channel: Channel, name_of: Callable[[in
         asking = [rank for rank, reader in readers.items() if reader == channel.rank]
         return {rank: np.frombuffer(checkpoint.document(name_of(rank)), np.uint8) for rank in asking}
 
-    held = together(channel, f"reading small files of {catalog.root.name}", read)
+    held = run_on_all(channel, f"reading small files of {catalog.root.name}", read)
     mine = readers.get(channel.rank)
-    got = channel.pass_on(held, {} if mine is None else {mine: sizes[name_of(channel.rank)]})
+    got = channel.all_to_all(held, {} if mine is None else {mine: sizes[name_of(channel.rank)]})
     return None if mine is None else got[mine].tobytes()
 
 
@@ -239,9 +247,12 @@ def own_or_handed(checkpoint: FlexCheckpoint, name: str, handed: bytes | None) -
     return handed if handed is not None or checkpoint.manifest.receipt(name) is None else checkpoint.document(name)
 
 
-def _look(
-    directory: Place, channel: Channel, alone: Callable[[Sight | None], None], roll: Roll | None = None
-) -> _Looked:
+def _probe(
+    directory: AnyPath,
+    channel: Channel,
+    alone: Callable[[FileVisibility | None], None],
+    roll: ConsistencyFacts | None = None,
+) -> _Visibility:
     """What this rank sees, and in short what every rank sees.
 
     Args:
@@ -250,40 +261,40 @@ def _look(
         alone: what a rank does with its sight where all ranks see the same.
         roll: what must be the same on all ranks.
     """
-    own: list[Sight | None] = []
+    own: list[FileVisibility | None] = []
 
     def look() -> bytes:
-        own.append(_sight(directory))
+        own.append(_visibility(directory))
         fault = ""
         try:
             alone(own[0])
         except FlexError as error:
             fault = error.to_wire()
-        return msgspec.msgpack.encode(_Look(_told_of(directory, own[0]), fault))
+        return msgspec.msgpack.encode(_ProbeMessage(_contents_of(directory, own[0]), fault))
 
-    payloads = agree(channel, f"opening {directory.name}", look, roll)
-    looks = [_looks.decode(payload) for payload in payloads]
-    return _Looked(own[0], [one.sight for one in looks], [one.fault for one in looks])
+    payloads = all_gather_checked(channel, f"opening {directory.name}", look, roll)
+    looks = [_probe_messages.decode(payload) for payload in payloads]
+    return _Visibility(own[0], [one.sight for one in looks], [one.fault for one in looks])
 
 
-def _sight(directory: Place) -> Sight | None:
+def _visibility(directory: AnyPath) -> FileVisibility | None:
     try:
-        return see(directory)
+        return probe(directory)
     except NotACheckpoint:
         return None
 
 
-def _told_of(directory: Place, sight: Sight | None) -> _Sight:
+def _contents_of(directory: AnyPath, sight: FileVisibility | None) -> _VisibilityMessage:
     if sight is None:
-        return _Sight()
+        return _VisibilityMessage()
     manifest, missing = sight.manifest, set(sight.missing(directory))
     bits = np.packbits([receipt.path in missing for receipt in manifest.files]).tobytes() if missing else b""
     ranks, files = count_text(manifest.world_size, "rank"), count_text(len(manifest.files), "file")
     saved = f"step {manifest.step}, {ranks}, {files}"
-    return _Sight(manifest_seal(manifest), len(msgspec.msgpack.encode(manifest)), saved, bits)
+    return _VisibilityMessage(manifest_seal(manifest), len(msgspec.msgpack.encode(manifest)), saved, bits)
 
 
-def _common_manifest(directory: Place, looked: _Looked, channel: Channel) -> Manifest:
+def _common_manifest(directory: AnyPath, looked: _Visibility, channel: Channel) -> Manifest:
     """The manifest of all ranks that see one, on every rank."""
     own, sights = looked.own, looked.sights
     groups: dict[tuple[str, str], list[int]] = {}
@@ -294,22 +305,27 @@ def _common_manifest(directory: Place, looked: _Looked, channel: Channel) -> Man
         raise Corrupt(
             "The disks of this job hold different checkpoints under one name.",
             where=str(directory),
-            evidence=[f"{spelled(ranks)}: {saved}, sealed {seal}" for (seal, saved), ranks in groups.items()],
+            evidence=[f"{format_ranks(ranks)}: {saved}, sealed {seal}" for (seal, saved), ranks in groups.items()],
             next_step="They were saved at different times. Resume from a step that all disks hold of one save.",
         )
     ((holders),) = groups.values()
     lacking = [rank for rank, sight in enumerate(sights) if not sight.seal]
     data = msgspec.msgpack.encode(own.manifest) if own is not None else b""
-    raw = spread(channel, data, sights[holders[0]].size, [holders[0], *lacking]) if lacking else b""
+    raw = broadcast(channel, data, sights[holders[0]].size, [holders[0], *lacking]) if lacking else b""
     return own.manifest if own is not None else _manifests.decode(raw)
 
 
 def _open_divided(
-    directory: Place, sight: Sight, sights: Sequence[_Sight], channel: Channel, verify: str, threads: int
+    directory: AnyPath,
+    sight: FileVisibility,
+    sights: Sequence[_VisibilityMessage],
+    channel: Channel,
+    verify: str,
+    threads: int,
 ) -> FlexCheckpoint:
     manifest = sight.manifest
     seen_by = _seen_by(manifest, sights)
-    _refuse_lost(directory, seen_by, sights)
+    _refuse_invisible(directory, seen_by, sights)
     readers = {path: ranks[index % len(ranks)] for index, (path, ranks) in enumerate(seen_by.items())}
 
     def tell() -> bytes:
@@ -317,13 +333,13 @@ def _open_divided(
         _verify_seen(directory, manifest, seen_by, channel.rank, "size" if verify == "full" else verify, compared)
         mine = [path for path, reader in readers.items() if reader == channel.rank]
         shards = {path: [_encoded(shard) for shard in shards_of(directory, path)] for path in mine if _holds(path)}
-        documents = {path: read_beside(directory, manifest, path) for path in mine if path in DOCUMENTS}
-        return msgspec.msgpack.encode(_Told(shards, documents))
+        documents = {path: read_document_bytes(directory, manifest, path) for path in mine if path in DOCUMENTS}
+        return msgspec.msgpack.encode(_ContentsMessage(shards, documents))
 
-    told: dict[str, list[_Described]] = {}
+    told: dict[str, list[_ShardMessage]] = {}
     documents: dict[str, bytes] = {}
-    for payload in agree(channel, f"opening {directory.name}", tell):
-        one = _told.decode(payload)
+    for payload in all_gather_checked(channel, f"opening {directory.name}", tell):
+        one = _contents_messages.decode(payload)
         told.update(one.shards)
         documents.update(one.documents)
 
@@ -331,19 +347,21 @@ def _open_divided(
         return _decoded(path, told[path]) if path in told else shards_of(directory, path)
 
     if verify == "full":
-        check_files(directory, _share(manifest, seen_by, channel), sight.identities, channel, threads)
+        verify_whole_files(
+            directory, _verification_share(manifest, seen_by, channel), sight.identities, channel, threads
+        )
 
     def put_together() -> FlexCheckpoint:
-        catalog, faults = gathered(directory, manifest, shards)
+        catalog, faults = build_catalog(directory, manifest, shards)
         catalog = replace(catalog, identities=sight.identities, seen_by=seen_by)
-        own = {name: read_beside(directory, manifest, name) for name in DOCUMENTS if name not in documents}
-        return described(catalog, faults, manifest, {**documents, **own})
+        own = {name: read_document_bytes(directory, manifest, name) for name in DOCUMENTS if name not in documents}
+        return build_checkpoint(catalog, faults, manifest, {**documents, **own})
 
-    return together(channel, f"opening {directory.name}", put_together)
+    return run_on_all(channel, f"opening {directory.name}", put_together)
 
 
 def _verify_seen(
-    directory: Place,
+    directory: AnyPath,
     manifest: Manifest,
     seen_by: SeenBy,
     rank: int,
@@ -358,12 +376,14 @@ def _verify_seen(
 
 def _documents_of(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> frozenset[str]:
     """Return the documents whose checksums this rank compares for all ranks."""
-    return frozenset(receipt.path for receipt in _share(manifest, seen_by, channel) if is_document(receipt.path))
+    return frozenset(
+        receipt.path for receipt in _verification_share(manifest, seen_by, channel) if is_document(receipt.path)
+    )
 
 
-def _share(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> list[FileReceipt]:
+def _verification_share(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> list[FileChecksum]:
     """The files whose every byte this rank checks: each file is some rank's that sees it."""
-    share: list[FileReceipt] = []
+    share: list[FileChecksum] = []
     for index, receipt in enumerate(manifest.files):
         ranks = seen_by.get(receipt.path, range(channel.world_size))
         if ranks[index % len(ranks)] == channel.rank:
@@ -371,7 +391,7 @@ def _share(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> list[FileRe
     return share
 
 
-def _seen_by(manifest: Manifest, sights: Sequence[_Sight]) -> dict[str, tuple[int, ...]]:
+def _seen_by(manifest: Manifest, sights: Sequence[_VisibilityMessage]) -> dict[str, tuple[int, ...]]:
     """For every file that not all ranks see, the ranks that do."""
     count = len(manifest.files)
     visible = np.ones((len(sights), count), bool)
@@ -384,14 +404,14 @@ def _seen_by(manifest: Manifest, sights: Sequence[_Sight]) -> dict[str, tuple[in
     return {manifest.files[index].path: tuple(np.flatnonzero(visible[:, index]).tolist()) for index in partly}
 
 
-def _refuse_lost(directory: Place, seen_by: SeenBy, sights: Sequence[_Sight]) -> None:
+def _refuse_invisible(directory: AnyPath, seen_by: SeenBy, sights: Sequence[_VisibilityMessage]) -> None:
     """Files that no rank sees: a disk is not there."""
     lost = [path for path, ranks in seen_by.items() if not ranks]
     if not lost:
         return
     blind = [rank for rank, sight in enumerate(sights) if not sight.seal]
     evidence = [f"{path} is seen by no rank" for path in lost]
-    evidence += [f"{spelled(blind)}: no checkpoint of this name is there"] if blind else []
+    evidence += [f"{format_ranks(blind)}: no checkpoint of this name is there"] if blind else []
     raise Corrupt(
         f"{len(lost)} of the checkpoint's files are on no disk that a rank of this job sees.",
         where=str(directory),
@@ -404,12 +424,12 @@ def _holds(path: str) -> bool:
     return any(is_shard_file(path, role) for role in ROLES)
 
 
-def _encoded(stored: StoredShard) -> _Described:
+def _encoded(stored: StoredShard) -> _ShardMessage:
     shard, _, begin, width = stored
-    return _Described(record_of(shard), shard.dtype, begin, width)
+    return _ShardMessage(record_of(shard), shard.dtype, begin, width)
 
 
-def _decoded(path: str, told: Sequence[_Described]) -> Iterator[StoredShard]:
+def _decoded(path: str, told: Sequence[_ShardMessage]) -> Iterator[StoredShard]:
     for one in told:
         record = one.record
         box = shifted(record.shape, record.offset)

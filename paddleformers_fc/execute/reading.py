@@ -16,15 +16,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from paddleformers_fc.errors import Diverged, MismatchError
-from paddleformers_fc.execute.crew import DEFAULT_OPTIONS, Crew, Job, ReadOptions
-from paddleformers_fc.execute.jobs import Key, Memory, dtype_of, jobs_of, region_of, tasks_of
+from paddleformers_fc.execute.read_jobs import Key, Memory, batch_jobs, dtype_of, read_jobs, region_of
+from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadJob, ReadOptions, ReadPool
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.manifest import CHOOSE_COPY
-from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
-from paddleformers_fc.storage.regions import Region, Workspace, pieces_of, read_region
+from paddleformers_fc.storage.regions import Region, Workspace, read_region, split_region
 
 _PORTION_BYTES = 32 << 20
 
@@ -46,9 +46,9 @@ class Slot(Protocol):
         """Wait until the shard has its numbers, and give the array back; after ``close``."""
 
 
-def carry_out(
+def execute_reads(
     plan: LoadPlan,
-    root: Place,
+    root: AnyPath,
     slots: Mapping[Key, Slot],
     options: ReadOptions = DEFAULT_OPTIONS,
     identities: Identities = NO_IDENTITIES,
@@ -70,7 +70,7 @@ def carry_out(
     count, size_before = 0, 0
     before = targets = _Targets(slots)
     try:
-        with Crew(options, identities) as crew:
+        with ReadPool(options, identities) as crew:
             for group, size in _groups(plan.items, slots, room // 2):
                 # While a group is read, the host arrays of the one before travel to their device, if both have room.
                 if size_before + size > room:
@@ -86,9 +86,9 @@ def carry_out(
     return count
 
 
-def _fill(crew: Crew, root: Place, targets: _Targets, items: list[ReadItem]) -> int:
+def _fill(crew: ReadPool, root: AnyPath, targets: _Targets, items: list[ReadItem]) -> int:
     crew.expect(region_of(root, item.stored) for item in items)
-    count = crew.run(tasks_of(jobs_of(items, root, targets, crew.options)))
+    count = crew.run(batch_jobs(read_jobs(items, root, targets, crew.options)))
     targets.close()
     return count
 
@@ -154,7 +154,7 @@ class _Targets:
 
 def verify_equal(
     checks: tuple[EqualCheck, ...],
-    root: Place,
+    root: AnyPath,
     options: ReadOptions = DEFAULT_OPTIONS,
     identities: Identities = NO_IDENTITIES,
 ) -> None:
@@ -171,13 +171,13 @@ def verify_equal(
     if not checks:
         return
     differing: set[int] = set()
-    with Crew(options, identities) as crew:
+    with ReadPool(options, identities) as crew:
         crew.expect(region_of(root, side) for check in checks for side in (check.left, check.right))
-        crew.run(tasks_of(_comparisons(checks, root, crew.options.scratch_bytes, differing)))
+        crew.run(batch_jobs(_comparisons(checks, root, crew.options.scratch_bytes, differing)))
     refuse_unequal([checks[number] for number in sorted(differing)], root)
 
 
-def refuse_unequal(unequal: Sequence[EqualCheck], root: Place) -> None:
+def refuse_unequal(unequal: Sequence[EqualCheck], root: AnyPath) -> None:
     """Say which checks failed.
 
     Raises:
@@ -215,11 +215,11 @@ class Comparison:
 
 
 def _comparisons(
-    checks: tuple[EqualCheck, ...], root: Place, piece_bytes: int, differing: set[int]
-) -> Iterator[tuple[int, Job]]:
+    checks: tuple[EqualCheck, ...], root: AnyPath, piece_bytes: int, differing: set[int]
+) -> Iterator[tuple[int, ReadJob]]:
     for number, check in enumerate(checks):
         left, right = region_of(root, check.left), region_of(root, check.right)
-        pieces = zip(pieces_of(left, piece_bytes), pieces_of(right, piece_bytes), strict=True)
+        pieces = zip(split_region(left, piece_bytes), split_region(right, piece_bytes), strict=True)
         for one, other in pieces:
             yield 2 * piece_bytes, Comparison(number, one, other, differing)
 
@@ -247,7 +247,7 @@ class ArraySlot:
 
 
 def read_tensors(
-    crew: Crew, root: Place, wanted: Iterable[tuple[Shard, Sequence[ReadItem]]]
+    crew: ReadPool, root: AnyPath, wanted: Iterable[tuple[Shard, Sequence[ReadItem]]]
 ) -> Iterator[tuple[Shard, np.ndarray[Any, Any]]]:
     """Wanted tensors, one at a time, each as a flat array of its own; for export and digests.
 
@@ -279,14 +279,16 @@ def _portions(
         yield portion
 
 
-def _read_tensor(crew: Crew, root: Place, shard: Shard, items: Sequence[ReadItem]) -> np.ndarray[Any, Any]:
+def _read_tensor(crew: ReadPool, root: AnyPath, shard: Shard, items: Sequence[ReadItem]) -> np.ndarray[Any, Any]:
     array = np.empty(shard.size, dtype_of(shard.dtype))
     if items:
         _fill_arrays(crew, root, items, {(items[0].role, items[0].name): array})
     return array
 
 
-def fill_arrays(crew: Crew, root: Place, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]) -> int:
+def fill_arrays(
+    crew: ReadPool, root: AnyPath, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]
+) -> int:
     """Read whole tensors into memory of the caller's; bytes read from storage.
 
     Args:
@@ -299,6 +301,8 @@ def fill_arrays(crew: Crew, root: Place, items: Sequence[ReadItem], arrays: Mapp
     return _fill_arrays(crew, root, items, arrays)
 
 
-def _fill_arrays(crew: Crew, root: Place, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]) -> int:
+def _fill_arrays(
+    crew: ReadPool, root: AnyPath, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]
+) -> int:
     targets = _Targets({key: ArraySlot(array) for key, array in arrays.items()})
-    return crew.run(tasks_of(jobs_of(items, root, targets, crew.options)))
+    return crew.run(batch_jobs(read_jobs(items, root, targets, crew.options)))

@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 import xxhash
 
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked
+from paddleformers_fc.distributed.rank_format import group_by_value
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.channel import Channel, agree
-from paddleformers_fc.execute.memory import host_parts
-from paddleformers_fc.execute.shares import Replica
-from paddleformers_fc.execute.told import told_apart
+from paddleformers_fc.execute.memory import host_pieces
+from paddleformers_fc.execute.replica_assignment import Replica
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.files import byte_view
 
@@ -38,7 +38,7 @@ Digests = dict[str, bytes]
 
 
 @dataclass(frozen=True)
-class Hashed:
+class ReplicaDigests:
     """What one rank has hashed.
 
     Args:
@@ -50,7 +50,7 @@ class Hashed:
     shards: Mapping[str, Digests]
 
 
-def hash_replicas(roles: Mapping[str, Mapping[str, Any]], replicas: Iterable[Replica], step: int) -> Hashed:
+def hash_replicas(roles: Mapping[str, Mapping[str, Any]], replicas: Iterable[Replica], step: int) -> ReplicaDigests:
     """The digests of this rank's replicas.
 
     Args:
@@ -61,14 +61,14 @@ def hash_replicas(roles: Mapping[str, Mapping[str, Any]], replicas: Iterable[Rep
     shards: dict[str, Digests] = {}
     for one in replicas:
         state = xxhash.xxh3_128()
-        for part in host_parts(roles[one.role][one.name].local_tensor, *stretch(one, step)):
+        for part in host_pieces(roles[one.role][one.name].local_tensor, *stretch(one, step)):
             state.update(byte_view(part))
         shards.setdefault(one.group, {})[one.described] = state.digest()
     groups = {
         holders: xxhash.xxh3_128_digest(b"".join(found[key] for key in sorted(found)))
         for holders, found in shards.items()
     }
-    return Hashed(groups, shards)
+    return ReplicaDigests(groups, shards)
 
 
 def stretch(replica: Replica, step: int) -> tuple[int, int]:
@@ -82,7 +82,7 @@ def stretch(replica: Replica, step: int) -> tuple[int, int]:
     return low * replica.row, high * replica.row
 
 
-def differing(channel: Channel, everyone: Sequence[Digests], own: Hashed) -> tuple[str, ...]:
+def compare_replicas(channel: Channel, everyone: Sequence[Digests], own: ReplicaDigests) -> tuple[str, ...]:
     """What differs between replicas, one line per tensor, the same on every rank. Every rank must call.
 
     Args:
@@ -94,7 +94,7 @@ def differing(channel: Channel, everyone: Sequence[Digests], own: Hashed) -> tup
     if not suspect:
         return ()
     told = {key: digest for group in suspect for key, digest in own.shards.get(group, {}).items()}
-    payloads = agree(channel, "comparing replicas", lambda: msgspec.msgpack.encode(told))
+    payloads = all_gather_checked(channel, "comparing replicas", lambda: msgspec.msgpack.encode(told))
     shards = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
     return tuple(fold(_lines(shards)))
 
@@ -132,4 +132,4 @@ def _lines(shards: Sequence[Digests]) -> Iterator[str]:
         versions: dict[bytes, str] = {}
         for rank in holders:
             versions.setdefault(shards[rank][key], f"version {len(versions) + 1}")
-        yield f"{key}: {told_apart({rank: versions[shards[rank][key]] for rank in holders})}"
+        yield f"{key}: {group_by_value({rank: versions[shards[rank][key]] for rank in holders})}"

@@ -25,26 +25,33 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc import __version__
-from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
+from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
+from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.channel import Channel, agree, together
-from paddleformers_fc.execute.disks import Disks
-from paddleformers_fc.execute.finishing import finish
-from paddleformers_fc.execute.memory import host_parts
-from paddleformers_fc.execute.replicas import Digests, Hashed, differing, hash_replicas, refuse_different
-from paddleformers_fc.execute.rollcall import Called, comparable, software
-from paddleformers_fc.execute.saveplan import ModelRecord, PlanKeeper, PlannedFile, SavePlan, digest, work_out
-from paddleformers_fc.execute.shares import Replica
+from paddleformers_fc.execute.commit_coordinator import commit_on_all
+from paddleformers_fc.execute.memory import host_pieces
+from paddleformers_fc.execute.replica_assignment import Replica
+from paddleformers_fc.execute.replicas import Digests, ReplicaDigests, compare_replicas, hash_replicas, refuse_different
+from paddleformers_fc.execute.save_plan import (
+    ModelRecord,
+    PlannedFile,
+    SavePlan,
+    SavePlanCache,
+    build_save_plan,
+    digest,
+)
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.bind import tied_names
+from paddleformers_fc.formats.flex import CONFIG_NAME, MAPPING_NAME
 from paddleformers_fc.layout.codec import decode_held, encode_held
 from paddleformers_fc.layout.live import describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.manifest import DivergedTie, FileReceipt, Manifest, RunRecord
-from paddleformers_fc.storage.safetensors import LaidOutWriter
+from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, RunRecord
+from paddleformers_fc.storage.safetensors import SequentialTensorWriter
 
 Roles = Mapping[str, Mapping[str, Any]]
 LiveRoles = dict[str, dict[str, Any]]
@@ -52,7 +59,7 @@ LiveRoles = dict[str, dict[str, Any]]
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 """Bound on the tensors of one file of a checkpoint, in bytes."""
 
-_PLANS = PlanKeeper()
+_PLANS = SavePlanCache()
 
 
 @dataclass(frozen=True)
@@ -87,15 +94,15 @@ class SaveReport:
 
     manifest: Manifest
     set_aside: tuple[Path, ...]
-    disks: Disks
+    disks: DiskLeaders
     differences: tuple[str, ...] = ()
     diverged_ties: tuple[DivergedTie, ...] = ()
 
 
-class _Written(msgspec.Struct):
+class _WriteMessage(msgspec.Struct):
     """What one rank has written, and the digests of its replicas and of its copies of tied tensors."""
 
-    receipts: list[FileReceipt]
+    receipts: list[FileChecksum]
     replicas: Digests
     ties: list[bytes]
 
@@ -104,20 +111,20 @@ class _Written(msgspec.Struct):
 class _Outcome:
     """What all ranks have written: receipts by rank, and what differs."""
 
-    receipts: list[list[FileReceipt]]
+    receipts: list[list[FileChecksum]]
     differences: tuple[str, ...]
     ties: tuple[DivergedTie, ...]
 
 
-class _Introduction(msgspec.Struct, array_like=True):
+class _PlanMessage(msgspec.Struct, array_like=True):
     """What a rank says of itself first: a digest of its shards, and the jobs that it has a plan for."""
 
     facts: bytes
     known: list[bytes]
 
 
-_written = msgspec.msgpack.Decoder(_Written)
-_introductions = msgspec.msgpack.Decoder(_Introduction)
+_exchange_write_messages = msgspec.msgpack.Decoder(_WriteMessage)
+_exchange_plan_messages = msgspec.msgpack.Decoder(_PlanMessage)
 
 
 def save_checkpoint(
@@ -149,15 +156,20 @@ def save_checkpoint(
         FlexError: the same on every rank; the target is untouched.
     """
     facts = {"step": job.step, "samples": job.consumed_samples, "max_file_bytes": max_file_bytes, "replicas": replicas}
-    roll = Called(f"saving {directory.name}", {"versions": software(), "config": comparable(model), **facts})
+    roll = ConsistencyCheck(
+        f"saving {directory.name}", {"versions": software_versions(), "config": comparable_config(model), **facts}
+    )
     own: LiveRoles = {}
     kept = _PLANS.known(channel.rank)
 
     def introduce() -> bytes:
         own.update(_without_aliases(roles, model))
-        return msgspec.msgpack.encode(_Introduction(_facts(own, model, max_file_bytes), list(kept)))
+        return msgspec.msgpack.encode(_PlanMessage(_facts(own, model, max_file_bytes), list(kept)))
 
-    everyone = [_introductions.decode(payload) for payload in agree(channel, "looking at the shards", introduce, roll)]
+    everyone = [
+        _exchange_plan_messages.decode(payload)
+        for payload in all_gather_checked(channel, "looking at the shards", introduce, roll)
+    ]
     key = digest(*(one.facts for one in everyone))
     known = all(key in one.known for one in everyone)
     plan = kept[key] if known else _new_plan(own, model, max_file_bytes, channel)
@@ -168,10 +180,10 @@ def save_checkpoint(
         if replicas == "refuse":
             refuse_different([*written.differences, *(line for tie in written.ties for line in tie.differences)])
 
-        def describe(receipts: list[FileReceipt]) -> Manifest:
+        def describe(receipts: list[FileChecksum]) -> Manifest:
             return _describe(staged.path, receipts, plan.described(), written, job, channel.world_size)
 
-        finished = finish(staged, directory, written.receipts, files, describe, channel)
+        finished = commit_on_all(staged, directory, written.receipts, files, describe, channel)
     return SaveReport(finished.manifest, finished.set_aside, staged.disks, written.differences, written.ties)
 
 
@@ -184,15 +196,15 @@ def _write_together(
     checked: tuple[Replica, ...],
     step: int,
 ) -> _Outcome:
-    hashed: list[Hashed] = []
+    hashed: list[ReplicaDigests] = []
 
     def write() -> bytes:
         hashed.append(hash_replicas(own, checked, step))
         ties = hash_ties(own, plan.ties, channel.rank)
-        return msgspec.msgpack.encode(_Written(_write_share(staging, own, plan, files), hashed[0].groups, ties))
+        return msgspec.msgpack.encode(_WriteMessage(_write_share(staging, own, plan, files), hashed[0].groups, ties))
 
-    everyone = [_written.decode(payload) for payload in agree(channel, "writing", write)]
-    differences = differing(channel, [one.replicas for one in everyone], hashed[0])
+    everyone = [_exchange_write_messages.decode(payload) for payload in all_gather_checked(channel, "writing", write)]
+    differences = compare_replicas(channel, [one.replicas for one in everyone], hashed[0])
     ties = diverged(plan.ties, [one.ties for one in everyone])
     return _Outcome([one.receipts for one in everyone], differences, ties)
 
@@ -234,11 +246,13 @@ def _facts(own: LiveRoles, model: ModelDescription, max_file_bytes: int) -> byte
 
 
 def _new_plan(own: LiveRoles, model: ModelDescription, max_file_bytes: int, channel: Channel) -> SavePlan:
-    payloads = agree(channel, "describing shards", lambda: encode_held(describe_roles(own)))
+    payloads = all_gather_checked(channel, "describing shards", lambda: encode_held(describe_roles(own)))
     # Ranks that hold the same say the same: it is read once, and looked at once.
     held = {payload: decode_held(payload) for payload in set(payloads)}
     everyone = [held[payload] for payload in payloads]
-    return together(channel, "planning the save", lambda: work_out(everyone, model, channel.rank, max_file_bytes))
+    return run_on_all(
+        channel, "planning the save", lambda: build_save_plan(everyone, model, channel.rank, max_file_bytes)
+    )
 
 
 def _refuse_undescribed(files: Mapping[str, bytes]) -> None:
@@ -247,22 +261,22 @@ def _refuse_undescribed(files: Mapping[str, bytes]) -> None:
         raise OptionError(f"A checkpoint describes itself, and {CONFIG_NAME} is missing from its files.")
 
 
-def _write_share(staging: Path, roles: LiveRoles, plan: SavePlan, files: Mapping[str, bytes]) -> list[FileReceipt]:
+def _write_share(staging: Path, roles: LiveRoles, plan: SavePlan, files: Mapping[str, bytes]) -> list[FileChecksum]:
     receipts = [_write_tensors(staging, file, roles[file.role]) for file in plan.files]
     receipts.extend(write_file(staging / path, data, root=staging) for path, data in sorted(files.items()))
     return receipts
 
 
-def _write_tensors(staging: Path, file: PlannedFile, weights: Mapping[str, Any]) -> FileReceipt:
-    with LaidOutWriter(staging / file.path, file.layout, root=staging) as writer:
+def _write_tensors(staging: Path, file: PlannedFile, weights: Mapping[str, Any]) -> FileChecksum:
+    with SequentialTensorWriter(staging / file.path, file.layout, root=staging) as writer:
         for piece in file.pieces:
-            writer.write_parts(piece.name, host_parts(weights[piece.name].local_tensor, piece.start, piece.stop))
+            writer.write_parts(piece.name, host_pieces(weights[piece.name].local_tensor, piece.start, piece.stop))
         return writer.close()
 
 
 def _describe(
     staging: Path,
-    receipts: list[FileReceipt],
+    receipts: list[FileChecksum],
     model: ModelRecord,
     written: _Outcome,
     job: JobRecord,

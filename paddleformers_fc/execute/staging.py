@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from paddleformers_fc.distributed.channel import Channel
+from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import StorageError
-from paddleformers_fc.execute.channel import Channel
-from paddleformers_fc.execute.disks import Disks, find_disks
 from paddleformers_fc.storage.commit import clean_unfinished, create_staging, discard
 from paddleformers_fc.storage.files import is_directory
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagingDirectory:
     """Where this rank writes.
 
     Args:
@@ -30,7 +30,7 @@ class Staged:
     """
 
     path: Path
-    disks: Disks
+    disks: DiskLeaders
 
 
 def _itself(target: Path) -> Path:
@@ -40,7 +40,7 @@ def _itself(target: Path) -> Path:
 @contextlib.contextmanager
 def staging_beside(
     target: Path, channel: Channel, before: Callable[[], None], place_of: Callable[[Path], Path] = _itself
-) -> Iterator[Staged]:
+) -> Iterator[StagingDirectory]:
     """A fresh staging directory for ``target`` on every disk; discarded when the block raises.
 
     Args:
@@ -65,13 +65,13 @@ def staging_beside(
         return place_of(target).with_name(name)
 
     try:
-        disks = find_disks(
+        disks = find_disk_leaders(
             channel, f"preparing to write {target.name}", make, lambda name: is_directory(staging_of(name))
         )
         staging = staging_of(disks.token)
         if made and made[0] != staging:
             discard(made.pop())  # Another rank, on another host, was the first on this disk.
-        yield Staged(staging, disks)
+        yield StagingDirectory(staging, disks)
     except BaseException:
         # What cannot be deleted now is recognisable and goes with the next save; the first error counts.
         for staging in made:

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from paddleformers_fc.execute.memory import host_parts
-from paddleformers_fc.execute.shares import Held, Piece
-from paddleformers_fc.execute.told import spelled
+from paddleformers_fc.distributed.rank_format import format_ranks
+from paddleformers_fc.execute.memory import host_pieces
+from paddleformers_fc.execute.replica_assignment import RankShards, ShardPart
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape
@@ -86,11 +86,11 @@ class Ties:
     stages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-_Copies = dict[str, list[tuple[int, Piece]]]
+_Copies = dict[str, list[tuple[int, ShardPart]]]
 """Rank and piece of everything that is written, by the parameter's name."""
 
 
-def ties_of(everyone: Sequence[Held], shares: Sequence[Sequence[Piece]], owners: Mapping[str, str]) -> Ties:
+def ties_of(everyone: Sequence[RankShards], shares: Sequence[Sequence[ShardPart]], owners: Mapping[str, str]) -> Ties:
     """Return what a save compares of tied tensors.
 
     Args:
@@ -111,7 +111,7 @@ def ties_of(everyone: Sequence[Held], shares: Sequence[Sequence[Piece]], owners:
             if (one.global_shape, one.dtype) != (two.global_shape, two.dtype):
                 unlike.append((owner, f"{role} {alias_full}: {_form(two)}, {base_full}: {_form(one)}"))
                 continue
-            line = f"{role} {alias_full} on {spelled(alias_ranks)}, {base_full} on {spelled(base_ranks)}"
+            line = f"{role} {alias_full} on {format_ranks(alias_ranks)}, {base_full} on {format_ranks(base_ranks)}"
             parts.extend(TiedPart(owner, line, sides) for sides in _intersections(copies[alias], copies[base]))
     return Ties(tuple(parts), tuple(unlike), _stages(everyone, owners))
 
@@ -153,7 +153,7 @@ def diverged(ties: Ties, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTi
     return tuple(DivergedTie(list(ties.stages[owner]), found) for owner, found in lines.items())
 
 
-def _states(shares: Sequence[Sequence[Piece]], owners: Mapping[str, str]) -> dict[tuple[str, str, str], _Copies]:
+def _states(shares: Sequence[Sequence[ShardPart]], owners: Mapping[str, str]) -> dict[tuple[str, str, str], _Copies]:
     """The written pieces of every tied weight and state that has several copies, by owner, role and suffix."""
     names = {*owners, *owners.values()}
     beginnings = tuple(names)
@@ -169,7 +169,7 @@ def _states(shares: Sequence[Sequence[Piece]], owners: Mapping[str, str]) -> dic
     return {key: copies for key, copies in found.items() if len(copies) > 1}
 
 
-def _stages(everyone: Sequence[Held], owners: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def _stages(everyone: Sequence[RankShards], owners: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """The copies of every tied parameter by pipeline stage.
 
     Among ranks that differ in their stage alone, a later stage has the higher rank. So the stages of two copies are in
@@ -185,7 +185,7 @@ def _stages(everyone: Sequence[Held], owners: Mapping[str, str]) -> dict[str, tu
     }
 
 
-def _holders(everyone: Sequence[Held], role: str, name: str) -> list[int]:
+def _holders(everyone: Sequence[RankShards], role: str, name: str) -> list[int]:
     return [rank for rank, held in enumerate(everyone) if name in held.get(role, {})]
 
 
@@ -194,7 +194,7 @@ def _form(shard: Shard) -> str:
 
 
 def _intersections(
-    one: Sequence[tuple[int, Piece]], other: Sequence[tuple[int, Piece]]
+    one: Sequence[tuple[int, ShardPart]], other: Sequence[tuple[int, ShardPart]]
 ) -> Iterator[tuple[CopyPart, CopyPart]]:
     """Every box that a piece of one copy and a piece of the other have in common, in both."""
     held = [(rank, piece, fragment) for rank, piece in other for fragment in piece.shard.fragments]
@@ -207,7 +207,7 @@ def _intersections(
                     yield _part(rank, piece, fragment, common), _part(*held[index], common)
 
 
-def _part(rank: int, piece: Piece, fragment: Fragment, common: Box) -> CopyPart:
+def _part(rank: int, piece: ShardPart, fragment: Fragment, common: Box) -> CopyPart:
     box = fragment.box
     start = piece.start + fragment.start
     return CopyPart(rank, piece.role, piece.shard.name, start, box.shape, common.relative_to(box.lo))
@@ -223,7 +223,7 @@ def _digest(tensor: Any, side: CopyPart) -> bytes:
     step = max(1, _BLOCK_BYTES // max(row * 8, 1))
     for low in range(part.lo[0], part.hi[0], step):
         high = min(low + step, part.hi[0])
-        blocks = list(host_parts(tensor, side.start + low * row, side.start + high * row))
+        blocks = list(host_pieces(tensor, side.start + low * row, side.start + high * row))
         block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         rows = block.reshape((high - low, *shape[1:]))[inside]
         state.update(byte_view(np.ascontiguousarray(rows)))

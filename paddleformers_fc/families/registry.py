@@ -19,7 +19,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from paddleformers_fc.errors import FlexError, MappingError
-from paddleformers_fc.families import (
+from paddleformers_fc.families.bind import bind, family_keys
+from paddleformers_fc.families.declarations import Family
+from paddleformers_fc.families.description import IS_FLEET, ModelDescription
+from paddleformers_fc.families.enumerate import enumerate_tensors
+from paddleformers_fc.families.models import (
     deepseek_v3,
     ernie4_5,
     ernie4_5_moe,
@@ -35,10 +39,6 @@ from paddleformers_fc.families import (
     qwen3,
     qwen3_moe,
 )
-from paddleformers_fc.families.bind import bind, family_keys
-from paddleformers_fc.families.declarations import Family
-from paddleformers_fc.families.description import IS_FLEET, ModelDescription
-from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.folding import fold
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from paddleformers_fc.aoa import Hints, render
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import ModelTensor, bind, family_sizes
 from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Geometry
@@ -17,7 +18,6 @@ from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.mapping import Mapping as TensorMapping, RuleSet
-from paddleformers_fc.mapping.aoa import Hints, render
 
 FORWARD, REVERSE = DIRECTIONS = ("forward", "reverse")
 _PER_RANK = {Geometry.FUSED_FFN: "fused_ffn", Geometry.FUSED_QKV_PER_RANK: "fused_qkv_old"}

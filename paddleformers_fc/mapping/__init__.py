@@ -4,8 +4,19 @@ Nothing here reads a file or imports a framework: a mapping is names, shapes, dt
 """
 
 from paddleformers_fc.mapping.boxes import Box, Shape
-from paddleformers_fc.mapping.correspondences import Correspondence, Made, Mapping, TensorSpec
+from paddleformers_fc.mapping.correspondences import Correspondence, Mapping, TensorSources, TensorSpec
 from paddleformers_fc.mapping.prove import prove
 from paddleformers_fc.mapping.rules import Rule, RuleSet, Tie
 
-__all__ = ["Box", "Correspondence", "Made", "Mapping", "Rule", "RuleSet", "Shape", "TensorSpec", "Tie", "prove"]
+__all__ = [
+    "Box",
+    "Correspondence",
+    "Mapping",
+    "Rule",
+    "RuleSet",
+    "Shape",
+    "TensorSources",
+    "TensorSpec",
+    "Tie",
+    "prove",
+]

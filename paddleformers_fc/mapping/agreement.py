@@ -15,12 +15,12 @@ from collections.abc import Iterator
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, Made, Mapping
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, Mapping, TensorSources
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.mapping.stencils import Link, pulled
+from paddleformers_fc.mapping.templates import BoxLink, pulled
 
 
-def refuse_disagreement(mapping: Mapping, declared: Mapping, title: str, next_step: str) -> None:
+def require_agreement(mapping: Mapping, declared: Mapping, title: str, next_step: str) -> None:
     """Refuse a mapping that moves any number elsewhere than the declared one does.
 
     Args:
@@ -64,7 +64,7 @@ def disagreements(mapping: Mapping, declared: Mapping) -> Iterator[str]:
             alike.add(key)
 
 
-def _differences(name: str, ours: Made, theirs: Made) -> Iterator[str]:
+def _differences(name: str, ours: TensorSources, theirs: TensorSources) -> Iterator[str]:
     for link in ours.stencil.links:
         for index in theirs.stencil.finder.near(link.target_box):
             other = theirs.stencil.links[index]
@@ -79,18 +79,18 @@ def _differences(name: str, ours: Made, theirs: Made) -> Iterator[str]:
                 )
 
 
-def _alike(one: Link, other: Link, part: Box) -> bool:
+def _alike(one: BoxLink, other: BoxLink, part: Box) -> bool:
     if one.cast != other.cast or pulled(one, part) != pulled(other, part):
         return False
     return _turning_axes(one, part) == _turning_axes(other, part)
 
 
-def _turning_axes(link: Link, part: Box) -> list[int]:
+def _turning_axes(link: BoxLink, part: Box) -> list[int]:
     """The source axes in target order, without axes of length one, whose order moves nothing."""
     lengths = part.shape
     return [source for axis, source in enumerate(link.axes) if source != NEW_AXIS and lengths[axis] > 1]
 
 
-def _spelled(source: str, link: Link, part: Box) -> str:
+def _spelled(source: str, link: BoxLink, part: Box) -> str:
     cast = f" cast to {link.cast}" if link.cast else ""
     return f"{source} {pulled(link, part)} axes {list(link.axes)}{cast}"

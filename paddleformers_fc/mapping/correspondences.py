@@ -20,17 +20,17 @@ from functools import cached_property
 import msgspec
 
 from paddleformers_fc.mapping.boxes import Box, Shape
-from paddleformers_fc.mapping.stencils import (
+from paddleformers_fc.mapping.templates import (
     NEW_AXIS,
-    Link,
-    Stencil,
+    BoxLink,
+    Template,
     coalesced,
     composed,
-    narrowed,
-    turned,
+    inverted,
+    pruned,
 )
 
-__all__ = ["NEW_AXIS", "Correspondence", "Made", "Mapping", "TensorSpec", "coalesced"]
+__all__ = ["NEW_AXIS", "Correspondence", "Mapping", "TensorSources", "TensorSpec", "coalesced"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):
@@ -71,7 +71,7 @@ class Correspondence:
         return Correspondence(self.source, source_box, self.target, target_box, self.axes, self.cast)
 
 
-class Made(msgspec.Struct, frozen=True, eq=False, gc=False):
+class TensorSources(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What one tensor is made of.
 
     Args:
@@ -79,7 +79,7 @@ class Made(msgspec.Struct, frozen=True, eq=False, gc=False):
         names: the tensors of the other space that the stencil counts.
     """
 
-    stencil: Stencil
+    stencil: Template
     names: tuple[str, ...]
 
 
@@ -97,7 +97,7 @@ class Mapping:
 
     sources: dict[str, TensorSpec]
     targets: dict[str, TensorSpec]
-    made: dict[str, Made]
+    made: dict[str, TensorSources]
     fresh: frozenset[str] = field(default_factory=frozenset)
     dropped: frozenset[str] = field(default_factory=frozenset)
 
@@ -141,11 +141,11 @@ class Mapping:
         return groups
 
     @cached_property
-    def read(self) -> dict[str, Made]:
+    def read(self) -> dict[str, TensorSources]:
         """What every source that is read is made of, seen from the targets."""
         # What a source becomes: the stencils of the targets that read it, and its place in each. Most have one reader.
-        only: dict[str, tuple[Stencil, int, str]] = {}
-        several: dict[str, list[tuple[Stencil, int, str]]] = {}
+        only: dict[str, tuple[Template, int, str]] = {}
+        several: dict[str, list[tuple[Template, int, str]]] = {}
         for target, made in self.made.items():
             stencil = made.stencil
             for place, source in enumerate(made.names):
@@ -153,8 +153,8 @@ class Mapping:
                 first = only.setdefault(source, reader)
                 if first is not reader:
                     several.setdefault(source, [first]).append(reader)
-        known: dict[tuple[object, ...], Stencil] = {}
-        read: dict[str, Made] = {}
+        known: dict[tuple[object, ...], Template] = {}
+        read: dict[str, TensorSources] = {}
         for source, reader in only.items():
             readers = several.get(source) or (reader,)
             spec = self.sources.get(source)
@@ -162,8 +162,8 @@ class Mapping:
             key = (dtype, *[(stencil, place) for stencil, place, _ in readers])
             found = known.get(key)
             if found is None:
-                found = known[key] = turned([(stencil, place) for stencil, place, _ in readers], dtype)
-            read[source] = Made(found, tuple([target for _, _, target in readers]))
+                found = known[key] = inverted([(stencil, place) for stencil, place, _ in readers], dtype)
+            read[source] = TensorSources(found, tuple([target for _, _, target in readers]))
         return read
 
     def reversed(self) -> Mapping:
@@ -191,11 +191,11 @@ class Mapping:
 class _Composer:
     """Joins what tensors are made of; geometry once for all that are joined alike."""
 
-    def __init__(self, first: dict[str, Made]) -> None:
+    def __init__(self, first: dict[str, TensorSources]) -> None:
         self._first = first
-        self._known: dict[tuple[object, ...], tuple[Stencil, tuple[int, ...]]] = {}
+        self._known: dict[tuple[object, ...], tuple[Template, tuple[int, ...]]] = {}
 
-    def joint(self, last: Made) -> Made | None:
+    def joint(self, last: TensorSources) -> TensorSources | None:
         """What a tensor is made of in the end; None where nothing of it is written."""
         first = [self._first.get(name) for name in last.names]
         # Several parts may come from one tensor, as queries and keys that were fused: which do is part of the form.
@@ -210,28 +210,28 @@ class _Composer:
         key = (last.stencil, stencils, places)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = narrowed(composed(last.stencil, stencils, places))
+            known = self._known[key] = pruned(composed(last.stencil, stencils, places))
         stencil, kept = known
         if not kept:
             return None
         names = tuple(index)
-        return Made(stencil, names if len(kept) == len(names) else tuple([names[place] for place in kept]))
+        return TensorSources(stencil, names if len(kept) == len(names) else tuple([names[place] for place in kept]))
 
 
-def _made(items: Iterable[Correspondence]) -> dict[str, Made]:
-    groups: dict[str, tuple[dict[str, int], list[Link]]] = {}
+def _made(items: Iterable[Correspondence]) -> dict[str, TensorSources]:
+    groups: dict[str, tuple[dict[str, int], list[BoxLink]]] = {}
     for item in items:
         places, links = groups.setdefault(item.target, ({}, []))
         place = places.setdefault(item.source, len(places))
-        links.append(Link(place, item.source_box, item.target_box, item.axes, item.cast))
-    known: dict[tuple[Link, ...], Stencil] = {}
-    made: dict[str, Made] = {}
+        links.append(BoxLink(place, item.source_box, item.target_box, item.axes, item.cast))
+    known: dict[tuple[BoxLink, ...], Template] = {}
+    made: dict[str, TensorSources] = {}
     for target, (places, links) in groups.items():
         form = tuple(links)
-        made[target] = Made(known.setdefault(form, Stencil(form)), tuple(places))
+        made[target] = TensorSources(known.setdefault(form, Template(form)), tuple(places))
     return made
 
 
-def _spelled(target: str, made: Made) -> Iterator[Correspondence]:
+def _spelled(target: str, made: TensorSources) -> Iterator[Correspondence]:
     for link in made.stencil.links:
         yield Correspondence(made.names[link.source], link.source_box, target, link.target_box, link.axes, link.cast)

@@ -17,9 +17,9 @@ from operator import le
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape, cover_faults, whole
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, Made, Mapping, TensorSpec
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, Mapping, TensorSources, TensorSpec
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.mapping.stencils import Link
+from paddleformers_fc.mapping.templates import BoxLink
 
 
 def prove(mapping: Mapping, title: str = "The mapping") -> None:
@@ -76,7 +76,7 @@ def _faults_of_targets(mapping: Mapping) -> Iterator[str]:
 
 
 def _local_faults(
-    name: str, target: TensorSpec | None, made: Made, sources: tuple[TensorSpec | None, ...], link: Link
+    name: str, target: TensorSpec | None, made: TensorSources, sources: tuple[TensorSpec | None, ...], link: BoxLink
 ) -> Iterator[str]:
     source, source_name = sources[link.source], made.names[link.source]
     if source is None:
@@ -100,7 +100,7 @@ def _inside(box: Box, shape: Shape) -> bool:
     return len(box.lo) == len(shape) and all(map(le, box.hi, shape)) and min(box.lo, default=0) >= 0
 
 
-def _axes_faults(name: str, source_name: str, link: Link) -> Iterator[str]:
+def _axes_faults(name: str, source_name: str, link: BoxLink) -> Iterator[str]:
     axes, shape, source_shape = link.axes, link.target_box.shape, link.source_box.shape
     used = [axis for axis in axes if axis != NEW_AXIS]
     if len(axes) != len(shape) or len(set(used)) != len(used) or not set(used) <= set(range(len(source_shape))):

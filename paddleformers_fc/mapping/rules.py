@@ -36,8 +36,8 @@ import msgspec
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Made, Mapping, TensorSpec
-from paddleformers_fc.mapping.stencils import Link, Stencil, narrowed, stacked
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping, TensorSources, TensorSpec
+from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stacked
 
 MAX_STRETCHES = 1 << 23
 """How many stretches all parts of a set of rules may be dealt in; they take about 0.5 kB each."""
@@ -167,7 +167,7 @@ class Rule(msgspec.Struct, frozen=True, gc=False):
         """
         source_shapes = self.source_shapes(target_shapes[0])
         placed: list[Placement] = []
-        for run in deal(self.parts, self.source_blocks, self.target_blocks):
+        for run in interleave(self.parts, self.source_blocks, self.target_blocks):
             source, source_at = (run.part, run.in_part) if len(self.sources) > 1 else (0, run.in_source)
             target, target_at = (run.part, run.in_part) if len(self.targets) > 1 else (0, run.in_target)
             target_box = _along(target_shapes[target], self.axis, target_at, run.length)
@@ -192,16 +192,16 @@ class Rule(msgspec.Struct, frozen=True, gc=False):
             source, target = self.sources[one.source], self.targets[one.target]
             yield Correspondence(source, one.source_box, target, one.target_box, self.axes, self.cast)
 
-    def stencils(self, target_shapes: list[Shape]) -> list[tuple[Stencil, tuple[int, ...]]]:
+    def stencils(self, target_shapes: list[Shape]) -> list[tuple[Template, tuple[int, ...]]]:
         """How every target is made, and which of the sources it is made of: equal for all rules of one form.
 
         Args:
             target_shapes: the global shape of every target.
         """
-        links: list[list[Link]] = [[] for _ in self.targets]
+        links: list[list[BoxLink]] = [[] for _ in self.targets]
         for one in self.placements(target_shapes):
-            links[one.target].append(Link(one.source, one.source_box, one.target_box, self.axes, self.cast))
-        return [narrowed(Stencil(tuple(found))) for found in links]
+            links[one.target].append(BoxLink(one.source, one.source_box, one.target_box, self.axes, self.cast))
+        return [pruned(Template(tuple(found))) for found in links]
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Tie:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PartRun:
     """A stretch of one part: where it lies in the part, in the dealt sources and in the dealt targets."""
 
     part: int
@@ -223,7 +223,7 @@ class Run:
     length: int
 
 
-def deal(parts: tuple[int, ...], source_blocks: int, target_blocks: int) -> list[Run]:
+def interleave(parts: tuple[int, ...], source_blocks: int, target_blocks: int) -> list[PartRun]:
     """Every stretch of every part that is contiguous on both sides.
 
     Args:
@@ -232,18 +232,18 @@ def deal(parts: tuple[int, ...], source_blocks: int, target_blocks: int) -> list
         target_blocks: rounds in which the target side is dealt.
     """
     total = sum(parts)
-    runs: list[Run] = []
+    runs: list[PartRun] = []
     start = 0
     for part, size in enumerate(parts):
         source_share, target_share = size // source_blocks, size // target_blocks
         cuts = sorted({*range(0, size + 1, source_share or 1), *range(0, size + 1, target_share or 1)} | {size})
         for low, high in zip(cuts, cuts[1:], strict=False):
             runs.append(
-                Run(
+                PartRun(
                     part,
                     low,
-                    _dealt_position(low, start, source_share, source_blocks, total),
-                    _dealt_position(low, start, target_share, target_blocks, total),
+                    _interleaved_position(low, start, source_share, source_blocks, total),
+                    _interleaved_position(low, start, target_share, target_blocks, total),
                     high - low,
                 )
             )
@@ -251,7 +251,7 @@ def deal(parts: tuple[int, ...], source_blocks: int, target_blocks: int) -> list
     return runs
 
 
-def _dealt_position(at: int, part_start: int, share: int, blocks: int, total: int) -> int:
+def _interleaved_position(at: int, part_start: int, share: int, blocks: int, total: int) -> int:
     """Where element ``at`` of a part lies once all parts are dealt in ``blocks`` rounds."""
     block, within = divmod(at, share)
     return block * (total // blocks) + part_start // blocks + within
@@ -283,7 +283,7 @@ class _Form:
 
     faults: bool
     source_shapes: list[Shape]
-    stencils: list[tuple[Stencil, tuple[int, ...]]]
+    stencils: list[tuple[Template, tuple[int, ...]]]
 
     @cached_property
     def links(self) -> int:
@@ -301,29 +301,29 @@ class _Maker:
     """Collects what targets are made of, rule by rule; a stack of experts is filled by a rule per expert."""
 
     def __init__(self) -> None:
-        self._made: dict[str, Made] = {}
-        self._parts: dict[str, list[Made]] = {}
-        self._stacks: dict[tuple[object, ...], Stencil] = {}
+        self._made: dict[str, TensorSources] = {}
+        self._parts: dict[str, list[TensorSources]] = {}
+        self._stacks: dict[tuple[object, ...], Template] = {}
 
     def add(self, rule: Rule, form: _Form) -> None:
         """Note what one rule writes."""
         sources = rule.sources
         for target, (stencil, kept) in zip(rule.targets, form.stencils, strict=True):
             names = sources if len(kept) == len(sources) else tuple([sources[place] for place in kept])
-            made = Made(stencil, names)
+            made = TensorSources(stencil, names)
             first = self._made.setdefault(target, made)
             if first is not made:
                 self._parts.setdefault(target, [first]).append(made)
 
-    def made(self) -> dict[str, Made]:
+    def made(self) -> dict[str, TensorSources]:
         """What every target is made of."""
         return {**self._made, **{name: self._stacked(parts) for name, parts in self._parts.items()}}
 
-    def _stacked(self, parts: list[Made]) -> Made:
+    def _stacked(self, parts: list[TensorSources]) -> TensorSources:
         key = tuple([(part.stencil, len(part.names)) for part in parts])
         if key not in self._stacks:
             self._stacks[key] = stacked(key)
-        return Made(self._stacks[key], tuple([name for part in parts for name in part.names]))
+        return TensorSources(self._stacks[key], tuple([name for part in parts for name in part.names]))
 
 
 @dataclass(frozen=True)

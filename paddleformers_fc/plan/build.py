@@ -6,7 +6,8 @@ element exactly once. Optimizer states follow their parameter: a master weight o
 never its casts; a power of beta is one number that all sources must agree on.
 
 Idea: two shards are filled alike where they are the same box of tensors that are made alike of tensors that are stored
-alike. What fills one is worked out once, as a :class:`Pattern`, and each shard is its pattern with names and places.
+alike. What fills one is worked out once, as a :class:`FillPattern`, and each shard is its pattern with names and
+places.
 
 Time: per shard a look-up and its items; per pattern the boxes that its fragments touch, found by bisection. Memory: the
 items.
@@ -21,12 +22,12 @@ from operator import attrgetter
 
 import msgspec
 
-from paddleformers_fc.catalog.stored import Catalog, StoredForm, StoredTensor
+from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
 from paddleformers_fc.layout.roles import MODEL_STATE, StateName, split_state_name
 from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping import Mapping, Shape
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
-from paddleformers_fc.mapping.stencils import Link, Stencil, identity, pulled, pushed
+from paddleformers_fc.mapping.templates import BoxLink, Template, identity, pulled, pushed
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
 
@@ -36,7 +37,7 @@ _in_file = attrgetter("stored.begin")
 
 
 @dataclass(frozen=True)
-class Source:
+class ReadSource:
     """What is stored, and how its names lead to the wanted ones.
 
     Args:
@@ -55,7 +56,7 @@ class Source:
     preferred: MappingABC[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class PatternPiece(msgspec.Struct, frozen=True, gc=False):
     """One stored box that becomes one box of a shard, without names.
 
     Args:
@@ -80,20 +81,20 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, eq=False)
-class Pattern:
+class FillPattern:
     """How shards of one kind are filled; the same for all of them.
 
     Args:
         pieces: in the order of the shard's fragments.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PatternPiece, ...]
 
 
-class Filling(msgspec.Struct, frozen=True, eq=False, gc=False):
+class ShardFill(msgspec.Struct, frozen=True, eq=False, gc=False):
     """How one shard is filled: a pattern, and the stored tensors that it counts."""
 
-    pattern: Pattern
+    pattern: FillPattern
     tensors: list[StoredTensor]
 
     def items(self, role: str, name: str) -> list[ReadItem]:
@@ -106,13 +107,13 @@ class Filling(msgspec.Struct, frozen=True, eq=False, gc=False):
         tensors, items = self.tensors, []
         for one in self.pattern.pieces:
             tensor = tensors[one.tensor]
-            file, begin = tensor.places[one.box]
+            file, begin = tensor.offsets[one.box]
             stored = StoredPart(file, begin, one.stored_shape, one.stored_part, tensor.form.dtype)
             items.append(ReadItem(role, name, stored, one.start, one.shape, one.part, one.axes))
         return items
 
 
-def plan_reads(source: Source, wanted: Wanted) -> LoadPlan:
+def plan_reads(source: ReadSource, wanted: Wanted) -> LoadPlan:
     """The plan of one rank.
 
     Args:
@@ -135,14 +136,14 @@ class Planner:
         touched: stored names that are read, by role.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ReadSource) -> None:
         self._source = source
         self._aliases: dict[str, list[str]] = {}
         for alias, owner in source.stored_aliases.items():
             self._aliases.setdefault(owner, []).append(alias)
-        self._patterns: dict[tuple[object, ...], Pattern] = {}
+        self._patterns: dict[tuple[object, ...], FillPattern] = {}
         self._made, self._sources, self._targets = source.mapping.made, source.mapping.sources, source.mapping.targets
-        self._numbers: dict[Shape, Stencil] = {}
+        self._numbers: dict[Shape, Template] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -169,7 +170,7 @@ class Planner:
             self.report,
         )
 
-    def filling(self, role: str, shard: Shard) -> Filling | None:
+    def filling(self, role: str, shard: Shard) -> ShardFill | None:
         """How one shard is filled; None where it keeps its values, or where something does not fit."""
         state = split_state_name(role, shard.name)
         parameter = self._source.wanted_aliases.get(state.parameter, state.parameter)
@@ -197,13 +198,13 @@ class Planner:
         if pattern is None:
             if not self._have_the_dtype(role, shard, stencil, tensors):
                 return None
-            pattern = Pattern(tuple(_pieces(shard, stencil, forms)))
+            pattern = FillPattern(tuple(_pieces(shard, stencil, forms)))
             if self._covers(shard, pattern):
                 # What does not fit is to be reported under every name, and so it is not remembered.
                 self._patterns[key] = pattern
-        return Filling(pattern, tensors)
+        return ShardFill(pattern, tensors)
 
-    def _number(self, shape: Shape) -> Stencil:
+    def _number(self, shape: Shape) -> Template:
         """How a state that is one number per parameter is made, whatever its parameter is made of."""
         if shape not in self._numbers:
             self._numbers[shape] = identity(shape)
@@ -263,7 +264,7 @@ class Planner:
             key = (owner.name, other.name if index == 0 else f"{other.name}#{index}")
             self.checks[key] = EqualCheck(f"{other.name} = {owner.name}", left, right, tied)
 
-    def _have_the_dtype(self, role: str, shard: Shard, stencil: Stencil, tensors: list[StoredTensor]) -> bool:
+    def _have_the_dtype(self, role: str, shard: Shard, stencil: Template, tensors: list[StoredTensor]) -> bool:
         """Whether every link gives the shard's dtype: as it is stored, or by a cast, which states never take."""
         wrong = dict.fromkeys(
             tensors[link.source].dtype
@@ -274,7 +275,7 @@ class Planner:
             self.report.add("dtype", f"{shard.name}: stored {dtype}, wanted {shard.dtype}")
         return not wrong
 
-    def _covers(self, shard: Shard, pattern: Pattern) -> bool:
+    def _covers(self, shard: Shard, pattern: FillPattern) -> bool:
         """Whether every element of the shard is written once."""
         written: dict[int, list[Box]] = {}
         for piece in pattern.pieces:
@@ -288,7 +289,7 @@ class Planner:
         return covered
 
 
-def _pieces(shard: Shard, stencil: Stencil, forms: list[StoredForm]) -> Iterator[Piece]:
+def _pieces(shard: Shard, stencil: Template, forms: list[StoredForm]) -> Iterator[PatternPiece]:
     for fragment in shard.fragments:
         for place in stencil.finder.near(fragment.box):
             link = stencil.links[place]
@@ -297,12 +298,12 @@ def _pieces(shard: Shard, stencil: Stencil, forms: list[StoredForm]) -> Iterator
                 yield from _linked(fragment, link, part, forms[link.source])
 
 
-def _linked(fragment: Fragment, link: Link, part: Box, form: StoredForm) -> Iterator[Piece]:
+def _linked(fragment: Fragment, link: BoxLink, part: Box, form: StoredForm) -> Iterator[PatternPiece]:
     for index, common in _touching(form, pulled(link, part)):
         box = form.boxes[index]
         filled = pushed(link, common).relative_to(fragment.box.lo)
         region = common.relative_to(box.lo)
-        yield Piece(link.source, index, box.shape, region, fragment.start, fragment.box.shape, filled, link.axes)
+        yield PatternPiece(link.source, index, box.shape, region, fragment.start, fragment.box.shape, filled, link.axes)
 
 
 def _touching(form: StoredForm, box: Box) -> Iterator[tuple[int, Box]]:
@@ -319,5 +320,5 @@ def _common(left: StoredTensor, box: Box, right: StoredTensor) -> Iterator[tuple
 
 
 def _stored_part(tensor: StoredTensor, index: int, box: Box) -> StoredPart:
-    (file, begin), stored = tensor.places[index], tensor.form.boxes[index]
+    (file, begin), stored = tensor.offsets[index], tensor.form.boxes[index]
     return StoredPart(file, begin, stored.shape, box.relative_to(stored.lo), tensor.dtype)

@@ -33,19 +33,19 @@ import msgspec
 import xxhash
 
 from paddleformers_fc import __version__
-from paddleformers_fc.catalog.flex import FlexCheckpoint
-from paddleformers_fc.catalog.stored import Catalog, StoredForm
+from paddleformers_fc.aoa import AoaTensor
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
+from paddleformers_fc.formats.catalog import Catalog, StoredForm
+from paddleformers_fc.formats.flex import FlexCheckpoint
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.aoa import AoaTensor
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, whole
-from paddleformers_fc.mapping.stencils import NEW_AXIS
+from paddleformers_fc.mapping.templates import NEW_AXIS
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
-from paddleformers_fc.storage.documents import read_document
 from paddleformers_fc.storage.dtypes import to_safetensors
 from paddleformers_fc.storage.files import make_directories, remove_file, rename, write_file
+from paddleformers_fc.storage.json_io import read_document
 
 FORMAT = 2
 """Of the files in the directory; it is part of every key."""
@@ -89,7 +89,7 @@ class PlanKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 @dataclass(frozen=True)
-class Planned:
+class CachedPlan:
     """A plan that can be carried out.
 
     Args:
@@ -148,7 +148,7 @@ def _spelled(catalog: Catalog) -> bytes:
             role,
             [one.name for one in tensors.values()],
             [forms.setdefault(one.form, len(forms)) for one in tensors.values()],
-            [one.places for one in tensors.values()],
+            [one.offsets for one in tensors.values()],
         )
         for role, tensors in catalog.roles.items()
     ]
@@ -165,10 +165,10 @@ class PlanCache:
 
     def __init__(self, directory: Path | None = None, most_items: int = MOST_ITEMS) -> None:
         self._directory, self._most_items = directory, most_items
-        self._held: OrderedDict[PlanKey, Planned] = OrderedDict()
+        self._held: OrderedDict[PlanKey, CachedPlan] = OrderedDict()
         self._lock = threading.Lock()
 
-    def find(self, key: PlanKey, fitting: Callable[[Planned], bool] = lambda found: True) -> Planned | None:
+    def find(self, key: PlanKey, fitting: Callable[[CachedPlan], bool] = lambda found: True) -> CachedPlan | None:
         """The plan of a key; None where it is not known, for whatever reason.
 
         Args:
@@ -191,7 +191,7 @@ class PlanCache:
         self._hold(key, planned)
         return planned
 
-    def keep(self, key: PlanKey, planned: Planned) -> None:
+    def keep(self, key: PlanKey, planned: CachedPlan) -> None:
         """Remember a plan. That it cannot be written is worth a warning and never an error."""
         self._hold(key, planned)
         if self._directory is None:
@@ -201,14 +201,14 @@ class PlanCache:
         except FlexError as error:
             _log.warning("A plan could not be kept in %s, and will be made again: %s", self._directory, error.what)
 
-    def _hold(self, key: PlanKey, planned: Planned) -> None:
+    def _hold(self, key: PlanKey, planned: CachedPlan) -> None:
         with self._lock:
             self._held[key] = planned
             self._held.move_to_end(key)
             while sum(len(one.plan.items) for one in self._held.values()) > self._most_items:
                 self._held.popitem(last=False)
 
-    def _write(self, directory: Path, key: PlanKey, planned: Planned) -> None:
+    def _write(self, directory: Path, key: PlanKey, planned: CachedPlan) -> None:
         make_directories(directory)
         path = self._path(directory, key)
         partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
@@ -255,7 +255,7 @@ class _Document(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 _documents = msgspec.msgpack.Decoder(_Document)
 
 
-def encode_plan(key: PlanKey, planned: Planned) -> bytes:
+def encode_plan(key: PlanKey, planned: CachedPlan) -> bytes:
     """A plan as the bytes of a file."""
     names: dict[str, int] = {}
     files: dict[str, int] = {}
@@ -277,7 +277,7 @@ def encode_plan(key: PlanKey, planned: Planned) -> bytes:
     return _MAGIC + xxhash.xxh3_128_digest(body) + body
 
 
-def decode_plan(data: bytes, key: PlanKey) -> Planned:
+def decode_plan(data: bytes, key: PlanKey) -> CachedPlan:
     """The plan that :func:`encode_plan` wrote under this key.
 
     Raises:
@@ -302,7 +302,7 @@ def decode_plan(data: bytes, key: PlanKey) -> Planned:
         items.append(ReadItem(form.role, names[name], stored, form.start, form.shape, form.part, form.axes))
     touched = {role: frozenset(found) for role, found in document.touched.items()}
     plan = LoadPlan(tuple(items), tuple(document.checks), touched, Report())
-    return Planned(plan, frozenset(document.unwanted))
+    return CachedPlan(plan, frozenset(document.unwanted))
 
 
 def _refuse_form(form: _Form) -> None:
@@ -331,7 +331,7 @@ def _is_box(shape: Shape, part: Box) -> bool:
     )
 
 
-def fits(planned: Planned, wanted: Mapping[str, Mapping[str, Shard]], files: Collection[str]) -> bool:
+def fits(planned: CachedPlan, wanted: Mapping[str, Mapping[str, Shard]], files: Collection[str]) -> bool:
     """Whether a plan reads these files into these shards, and as many elements into each as it has, or none.
 
     Args:

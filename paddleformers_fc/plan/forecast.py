@@ -17,7 +17,7 @@ import msgspec
 
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan.build import Filling, Pattern, Planner, Source
+from paddleformers_fc.plan.build import FillPattern, Planner, ReadSource, ShardFill
 from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.report import Report, natural
 from paddleformers_fc.plan.simulate import SimulatedModel, states_of
@@ -29,7 +29,7 @@ from paddleformers_fc.storage.regions import (
     is_direct,
     row_major,
     span_of,
-    walk_of,
+    strided_axes,
 )
 
 THREADS = 4
@@ -109,7 +109,7 @@ class Cost:
 
 
 def forecast(
-    source: Source,
+    source: ReadSource,
     model: SimulatedModel,
     report: Report,
     unexpected: Callable[[Sequence[str]], Iterable[str]] = lambda untouched: untouched,
@@ -141,10 +141,10 @@ def _of_rank(rank: int, cost: Cost) -> RankForecast:
 class _Costs:
     """Costs of shards, each worked out once, and what was learnt on the way."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ReadSource) -> None:
         self._roles = source.catalog.roles
         self._known: dict[tuple[object, ...], Cost] = {}
-        self._patterns: dict[tuple[Pattern, str], Cost] = {}
+        self._patterns: dict[tuple[FillPattern, str], Cost] = {}
         self._weights: dict[tuple[int, ...], Cost] = {}
         self.planner = Planner(source)
         self.fresh: set[str] = set()
@@ -193,7 +193,7 @@ class _Costs:
             yield from (name for name in tensors if name not in touched)
 
 
-def _costs(filling: Filling, dtype: str) -> Iterator[Cost]:
+def _costs(filling: ShardFill, dtype: str) -> Iterator[Cost]:
     for item in filling.items("", ""):
         read, staging = cost_of(item, dtype)
         yield Cost(0, read, 1, staging)
@@ -212,6 +212,8 @@ def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
     wanted = row_major(item.shape, widths[1])
     # A stored axis that no wanted axis reads has length one, and its stride means nothing.
     targets = {axis: wanted[index] for index, axis in enumerate(item.axes)}
-    walk = walk_of(size, row_major(stored.shape, widths[0]), tuple(targets.get(i, 0) for i in range(len(size))), widths)
+    walk = strided_axes(
+        size, row_major(stored.shape, widths[0]), tuple(targets.get(i, 0) for i in range(len(size))), widths
+    )
     direct = stored.dtype == dtype and is_direct(walk, widths[1]) and span_of(walk, HOT_BYTES, MAX_OVER_READ) == 1
     return bytes_read(walk, widths[0]), 0 if direct else HOT_BYTES

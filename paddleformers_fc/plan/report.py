@@ -17,8 +17,8 @@ from paddleformers_fc.errors import MismatchError, PeerError, cut
 from paddleformers_fc.layout.roles import MASTER_SUFFIX, STATE_SUFFIXES
 from paddleformers_fc.mapping.folding import fold
 
-Kind = Literal["missing", "unexpected", "shape", "dtype", "coverage", "mapping", "unequal"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+ReportKind = Literal["missing", "unexpected", "shape", "dtype", "coverage", "mapping", "unequal"]
+KINDS: tuple[ReportKind, ...] = get_args(ReportKind)
 HEADINGS = {
     "missing": "MISSING: wanted, and not stored",
     "unexpected": "UNEXPECTED: stored, and wanted by no rank",
@@ -115,7 +115,7 @@ class Report:
             PeerError: it wrote something else.
         """
         try:
-            found = msgspec.json.decode(text, type=dict[Kind, set[str]])
+            found = msgspec.json.decode(text, type=dict[ReportKind, set[str]])
         except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError) as error:
             raise PeerError(
                 "Another rank has sent a report that cannot be read.",

@@ -16,25 +16,25 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping as MappingABC
 from dataclasses import replace
 
-from paddleformers_fc.catalog.flex import CONFIG_NAME, MAPPING_NAME, FlexCheckpoint
-from paddleformers_fc.catalog.stored import Catalog
 from paddleformers_fc.errors import Corrupt, MappingError
 from paddleformers_fc.families import ModelDescription, ModelTensor, OptionalNames, bind, family_for, is_known
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stored import STRIPPED, completed
+from paddleformers_fc.formats.catalog import Catalog
+from paddleformers_fc.formats.flex import CONFIG_NAME, MAPPING_NAME, FlexCheckpoint
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping import Made, Mapping, Rule, RuleSet, prove
-from paddleformers_fc.mapping.agreement import disagreements, refuse_disagreement
+from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSources, prove
+from paddleformers_fc.mapping.agreement import disagreements, require_agreement
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.mapping.stencils import identity
-from paddleformers_fc.plan.build import Source
+from paddleformers_fc.mapping.templates import identity
+from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.report import Report
 
 
-def resume_source(checkpoint: FlexCheckpoint, live: RuleSet) -> tuple[Source, Report]:
+def resume_source(checkpoint: FlexCheckpoint, live: RuleSet) -> tuple[ReadSource, Report]:
     """From a flex checkpoint to a live model, whatever the two layouts are.
 
     Args:
@@ -49,7 +49,7 @@ def resume_source(checkpoint: FlexCheckpoint, live: RuleSet) -> tuple[Source, Re
     stored, wanted = stored_mapping(checkpoint), live.mapping()
     prove(wanted, "The model's mapping")
     composed = _with_own_tensors(stored.reversed().then(wanted), checkpoint.rules, live)
-    source = Source(checkpoint.catalog, composed, _aliases(checkpoint.rules), _aliases(live), checkpoint.preferred)
+    source = ReadSource(checkpoint.catalog, composed, _aliases(checkpoint.rules), _aliases(live), checkpoint.preferred)
     return source, _shape_report(stored, wanted, _own_names(checkpoint.rules, live))
 
 
@@ -62,7 +62,7 @@ def _own_names(stored: RuleSet, live: RuleSet) -> list[str]:
 def _with_own_tensors(composed: Mapping, stored: RuleSet, live: RuleSet) -> Mapping:
     """Also the tensors that have no canonical form on either side: a resume takes them over as they are."""
     own = {
-        name: Made(identity(live.targets[name].shape), (name,))
+        name: TensorSources(identity(live.targets[name].shape), (name,))
         for name in _own_names(stored, live)
         if stored.targets[name].shape == live.targets[name].shape
     }
@@ -89,7 +89,7 @@ def stored_mapping(checkpoint: FlexCheckpoint) -> Mapping:
     _refuse_two_models(checkpoint, checkpoint.model)
     declared = bind(family_for(checkpoint.model.config), checkpoint.model, stored_tensors(rules))
     if declared.rules != rules.rules:
-        refuse_disagreement(
+        require_agreement(
             mapping,
             declared.mapping(),
             f"The mapping of {checkpoint.catalog.root}",
@@ -173,7 +173,7 @@ def huggingface_source(
     live: RuleSet,
     optional: OptionalNames | None = None,
     aliases: MappingABC[str, str] | None = None,
-) -> tuple[Source, Report]:
+) -> tuple[ReadSource, Report]:
     """From a directory of open weights to a live model.
 
     Args:
@@ -198,7 +198,7 @@ def huggingface_source(
         spec = wanted.sources.get(name)
         if spec is not None and spec.shape != tensor.shape:
             report.add("shape", f"{name}: stored {list(tensor.shape)}, wanted {list(spec.shape)}")
-    return Source(catalog, wanted, _aliases(live) if aliases is None else aliases, _aliases(live)), report
+    return ReadSource(catalog, wanted, _aliases(live) if aliases is None else aliases, _aliases(live)), report
 
 
 def _without_absent(rules: tuple[Rule, ...], stored: Collection[str], optional: OptionalNames) -> tuple[Rule, ...]:
@@ -207,7 +207,7 @@ def _without_absent(rules: tuple[Rule, ...], stored: Collection[str], optional: 
     return tuple(rule for rule in rules if any(optional.group(name) in held for name in rule.sources))
 
 
-def canonical_source(checkpoint: FlexCheckpoint) -> Source:
+def canonical_source(checkpoint: FlexCheckpoint) -> ReadSource:
     """From a flex checkpoint to the canonical space.
 
     Raises:
@@ -215,10 +215,10 @@ def canonical_source(checkpoint: FlexCheckpoint) -> Source:
     """
     stored = stored_mapping(checkpoint)
     aliases = _aliases(checkpoint.rules)
-    return Source(checkpoint.catalog, stored.reversed(), aliases, preferred=checkpoint.preferred)
+    return ReadSource(checkpoint.catalog, stored.reversed(), aliases, preferred=checkpoint.preferred)
 
 
-def canonical_layout(source: Source) -> dict[str, dict[str, Shard]]:
+def canonical_layout(source: ReadSource) -> dict[str, dict[str, Shard]]:
     """Every canonical tensor that the stored tensors make, whole: role -> name -> shard.
 
     Optimizer states appear under their canonical parameter's name with their suffix.

@@ -14,24 +14,24 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping as MappingABC
 from dataclasses import dataclass, replace
 
-from paddleformers_fc.catalog.flex import FlexCheckpoint
+from paddleformers_fc.aoa import AoaTensor, parse_config, uncut
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for, is_known
-from paddleformers_fc.mapping import Made, Mapping, RuleSet, prove
-from paddleformers_fc.mapping.aoa import AoaTensor, parse_config, uncut
+from paddleformers_fc.formats.flex import FlexCheckpoint
+from paddleformers_fc.mapping import Mapping, RuleSet, TensorSources, prove
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.mapping.stencils import identity
-from paddleformers_fc.plan.build import Source
+from paddleformers_fc.mapping.templates import identity
+from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.plan.sources import described_model, resume_source
 
 
-def stated_source(
+def statements_source(
     checkpoint: FlexCheckpoint,
     model: ModelDescription,
     aoa_config: MappingABC[str, object],
     tensors: MappingABC[str, AoaTensor],
-) -> tuple[Source, Report]:
+) -> tuple[ReadSource, Report]:
     """From a flex checkpoint to a live model, with statements that a user wrote for some of the tensors.
 
     What the statements do not name is taken from the derived mapping and not from equal names, because a fused tensor
@@ -61,8 +61,8 @@ def stated_source(
     said = {name: made for name, made in stated.made.items() if name not in left_to_names}
     if said:
         plainly = _parsed(aoa_config, _uncut(held), _uncut(tensors), live, derived.wanted_aliases)
-        before, after = _dealing(rules, _alone(checkpoint)), _dealing(live, _bound(model, _uncut(tensors)))
-        said = _dealt_anew(said, before.reversed().then(plainly).then(after), plainly, (rules, live))
+        before, after = _interleavings(rules, _alone(checkpoint)), _interleavings(live, _bound(model, _uncut(tensors)))
+        said = _reinterleave(said, before.reversed().then(plainly).then(after), plainly, (rules, live))
     merged = replace(stated, made={**said, **left_to_names})
     prove(merged, "The mapping of aoa_config")
     _refuse_mixed_parts(replace(merged, made=said), rules, live)
@@ -108,7 +108,7 @@ def _parsed(
     return parse_config(aoa_config, held, {name: one for name, one in model.items() if name not in aliases})
 
 
-def _is_left(stated: Mapping, name: str, derived: Made) -> bool:
+def _is_left(stated: Mapping, name: str, derived: TensorSources) -> bool:
     """Whether no statement says anything of a target, nor of what it is derived from."""
     if name in stated.made or name in stated.fresh:
         return _is_implicit(stated, name)
@@ -127,7 +127,7 @@ def _is_implicit(mapping: Mapping, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Dealt:
+class _Interleaving:
     """How the parts of a fused tensor lie in it.
 
     Args:
@@ -141,16 +141,18 @@ class _Dealt:
     blocks: int
 
 
-def _dealing(rules: RuleSet, alone: RuleSet) -> Mapping:
+def _interleavings(rules: RuleSet, alone: RuleSet) -> Mapping:
     """What every tensor of a model is made of: the tensor of its name, as it would lie on one rank."""
     made = alone.mapping().reversed().then(rules.mapping()).made
-    whole_ones = {name: Made(identity(spec.shape), (name,)) for name, spec in rules.targets.items() if name not in made}
+    whole_ones = {
+        name: TensorSources(identity(spec.shape), (name,)) for name, spec in rules.targets.items() if name not in made
+    }
     return Mapping(rules.targets, rules.targets, {**whole_ones, **made})
 
 
-def _dealt_anew(
-    said: MappingABC[str, Made], meant: Mapping, plainly: Mapping, sides: tuple[RuleSet, RuleSet]
-) -> dict[str, Made]:
+def _reinterleave(
+    said: MappingABC[str, TensorSources], meant: Mapping, plainly: Mapping, sides: tuple[RuleSet, RuleSet]
+) -> dict[str, TensorSources]:
     """What statements say, under the layouts in which the tensors of both models lie.
 
     Read as they stand, statements are about tensors as they lie on all ranks, where the parts of a fused one are dealt
@@ -224,7 +226,7 @@ def _layer_of(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def _is_itself(made: Made, name: str) -> bool:
+def _is_itself(made: TensorSources, name: str) -> bool:
     """Whether every number of a tensor is the number at its place in the tensor of that name."""
     return made.names == (name,) and all(
         link.source_box == link.target_box and link.axes == tuple(range(len(link.axes))) for link in made.stencil.links
@@ -232,7 +234,7 @@ def _is_itself(made: Made, name: str) -> bool:
 
 
 def _takes_all_parts(
-    plainly: Mapping, name: str, before: MappingABC[str, _Dealt], after: MappingABC[str, _Dealt]
+    plainly: Mapping, name: str, before: MappingABC[str, _Interleaving], after: MappingABC[str, _Interleaving]
 ) -> bool:
     """Whether a fused tensor is made of tensors with the same parts, none of which is cut along them."""
     made, now, target = plainly.made[name], after.get(name), plainly.targets[name].shape
@@ -249,10 +251,10 @@ def _takes_all_parts(
     return True
 
 
-def _fused(rules: RuleSet) -> dict[str, _Dealt]:
+def _fused(rules: RuleSet) -> dict[str, _Interleaving]:
     """The fused tensors of a model. The layers that are stacked in one tensor are fused alike."""
     return {
-        rule.targets[0]: _Dealt(rule.parts, rule.axis, rule.target_blocks)
+        rule.targets[0]: _Interleaving(rule.parts, rule.axis, rule.target_blocks)
         for rule in rules.rules
         if len(rule.targets) == 1 and len(rule.parts) > 1
     }

@@ -18,11 +18,11 @@ from pathlib import Path
 import xxhash
 
 from paddleformers_fc.errors import FlexError, StorageError
+from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.files import open_local, read_into
 from paddleformers_fc.storage.identity import Identities
-from paddleformers_fc.storage.places import Place, RemotePath
+from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
-from paddleformers_fc.storage.receipts import FileReceipt
 
 Numbers = Sequence[int]
 """Numbers of blocks of one file, rising."""
@@ -35,7 +35,7 @@ _SHOWN = 4
 
 
 @dataclass
-class Found:
+class BlockComparison:
     """What a comparison has found.
 
     Args:
@@ -67,12 +67,12 @@ class Found:
         )
 
 
-def compare(
-    directory: Place,
-    wanted: Iterable[tuple[FileReceipt, Numbers]],
+def compare_blocks(
+    directory: AnyPath,
+    wanted: Iterable[tuple[FileChecksum, Numbers]],
     threads: int,
     identities: Identities = NO_IDENTITIES,
-) -> Found:
+) -> BlockComparison:
     """Compare blocks with their checksums, and say what differs.
 
     Args:
@@ -84,7 +84,7 @@ def compare(
     files = [(receipt, numbers) for receipt, numbers in wanted if numbers]
     bad: dict[str, list[int]] = {receipt.path: [] for receipt, _ in files}
     unreadable: dict[str, str] = {}
-    found = Found()
+    found = BlockComparison()
     with RangeReader(identities=identities) as reader:
         check = _SpanCheck(directory, reader)
         # A file system can hold more spans than there is memory for futures, so threads draw from one iterator.
@@ -141,11 +141,11 @@ def digest_of(path: Path) -> str:
 class _Span:
     """Some blocks of one file: what one thread hashes at a time."""
 
-    receipt: FileReceipt
+    receipt: FileChecksum
     numbers: Numbers
 
 
-def _spans(wanted: Iterable[tuple[FileReceipt, Numbers]]) -> Iterator[_Span]:
+def _spans(wanted: Iterable[tuple[FileChecksum, Numbers]]) -> Iterator[_Span]:
     for receipt, numbers in wanted:
         count = max(1, _SPAN_BYTES // receipt.block_bytes)
         for first in range(0, len(numbers), count):
@@ -156,7 +156,7 @@ def _spans(wanted: Iterable[tuple[FileReceipt, Numbers]]) -> Iterator[_Span]:
 class _SpanCheck:
     """Recomputes block checksums of files below ``directory``."""
 
-    directory: Place
+    directory: AnyPath
     reader: RangeReader
 
     def differing(self, span: _Span, buffer: memoryview) -> tuple[list[int], int]:
@@ -175,7 +175,7 @@ class _SpanCheck:
                 differing.append(number)
         return differing, total
 
-    def _block(self, receipt: FileReceipt, number: int, buffer: memoryview) -> tuple[str, int]:
+    def _block(self, receipt: FileChecksum, number: int, buffer: memoryview) -> tuple[str, int]:
         begin = position = number * receipt.block_bytes
         end = min(position + receipt.block_bytes, receipt.size)
         state = xxhash.xxh3_64()
@@ -191,7 +191,7 @@ def _unread_line(path: str, what: str) -> str:
     return f"{path} cannot be read to the end: {what}"
 
 
-def _block_line(receipt: FileReceipt, blocks: Numbers) -> str:
+def _block_line(receipt: FileChecksum, blocks: Numbers) -> str:
     shown = [f"block {number} (from byte {number * receipt.block_bytes})" for number in blocks[:_SHOWN]]
     more = [f"{len(blocks) - _SHOWN} more"] if len(blocks) > _SHOWN else []
     return (

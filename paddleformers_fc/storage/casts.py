@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.paths import AnyPath
 
 
-def copy_cast(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], where: Place) -> None:
+def copy_cast(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], where: AnyPath) -> None:
     """Copy ``source`` into ``target``, of the same shape, with any strides; numbers are cast as numpy casts them.
 
     Memory: where numbers of 8 bits are cast, a copy of the source in the target's type.
@@ -38,7 +38,7 @@ def copy_cast(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], where:
         _refuse_overflow(target, source, where)
 
 
-def _refuse_overflow(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], where: Place) -> None:
+def _refuse_overflow(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], where: AnyPath) -> None:
     lost = np.isinf(target) & np.isfinite(source)
     if lost.any():
         number = float(source[tuple(np.argwhere(lost)[0])])

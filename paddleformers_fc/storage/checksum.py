@@ -14,7 +14,7 @@ from __future__ import annotations
 import xxhash
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.storage.receipts import DEFAULT_BLOCK_BYTES, FileReceipt
+from paddleformers_fc.storage.file_checksums import DEFAULT_BLOCK_BYTES, FileChecksum
 
 _CHUNK_BYTES = 512 * 1024
 
@@ -54,12 +54,12 @@ class BlockHasher:
             taken += chunk.nbytes
             self._advance(chunk.nbytes)
 
-    def receipt(self, path: str) -> FileReceipt:
+    def receipt(self, path: str) -> FileChecksum:
         """What was hashed up to now, as the receipt of a file called ``path``; the stream may go on afterwards."""
         blocks = list(self._blocks)
         if self._room != self._block_bytes:
             blocks.append(self._block.hexdigest())
-        return FileReceipt(path, self._size, self._whole.hexdigest(), self._block_bytes, blocks)
+        return FileChecksum(path, self._size, self._whole.hexdigest(), self._block_bytes, blocks)
 
     def _advance(self, count: int) -> None:
         self._size += count

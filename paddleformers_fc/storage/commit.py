@@ -47,9 +47,9 @@ from paddleformers_fc.storage.files import (
     fsync_directory,
     fsync_file,
     is_directory,
+    is_mount_point,
     link,
     list_directory,
-    look,
     make_directories,
     make_directory,
     real_path,
@@ -57,17 +57,25 @@ from paddleformers_fc.storage.files import (
     remove_file,
     remove_tree,
     rename,
-    stands_apart,
+    stat_path,
     write_file,
 )
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
-from paddleformers_fc.storage.names import ASIDE, REMOVED, UNFINISHED, beside, kept, parse_beside, parse_kept
-from paddleformers_fc.storage.owner import (
+from paddleformers_fc.storage.names import (
+    ASIDE,
+    REMOVED,
+    UNFINISHED,
+    backup_name,
+    hidden_name,
+    parse_hidden,
+    parse_kept,
+)
+from paddleformers_fc.storage.staging_lock import (
     OWNER_NAME,
     PARTIAL_OWNER_NAME,
-    Life,
+    Liveness,
     is_own,
-    life_of,
+    liveness_of,
     read_owner,
     write_owner,
 )
@@ -113,7 +121,7 @@ class Leftover:
     removable: bool = False
 
 
-def place_of(target: Path) -> Path:
+def staging_parent(target: Path) -> Path:
     """The name beside which an export to ``target`` is staged, so that its files can be renamed to where they belong.
 
     Links are followed: what is staged beside a link may be on another file system than what it leads to. For a
@@ -123,7 +131,7 @@ def place_of(target: Path) -> Path:
         StorageError: the operating system refused to look.
     """
     real = real_path(target)
-    return real / (real.name or "export") if is_directory(real) and stands_apart(real) else real
+    return real / (real.name or "export") if is_directory(real) and is_mount_point(real) else real
 
 
 def create_staging(target: Path) -> Path:
@@ -142,7 +150,7 @@ def create_staging(target: Path) -> Path:
     """
     make_directories(target.parent)
     for attempt in range(_ATTEMPTS):
-        staging = beside(target, UNFINISHED)
+        staging = hidden_name(target, UNFINISHED)
         make_directory(staging)
         try:
             write_owner(staging)
@@ -171,11 +179,11 @@ def commit(staging: Path, target: Path) -> Committed:
             renamed.
         StorageError: the operating system refused. ``target`` is the old or the new checkpoint, never a mixture.
     """
-    make_ready(staging, target)
-    return take_name(staging, target)
+    prepare_commit(staging, target)
+    return publish_name(staging, target)
 
 
-def make_ready(staging: Path, target: Path, elsewhere: Collection[str] = ()) -> None:
+def prepare_commit(staging: Path, target: Path, elsewhere: Collection[str] = ()) -> None:
     """The part of :func:`commit` that may take long and may fail: see that all is there, and bring it to the device.
 
     Args:
@@ -191,7 +199,7 @@ def make_ready(staging: Path, target: Path, elsewhere: Collection[str] = ()) -> 
         fsync_directory(directory)
 
 
-def take_name(staging: Path, target: Path) -> Committed:
+def publish_name(staging: Path, target: Path) -> Committed:
     """The rest of :func:`commit`: the name, for a directory that is ready."""
     _check_pair(staging, target)
     displaced = _displacing(staging, target)
@@ -265,7 +273,7 @@ def discard(staging: Path) -> None:
     Raises:
         StorageError: it is not a staging directory, or the operating system refused.
     """
-    parsed = parse_beside(staging)
+    parsed = parse_hidden(staging)
     if parsed is None or parsed[1] != UNFINISHED:
         raise StorageError(f"{staging} is not a staging directory and is not deleted.", where=str(staging))
     if is_directory(staging) and is_own(staging):
@@ -278,7 +286,7 @@ def remove_checkpoint(directory: Path) -> None:
     Raises:
         StorageError: the operating system refused.
     """
-    doomed = _doomed(directory)
+    doomed = _removal_name(directory)
     rename(directory, doomed)
     fsync_directory(doomed.parent)
     remove_tree(doomed)
@@ -290,8 +298,8 @@ def unfinished(output_dir: Path) -> list[Leftover]:
     Raises:
         StorageError: the operating system refused to look into ``output_dir``.
     """
-    found = [(path, parse_beside(path)) for path in list_directory(output_dir)]
-    return [_judged(path, *parsed) for path, parsed in found if parsed is not None and is_directory(path)]
+    found = [(path, parse_hidden(path)) for path in list_directory(output_dir)]
+    return [_leftover_of(path, *parsed) for path, parsed in found if parsed is not None and is_directory(path)]
 
 
 def leftovers(output_dir: Path) -> list[Leftover]:
@@ -353,8 +361,8 @@ def recover(output_dir: Path) -> list[Path]:
     """
     recovered: list[Path] = []
     for path in list_directory(output_dir):
-        parsed = parse_beside(path)
-        if parsed is None or parsed[1] != ASIDE or _life(path) is Life.ALIVE:
+        parsed = parse_hidden(path)
+        if parsed is None or parsed[1] != ASIDE or _life(path) is Liveness.ALIVE:
             continue
         target = parsed[0]
         if not _is_finished(path) or _is_taken(target):
@@ -371,7 +379,7 @@ def recover(output_dir: Path) -> list[Path]:
 
 
 def _check_pair(staging: Path, target: Path) -> None:
-    if parse_beside(staging) != (target, UNFINISHED):
+    if parse_hidden(staging) != (target, UNFINISHED):
         raise StorageError(
             f"{staging} was not staged for {target}.",
             where=str(staging),
@@ -402,22 +410,22 @@ def _displacing(staging: Path, target: Path) -> list[Path]:
                 remove_file(target / OWNER_NAME)
             if exchange(staging, target):
                 return [*displaced, staging]
-            displaced.extend(_moved_aside(target))
+            displaced.extend(_move_to_backup(target))
         try:
             rename(staging, target)
         except StorageError as error:
             # Another job has taken the name since.
             if _is_in_the_way(error) and attempt + 1 < _ATTEMPTS:
                 continue
-            _give_back(displaced, target)
+            _restore_backup(displaced, target)
             raise
         break
     return displaced
 
 
-def _moved_aside(target: Path) -> Iterator[Path]:
+def _move_to_backup(target: Path) -> Iterator[Path]:
     """Move what has a name out of the way; where it is now, nothing if another job did it first."""
-    old = beside(target, ASIDE)
+    old = hidden_name(target, ASIDE)
     try:
         rename(target, old)
     except StorageError as error:
@@ -427,7 +435,7 @@ def _moved_aside(target: Path) -> Iterator[Path]:
         yield old
 
 
-def _give_back(displaced: Sequence[Path], target: Path) -> None:
+def _restore_backup(displaced: Sequence[Path], target: Path) -> None:
     # What keeps its hidden name is found there, and the next start gives it its name back; the first error counts.
     for old in reversed(displaced):
         with contextlib.suppress(StorageError):
@@ -466,7 +474,7 @@ def _exchanged(staging: Path, target: Path, own: set[str], is_old: Callable[[str
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    one, two = look(path), look(other)
+    one, two = stat_path(path), stat_path(other)
     return None not in (one, two) and all(getattr(one, name) == getattr(two, name) for name in ("st_dev", "st_ino"))
 
 
@@ -474,7 +482,7 @@ def _is_alike(staging: Path, target: Path) -> bool:
     """Whether a directory can stand in for another: that one is no link to it, and of the same owner and rights."""
     if target.is_symlink():
         return False
-    one, other = look(staging), look(target)
+    one, other = stat_path(staging), stat_path(target)
     return all(getattr(one, name) == getattr(other, name) for name in ("st_mode", "st_uid", "st_gid", "st_dev"))
 
 
@@ -519,7 +527,7 @@ def _is_taken(target: Path) -> bool:
 
 def _made_visible(foreign: Path, target: Path) -> Path:
     """Give somebody else's files, which had the target's name, a name that people see."""
-    place = kept(target)
+    place = backup_name(target)
     try:
         rename(foreign, place)
     except StorageError:
@@ -537,7 +545,7 @@ def _settle(target: Path) -> None:
 
 def _try_remove(directory: Path) -> Path | None:
     # The new checkpoint is safe; that the old one resists (a reader on NFS holds a file) must not fail the save.
-    doomed = _doomed(directory)
+    doomed = _removal_name(directory)
     try:
         rename(directory, doomed)
     except StorageError as error:
@@ -571,10 +579,10 @@ def _remove_nameless(directory: Path) -> bool:
     return remove_empty_directory(directory)
 
 
-def _doomed(directory: Path) -> Path:
+def _removal_name(directory: Path) -> Path:
     """A fresh name for a directory that is to be deleted."""
-    parsed = parse_beside(directory)
-    return beside(parsed[0] if parsed else directory, REMOVED)
+    parsed = parse_hidden(directory)
+    return hidden_name(parsed[0] if parsed else directory, REMOVED)
 
 
 def _is_gone(error: StorageError) -> bool:
@@ -586,15 +594,15 @@ def _is_in_the_way(error: StorageError) -> bool:
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _IN_THE_WAY
 
 
-def _life(directory: Path) -> Life | None:
+def _life(directory: Path) -> Liveness | None:
     """Whether the directory's owner lives; None if it has no readable record."""
     owner = read_owner(directory)
-    return None if owner is None else life_of(owner)
+    return None if owner is None else liveness_of(owner)
 
 
-def _judged(path: Path, target: Path, state: str) -> Leftover:
+def _leftover_of(path: Path, target: Path, state: str) -> Leftover:
     try:
-        return _judge(path, target, state)
+        return _judge_leftover(path, target, state)
     except StorageError as error:
         # Another user's, in a directory of several users, or on a part of the disk that is broken: it stops no save.
         return Leftover(path, target, f"It cannot be looked at: {error.what}", False)
@@ -611,9 +619,9 @@ def _judged_kept(path: Path, target: Path) -> Leftover:
     return Leftover(path, target, why, False, removable=True)
 
 
-def _judge(path: Path, target: Path, state: str) -> Leftover:
+def _judge_leftover(path: Path, target: Path, state: str) -> Leftover:
     found = _judge_life(path, target, state)
-    alive = _life(path) is Life.ALIVE
+    alive = _life(path) is Liveness.ALIVE
     # A checkpoint that has only lost its name is one.
     lost = state != REMOVED and _is_finished(path) and not _is_finished(target)
     return changed(found, removable=found.disposable or not (alive or lost))
@@ -623,10 +631,10 @@ def _judge_life(path: Path, target: Path, state: str) -> Leftover:
     life = _life(path)
     if state == REMOVED:
         return Leftover(path, target, "Its deletion was interrupted.", True)
-    if life is Life.ALIVE or life is Life.UNKNOWN:
+    if life is Liveness.ALIVE or life is Liveness.UNKNOWN:
         owner = read_owner(path)
         who = f"process {owner.pid} on {owner.host}" if owner else "a process"
-        runs = "runs" if life is Life.ALIVE else "may run: it was started elsewhere"
+        runs = "runs" if life is Liveness.ALIVE else "may run: it was started elsewhere"
         return Leftover(path, target, f"It belongs to {who}, which {runs}.", False)
     if life is None and _is_finished(path):
         if _is_finished(target):
@@ -635,7 +643,7 @@ def _judge_life(path: Path, target: Path, state: str) -> Leftover:
             return Leftover(path, target, f"It is complete; recover() gives it the name {target.name} back.", False)
         why = f"It is complete, and the save that replaced it is gone; rename it to {target.name}, or delete it."
         return Leftover(path, target, why, False)
-    if life is Life.DEAD:
+    if life is Liveness.DEAD:
         return Leftover(path, target, "Its process died before it was finished.", True)
     if state == UNFINISHED and all(entry.name == PARTIAL_OWNER_NAME for entry in list_directory(path)):
         return Leftover(path, target, "It is empty.", True, nameless=True)

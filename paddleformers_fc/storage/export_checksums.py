@@ -15,11 +15,11 @@ import msgspec
 import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.storage.blocks import Found, compare
-from paddleformers_fc.storage.documents import read_document, read_recorded
-from paddleformers_fc.storage.files import each, exists, look, write_file
-from paddleformers_fc.storage.places import Place
-from paddleformers_fc.storage.receipts import FileReceipt, is_document, receipt_faults, size_fault
+from paddleformers_fc.storage.blocks import BlockComparison, compare_blocks
+from paddleformers_fc.storage.file_checksums import FileChecksum, is_document, receipt_faults, size_fault
+from paddleformers_fc.storage.files import exists, map_paths, stat_path, write_file
+from paddleformers_fc.storage.json_io import read_document, read_recorded
+from paddleformers_fc.storage.paths import AnyPath
 
 CHECKSUMS_NAME = "flex_checksums.json"
 """The file's name inside an export."""
@@ -29,7 +29,7 @@ VERSION = 1
 MAX_CHECKSUMS_BYTES = 256 * 1024 * 1024
 """The longest file of checksums that is read: that of an export of 50 TB."""
 
-Receipts = Mapping[str, FileReceipt]
+Receipts = Mapping[str, FileChecksum]
 """Receipts by path relative to the directory."""
 
 
@@ -38,14 +38,14 @@ class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     format: str = FORMAT
     version: int = VERSION
-    files: list[FileReceipt]
+    files: list[FileChecksum]
     seal: str
 
 
 _decoder = msgspec.json.Decoder(_Checksums)
 
 
-def write_checksums(directory: Path, receipts: Iterable[FileReceipt]) -> None:
+def write_checksums(directory: Path, receipts: Iterable[FileChecksum]) -> None:
     """Write the checksum file of an export.
 
     Args:
@@ -60,7 +60,7 @@ def write_checksums(directory: Path, receipts: Iterable[FileReceipt]) -> None:
     write_file(directory / CHECKSUMS_NAME, msgspec.json.format(raw, indent=1) + b"\n", root=directory)
 
 
-def read_checksums(directory: Place) -> Receipts | None:
+def read_checksums(directory: AnyPath) -> Receipts | None:
     """Return what the checksum file of a directory of open weights records; None where there is no such file.
 
     Raises:
@@ -91,7 +91,7 @@ def read_checksums(directory: Place) -> Receipts | None:
 
 
 def verify_export(
-    directory: Place, receipts: Receipts, level: str, *, needed: Collection[str], threads: int = 4
+    directory: AnyPath, receipts: Receipts, level: str, *, needed: Collection[str], threads: int = 4
 ) -> None:
     """Compare the files of an export with their receipts.
 
@@ -109,11 +109,15 @@ def verify_export(
         StorageError: a file cannot be read, and nothing else is wrong.
     """
     unlisted = [f"{name} is not listed" for name in sorted(needed) if name not in receipts]
-    seen = dict(zip(receipts, each(look, (directory / name for name in receipts), directory), strict=True))
+    seen = dict(zip(receipts, map_paths(stat_path, (directory / name for name in receipts), directory), strict=True))
     checked = [one for one in receipts.values() if one.path in needed or seen[one.path] is not None]
     sizes = {one.path: fault for one in checked if (fault := size_fault(seen[one.path], one.size))}
     hashed = [one for one in checked if one.path not in sizes and (level == "full" or is_document(one.path))]
-    found = compare(directory, [(one, range(len(one.blocks))) for one in hashed], threads) if hashed else Found()
+    found = (
+        compare_blocks(directory, [(one, range(len(one.blocks))) for one in hashed], threads)
+        if hashed
+        else BlockComparison()
+    )
     faults = [*unlisted, *(f"{name} {fault}" for name, fault in sizes.items()), *found.faults]
     if found.refusal and not faults:
         raise found.refusal
@@ -127,7 +131,7 @@ def verify_export(
         )
 
 
-def read_exported(directory: Place, receipts: Receipts | None, name: str, most: int) -> bytes:
+def read_exported(directory: AnyPath, receipts: Receipts | None, name: str, most: int) -> bytes:
     """Return the bytes of a document of open weights after comparing them with its receipt, if it has one.
 
     Args:
@@ -146,7 +150,7 @@ def read_exported(directory: Place, receipts: Receipts | None, name: str, most: 
     return read_recorded(directory, receipts[name], most, restore_or_delete(directory))
 
 
-def restore_or_delete(directory: Place) -> str:
+def restore_or_delete(directory: AnyPath) -> str:
     """Return the advice for a file that is not the exported one."""
     return (
         f"Restore these files, or export again. If they were changed on purpose, delete {directory / CHECKSUMS_NAME}: "
@@ -154,7 +158,7 @@ def restore_or_delete(directory: Place) -> str:
     )
 
 
-def _malformed(path: Place, evidence: list[str]) -> FormatError:
+def _malformed(path: AnyPath, evidence: list[str]) -> FormatError:
     return FormatError(
         f"{path} is not a valid file of checksums.",
         where=str(path),
@@ -163,5 +167,5 @@ def _malformed(path: Place, evidence: list[str]) -> FormatError:
     )
 
 
-def _seal(files: list[FileReceipt]) -> str:
+def _seal(files: list[FileChecksum]) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(files))

@@ -4,7 +4,7 @@ Every call that changes the file system goes through a function of this module. 
 not: a refusal of the operating system becomes a :class:`StorageError` that names the path; a write goes on until every
 byte is accepted; and nothing counts as written before it is synced.
 
-What reads takes a :data:`~paddleformers_fc.storage.places.Place` and asks ``remote`` where that is one of a store. What
+What reads takes a :data:`~paddleformers_fc.storage.paths.Place` and asks ``remote`` where that is one of a store. What
 writes takes a path of this machine.
 """
 
@@ -29,8 +29,8 @@ import numpy as np
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.storage import remote
 from paddleformers_fc.storage.checksum import BlockHasher
-from paddleformers_fc.storage.places import Place, RemotePath
-from paddleformers_fc.storage.receipts import DEFAULT_BLOCK_BYTES, FileReceipt
+from paddleformers_fc.storage.file_checksums import DEFAULT_BLOCK_BYTES, FileChecksum
+from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
 
 # One write call: small enough that the bytes are still in the processor's cache when they are written after hashing.
@@ -115,7 +115,7 @@ def memory_at(address: int, length: int) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
 
-def writable_view(buffer: Any, path: Place) -> memoryview:
+def writable_view(buffer: Any, path: AnyPath) -> memoryview:
     """As :func:`byte_view`, of a buffer that bytes of ``path`` will go into.
 
     Raises:
@@ -155,7 +155,7 @@ class OpenFile:
         self.close()
 
 
-def open_regular(path: Place) -> OpenFile | RemoteFile:
+def open_regular(path: AnyPath) -> OpenFile | RemoteFile:
     """Open a file to read it.
 
     Raises:
@@ -256,7 +256,7 @@ def read_range(file: OpenFile | RemoteFile, offset: int, length: int) -> bytes:
     return bytes(buffer)
 
 
-class PlacedWriter:
+class RandomAccessWriter:
     """A new file whose pieces come in any order, from several threads at once; synced when it is closed.
 
     Nobody hashes it, and nobody knows whether all of it was written but the caller. Closing on an error leaves what was
@@ -324,7 +324,7 @@ class PlacedWriter:
             raise StorageError(f"{self._path} is closed and cannot be written on.", where=str(self._path))
 
 
-class FileWriter:
+class SequentialWriter:
     """A new file, written from the front to the end, hashed on the way and synced when it is closed.
 
     Memory is one block of hash state: bytes go from the caller's buffer to the operating system without a copy.
@@ -343,8 +343,8 @@ class FileWriter:
     def __init__(self, path: Path, *, root: Path | None = None, block_bytes: int = DEFAULT_BLOCK_BYTES) -> None:
         self._hasher = BlockHasher(block_bytes)
         self._offset = 0
-        self._receipt: FileReceipt | None = None
-        self._file = PlacedWriter(path, root=root)
+        self._receipt: FileChecksum | None = None
+        self._file = RandomAccessWriter(path, root=root)
 
     def write(self, buffer: Any) -> None:
         """Append all bytes of a C-contiguous ``buffer``.
@@ -359,7 +359,7 @@ class FileWriter:
             self._file.write(self._offset, chunk)
             self._offset += chunk.nbytes
 
-    def close(self) -> FileReceipt:
+    def close(self) -> FileChecksum:
         """Sync and close; the receipt. A second call returns the same receipt.
 
         Raises:
@@ -377,9 +377,9 @@ class FileWriter:
 
 def write_file(
     path: Path, data: bytes | memoryview, *, root: Path | None = None, block_bytes: int = DEFAULT_BLOCK_BYTES
-) -> FileReceipt:
-    """Write a small file and sync it; see :class:`FileWriter` for the arguments and errors."""
-    writer = FileWriter(path, root=root, block_bytes=block_bytes)
+) -> FileChecksum:
+    """Write a small file and sync it; see :class:`SequentialWriter` for the arguments and errors."""
+    writer = SequentialWriter(path, root=root, block_bytes=block_bytes)
     try:
         writer.write(data)
         return writer.close()
@@ -387,7 +387,7 @@ def write_file(
         writer.abandon()
 
 
-def read_file(path: Place) -> bytes:
+def read_file(path: AnyPath) -> bytes:
     """All bytes of a small file.
 
     Raises:
@@ -447,7 +447,7 @@ def make_directories(path: Path) -> None:
         fsync_directory(parent)
 
 
-def try_directory(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """See whether a directory can be made and written into, without leaving a trace.
 
     Only the system knows, so a directory with a name that nobody else has is made, and deleted, in what there is of it.
@@ -470,7 +470,7 @@ def real_path(path: Path) -> Path:
         return Path(os.path.realpath(path))
 
 
-def stands_apart(path: Path) -> bool:
+def is_mount_point(path: Path) -> bool:
     """Whether a directory can neither be replaced by one beside it nor take what is renamed from there.
 
     It is mounted, or this process works in it, or what it is in takes nothing new from this user.
@@ -588,8 +588,8 @@ def remove_tree(path: Path) -> None:
 @overload
 def list_directory(path: Path) -> list[Path]: ...
 @overload
-def list_directory(path: Place) -> Sequence[Place]: ...
-def list_directory(path: Place) -> Sequence[Place]:
+def list_directory(path: AnyPath) -> Sequence[AnyPath]: ...
+def list_directory(path: AnyPath) -> Sequence[AnyPath]:
     """The entries of a directory, by name; none if it does not exist.
 
     Raises:
@@ -602,7 +602,7 @@ def list_directory(path: Place) -> Sequence[Place]:
     return []
 
 
-def is_directory(path: Place) -> bool:
+def is_directory(path: AnyPath) -> bool:
     """Whether ``path`` is a directory or a link to one; False if there is no such name.
 
     Raises:
@@ -614,34 +614,34 @@ def is_directory(path: Place) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def exists(path: Place) -> bool:
+def exists(path: AnyPath) -> bool:
     """Whether there is a file or directory of this name.
 
     Raises:
         StorageError: the operating system or the store refused to look.
     """
-    return look(path) is not None
+    return stat_path(path) is not None
 
 
-def is_file(path: Place) -> bool:
+def is_file(path: AnyPath) -> bool:
     """Whether ``path`` is a regular file or a link to one; False if there is no such name.
 
     Raises:
         StorageError: the operating system or the store refused to look.
     """
-    status = look(path)
+    status = stat_path(path)
     if isinstance(status, RemoteStatus):
         return status.kind == "file"
     return status is not None and stat.S_ISREG(status.st_mode)
 
 
-def look(path: Place) -> os.stat_result | RemoteStatus | None:
+def stat_path(path: AnyPath) -> os.stat_result | RemoteStatus | None:
     """What the operating system or the store says of a name; None if there is none, or a link that leads to nothing.
 
     Raises:
         StorageError: it refused to look.
     """
-    return remote.look(path) if isinstance(path, RemotePath) else _stat(path, follow_links=True)
+    return remote.stat_remote(path) if isinstance(path, RemotePath) else _stat(path, follow_links=True)
 
 
 def is_link(path: Path) -> bool:
@@ -665,7 +665,7 @@ def _stat(path: Path, *, follow_links: bool) -> os.stat_result | None:
         return None
 
 
-def size_of(path: Place) -> int:
+def size_of(path: AnyPath) -> int:
     """Length of a file in bytes.
 
     Raises:
@@ -677,7 +677,7 @@ def size_of(path: Place) -> int:
         return file.size
 
 
-def each(work: Callable[[_T], _R], items: Iterable[_T], at: Place) -> Iterable[_R]:
+def map_paths(work: Callable[[_T], _R], items: Iterable[_T], at: AnyPath) -> Iterable[_R]:
     """``work`` of every item, in their order; several at a time where they are of a store, to which the way is long.
 
     Args:
@@ -685,7 +685,7 @@ def each(work: Callable[[_T], _R], items: Iterable[_T], at: Place) -> Iterable[_
         items: what it is given.
         at: the directory that they are of, or one of them.
     """
-    return remote.at_once(work, items) if isinstance(at, RemotePath) else map(work, items)
+    return remote.map_remote(work, items) if isinstance(at, RemotePath) else map(work, items)
 
 
 def files_within(path: Path) -> list[Path]:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.storage.files import OpenFile, each, look
-from paddleformers_fc.storage.places import Place, RemotePath
+from paddleformers_fc.storage.files import OpenFile, map_paths, stat_path
+from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
 
 
@@ -37,17 +37,17 @@ class FileIdentity:
 
 
 Identity = FileIdentity | RemoteStatus
-Identities = Mapping[Place, Identity]
+Identities = Mapping[AnyPath, Identity]
 
 
-def identities_of(paths: Iterable[Place]) -> dict[Place, Identity]:
+def identities_of(paths: Iterable[AnyPath]) -> dict[AnyPath, Identity]:
     """The identities of files; one that is missing has none, which a check will say.
 
     Raises:
         StorageError: the operating system refused to look.
     """
     paths = list(paths)
-    found = zip(paths, each(look, paths, paths[0]), strict=True) if paths else ()
+    found = zip(paths, map_paths(stat_path, paths, paths[0]), strict=True) if paths else ()
     return {path: _identity(status) for path, status in found if status is not None}
 
 
@@ -63,7 +63,7 @@ def refuse_replaced(file: OpenFile | RemoteFile, identities: Identities) -> None
         raise _replaced(file.path)
 
 
-def refuse_replaced_meanwhile(paths: Iterable[Place], identities: Identities) -> None:
+def refuse_replaced_meanwhile(paths: Iterable[AnyPath], identities: Identities) -> None:
     """Refuse remote files that are no longer those that were checked, once they have been read.
 
     Raises:
@@ -71,12 +71,12 @@ def refuse_replaced_meanwhile(paths: Iterable[Place], identities: Identities) ->
         StorageError: the store refused to look.
     """
     read = [path for path in paths if isinstance(path, RemotePath) and path in identities]
-    for path, status in zip(read, each(look, read, read[0]) if read else (), strict=True):
+    for path, status in zip(read, map_paths(stat_path, read, read[0]) if read else (), strict=True):
         if status != identities[path]:
             raise _replaced(path)
 
 
-def _replaced(path: Place) -> Corrupt:
+def _replaced(path: AnyPath) -> Corrupt:
     return Corrupt(
         f"{path} was replaced or changed after it was checked.",
         where=str(path),

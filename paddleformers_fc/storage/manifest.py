@@ -21,23 +21,23 @@ import msgspec
 import xxhash
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, Diverged, FormatError, NotACheckpoint, OptionError
-from paddleformers_fc.storage.blocks import Found, compare
-from paddleformers_fc.storage.documents import read_document, read_recorded
+from paddleformers_fc.storage.blocks import BlockComparison, compare_blocks
+from paddleformers_fc.storage.file_checksums import FileChecksum, is_document, receipt_faults, size_fault
 from paddleformers_fc.storage.files import (
-    each,
     fsync_directory,
     is_directory,
     is_link,
     list_directory,
-    look,
+    map_paths,
     remove_file,
     rename,
+    stat_path,
     write_file,
 )
-from paddleformers_fc.storage.names import ASIDE, parse_beside, parse_step
-from paddleformers_fc.storage.owner import OWNER_NAME
-from paddleformers_fc.storage.places import Place, RemotePath
-from paddleformers_fc.storage.receipts import FileReceipt, is_document, receipt_faults, size_fault
+from paddleformers_fc.storage.json_io import read_document, read_recorded
+from paddleformers_fc.storage.names import ASIDE, parse_hidden, parse_step
+from paddleformers_fc.storage.paths import AnyPath, RemotePath
+from paddleformers_fc.storage.staging_lock import OWNER_NAME
 
 __all__ = [
     "FORMAT",
@@ -47,7 +47,7 @@ __all__ = [
     "VERSION",
     "Branch",
     "DivergedTie",
-    "FileReceipt",
+    "FileChecksum",
     "Manifest",
     "RunRecord",
     "candidates",
@@ -164,7 +164,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     parallel: dict[str, int]
     family: str
     aoa: dict[str, list[str]]
-    files: list[FileReceipt]
+    files: list[FileChecksum]
     differing_replicas: list[str] | msgspec.UnsetType = msgspec.UNSET
     diverged_ties: list[DivergedTie] | msgspec.UnsetType = msgspec.UNSET
     run: RunRecord | msgspec.UnsetType = msgspec.UNSET
@@ -184,7 +184,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Tied tensors whose copies differ; empty where all are equal."""
         return [] if isinstance(self.diverged_ties, msgspec.UnsetType) else self.diverged_ties
 
-    def receipt(self, name: str) -> FileReceipt | None:
+    def receipt(self, name: str) -> FileChecksum | None:
         """Return the receipt of a file by its path; None where the manifest does not list it."""
         return next((one for one in self.files if one.path == name), None)
 
@@ -206,7 +206,7 @@ _sealed = msgspec.json.Decoder(_Sealed)
 _heads = msgspec.json.Decoder(_Head)
 
 
-def read_manifest(directory: Place) -> Manifest:
+def read_manifest(directory: AnyPath) -> Manifest:
     """Read and validate the manifest of a checkpoint.
 
     Args:
@@ -272,7 +272,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     fsync_directory(directory)
 
 
-def read_listed(directory: Place, manifest: Manifest, name: str, most: int | None = None) -> bytes:
+def read_listed(directory: AnyPath, manifest: Manifest, name: str, most: int | None = None) -> bytes:
     """Return the bytes of a document after comparing them with the manifest's checksum, at every verification level.
 
     Args:
@@ -298,7 +298,7 @@ def read_listed(directory: Place, manifest: Manifest, name: str, most: int | Non
 
 
 def verify_files(
-    directory: Place,
+    directory: AnyPath,
     manifest: Manifest,
     level: str,
     *,
@@ -330,7 +330,11 @@ def verify_files(
     hashed = [one for one in manifest.files if one.path not in faulty and (level == "full" or is_document(one.path))]
     if level == "size" and documents is not None:
         hashed = [one for one in hashed if one.path in documents]
-    found = compare(directory, [(one, range(len(one.blocks))) for one in hashed], threads) if hashed else Found()
+    found = (
+        compare_blocks(directory, [(one, range(len(one.blocks))) for one in hashed], threads)
+        if hashed
+        else BlockComparison()
+    )
     if found.refusal and not (faults or found.faults):
         raise found.refusal
     faults += found.evidence
@@ -339,7 +343,7 @@ def verify_files(
             f"{directory} is damaged: {len(faults)} {'fault' if len(faults) == 1 else 'faults'} found.",
             where=str(directory),
             evidence=faults,
-            next_step=_mending(bool(strangers), len(faults) > len(strangers)),
+            next_step=_repair_advice(bool(strangers), len(faults) > len(strangers)),
         )
 
 
@@ -353,7 +357,7 @@ def refuse_level(level: str) -> None:
         raise OptionError(f"The verification level {level!r} is unknown.", evidence=[f"known: {', '.join(LEVELS)}"])
 
 
-def _mending(strangers: bool, damaged: bool) -> str:
+def _repair_advice(strangers: bool, damaged: bool) -> str:
     """What can be done about files that do not belong to a checkpoint, and about those of it that are not whole."""
     if not strangers:
         return RESTORE
@@ -362,7 +366,7 @@ def _mending(strangers: bool, damaged: bool) -> str:
     return "Move away what does not belong to it, and restore the other files or use another checkpoint."
 
 
-def refuse_as_newest(directory: Place, manifest: Manifest) -> None:
+def refuse_as_newest(directory: AnyPath, manifest: Manifest) -> None:
     """Refuse a checkpoint that is resumed, and kept as the newest one, only where a user names it.
 
     Args:
@@ -373,7 +377,7 @@ def refuse_as_newest(directory: Place, manifest: Manifest) -> None:
         Corrupt: its name contradicts its step.
         Diverged: it was saved with diverged copies of tied tensors.
     """
-    beside = parse_beside(directory)
+    beside = parse_hidden(directory)
     step = parse_step(directory if beside is None else beside[0])
     if step is not None and step != manifest.step:
         raise Corrupt(
@@ -384,7 +388,7 @@ def refuse_as_newest(directory: Place, manifest: Manifest) -> None:
     refuse_diverged(directory, manifest)
 
 
-def refuse_diverged(directory: Place, manifest: Manifest) -> None:
+def refuse_diverged(directory: AnyPath, manifest: Manifest) -> None:
     """Refuse a checkpoint whose manifest records diverged copies of tied tensors.
 
     Args:
@@ -454,7 +458,7 @@ def candidates(directories: Iterable[Path]) -> list[Path]:
     """Those that are named as checkpoints are, highest step first; of one step the plain name first."""
     ranked: list[tuple[int, int, str, Path]] = []
     for path in directories:
-        beside = parse_beside(path)
+        beside = parse_hidden(path)
         aside = beside is not None and beside[1] == ASIDE
         step = parse_step(beside[0] if beside is not None and aside else path)
         if step is not None:
@@ -467,7 +471,7 @@ def manifest_seal(manifest: Manifest) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest, order="sorted"))
 
 
-def _check_head(path: Place, raw: bytes) -> None:
+def _check_head(path: AnyPath, raw: bytes) -> None:
     try:
         head = _heads.decode(raw)
     except _UNREADABLE as error:
@@ -481,7 +485,7 @@ def _check_head(path: Place, raw: bytes) -> None:
         )
 
 
-def _decode(path: Place, raw: bytes) -> _Sealed:
+def _decode(path: AnyPath, raw: bytes) -> _Sealed:
     try:
         return _sealed.decode(raw)
     except _UNREADABLE as error:
@@ -503,12 +507,12 @@ def _faults(manifest: Manifest) -> list[str]:
     return faults
 
 
-def _reserved(receipt: FileReceipt) -> Iterator[str]:
+def _reserved(receipt: FileChecksum) -> Iterator[str]:
     if receipt.path in _RESERVED:
         yield "is a name that the format keeps for itself"
 
 
-def _escapes(directory: Place, manifest: Manifest) -> dict[str, str]:
+def _escapes(directory: AnyPath, manifest: Manifest) -> dict[str, str]:
     """The fault of every file that a link leads out of the directory, by path. A store has no links."""
     if isinstance(directory, RemotePath):
         return {}
@@ -530,10 +534,10 @@ def _is_within(root: str, path: str) -> bool:
     return path == root or path.startswith(root.rstrip("/") + "/")
 
 
-def _file_faults(directory: Place, manifest: Manifest) -> dict[str, str]:
+def _file_faults(directory: AnyPath, manifest: Manifest) -> dict[str, str]:
     """The fault of every file that can be seen without reading it, by path."""
     faults = _escapes(directory, manifest)
-    seen = each(look, (directory / receipt.path for receipt in manifest.files), directory)
+    seen = map_paths(stat_path, (directory / receipt.path for receipt in manifest.files), directory)
     for receipt, status in zip(manifest.files, seen, strict=True):
         fault = size_fault(status, receipt.size)
         if fault and receipt.path not in faults:
@@ -541,7 +545,7 @@ def _file_faults(directory: Place, manifest: Manifest) -> dict[str, str]:
     return faults
 
 
-def _extra_files(directory: Place, manifest: Manifest) -> list[str]:
+def _extra_files(directory: AnyPath, manifest: Manifest) -> list[str]:
     """Files of a save that nobody lists: left by another one, they would be taken for part of this one."""
     listed = {receipt.path for receipt in manifest.files}
     own = [(name, suffix) for name, suffix in _OWN_FILES.items() if is_directory(directory / name)]

@@ -19,9 +19,9 @@ import secrets
 from pathlib import Path
 from typing import TypeVar
 
-from paddleformers_fc.storage.places import Place, RemotePath
+from paddleformers_fc.storage.paths import AnyPath, RemotePath
 
-_P = TypeVar("_P", Path, RemotePath, Place)
+_P = TypeVar("_P", Path, RemotePath, AnyPath)
 
 UNFINISHED = "unfinished"
 ASIDE = "aside"
@@ -32,29 +32,29 @@ _KEPT = re.compile(r"kept-[0-9a-f]+\.(.+)", re.DOTALL)
 _BESIDE = re.compile(rf"\.(.+)\.({UNFINISHED}|{ASIDE}|{REMOVED})-[0-9a-f]+", re.DOTALL)
 
 
-def beside(target: Path, state: str) -> Path:
+def hidden_name(target: Path, state: str) -> Path:
     """A fresh name next to ``target`` for a directory in one of the three hidden states."""
     return target.with_name(f".{target.name}.{state}-{secrets.token_hex(6)}")
 
 
-def kept(target: Path) -> Path:
+def backup_name(target: Path) -> Path:
     """A fresh name next to ``target`` for files that were there before and are not ours."""
     return target.with_name(f"kept-{secrets.token_hex(6)}.{target.name}")
 
 
-def parse_beside(path: _P) -> tuple[_P, str] | None:
+def parse_hidden(path: _P) -> tuple[_P, str] | None:
     """``(target, state)`` of a directory in one of the hidden states; None for any other name."""
     match = _BESIDE.fullmatch(path.name)
     return (path.with_name(match[1]), match[2]) if match else None
 
 
 def parse_kept(path: _P) -> _P | None:
-    """The name under which the files of a directory that :func:`kept` named were found; None for any other name."""
+    """The name that a backup directory (:func:`backup_name`) was made from; None for any other name."""
     match = _KEPT.fullmatch(path.name)
     return path.with_name(match[1]) if match else None
 
 
-def parse_step(path: Place) -> int | None:
+def parse_step(path: AnyPath) -> int | None:
     """The step of a directory called ``checkpoint-N``; None for any other name."""
     match = _CHECKPOINT.fullmatch(path.name)
     return int(match[1]) if match else None

@@ -44,7 +44,7 @@ _QUOTED = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class PickledBytes:
     """A run of bytes in the file.
 
     Args:
@@ -90,7 +90,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class _KnownGlobal:
     """A global name that is known here."""
 
     kind: str
@@ -115,15 +115,15 @@ class _Array:
 _METADATA = "paddle.distributed.flex_checkpoint.dcp.metadata"
 _OLD_METADATA = "paddle.distributed.checkpoint.metadata"
 _RECORDS = ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
-_WORDS: dict[tuple[str, str], _Word] = {
-    **{(module, name): _Word("record", name) for module in (_METADATA, _OLD_METADATA) for name in _RECORDS},
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): _Word("array", "") for core in ("core", "_core")},
-    **{(f"numpy.{core}.multiarray", "scalar"): _Word("number", "") for core in ("core", "_core")},
-    ("numpy", "ndarray"): _Word("ndarray", ""),
-    ("numpy", "dtype"): _Word("dtype", ""),
-    ("collections", "OrderedDict"): _Word("dict", ""),
-    ("builtins", "tuple"): _Word("tuple", ""),
-    ("builtins", "slice"): _Word("slice", ""),
+_WORDS: dict[tuple[str, str], _KnownGlobal] = {
+    **{(module, name): _KnownGlobal("record", name) for module in (_METADATA, _OLD_METADATA) for name in _RECORDS},
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _KnownGlobal("array", "") for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): _KnownGlobal("number", "") for core in ("core", "_core")},
+    ("numpy", "ndarray"): _KnownGlobal("ndarray", ""),
+    ("numpy", "dtype"): _KnownGlobal("dtype", ""),
+    ("collections", "OrderedDict"): _KnownGlobal("dict", ""),
+    ("builtins", "tuple"): _KnownGlobal("tuple", ""),
+    ("builtins", "slice"): _KnownGlobal("slice", ""),
 }
 _WIDTHS = {"f8": 8, "f4": 4, "f2": 2, "i8": 8, "i4": 4, "i2": 2, "i1": 1, "u8": 8, "u4": 4, "u2": 2, "u1": 1, "b1": 1}
 _PLAIN = (str, int, float, bool, type(None))
@@ -136,8 +136,8 @@ def read_pickle(path: Path) -> Any:
         path: the file; a link is followed.
 
     Returns:
-        None, bool, int, float, str, list, tuple, dict, :class:`Bytes`, :class:`PickledArray` and :class:`Record`, and
-        such in each other.
+        None, bool, int, float, str, list, tuple, dict, :class:`PickledBytes`, :class:`PickledArray` and
+        :class:`Record`, and such in each other.
 
     Raises:
         Corrupt: there is no such file.
@@ -203,14 +203,14 @@ class _Tape:
         except UnicodeDecodeError:
             self.refuse("it has a text that is not UTF-8")
 
-    def span(self, length: int) -> Bytes:
+    def span(self, length: int) -> PickledBytes:
         """Step over bytes; few of them are kept."""
         self._within(length)
         offset = self.at
         if length <= _SMALL:
-            return Bytes(offset, length, self.take(length))
+            return PickledBytes(offset, length, self.take(length))
         self.at += length
-        return Bytes(offset, length)
+        return PickledBytes(offset, length)
 
     def frame(self, length: int) -> None:
         """Enter a frame: instructions that the writer wrote in one piece."""
@@ -368,14 +368,14 @@ class _Machine:
     def new(self) -> None:
         """An instance of a class, without arguments."""
         arguments, word = self.pop(), self.pop()
-        if type(word) is not _Word or word.kind != "record" or arguments != ():
+        if type(word) is not _KnownGlobal or word.kind != "record" or arguments != ():
             self._tape.refuse("it makes an instance of something that is not data")
         self.push(Record(word.name))
 
     def call(self) -> None:
         """A call of a known word."""
         arguments, word = self.pop(), self.pop()
-        if type(word) is not _Word or type(arguments) is not tuple:
+        if type(word) is not _KnownGlobal or type(arguments) is not tuple:
             self._tape.refuse("it calls something that is not data")
         made = _CALLS.get(word.kind, _no_call)(arguments)
         if made is None:
@@ -399,7 +399,7 @@ class _Machine:
         if type(state) is not tuple or len(state) != 5:
             self._tape.refuse("it has an array whose state is none")
         _, shape, kind, by_columns, data = state
-        if type(data) is not Bytes:
+        if type(data) is not PickledBytes:
             self._tape.refuse("it has an array whose bytes are text or objects, as before protocol 3")
         if type(kind) is not _Type or not kind.built or type(shape) is not tuple or len(shape) > MAX_AXES:
             self._tape.refuse("it has an array of an element type or a shape that cannot be")
@@ -433,7 +433,7 @@ def _reconstructed(arguments: Arguments) -> _Array | None:
     if len(arguments) != 3:
         return None
     kind, shape, code = arguments
-    plain = type(kind) is _Word and kind.kind == "ndarray" and shape == (0,) and type(code) is Bytes
+    plain = type(kind) is _KnownGlobal and kind.kind == "ndarray" and shape == (0,) and type(code) is PickledBytes
     return _Array() if plain and code.value == b"b" else None
 
 
@@ -446,7 +446,7 @@ def _number(arguments: Arguments) -> PickledArray | None:
     if len(arguments) != 2:
         return None
     kind, data = arguments
-    if type(kind) is not _Type or not kind.built or type(data) is not Bytes or data.length != _WIDTHS[kind.code]:
+    if type(kind) is not _Type or not kind.built or type(data) is not PickledBytes or data.length != _WIDTHS[kind.code]:
         return None
     return PickledArray(kind.code, (), data.offset, data.length)
 

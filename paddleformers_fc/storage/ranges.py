@@ -20,12 +20,12 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.storage.ahead import Ahead, Wanted
 from paddleformers_fc.storage.files import OpenFile, memory_at, open_regular, read_into, read_several, writable_view
 from paddleformers_fc.storage.identity import Identities, refuse_replaced, refuse_replaced_meanwhile
-from paddleformers_fc.storage.places import Place, RemotePath
+from paddleformers_fc.storage.paths import AnyPath, RemotePath
+from paddleformers_fc.storage.prefetch import ExpectedRange, Prefetcher
 from paddleformers_fc.storage.remote import RemoteFile
-from paddleformers_fc.storage.scatter import Rows, Scatter
+from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
 
 _MOST_BUNDLES = 64
 NO_IDENTITIES: Identities = MappingProxyType({})
@@ -57,14 +57,14 @@ class RangeReader:
             raise OptionError(f"max_open_files is {max_open_files}; at least one file must be open to be read.")
         self._limit = max_open_files
         self._identities = identities
-        self._files: OrderedDict[Place, _Shared] = OrderedDict()
-        self._ahead = Ahead(min(2 * threads, _MOST_BUNDLES))
-        self._seen: set[Place] = set()
+        self._files: OrderedDict[AnyPath, _Shared] = OrderedDict()
+        self._ahead = Prefetcher(min(2 * threads, _MOST_BUNDLES))
+        self._seen: set[AnyPath] = set()
         self._held = 0
         self._closed = False
         self._change = threading.Condition()
 
-    def expect(self, path: Place, wanted: Iterable[Wanted]) -> None:
+    def expect(self, path: AnyPath, wanted: Iterable[ExpectedRange]) -> None:
         """Announce what will be read of a file, about in this order, in place of what was announced before.
 
         It saves requests where the file is remote, and does nothing where it is not.
@@ -72,7 +72,7 @@ class RangeReader:
         if isinstance(path, RemotePath):
             self._ahead.expect(path, wanted)
 
-    def read_into(self, path: Place, offset: int, buffer: Any) -> None:
+    def read_into(self, path: AnyPath, offset: int, buffer: Any) -> None:
         """Fill ``buffer`` with the bytes of ``path`` from ``offset`` on.
 
         Args:
@@ -94,7 +94,7 @@ class RangeReader:
         finally:
             self._release(path)
 
-    def read_several(self, path: Place, offset: int, views: Sequence[memoryview]) -> None:
+    def read_several(self, path: AnyPath, offset: int, views: Sequence[memoryview]) -> None:
         """Fill several flat buffers with successive bytes; see :func:`~paddleformers_fc.storage.files.read_several`."""
         file = self._acquire(path)
         try:
@@ -105,7 +105,7 @@ class RangeReader:
         finally:
             self._release(path)
 
-    def read_rows(self, path: Place, rows: Rows, scatter: Scatter) -> None:
+    def read_rows(self, path: AnyPath, rows: ScatterList, scatter: VectoredReader) -> None:
         """Fill memory with many ranges of one file.
 
         Args:
@@ -164,7 +164,7 @@ class RangeReader:
         if kind is None:
             self.refuse_replaced()
 
-    def _acquire(self, path: Place) -> OpenFile | RemoteFile:
+    def _acquire(self, path: AnyPath) -> OpenFile | RemoteFile:
         with self._change:
             while not self._make_room(path):
                 self._change.wait()
@@ -184,7 +184,7 @@ class RangeReader:
             raise
         return self._admit(path, file)
 
-    def _opened(self, path: Place) -> OpenFile | RemoteFile:
+    def _opened(self, path: AnyPath) -> OpenFile | RemoteFile:
         file = open_regular(path)
         try:
             refuse_replaced(file, self._identities)
@@ -193,7 +193,7 @@ class RangeReader:
             raise
         return file
 
-    def _admit(self, path: Place, file: OpenFile | RemoteFile) -> OpenFile | RemoteFile:
+    def _admit(self, path: AnyPath, file: OpenFile | RemoteFile) -> OpenFile | RemoteFile:
         with self._change:
             self._seen.add(path)
             shared = self._files.get(path)
@@ -213,7 +213,7 @@ class RangeReader:
             raise
         return shared.file
 
-    def _release(self, path: Place) -> None:
+    def _release(self, path: AnyPath) -> None:
         with self._change:
             shared = self._files[path]
             shared.users -= 1
@@ -221,7 +221,7 @@ class RangeReader:
             if shared.users == 0 and self._closed:
                 self._drop(path)
 
-    def _make_room(self, path: Place) -> bool:
+    def _make_room(self, path: AnyPath) -> bool:
         """Whether ``path`` is open already or may be opened now; an idle file is closed if that takes it."""
         if self._closed:
             raise StorageError(f"{path} was asked of a reader that is closed.", where=str(path))
@@ -233,7 +233,7 @@ class RangeReader:
         self._drop(idle)
         return True
 
-    def _drop(self, path: Place) -> None:
+    def _drop(self, path: AnyPath) -> None:
         self._held -= 1
         self._files.pop(path).file.close()
 
@@ -245,7 +245,7 @@ def _offsets(first: int, views: Sequence[memoryview]) -> Iterable[int]:
         first += view.nbytes
 
 
-def _views(rows: Rows) -> Iterable[tuple[int, memoryview]]:
+def _views(rows: ScatterList) -> Iterable[tuple[int, memoryview]]:
     """The offset of every row, and its memory."""
     for offset, address, length in zip(
         rows.offsets.tolist(), rows.addresses.tolist(), rows.lengths.tolist(), strict=True

@@ -35,12 +35,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.storage.ahead import Wanted, joins
 from paddleformers_fc.storage.casts import copy_cast
 from paddleformers_fc.storage.files import MOST_BUFFERS
-from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.prefetch import ExpectedRange, joins
 from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.storage.scatter import Rows, Scatter
+from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
 
 DEFAULT_STAGING_BYTES = 64 << 20
 """Bound of the scratch memory of all threads together."""
@@ -52,7 +52,7 @@ MAX_OVER_READ = 2.0
 SHORT_RUN = 1024
 RUN_BYTES = 8192
 STRIPE = 128
-DEALT_RUN = 1024
+INTERLEAVED_RUN = 1024
 _MOST_ROWS = 4096
 _MOST_LINES = 512
 _LINE = 64
@@ -75,7 +75,7 @@ class Region:
         dtype: element type of the stored numbers.
     """
 
-    path: Place
+    path: AnyPath
     begin: int
     shape: tuple[int, ...]
     lo: tuple[int, ...]
@@ -92,7 +92,7 @@ class Workspace:
 
     def __init__(self, scratch_bytes: int = HOT_BYTES) -> None:
         self.scratch_bytes = scratch_bytes
-        self.scatter = Scatter()
+        self.scatter = VectoredReader()
         self._memory: np.ndarray[Any, Any] | None = None
         self._lines: tuple[tuple[int, int, int], list[memoryview]] = ((0, 0, 0), [])
 
@@ -129,7 +129,7 @@ class Workspace:
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class StridedAxes:
     """The axes of a region that matter, in the order of the file, with byte strides in the file and in the target."""
 
     sizes: Sizes
@@ -142,7 +142,7 @@ class Walk:
         return _run(self.sizes, self.sources)
 
 
-def walk_of(size: Sizes, sources: Sizes, targets: Sizes, widths: tuple[int, int]) -> Walk:
+def strided_axes(size: Sizes, sources: Sizes, targets: Sizes, widths: tuple[int, int]) -> StridedAxes:
     """Leave out axes of length one, and join neighbours that continue each other on both sides.
 
     Args:
@@ -162,7 +162,7 @@ def walk_of(size: Sizes, sources: Sizes, targets: Sizes, widths: tuple[int, int]
     # The last axis is always there for runs to be counted on, if only with one element.
     if not axes or axes[-1][1] != widths[0]:
         axes.append((1, *widths))
-    return Walk(*zip(*axes, strict=True))
+    return StridedAxes(*zip(*axes, strict=True))
 
 
 def row_major(shape: Sizes, width: int) -> Sizes:
@@ -175,7 +175,7 @@ def row_major(shape: Sizes, width: int) -> Sizes:
     return tuple(reversed(strides))
 
 
-def span_of(walk: Walk, scratch_bytes: int, max_over_read: float) -> int:
+def span_of(walk: StridedAxes, scratch_bytes: int, max_over_read: float) -> int:
     """How many short runs are read as one span, with the gaps between them; 1 where every run is read by itself."""
     axes, run = walk.run
     if axes == len(walk.sizes) or run >= SHORT_RUN:
@@ -186,7 +186,9 @@ def span_of(walk: Walk, scratch_bytes: int, max_over_read: float) -> int:
     return min(walk.sizes[-axes - 1], max(1, (scratch_bytes - run) // stride + 1))
 
 
-def bytes_read(walk: Walk, width: int, scratch_bytes: int = HOT_BYTES, max_over_read: float = MAX_OVER_READ) -> int:
+def bytes_read(
+    walk: StridedAxes, width: int, scratch_bytes: int = HOT_BYTES, max_over_read: float = MAX_OVER_READ
+) -> int:
     """Bytes that reading a region takes from storage.
 
     Args:
@@ -204,7 +206,7 @@ def bytes_read(walk: Walk, width: int, scratch_bytes: int = HOT_BYTES, max_over_
     return math.prod(walk.sizes[: -axes - 1]) * (size * run + gaps * (stride - run))
 
 
-def is_direct(walk: Walk, width: int) -> bool:
+def is_direct(walk: StridedAxes, width: int) -> bool:
     """Whether a region that is not cast goes from the file into the target, run by run.
 
     Runs that follow one another in the file and go to very short runs of the target do not: one read and a copy are
@@ -214,10 +216,10 @@ def is_direct(walk: Walk, width: int) -> bool:
         walk: the region's axes.
         width: bytes of an element.
     """
-    return walk.targets[-1] == width and (walk.run[0] == 1 or walk.sizes[-1] * width >= DEALT_RUN)
+    return walk.targets[-1] == width and (walk.run[0] == 1 or walk.sizes[-1] * width >= INTERLEAVED_RUN)
 
 
-def ranges_of(region: Region) -> Iterator[Wanted]:
+def ranges_of(region: Region) -> Iterator[ExpectedRange]:
     """What a region takes from its file, for :meth:`RangeReader.expect`: its runs, joined as requests would be.
 
     Runs that are not joined lie so far apart that there are few of them, or are so short that there are few bytes.
@@ -233,8 +235,8 @@ def ranges_of(region: Region) -> Iterator[Wanted]:
         if count > 1 and not joins(stride - length, longer, size * count):
             break
         axes, length, size = axes - 1, longer, size * count
-    for place in _places(begin, region.size[:axes], strides[:axes]).tolist():
-        yield Wanted(place, place + length, size)
+    for place in _row_positions(begin, region.size[:axes], strides[:axes]).tolist():
+        yield ExpectedRange(place, place + length, size)
 
 
 class Blocks(Protocol):
@@ -283,7 +285,9 @@ def blocks_of(
     strides = row_major(region.shape, width)
     begin = region.begin + sum(low * stride for low, stride in zip(region.lo, strides, strict=True))
     cast = out.dtype != region.dtype
-    way = _way(region.size, strides, out.strides, (width, out.dtype.itemsize), cast, scratch_bytes, max_over_read)
+    way = _read_strategy(
+        region.size, strides, out.strides, (width, out.dtype.itemsize), cast, scratch_bytes, max_over_read
+    )
     # As plain bits: numpy copies them fast, and knows their type everywhere. To set a shape copies nothing, or fails.
     target = out.view(_BITS[out.itemsize])
     target.shape = way.walk.sizes
@@ -298,7 +302,7 @@ def blocks_of(
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _ReadStrategy:
     """How regions of one kind are read.
 
     Args:
@@ -308,14 +312,14 @@ class _Way:
         room: bytes of the scratch memory that may be used.
     """
 
-    walk: Walk
+    walk: StridedAxes
     kind: str
     block: Sizes
     room: int = 0
 
 
 @lru_cache(maxsize=1024)
-def _way(
+def _read_strategy(
     size: Sizes,
     sources: Sizes,
     targets: Sizes,
@@ -323,19 +327,19 @@ def _way(
     cast: bool,
     scratch_bytes: int,
     max_over_read: float,
-) -> _Way:
-    """See :func:`walk_of` for the first four, and :func:`blocks_of` for the others."""
-    walk, width = walk_of(size, sources, targets, widths), widths[0]
+) -> _ReadStrategy:
+    """See :func:`strided_axes` for the first four, and :func:`blocks_of` for the others."""
+    walk, width = strided_axes(size, sources, targets, widths), widths[0]
     spans = span_of(walk, scratch_bytes, max_over_read)
     if spans > 1:
         axes, _ = walk.run
         outer = (1,) * (len(walk.sizes) - axes - 1)
-        return _Way(walk, "spanned", (*outer, spans, *walk.sizes[-axes:]))
+        return _ReadStrategy(walk, "spanned", (*outer, spans, *walk.sizes[-axes:]))
     if not cast and is_direct(walk, width):
-        return _Way(walk, "direct", _grown(walk.sizes, (1,) * len(walk.sizes), BLOCK_BYTES // width))
+        return _ReadStrategy(walk, "direct", _grown(walk.sizes, (1,) * len(walk.sizes), BLOCK_BYTES // width))
     # Numbers of 8 bits are cast through an index of 8 bytes each.
     room = scratch_bytes // 16 if cast and width == 1 else scratch_bytes
-    return _Way(walk, "gathered", _gathered_block(walk, width, room), room)
+    return _ReadStrategy(walk, "gathered", _gathered_block(walk, width, room), room)
 
 
 def read_region(
@@ -357,7 +361,7 @@ def read_region(
     return 0 if blocks is None else blocks.read(0, blocks.count, reader, workspace)
 
 
-def pieces_of(region: Region, piece_bytes: int) -> Iterator[Region]:
+def split_region(region: Region, piece_bytes: int) -> Iterator[Region]:
     """A region as smaller ones of at most so many bytes, or of one element, in row-major order.
 
     Two regions of one size and element type are cut alike, wherever they lie.
@@ -383,9 +387,9 @@ class _Cut:
         dtype: element type in the file.
     """
 
-    path: Place
+    path: AnyPath
     begin: int
-    walk: Walk
+    walk: StridedAxes
     block: Sizes
     target: np.ndarray[Any, Any]
     dtype: np.dtype[Any]
@@ -427,9 +431,9 @@ class Direct(_Cut):
                 reader.read_into(self.path, offset, target)
                 continue
             outer = slice(0, len(size) - 1)
-            rows = Rows.alike(
-                _places(offset, size[outer], self.walk.sources[outer]),
-                _places(target.__array_interface__["data"][0], size[outer], self.walk.targets[outer]),
+            rows = ScatterList.alike(
+                _row_positions(offset, size[outer], self.walk.sources[outer]),
+                _row_positions(target.__array_interface__["data"][0], size[outer], self.walk.targets[outer]),
                 size[-1] * self.dtype.itemsize,
             )
             reader.read_rows(self.path, rows, workspace.scatter)
@@ -490,8 +494,8 @@ class Gathered(_Cut):
     def _read_rows(
         self, offset: int, size: Sizes, address: int, pitch: int, length: int, reader: RangeReader, workspace: Workspace
     ) -> None:
-        offsets = _places(offset, size, self.walk.sources[: len(size)])
-        rows = Rows.alike(offsets, address + pitch * np.arange(len(offsets)), length)
+        offsets = _row_positions(offset, size, self.walk.sources[: len(size)])
+        rows = ScatterList.alike(offsets, address + pitch * np.arange(len(offsets)), length)
         reader.read_rows(self.path, rows, workspace.scatter)
 
 
@@ -521,7 +525,7 @@ def _run(size: Sizes, strides: Sizes) -> tuple[int, int]:
     return axes, length
 
 
-def _places(first: int, size: Sizes, strides: Sizes) -> np.ndarray[Any, Any]:
+def _row_positions(first: int, size: Sizes, strides: Sizes) -> np.ndarray[Any, Any]:
     """The byte positions of all rows of a block, in order."""
     kept = math.prod(size) <= _MOST_ROWS
     return (_kept_positions if kept else _positions)(size, strides) + first
@@ -538,17 +542,17 @@ def _positions(size: Sizes, strides: Sizes) -> np.ndarray[Any, Any]:
 _kept_positions = lru_cache(maxsize=128)(_positions)
 
 
-def _is_transposing(walk: Walk) -> bool:
+def _is_transposing(walk: StridedAxes) -> bool:
     return min(walk.targets) < walk.targets[-1]
 
 
-def _pitch(walk: Walk, row: int, scratch_bytes: int) -> int:
+def _pitch(walk: StridedAxes, row: int, scratch_bytes: int) -> int:
     """Bytes from one row of a block to the next: an odd number of cache lines where columns are read."""
     padded = (-(-row // _LINE) | 1) * _LINE
     return padded if _is_transposing(walk) and padded * _LINE <= scratch_bytes else row
 
 
-def _gathered_block(walk: Walk, width: int, scratch_bytes: int) -> Sizes:
+def _gathered_block(walk: StridedAxes, width: int, scratch_bytes: int) -> Sizes:
     ones, last = (1,) * len(walk.sizes), len(walk.sizes) - 1
     if not _is_transposing(walk):
         return _grown(walk.sizes, ones, scratch_bytes // width)

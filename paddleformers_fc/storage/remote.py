@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, OptionError, StorageError
-from paddleformers_fc.storage.places import RemotePath, masked
+from paddleformers_fc.storage.paths import RemotePath, mask_credentials
 
 PART_BYTES = 8 * 1024 * 1024
 """The longest range of one request."""
@@ -126,7 +126,7 @@ class RemoteFile:
 
     def _refuse_changed(self) -> None:
         """Where a read went wrong: a file that is another one by now explains it best."""
-        now = look(self.path)
+        now = stat_remote(self.path)
         if now is None:
             raise missing(self.path)
         if now.size < self.size:
@@ -165,7 +165,7 @@ def open_remote(path: RemotePath) -> RemoteFile:
         FormatError: it is no file.
         StorageError: the store refused, or does not say how long the file is.
     """
-    status = look(path)
+    status = stat_remote(path)
     if status is None:
         raise missing(path)
     if status.kind != "file":
@@ -173,7 +173,7 @@ def open_remote(path: RemotePath) -> RemoteFile:
     return RemoteFile(path, status)
 
 
-def look(path: RemotePath) -> RemoteStatus | None:
+def stat_remote(path: RemotePath) -> RemoteStatus | None:
     """What the store says of a name now; None if there is no such name.
 
     Raises:
@@ -237,7 +237,7 @@ def is_remote_directory(path: RemotePath) -> bool:
             raise
 
 
-def at_once(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+def map_remote(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     """``work`` of every item, in their order; several at a time, because every question costs the way to the store."""
     with ThreadPoolExecutor(AT_ONCE, "flex-ask") as pool:
         return list(pool.map(work, items))
@@ -260,7 +260,7 @@ def refused(
         offset: of the first byte that was wanted, for a read.
         secrets: texts that must not be repeated.
     """
-    text = _QUERY.sub("?***", masked(" ".join(str(error).split())))
+    text = _QUERY.sub("?***", mask_credentials(" ".join(str(error).split())))
     for secret in secrets:
         text = text.replace(secret, "***")
     advice = "Check the URL, the network and the store, then try again."
@@ -297,14 +297,14 @@ def _reached(path: RemotePath) -> tuple[Any, str]:
         raise OptionError(
             f"{path} cannot be read: the backend of fsspec for {path.protocol}:// is not installed.",
             where=str(path),
-            evidence=[masked(str(error))],
+            evidence=[mask_credentials(str(error))],
             next_step="Install it in the version that belongs to the installed fsspec.",
         ) from None
     except Exception as error:  # Every backend has exceptions of its own.
         raise OptionError(
             f"fsspec cannot make anything of {path}.",
             where=str(path),
-            evidence=[f"{type(error).__name__}: {masked(str(error))[:_TOLD]}"],
+            evidence=[f"{type(error).__name__}: {mask_credentials(str(error))[:_TOLD]}"],
             next_step="Check the protocol, and fsspec's configuration for it.",
         ) from None
     return system, str(inner)

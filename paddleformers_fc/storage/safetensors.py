@@ -37,9 +37,16 @@ import msgspec
 
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.dtypes import CODES, item_size
-from paddleformers_fc.storage.files import FileWriter, PlacedWriter, byte_view, open_regular, read_into, read_range
-from paddleformers_fc.storage.places import Place
-from paddleformers_fc.storage.receipts import DEFAULT_BLOCK_BYTES, FileReceipt
+from paddleformers_fc.storage.file_checksums import DEFAULT_BLOCK_BYTES, FileChecksum
+from paddleformers_fc.storage.files import (
+    RandomAccessWriter,
+    SequentialWriter,
+    byte_view,
+    open_regular,
+    read_into,
+    read_range,
+)
+from paddleformers_fc.storage.paths import AnyPath
 
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that is read or written, in bytes; the safetensors library has the same bound."""
@@ -58,7 +65,7 @@ _MAX_COUNT = 2**64 - 1
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
-class _Claim(msgspec.Struct, frozen=True, gc=False):
+class _RawEntry(msgspec.Struct, frozen=True, gc=False):
     """What a header says of one tensor, its fields in the order of all writers; none of it is checked."""
 
     dtype: str = ""
@@ -72,7 +79,7 @@ class _Head(msgspec.Struct, frozen=True, gc=False):
     metadata: dict[str, str] = msgspec.field(name=METADATA_KEY, default_factory=dict)
 
 
-_claims = msgspec.json.Decoder(dict[str, _Claim])
+_claims = msgspec.json.Decoder(dict[str, _RawEntry])
 _head = msgspec.json.Decoder(_Head)
 
 
@@ -107,7 +114,7 @@ class Header:
     file_size: int
 
 
-def read_header(path: Place) -> Header:
+def read_header(path: AnyPath) -> Header:
     """Read and validate the header of a safetensors file.
 
     Args:
@@ -160,7 +167,7 @@ class FileLayout:
     sizes: tuple[int, ...]
 
 
-def lay_out(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> FileLayout:
+def layout_file(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> FileLayout:
     """The layout of a safetensors file.
 
     Args:
@@ -175,7 +182,7 @@ def lay_out(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], metad
     return FileLayout(header, tuple(name for name, _, _ in entries), tuple(sizes))
 
 
-class LaidOutWriter:
+class SequentialTensorWriter:
     """Writes one safetensors file whose layout is known, tensor by tensor.
 
     The file is created and its header written at once; it is complete and synced when :meth:`close` has returned. Used
@@ -184,7 +191,7 @@ class LaidOutWriter:
 
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
-        layout: what it will hold, from :func:`lay_out`.
+        layout: what it will hold, from :func:`layout_file`.
         root: the directory that the receipt's path is relative to. Without it the receipt holds the bare file name.
         block_bytes: length of a checksum block in bytes.
 
@@ -203,7 +210,7 @@ class LaidOutWriter:
         self._path = path
         self._names, self._sizes = layout.names, layout.sizes
         self._next = 0
-        self._file = FileWriter(path, root=root, block_bytes=block_bytes)
+        self._file = SequentialWriter(path, root=root, block_bytes=block_bytes)
         try:
             self._file.write(layout.header)
         except BaseException:
@@ -246,7 +253,7 @@ class LaidOutWriter:
             _reject_write(self._path, f"{key!r} was written where {self._names[self._next]!r} is due")
         return self._sizes[self._next]
 
-    def close(self) -> FileReceipt:
+    def close(self) -> FileChecksum:
         """Sync and close the complete file; its receipt. A second call returns the same receipt.
 
         Raises:
@@ -260,7 +267,7 @@ class LaidOutWriter:
             _reject_write(self._path, fault)
         return self._file.close()
 
-    def __enter__(self) -> LaidOutWriter:
+    def __enter__(self) -> SequentialTensorWriter:
         return self
 
     def __exit__(
@@ -272,7 +279,7 @@ class LaidOutWriter:
             self._file.abandon()
 
 
-class SharedWriter:
+class RandomAccessTensorWriter:
     """Writes one safetensors file whose layout is known, in pieces that come in any order and from several threads.
 
     The file is created and its header written at once; it is complete and synced when :meth:`close` has returned.
@@ -280,7 +287,7 @@ class SharedWriter:
 
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
-        layout: what it will hold, from :func:`lay_out`.
+        layout: what it will hold, from :func:`layout_file`.
         root: the directory that the file must be in. Without it no directory is created.
 
     Raises:
@@ -292,7 +299,7 @@ class SharedWriter:
         self._begin, self._size = len(layout.header), sum(layout.sizes)
         self._left = self._size
         self._lock = threading.Lock()
-        self._file = PlacedWriter(path, root=root)
+        self._file = RandomAccessWriter(path, root=root)
         try:
             self._file.write(0, layout.header)
         except BaseException:
@@ -342,7 +349,7 @@ class SharedWriter:
 _RESTORE = "Restore the file from its source, or use another checkpoint."
 
 
-def _reject(path: Place, fault: str) -> NoReturn:
+def _reject(path: AnyPath, fault: str) -> NoReturn:
     raise FormatError(
         f"{path} is not a valid safetensors file: {fault}.",
         where=str(path),
@@ -350,16 +357,16 @@ def _reject(path: Place, fault: str) -> NoReturn:
     )
 
 
-def _reject_write(path: Place, fault: str) -> NoReturn:
+def _reject_write(path: AnyPath, fault: str) -> NoReturn:
     raise FormatError(f"{path} cannot be written: {fault}.", where=str(path))
 
 
-def _parse(path: Place, raw: bytearray, data_begin: int, file_size: int) -> Header:
-    header = _as_written(raw, data_begin, file_size)
-    return _examined(path, raw, data_begin, file_size) if header is None else header
+def _parse(path: AnyPath, raw: bytearray, data_begin: int, file_size: int) -> Header:
+    header = _fast_parse(raw, data_begin, file_size)
+    return _slow_parse(path, raw, data_begin, file_size) if header is None else header
 
 
-def _as_written(raw: bytearray, data_begin: int, file_size: int) -> Header | None:
+def _fast_parse(raw: bytearray, data_begin: int, file_size: int) -> Header | None:
     """The header, if it is sound and spelled as writers spell it; None if anything about it is to be looked at."""
     try:
         metadata, claims = _head.decode(raw).metadata, _claims.decode(raw)
@@ -399,7 +406,7 @@ def _countable(dtype: str, shape: tuple[int, ...]) -> int:
     return size
 
 
-def _examined(path: Place, raw: bytearray, data_begin: int, file_size: int) -> Header:
+def _slow_parse(path: AnyPath, raw: bytearray, data_begin: int, file_size: int) -> Header:
     """The header, looked at piece by piece, so that what is wrong with it has a name."""
     document = _decode(path, raw)
     metadata = _metadata(path, document.pop(METADATA_KEY, {}))
@@ -417,7 +424,7 @@ def _examined(path: Place, raw: bytearray, data_begin: int, file_size: int) -> H
     return Header(ordered, metadata, file_size)
 
 
-def _decode(path: Place, raw: bytearray) -> dict[str, Any]:
+def _decode(path: AnyPath, raw: bytearray) -> dict[str, Any]:
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -450,7 +457,7 @@ def _decode(path: Place, raw: bytearray) -> dict[str, Any]:
     return document
 
 
-def _metadata(path: Place, claim: Any) -> dict[str, str]:
+def _metadata(path: AnyPath, claim: Any) -> dict[str, str]:
     if not isinstance(claim, dict):
         _reject(path, f"{METADATA_KEY} is not an object")
     for key, value in claim.items():
@@ -461,7 +468,7 @@ def _metadata(path: Place, claim: Any) -> dict[str, str]:
     return claim
 
 
-def _entry(path: Place, name: str, claim: Any, data_begin: int) -> TensorEntry:
+def _entry(path: AnyPath, name: str, claim: Any, data_begin: int) -> TensorEntry:
     _check_text(path, name)
     if not isinstance(claim, dict) or claim.keys() != _FIELDS:
         _reject(path, f"tensor {name!r} does not have exactly the fields {', '.join(sorted(_FIELDS))}")
@@ -489,7 +496,7 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
-def _byte_count(path: Place, name: str, dtype: str, shape: Sequence[int]) -> int:
+def _byte_count(path: AnyPath, name: str, dtype: str, shape: Sequence[int]) -> int:
     size = item_size(dtype)
     for extent in shape:
         size *= extent
@@ -500,7 +507,7 @@ def _byte_count(path: Place, name: str, dtype: str, shape: Sequence[int]) -> int
     return size
 
 
-def _check_cover(path: Place, ordered: dict[str, TensorEntry], data_begin: int) -> int:
+def _check_cover(path: AnyPath, ordered: dict[str, TensorEntry], data_begin: int) -> int:
     position, previous = data_begin, ""
     for name, entry in ordered.items():
         if entry.begin != position:
@@ -516,7 +523,7 @@ def _cut_tensors(ordered: dict[str, TensorEntry], file_size: int) -> list[str]:
     return [f"{len(cut)} tensors are cut off, {cut[0]!r} first"] if cut else []
 
 
-def _check_text(path: Place, text: str) -> None:
+def _check_text(path: AnyPath, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -529,7 +536,7 @@ def _short(shape: Sequence[int]) -> str:
 
 
 def _render(
-    path: Place, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]
+    path: AnyPath, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]
 ) -> tuple[bytes, list[int]]:
     """The header's bytes, length field and padding included, and every tensor's size in bytes."""
     document: dict[str, Any] = {METADATA_KEY: _metadata(path, metadata)} if metadata else {}

@@ -20,13 +20,13 @@ from paddleformers.utils.batch_sampler import (
     MappingDistributedBatchSampler,
 )
 
-from paddleformers_fc.trainer.position import Order, Position, Start, pace_of
+from paddleformers_fc.trainer.position import Position, SampleOrder, Start, pace_of
 
 _SKIPPING = (MappingBatchSampler, MappingDistributedBatchSampler, DistributedBatchSampler)
 _NOTHING = object()
 
 
-def order_of(loader: Any) -> Order:
+def order_of(loader: Any) -> SampleOrder:
     """The order in which a data loader takes samples.
 
     Args:
@@ -34,14 +34,14 @@ def order_of(loader: Any) -> Order:
     """
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, MappingDistributedBatchSampler):
-        return Order(True, sampler.total_size, bool(sampler.shuffle), sampler.base_seed if sampler.shuffle else 0)
+        return SampleOrder(True, sampler.total_size, bool(sampler.shuffle), sampler.base_seed if sampler.shuffle else 0)
     if isinstance(sampler, MappingBatchSampler):
         source = sampler.sampler
         shuffled = hasattr(source, "base_seed")
-        return Order(True, len(source.data_source), shuffled, source.base_seed if shuffled else 0)
+        return SampleOrder(True, len(source.data_source), shuffled, source.base_seed if shuffled else 0)
     if isinstance(sampler, DistributedBatchSampler):
-        return Order(True, sampler.total_size, False, 0)
-    return Order(False, 0, False, 0)
+        return SampleOrder(True, sampler.total_size, False, 0)
+    return SampleOrder(False, 0, False, 0)
 
 
 def is_handed_its_batches(loader: Any) -> bool:
@@ -142,7 +142,7 @@ class PositionTracker(TrainerCallback):
 
     def __init__(self, waiting: Callable[[], int]) -> None:
         self._waiting = waiting
-        self.order = Order(False, 0, False, 0)
+        self.order = SampleOrder(False, 0, False, 0)
         self._passes: int | None = None
         self._resumed = False
         self._epochs = 0
@@ -154,7 +154,7 @@ class PositionTracker(TrainerCallback):
 
     def begin(
         self,
-        order: Order,
+        order: SampleOrder,
         passes: int | None,
         start: Start,
         resumed: bool,

@@ -5,7 +5,7 @@ which the Trainer's state names as the best. A flex checkpoint has no such file,
 package; but whoever puts the file there would have his code run. So the name is out of the state while the loop runs,
 and in it whenever anybody else looks: callbacks, and this package when it saves.
 
-A resumed run takes over that name, which says where the directory was for the run that saved: :func:`found_again`.
+A resumed run takes over that name, which says where the directory was for the run that saved: :func:`locate_best`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.execute.channel import Channel, agree
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
-from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.paths import AnyPath
 
 
-def found_again(named: str, resumed: Place, channel: Channel) -> str | None:
+def locate_best(named: str, resumed: AnyPath, channel: Channel) -> str | None:
     """Where the best checkpoint of a resumed run is: where it was, or beside the one that is resumed from.
 
     An output directory may have been moved since, and a relative one begins where a run is started.
@@ -42,7 +42,7 @@ def found_again(named: str, resumed: Place, channel: Channel) -> str | None:
     def look() -> bytes:
         return bytes([next((place for place, path in enumerate(paths, 1) if exists(path / MANIFEST_NAME)), 0)])
 
-    seen = [payload[0] for payload in agree(channel, "looking for the best checkpoint", look)]
+    seen = [payload[0] for payload in all_gather_checked(channel, "looking for the best checkpoint", look)]
     chosen = seen[channel.rank] or max(seen)
     return str(paths[chosen - 1]) if chosen else None
 

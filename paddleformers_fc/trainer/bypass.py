@@ -15,9 +15,9 @@ from typing import Any
 from paddleformers.trainer import TrainerCallback
 from paddleformers.utils.env import PREFIX_CHECKPOINT_DIR
 
+from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.errors import EnvironmentMismatch
-from paddleformers_fc.execute.channel import together
-from paddleformers_fc.trainer.run import channel_of, run_of
+from paddleformers_fc.trainer.job_state import channel_of, job_state_of
 
 
 def refuse_other_loop(trainer: Any) -> None:
@@ -29,7 +29,7 @@ def refuse_other_loop(trainer: Any) -> None:
     Raises:
         EnvironmentMismatch: with the methods that did not run.
     """
-    run = run_of(trainer)
+    run = job_state_of(trainer)
     expected = ("train", "_load_flex_checkpoint", "_inner_training_loop")
     skipped = [name for name in expected if name not in run.ran]
     if run.chosen is None and "_load_flex_checkpoint" in skipped:
@@ -53,7 +53,7 @@ class BypassCheck(TrainerCallback):
         Raises:
             EnvironmentMismatch: the same on every rank.
         """
-        together(channel_of(args), "starting to train", lambda: refuse_other_loop(self._trainer))
+        run_on_all(channel_of(args), "starting to train", lambda: refuse_other_loop(self._trainer))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop after the first save that was not ours.
@@ -62,8 +62,8 @@ class BypassCheck(TrainerCallback):
             EnvironmentMismatch: the same on every rank.
         """
         directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        skipped = [] if run_of(self._trainer).saved == directory else ["_save_checkpoint"]
-        together(
+        skipped = [] if job_state_of(self._trainer).saved == directory else ["_save_checkpoint"]
+        run_on_all(
             channel_of(args), f"looking at {directory.name}", lambda: _refuse(self._trainer, str(directory), skipped)
         )
 

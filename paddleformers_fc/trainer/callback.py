@@ -13,8 +13,8 @@ from paddleformers.trainer import TrainerCallback
 from paddleformers.utils.log import logger
 
 from paddleformers_fc.errors import EnvironmentMismatch
-from paddleformers_fc.storage.places import Place
-from paddleformers_fc.wording import size_text
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import size_text
 
 ATTENDED = "_flex_attended"
 """The attribute by which the training arguments say that their Trainer goes through this package."""
@@ -36,7 +36,7 @@ class CheckpointReport:
     """
 
     step: int
-    directory: Place
+    directory: AnyPath
     seconds: float
     bytes: int
     differences: tuple[str, ...] = ()

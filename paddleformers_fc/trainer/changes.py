@@ -15,7 +15,7 @@ import xxhash
 
 from paddleformers_fc.families.changes import ABSENT, Change, table, value_text
 from paddleformers_fc.storage.manifest import Manifest
-from paddleformers_fc.trainer.position import Order, Pace
+from paddleformers_fc.trainer.position import Pace, SampleOrder
 
 OPTIMIZER = (
     *("optim", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"),
@@ -76,7 +76,7 @@ def batch_changes(saved: Pace, now: Pace) -> list[Change]:
     return [Change(key, value_text(old), value_text(new)) for key, old, new in rows if old != new]
 
 
-def length_changes(saved: tuple[Order, Pace], now: tuple[Order, Pace]) -> list[Change]:
+def length_changes(saved: tuple[SampleOrder, Pace], now: tuple[SampleOrder, Pace]) -> list[Change]:
     """Compare the lengths of the data, which are rounded to the number of data-parallel ranks."""
     (old, old_pace), (new, new_pace) = saved, now
     known = old.indexed and new.indexed and old.length and new.length and old_pace.ranks == new_pace.ranks

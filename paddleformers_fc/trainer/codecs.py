@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.storage.documents import parse_json
+from paddleformers_fc.storage.json_io import parse_json
 
 _ARRAY = "__array__"
 _TUPLE = "__tuple__"

@@ -29,15 +29,15 @@ import numpy as np
 from paddleformers.trainer import TrainerState
 from paddleformers.transformers.model_utils import clean_model_class_name, get_parameter_dtype, unwrap_model
 
-from paddleformers_fc.catalog.flex import CONFIG_NAME, FlexCheckpoint
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import FlexError, FormatError, MismatchError
-from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.opening import own_file, own_or_handed
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.exported import exported_config
+from paddleformers_fc.formats.flex import CONFIG_NAME, FlexCheckpoint
 from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.manifest import Manifest, read_listed
-from paddleformers_fc.storage.places import Place, masked
+from paddleformers_fc.storage.paths import AnyPath, mask_credentials
 from paddleformers_fc.trainer import codecs, inherited
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.options import FlexFields
@@ -146,7 +146,7 @@ def arguments_document(args: Any) -> bytes:
     """The training arguments as JSON for a reader, without secrets."""
     values = codecs.describe({**_data_arguments(args), **args.to_dict()})
     hidden = {name for name, value in values.items() if value is not None and name.endswith(_SECRET_ENDINGS)}
-    shown = {name: masked(value) if isinstance(value, str) else value for name, value in values.items()}
+    shown = {name: mask_credentials(value) if isinstance(value, str) else value for name, value in values.items()}
     return codecs.encode({**shown, **dict.fromkeys(hidden, "<not saved>")}, "training arguments")
 
 
@@ -173,11 +173,11 @@ def _data_arguments(args: Any) -> dict[str, Any]:
 
 
 def own_arguments(args: Any) -> dict[str, Any]:
-    """The training arguments of this run, as :func:`told_arguments` returns those of a checkpoint."""
+    """The training arguments of this run, as :func:`read_arguments` returns those of a checkpoint."""
     return codecs.decode_object(arguments_document(args), "training arguments")
 
 
-def told_arguments(directory: Place, manifest: Manifest) -> dict[str, Any]:
+def read_arguments(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
     """The training arguments that a checkpoint tells; none where they are not seen or cannot be read.
 
     They are for a reader, and no run depends on them.
@@ -194,7 +194,7 @@ def told_arguments(directory: Place, manifest: Manifest) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """The Trainer's own state, as read from a checkpoint.
 
     Args:
@@ -210,7 +210,7 @@ class Progress:
     data: dict[str, Any]
 
 
-def read_progress(checkpoint: FlexCheckpoint, channel: Channel) -> Progress:
+def read_progress(checkpoint: FlexCheckpoint, channel: Channel) -> TrainingProgress:
     """The Trainer's own state, read by one rank and handed to all.
 
     Args:
@@ -240,10 +240,10 @@ def read_progress(checkpoint: FlexCheckpoint, channel: Channel) -> Progress:
         return json.dumps({name: raw.decode() for name, raw in raws.items()}).encode()
 
     texts: dict[str, str] = {}
-    for payload in agree(channel, "reading the Trainer's own state", work):
+    for payload in all_gather_checked(channel, "reading the Trainer's own state", work):
         texts.update(msgspec.json.decode(payload, type=dict[str, str]))
     documents = {name: codecs.decode_object(text.encode(), str(directory / name)) for name, text in texts.items()}
-    return Progress(
+    return TrainingProgress(
         state=_trainer_state(documents[STATE], directory / STATE),
         scheduler=documents[SCHEDULER],
         scaler=documents.get(SCALER),
@@ -262,7 +262,7 @@ def read_generators(checkpoint: FlexCheckpoint, channel: Channel) -> bytes | Non
         Corrupt: on every rank, if the document of any rank is altered.
     """
     name, handed = rng_name(channel.rank), own_file(checkpoint, channel, rng_name)
-    return together(channel, "reading random generators", lambda: own_or_handed(checkpoint, name, handed))
+    return run_on_all(channel, "reading random generators", lambda: own_or_handed(checkpoint, name, handed))
 
 
 _COUNT = Annotated[int, msgspec.Meta(ge=0)]
@@ -294,7 +294,7 @@ def _kind_faults(values: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: {error}"
 
 
-def refuse_unlike(saved: dict[str, Any], current: dict[str, Any], where: Place) -> None:
+def refuse_unlike(saved: dict[str, Any], current: dict[str, Any], where: AnyPath) -> None:
     """Refuse a saved state that the object which it is for could not have saved.
 
     Args:
@@ -340,7 +340,7 @@ def _of_one_kind(one: Any, other: Any) -> bool:
     return isinstance(one, np.ndarray | list) if isinstance(other, np.ndarray) else isinstance(one, type(other))
 
 
-def _trainer_state(values: dict[str, Any], path: Place) -> TrainerState:
+def _trainer_state(values: dict[str, Any], path: AnyPath) -> TrainerState:
     known = {one.name for one in dataclasses.fields(TrainerState)}
     faults = [f"unknown: {name}" for name in sorted(values.keys() - known)]
     faults.extend(f"unfit: {fault}" for fault in _kind_faults(values))

@@ -16,12 +16,12 @@ from paddleformers.generation import GenerationConfig
 from paddleformers.transformers.configuration_utils import LlmMetaConfig
 from paddleformers.transformers.model_utils import unwrap_model
 
-from paddleformers_fc.catalog.flex import CONFIG_NAME, parse_config
-from paddleformers_fc.catalog.huggingface import read_description
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.families.exported import OVERWRITTEN
-from paddleformers_fc.storage.documents import parse_json
-from paddleformers_fc.storage.places import Place
+from paddleformers_fc.formats.flex import CONFIG_NAME, parse_config
+from paddleformers_fc.formats.huggingface import read_description
+from paddleformers_fc.storage.json_io import parse_json
+from paddleformers_fc.storage.paths import AnyPath
 
 GENERATION = "generation_config.json"
 
@@ -80,7 +80,7 @@ def take_over(model: Any, config: Mapping[str, Any], generation: bytes | None) -
     _set(model, now)
 
 
-def read_documents(directory: Place) -> tuple[dict[str, Any], bytes | None]:
+def read_documents(directory: AnyPath) -> tuple[dict[str, Any], bytes | None]:
     """Read what :func:`take_over` takes from a directory of open weights.
 
     Raises:

@@ -78,10 +78,10 @@ def _replace(replacements: Iterable[_Replacement]) -> None:
 
 def _trainer_methods() -> list[_Replacement]:
     """The methods of ``Trainer`` that ask first, and what they do instead."""
-    from paddleformers_fc.trainer import loading, saving, seam
+    from paddleformers_fc.trainer import loading, saving, trainer_init
 
     overrides: dict[str, Callable[..., Any]] = {
-        "__init__": seam.construct,
+        "__init__": trainer_init.init_trainer,
         "train": loading.train,
         "_inner_training_loop": loading.inner_training_loop,
         "_load_flex_checkpoint": loading.load,
@@ -92,10 +92,10 @@ def _trainer_methods() -> list[_Replacement]:
         "_sorted_checkpoints": saving.sorted_checkpoints,
         "_rotate_checkpoints": saving.rotate_checkpoints,
     }
-    return [(Trainer, name, functools.partial(_asking, override)) for name, override in overrides.items()]
+    return [(Trainer, name, functools.partial(_dispatching, override)) for name, override in overrides.items()]
 
 
-def _asking(override: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _dispatching(override: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Not before: this import watches loaders, which an installation that breaks off must leave alone.

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import CheckpointError, StorageError
-from paddleformers_fc.execute.channel import Channel, agree
 from paddleformers_fc.storage.manifest import Branch, Manifest, RunRecord, candidates_in, read_manifest
 from paddleformers_fc.storage.names import parse_step
 
@@ -60,7 +60,7 @@ def saved_in(output_dir: Path, channel: Channel) -> list[Saved]:
             found = []  # Nothing but a warning depends on it; a save or a resume raises it.
         return msgspec.json.encode([one for one in found if one is not None])
 
-    payloads = agree(channel, "looking for other runs", look)
+    payloads = all_gather_checked(channel, "looking for other runs", look)
     found = {(one.step, one.run.id): one for payload in payloads for one in _saved.decode(payload)}
     return [found[key] for key in sorted(found)]
 

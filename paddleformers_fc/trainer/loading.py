@@ -18,12 +18,12 @@ import msgspec
 import paddle.distributed as dist
 from paddleformers.utils.log import logger
 
-from paddleformers_fc.catalog import FlexCheckpoint
-from paddleformers_fc.catalog.flex import REFUSE
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, StorageError
-from paddleformers_fc.execute.channel import Channel, agree, together
 from paddleformers_fc.execute.load import PLANS, Fill, load_checkpoint, prepare_load
 from paddleformers_fc.execute.opening import open_checkpoint, own_file, own_or_handed
+from paddleformers_fc.formats import FlexCheckpoint
+from paddleformers_fc.formats.flex import REFUSE
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.cache import PlanCache
@@ -31,7 +31,8 @@ from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.commit import leftovers
 from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.manifest import Manifest
-from paddleformers_fc.storage.places import Place, at_home, place
+from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
+from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import (
     batches,
     changes,
@@ -46,25 +47,24 @@ from paddleformers_fc.trainer import (
     rng,
     state,
 )
-from paddleformers_fc.trainer.best import found_again
+from paddleformers_fc.trainer.best import locate_best
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.description import describe
-from paddleformers_fc.trainer.run import (
+from paddleformers_fc.trainer.job_state import (
     WAITING,
+    JobState,
     Native,
-    Run,
-    called,
     channel_of,
+    consistency_check_of,
+    job_state_of,
     read_options,
     refuse_optimizer,
     reporters,
-    run_of,
     when_active,
 )
 from paddleformers_fc.trainer.saving import degrees_text, parallel_degrees
-from paddleformers_fc.wording import count_text
 
-_told_data = msgspec.json.Decoder(tuple[position.Order, int | None])
+_told_data = msgspec.json.Decoder(tuple[position.SampleOrder, int | None])
 
 
 @when_active
@@ -82,8 +82,8 @@ def train(
         OptionError: see :func:`.origin.refuse_other_reference`.
     """
     preflight.check(trainer, channel_of(trainer.args))
-    run = run_of(trainer)
-    together(channel_of(trainer.args), "comparing the reference model", lambda: _refuse_other_reference(trainer))
+    run = job_state_of(trainer)
+    run_on_all(channel_of(trainer.args), "comparing the reference model", lambda: _refuse_other_reference(trainer))
     run.resumed_from = run.progress = run.generators = run.saved = None
     run.told_of_generators = False
     run.ran, run.said, run.record = {"train"}, set(), None
@@ -117,7 +117,7 @@ def _tell_of_leftovers(args: Any) -> None:
         )
 
 
-def _warner(run: Run, args: Any) -> Callable[[str], None]:
+def _warner(run: JobState, args: Any) -> Callable[[str], None]:
     """Say each line once, on every node."""
 
     def warn(line: str) -> None:
@@ -128,7 +128,7 @@ def _warner(run: Run, args: Any) -> Callable[[str], None]:
     return warn
 
 
-def _chosen(args: Any, requested: str | bool | None, warn: Callable[[str], None]) -> tuple[Place | None, bool]:
+def _chosen(args: Any, requested: str | bool | None, warn: Callable[[str], None]) -> tuple[AnyPath | None, bool]:
     """The checkpoint to resume from, and whether it was named."""
     if getattr(args, "looks_for_last_checkpoint", False):
         if args.resume_from_checkpoint is None and not args.overwrite_output_dir:
@@ -141,10 +141,10 @@ def _chosen(args: Any, requested: str | bool | None, warn: Callable[[str], None]
         return None, False
     if requested is True:
         return resume.newest_or_refuse(Path(args.output_dir), channel_of(args), warn), False
-    return resume.named(place(at_home(requested)), channel_of(args)), True
+    return resume.named(parse_path(expand_user(requested)), channel_of(args)), True
 
 
-def _begin(run: Run, args: Any) -> None:
+def _begin(run: JobState, args: Any) -> None:
     """Identify a run from the beginning, and warn of checkpoints of others in its output directory."""
     output_dir = Path(args.output_dir)
     run.record = lineage.new_run()
@@ -162,7 +162,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     """
     started = time.monotonic()
     args, channel = trainer.args, channel_of(trainer.args)
-    run = run_of(trainer)
+    run = job_state_of(trainer)
     ready = _ready(trainer, _meant(run, resume_from_checkpoint), channel)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = run.chosen = checkpoint.catalog.root
@@ -205,7 +205,7 @@ def _warn_of_unfrozen(trainer: Any, checkpoint: FlexCheckpoint, channel: Channel
     def look() -> bytes:
         return msgspec.json.encode(state.trained_without_states(trainer.model, stored))
 
-    own = agree(channel, "looking for parameters without states", look)
+    own = all_gather_checked(channel, "looking for parameters without states", look)
     names = sorted({name for payload in own for name in msgspec.json.decode(payload, type=list[str])}, key=natural)
     if names:
         lines = "".join(f"\n  - {line}" for line in fold(names))
@@ -230,7 +230,7 @@ class _Ready:
     """
 
     checkpoint: FlexCheckpoint
-    progress: documents.Progress | None
+    progress: documents.TrainingProgress | None
     generators: bytes | None
     generation: bytes | None
     fill: Fill
@@ -253,13 +253,13 @@ def _verifying() -> Iterator[None]:
         raise _FailsVerificationError(error) from error
 
 
-def _ready(trainer: Any, directory: Place, channel: Channel) -> _Ready:
+def _ready(trainer: Any, directory: AnyPath, channel: Channel) -> _Ready:
     """The checkpoint that is resumed: the one that was named, or the newest one that passes verification.
 
     Raises:
         FlexError: the same on every rank: what was named fails; what is newest does not fit; or there is none.
     """
-    run, args = run_of(trainer), trainer.args
+    run, args = job_state_of(trainer), trainer.args
     unusable: dict[str, str] = {}
     while True:
         try:
@@ -273,9 +273,9 @@ def _ready(trainer: Any, directory: Place, channel: Channel) -> _Ready:
         directory = resume.newest_or_refuse(Path(args.output_dir), channel, warn, unusable)
 
 
-def _prepared(trainer: Any, directory: Place, channel: Channel) -> _Ready:
+def _prepared(trainer: Any, directory: AnyPath, channel: Channel) -> _Ready:
     args = trainer.args
-    roll = called(args, f"resuming from {directory.name}")
+    roll = consistency_check_of(args, f"resuming from {directory.name}")
     with _verifying():
         checkpoint = open_checkpoint(directory, channel, args.flex_verify, args.flex_threads, roll)
     checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint))
@@ -289,7 +289,7 @@ def _prepared(trainer: Any, directory: Place, channel: Channel) -> _Ready:
     def prepare() -> tuple[state.LiveRoles, bytes | None]:
         return _roles_to_fill(trainer, checkpoint, continued), own_or_handed(checkpoint, inherited.GENERATION, handed)
 
-    roles, generation = together(channel, "preparing the optimizer", prepare)
+    roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
     model, options = describe(trainer.model), read_options(args)
     with _verifying():
         may_change = args.flex_allow_config_changes
@@ -297,7 +297,7 @@ def _prepared(trainer: Any, directory: Place, channel: Channel) -> _Ready:
     return _Ready(checkpoint, progress, generators, generation, fill)
 
 
-def _go_on(run: Run, args: Any, manifest: Manifest, directory: Place, channel: Channel) -> None:
+def _go_on(run: JobState, args: Any, manifest: Manifest, directory: AnyPath, channel: Channel) -> None:
     """Identify the run that resumes a checkpoint, and warn of other runs in its output directory."""
     output_dir = Path(args.output_dir)
     saved = lineage.saved_in(output_dir, channel)
@@ -314,7 +314,7 @@ def _go_on(run: Run, args: Any, manifest: Manifest, directory: Place, channel: C
 def _tied(trainer: Any, checkpoint: FlexCheckpoint) -> str:
     """Which copy of a tied tensor is read. What differs is a user's to choose, of a checkpoint that he names."""
     args, manifest = trainer.args, checkpoint.manifest
-    if not run_of(trainer).named or args.flex_tied == REFUSE:
+    if not job_state_of(trainer).named or args.flex_tied == REFUSE:
         return REFUSE
     if manifest.ties and args.should_log:
         lines = "".join(f"\n  - {line}" for tie in manifest.ties for line in tie.differences)
@@ -326,12 +326,12 @@ def _tied(trainer: Any, checkpoint: FlexCheckpoint) -> str:
 
 
 def _plans(args: Any) -> PlanCache:
-    return PlanCache(Path(at_home(args.flex_plan_cache))) if args.flex_plan_cache != "none" else PLANS
+    return PlanCache(Path(expand_user(args.flex_plan_cache))) if args.flex_plan_cache != "none" else PLANS
 
 
-def _meant(run: Run, named: str) -> Place:
+def _meant(run: JobState, named: str) -> AnyPath:
     """The checkpoint that a native method names."""
-    return run.chosen if run.chosen is not None and named == str(run.chosen) else place(named)
+    return run.chosen if run.chosen is not None and named == str(run.chosen) else parse_path(named)
 
 
 def _roles_to_fill(trainer: Any, checkpoint: FlexCheckpoint, continued: bool) -> state.LiveRoles:
@@ -361,7 +361,7 @@ def _asked_for(wanted: Sequence[str], stored: Mapping[str, object], live: state.
     return {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
 
 
-def _refuse_unlike(trainer: Any, progress: documents.Progress, directory: Place) -> None:
+def _refuse_unlike(trainer: Any, progress: documents.TrainingProgress, directory: AnyPath) -> None:
     """Before anything changes: what :func:`_take_over` will set must be what these objects could have saved."""
     position.from_document(progress.data, str(directory / documents.DATA))
     documents.refuse_unlike(progress.scheduler, trainer.lr_scheduler.state_dict(), directory / documents.SCHEDULER)
@@ -369,7 +369,7 @@ def _refuse_unlike(trainer: Any, progress: documents.Progress, directory: Place)
         documents.refuse_unlike(progress.scaler, trainer.scaler.state_dict(), directory / documents.SCALER)
 
 
-def _take_over(trainer: Any, progress: documents.Progress) -> None:
+def _take_over(trainer: Any, progress: documents.TrainingProgress) -> None:
     """Scheduler, scaler and state of the run that is continued."""
     trainer.lr_scheduler.set_state_dict(progress.scheduler)
     if trainer.do_grad_scaling and progress.scaler is not None:
@@ -377,19 +377,19 @@ def _take_over(trainer: Any, progress: documents.Progress) -> None:
     trainer.state = progress.state
 
 
-def _drop_begun_step(trainer: Any, run: Run) -> None:
+def _drop_begun_step(trainer: Any, run: JobState) -> None:
     """What a training that broke off in the middle of a step has left in this Trainer: gradients, and batches."""
     if run.has_trained:
         state.drop_gradients(trainer.model, trainer.optimizer)
     setattr(trainer, WAITING, [])
 
 
-def _look_for_best(trainer: Any, resumed: Place, channel: Channel) -> None:
+def _look_for_best(trainer: Any, resumed: AnyPath, channel: Channel) -> None:
     """Where the best checkpoint is now; said here if it is gone, and not by an error when training has ended."""
     named = trainer.state.best_model_checkpoint
     if named is None:
         return
-    found = trainer.state.best_model_checkpoint = found_again(named, resumed, channel)
+    found = trainer.state.best_model_checkpoint = locate_best(named, resumed, channel)
     if found is None and trainer.args.should_log:
         logger.warning(
             f"The best checkpoint so far is gone: {named} is neither there nor beside {resumed}. The next one that "
@@ -418,9 +418,9 @@ def inner_training_loop(
         OptionError: the data is dealt in another order or in portions that do not fit, or the optimizer is one whose
             states are not supported.
     """
-    run = run_of(trainer)
+    run = job_state_of(trainer)
     # Only now is it certain which optimizer the run has, and what sharding has made of it.
-    together(channel_of(args), "looking at the optimizer", lambda: refuse_optimizer(trainer))
+    run_on_all(channel_of(args), "looking at the optimizer", lambda: refuse_optimizer(trainer))
     order, passes = _data(args, train_dataloader, len_dataloader)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     on_made_up = None
@@ -458,7 +458,7 @@ def inner_training_loop(
     return result
 
 
-def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.Order, int | None]:
+def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.SampleOrder, int | None]:
     """The order of the data, and the passes of an epoch if they are known.
 
     Where ranks are handed their batches by others, these say it for all: who reads nothing knows neither.
@@ -467,12 +467,14 @@ def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.Order, i
     if not args.distributed_dataloader:
         return own
     reads = not batches.is_handed_its_batches(loader)
-    told = agree(channel_of(args), "looking at the data", lambda: msgspec.json.encode(own) if reads else b"")
+    told = all_gather_checked(
+        channel_of(args), "looking at the data", lambda: msgspec.json.encode(own) if reads else b""
+    )
     return _told_data.decode(next(filter(None, told)))
 
 
-def _start(trainer: Any, order: position.Order, passes: int | None) -> position.Start:
-    run, args = run_of(trainer), trainer.args
+def _start(trainer: Any, order: position.SampleOrder, passes: int | None) -> position.Start:
+    run, args = job_state_of(trainer), trainer.args
     if run.progress is None or run.resumed_from is None:
         return position.Start(position.Position(), 0)
     saved = position.from_document(run.progress.data, f"{run.resumed_from}/{documents.DATA}")
@@ -486,12 +488,12 @@ def _start(trainer: Any, order: position.Order, passes: int | None) -> position.
 
 def _warn_of_changes(
     trainer: Any,
-    saved: tuple[position.Position, position.Pace, position.Order],
+    saved: tuple[position.Position, position.Pace, position.SampleOrder],
     pace: position.Pace,
-    order: position.Order,
+    order: position.SampleOrder,
 ) -> None:
     """Report in one table what differs between the model and run that were saved and these."""
-    args, run = trainer.args, run_of(trainer)
+    args, run = trainer.args, job_state_of(trainer)
     done, old_pace, old_order = saved
     streams = not order.indexed and done.samples > 0 and not args.ignore_data_skip
 
@@ -499,7 +501,7 @@ def _warn_of_changes(
         directory, manifest = run.resumed_from, run.manifest
         if directory is None or manifest is None or not args.should_log:
             return ""
-        arguments = documents.told_arguments(directory, manifest), documents.own_arguments(args)
+        arguments = documents.read_arguments(directory, manifest), documents.own_arguments(args)
         found = [
             *run.changes,
             *changes.argument_changes(*arguments, streams),
@@ -509,7 +511,7 @@ def _warn_of_changes(
         ]
         return changes.changes_text(trainer.state.global_step, found, streams)
 
-    _warn(args, together(channel_of(args), "comparing the run with the one that was saved", compare))
+    _warn(args, run_on_all(channel_of(args), "comparing the run with the one that was saved", compare))
 
 
 def _load_best(trainer: Any, directory: Path) -> None:
@@ -517,7 +519,7 @@ def _load_best(trainer: Any, directory: Path) -> None:
     channel = channel_of(trainer.args)
     checkpoint = open_checkpoint(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
     checkpoint = replace(checkpoint, tied=trainer.args.flex_tied)
-    roles = together(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
+    roles = run_on_all(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
     options = read_options(trainer.args)
     may_change = trainer.args.flex_allow_config_changes
     load_checkpoint(checkpoint, roles, describe(trainer.model), channel, options, may_change=may_change)
@@ -531,7 +533,7 @@ def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None
     if checkpoint is None:
         return
     args = trainer.args
-    run = run_of(trainer)
+    run = job_state_of(trainer)
     path = _meant(run, checkpoint) / documents.rng_name(dist.get_rank())
     restored = run.generators is not None and rng.restore(
         run.generators, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1

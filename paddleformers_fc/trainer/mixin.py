@@ -12,7 +12,7 @@ from paddleformers.trainer import Trainer
 
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch
-from paddleformers_fc.trainer import loaders, loading, saving, seam
+from paddleformers_fc.trainer import loaders, loading, saving, trainer_init
 
 _AnyTrainer: Any = object
 """What the mixin is put before: only the class that has both knows whose methods ``super()`` finds."""
@@ -34,7 +34,7 @@ class FlexTrainerMixin(_AnyTrainer):
         loaders.watch()  # From here on it is seen which loader fills a model.
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        seam.construct(self, super().__init__, *args, **kwargs)
+        trainer_init.init_trainer(self, super().__init__, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.train``; ``resume_from_checkpoint=True`` takes the newest finished checkpoint."""

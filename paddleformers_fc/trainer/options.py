@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from paddleformers_fc.catalog.flex import TIED_WAYS
+from paddleformers_fc.aoa import statements_of
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.mapping.aoa import statements_of
+from paddleformers_fc.formats.flex import TIED_WAYS
 from paddleformers_fc.storage.manifest import LEVELS
-from paddleformers_fc.storage.places import local
+from paddleformers_fc.storage.paths import require_local
 
 REPLICA_WAYS = ("off", "warn", "refuse")
 """What is done about replicas that differ."""
@@ -184,7 +184,7 @@ def check_options(options: Any) -> None:
         return
     output_dir = getattr(options, "output_dir", None)
     if isinstance(output_dir, str | os.PathLike):
-        local(output_dir, "A checkpoint")
+        require_local(output_dir, "A checkpoint")
     if getattr(options, "aoa_config", None) is not None:
         statements_of(options.aoa_config)
     conflicts = [conflict.describe(options) for conflict in CONFLICTS if conflict.holds(options)]

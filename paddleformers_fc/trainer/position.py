@@ -27,7 +27,7 @@ _START_ANEW = "Resume under settings that deal the same samples, or set ignore_d
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """What decides in which order the samples of an epoch come.
 
     Args:
@@ -103,7 +103,7 @@ def pace_of(args: Any, passes: int | None = None) -> Pace:
     return Pace(args.per_device_train_batch_size, accumulation, args.dataset_world_size)
 
 
-def to_document(position: Position, pace: Pace, order: Order) -> dict[str, Any]:
+def to_document(position: Position, pace: Pace, order: SampleOrder) -> dict[str, Any]:
     """What a checkpoint says about its position."""
     usual = asdict(Position())
     optional = ("waiting", "ended")
@@ -116,10 +116,10 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 
     position: Position
     pace: Pace
-    order: Order
+    order: SampleOrder
 
 
-def from_document(document: dict[str, Any], where: str) -> tuple[Position, Pace, Order]:
+def from_document(document: dict[str, Any], where: str) -> tuple[Position, Pace, SampleOrder]:
     """What :func:`to_document` made.
 
     Raises:
@@ -151,9 +151,9 @@ class Start:
 
 
 def start_after(
-    saved: tuple[Position, Pace, Order],
+    saved: tuple[Position, Pace, SampleOrder],
     pace: Pace,
-    order: Order,
+    order: SampleOrder,
     passes: int | None,
     pipeline: bool = False,
 ) -> Start:
@@ -202,7 +202,7 @@ def _without_waiting(position: Position, pace: Pace) -> Position:
     return replace(position, samples=position.samples - waiting, consumed=position.consumed - waiting, waiting=0)
 
 
-def _order_faults(old: Order, new: Order) -> Iterator[str]:
+def _order_faults(old: SampleOrder, new: SampleOrder) -> Iterator[str]:
     if old.indexed != new.indexed:
         yield "the data was a map and is a stream now" if old.indexed else "the data was a stream and is a map now"
     elif old.shuffled != new.shuffled:

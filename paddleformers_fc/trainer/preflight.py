@@ -12,12 +12,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.execute.channel import Channel, together
-from paddleformers_fc.execute.rollcall import Called, comparable, software
-from paddleformers_fc.runtime.stores import on_several_nodes
-from paddleformers_fc.storage.files import try_directory
+from paddleformers_fc.cpu_runtime.stores import on_several_nodes
+from paddleformers_fc.distributed.channel import Channel, run_on_all
+from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
+from paddleformers_fc.storage.files import check_writable
 from paddleformers_fc.trainer.description import describe
-from paddleformers_fc.trainer.run import channel_of
+from paddleformers_fc.trainer.job_state import channel_of
 
 _OF_A_NODE = frozenset(
     {
@@ -55,11 +55,11 @@ def check(trainer: Any, channel: Channel) -> None:
     """
     args = trainer.args
     facts = {
-        "versions": software(),
-        "config": comparable(describe(trainer.model)),
+        "versions": software_versions(),
+        "config": comparable_config(describe(trainer.model)),
         **dict(_options(args)),
     }
-    _test_disk(args, channel, Called("starting the training", facts))
+    _test_disk(args, channel, ConsistencyCheck("starting the training", facts))
 
 
 def check_disks(args: Any) -> None:
@@ -74,8 +74,8 @@ def check_disks(args: Any) -> None:
         _test_disk(args, channel_of(args))
 
 
-def _test_disk(args: Any, channel: Channel, roll: Called | None = None) -> None:
-    together(channel, "testing the output directory", lambda: try_directory(Path(args.output_dir)), roll)
+def _test_disk(args: Any, channel: Channel, roll: ConsistencyCheck | None = None) -> None:
+    run_on_all(channel, "testing the output directory", lambda: check_writable(Path(args.output_dir)), roll)
 
 
 def _options(args: Any) -> Iterator[tuple[str, object]]:

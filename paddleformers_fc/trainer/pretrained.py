@@ -20,18 +20,18 @@ from paddleformers.transformers import PretrainedConfig
 from paddleformers.transformers.model_utils import get_common_folder
 from paddleformers.utils.log import logger
 
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import MismatchError, NotACheckpoint, OptionError
-from paddleformers_fc.execute.channel import Channel, agree, together
-from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.load import LoadReport, load_weights
+from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families import family_for
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.places import Place, RemotePath, place
+from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.trainer import inherited, origin, state
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.job_state import channel_of, read_options
 from paddleformers_fc.trainer.options import FlexFields
-from paddleformers_fc.trainer.run import channel_of, read_options
-from paddleformers_fc.trainer.watch import patient_channel
+from paddleformers_fc.trainer.rank_monitor import patient_channel
 
 _names = msgspec.json.Decoder(tuple[str, ...])
 
@@ -77,7 +77,7 @@ def load_open_weights(
         FlexError: the same on every rank, before any weight has changed, where files are missing or damaged, or names,
             shapes or dtypes do not fit.
     """
-    return _fill(model, place(directory), patient_channel(), ReadOptions(threads=threads), verify)
+    return _fill(model, parse_path(directory), patient_channel(), ReadOptions(threads=threads), verify)
 
 
 def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[str, Any]) -> Any:
@@ -107,7 +107,7 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
     family_for({"model_type": config.model_type})
     _refuse_quantized(config)
     channel = channel_of(options)
-    directory = together(channel, f"finding {named}", lambda: _directory(cls, str(named), config, source))
+    directory = run_on_all(channel, f"finding {named}", lambda: _directory(cls, str(named), config, source))
     config.dtype = dtype or config.dtype or paddle.get_default_dtype()
     model = cls._from_config(config, dtype=config.dtype, **given)
     # The checksums of an export, where there are any, are compared unless verification is switched off.
@@ -116,11 +116,11 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
     return model
 
 
-def _fill(model: Any, source: Place, channel: Channel, options: ReadOptions, verify: str) -> LoadReport:
-    described = together(channel, "reading what describes the model", lambda: inherited.read_documents(source))
+def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, verify: str) -> LoadReport:
+    described = run_on_all(channel, "reading what describes the model", lambda: inherited.read_documents(source))
     report = load_weights(source, state.model_roles(model), describe(model), channel, options, verify)
     inherited.take_over(model, *described)
-    kept = agree(channel, "reporting what was loaded", lambda: msgspec.json.encode(report.fresh))
+    kept = all_gather_checked(channel, "reporting what was loaded", lambda: msgspec.json.encode(report.fresh))
     if not report.fresh:
         origin.clear(model)
     if channel.rank == 0:
@@ -185,10 +185,10 @@ def _refuse_quantized(config: Any) -> None:
         )
 
 
-def _directory(cls: Any, named: str, config: Any, source: dict[str, Any]) -> Place:
+def _directory(cls: Any, named: str, config: Any, source: dict[str, Any]) -> AnyPath:
     """The directory that is meant: of this machine, of a store, or where PaddleFormers downloads a name of a hub."""
     subfolder = source["subfolder"] or ""
-    found = place(named)
+    found = parse_path(named)
     if isinstance(found, RemotePath) or os.path.isdir(named):
         return found / subfolder if subfolder else found
     if os.path.isfile(named):

@@ -32,8 +32,8 @@ def register() -> None:
         EnvironmentMismatch: that is so, and the job may ask for flex checkpoints.
     """
     from paddleformers_fc import upstream
+    from paddleformers_fc.cpu_runtime import activate, needed
     from paddleformers_fc.errors import EnvironmentMismatch
-    from paddleformers_fc.runtime import activate, needed
 
     if ERRORS in os.environ:
         _leave_error_in(Path(os.environ[ERRORS]))
@@ -67,8 +67,8 @@ def _go_on_without(error: Exception) -> None:
     """Leave PaddleFormers as it is, but for what fits: the CPU runtime, and a parser that accepts our keys."""
     from paddleformers.utils.log import logger
 
+    from paddleformers_fc.cpu_runtime import activate
     from paddleformers_fc.errors import EnvironmentMismatch
-    from paddleformers_fc.runtime import activate
 
     with contextlib.suppress(EnvironmentMismatch):  # The error lists what it would say.
         activate()

@@ -15,18 +15,18 @@ from types import MappingProxyType
 
 import msgspec
 
-from paddleformers_fc.catalog.flex import MAPPING_NAME
-from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
+from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import CheckpointError, Diverged, NotACheckpoint
-from paddleformers_fc.execute.channel import Channel, agree, together
-from paddleformers_fc.execute.opening import check_together
-from paddleformers_fc.execute.told import spelled
-from paddleformers_fc.plan.stock import is_stock
+from paddleformers_fc.execute.opening import check_complete
+from paddleformers_fc.formats.flex import MAPPING_NAME
+from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.plan.paddle_distcp import is_paddle_checkpoint
 from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in
-from paddleformers_fc.storage.names import UNFINISHED, parse_beside, parse_step
-from paddleformers_fc.storage.places import Place
+from paddleformers_fc.storage.names import UNFINISHED, parse_hidden, parse_step
+from paddleformers_fc.storage.paths import AnyPath
 
 _MOST_NAMED = 3
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -40,8 +40,8 @@ def newest(
     Args:
         output_dir: where the run saves.
         channel: all ranks of the job; every rank must call.
-        level: as for :func:`.check_together`.
-        threads: as for :func:`.check_together`.
+        level: as for :func:`check_complete`.
+        threads: as for :func:`check_complete`.
         without: names of directories that are known to be unusable.
     Returns:
         of one and the same step on every rank, a path in this rank's output directory, or None; and every newer
@@ -54,7 +54,7 @@ def newest(
         if name in without:
             continue
         try:
-            check_together(output_dir / name, channel, level, threads)
+            check_complete(output_dir / name, channel, level, threads)
         except (CheckpointError, Diverged) as error:
             passed_over.append((output_dir / name, error.in_one_line()))
         else:
@@ -65,14 +65,14 @@ def newest(
 def _names(output_dir: Path, channel: Channel) -> list[str]:
     """The names under which any rank sees a checkpoint or what may be one, the newest first."""
     first = _listed(output_dir, channel)
-    replaced = {rank for name, rank in first.items() if parse_beside(Path(name)) is not None}
+    replaced = {rank for name, rank in first.items() if parse_hidden(Path(name)) is not None}
     if replaced:
 
         def recover_own() -> None:
             if channel.rank in replaced:
                 recover(output_dir)
 
-        together(channel, "recovering checkpoints", recover_own)
+        run_on_all(channel, "recovering checkpoints", recover_own)
         first = _listed(output_dir, channel)
     return [path.name for path in candidates(output_dir / name for name in first)]
 
@@ -84,7 +84,7 @@ def _listed(output_dir: Path, channel: Channel) -> dict[str, int]:
         return msgspec.json.encode([path.name for path in candidates_in(output_dir)])
 
     first: dict[str, int] = {}
-    for rank, payload in enumerate(agree(channel, "looking for checkpoints", look)):
+    for rank, payload in enumerate(all_gather_checked(channel, "looking for checkpoints", look)):
         for name in msgspec.json.decode(payload, type=list[str]):
             first.setdefault(name, rank)
     return first
@@ -127,17 +127,19 @@ def _held(output_dir: Path, channel: Channel) -> list[str]:
         return msgspec.json.encode([_kind_of(path) for path in seen])
 
     ranks: dict[str, list[int]] = {}
-    for rank, payload in enumerate(agree(channel, "looking for checkpoints", look)):
+    for rank, payload in enumerate(all_gather_checked(channel, "looking for checkpoints", look)):
         for line in msgspec.json.decode(payload, type=list[str]):
             ranks.setdefault(line, []).append(rank)
-    return [line if len(seers) == channel.world_size else f"{line} ({spelled(seers)})" for line, seers in ranks.items()]
+    return [
+        line if len(seers) == channel.world_size else f"{line} ({format_ranks(seers)})" for line, seers in ranks.items()
+    ]
 
 
 def _kind_of(directory: Path) -> str:
     """What a directory that cannot be resumed from is, by the names in it alone."""
     if exists(directory / MANIFEST_NAME):
         return f"{directory.name} is damaged"
-    if is_stock(directory):
+    if is_paddle_checkpoint(directory):
         return f"{directory.name} was written by Paddle's own FlexCheckpoint"
     return f"{directory.name} has no {MANIFEST_NAME}"
 
@@ -172,24 +174,26 @@ def newest_or_refuse(
     return found
 
 
-def named(directory: Place, channel: Channel) -> Place:
+def named(directory: AnyPath, channel: Channel) -> AnyPath:
     """The checkpoint that a user named, if any rank sees that it is one. Every rank must call.
 
     Raises:
         NotACheckpoint: it is none; the error says what it is instead, as the first rank sees it.
     """
-    seen = agree(channel, f"looking for {directory.name}", lambda: b"yes" if exists(directory / MANIFEST_NAME) else b"")
+    seen = all_gather_checked(
+        channel, f"looking for {directory.name}", lambda: b"yes" if exists(directory / MANIFEST_NAME) else b""
+    )
 
     def refuse() -> None:
         if channel.rank == 0:
             refuse_no_checkpoint(directory)
 
     if not any(seen):
-        together(channel, f"looking for {directory.name}", refuse)
+        run_on_all(channel, f"looking for {directory.name}", refuse)
     return directory
 
 
-def refuse_no_checkpoint(directory: Place) -> None:
+def refuse_no_checkpoint(directory: AnyPath) -> None:
     """Tell what is wrong with a directory that was named in ``resume_from_checkpoint``, by the names in it alone.
 
     Raises:
@@ -213,7 +217,7 @@ def refuse_no_checkpoint(directory: Place) -> None:
             evidence=[f"{name} is there, {MANIFEST_NAME} is not" for name in weights],
             next_step=choose or "To start from open weights, name them in model_name_or_path and resume from nothing.",
         )
-    if is_stock(directory):
+    if is_paddle_checkpoint(directory):
         raise NotACheckpoint(
             f"{directory} was written by Paddle's own FlexCheckpoint, from which a run with flex_checkpoint: true does "
             "not go on.",
@@ -234,13 +238,13 @@ def refuse_no_checkpoint(directory: Place) -> None:
     )
 
 
-def is_unfinished(directory: Place) -> bool:
+def is_unfinished(directory: AnyPath) -> bool:
     """Whether a directory without a manifest is what a save left that did not come to its end."""
-    beside = parse_beside(directory)
+    beside = parse_hidden(directory)
     return (beside is not None and beside[1] == UNFINISHED) or exists(directory / MAPPING_NAME)
 
 
-def _advice_from_deeper(directory: Place) -> str:
+def _advice_from_deeper(directory: AnyPath) -> str:
     """For a directory with output directories in it, as the demo's: some of the checkpoints in those."""
     if not isinstance(directory, Path):
         return ""
@@ -249,7 +253,7 @@ def _advice_from_deeper(directory: Place) -> str:
     return f"Name a checkpoint inside it, such as {', '.join(some)}." if some else ""
 
 
-def _checkpoints_in(directory: Place) -> list[str]:
+def _checkpoints_in(directory: AnyPath) -> list[str]:
     if not is_directory(directory):
         return []
     steps = {parse_step(path): path for path in list_directory(directory) if exists(path / MANIFEST_NAME)}

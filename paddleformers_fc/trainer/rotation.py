@@ -22,8 +22,8 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from paddleformers_fc.distributed.channel import ALONE, Channel, all_gather_checked
 from paddleformers_fc.errors import CheckpointError
-from paddleformers_fc.execute.channel import ALONE, Channel, agree
 from paddleformers_fc.storage.commit import clean_unfinished, remove_checkpoint
 from paddleformers_fc.storage.manifest import Manifest, read_manifest
 from paddleformers_fc.storage.names import parse_step
@@ -86,7 +86,7 @@ def rotate(
         before.update(_finished(output_dir) if limit is not None else {})
         return b"too many" if limit is not None and len(before) > limit else b""
 
-    if not any(agree(channel, "cleaning the output directory", clean)) or limit is None:
+    if not any(all_gather_checked(channel, "cleaning the output directory", clean)) or limit is None:
         return
     newest, damaged = resume.newest(output_dir, channel, "full" if level == "full" else "size", threads)
     if not is_lead:

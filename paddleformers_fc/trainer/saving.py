@@ -16,22 +16,30 @@ from paddleformers.trainer.trainer_utils import ShardingOption
 from paddleformers.utils.env import PREFIX_CHECKPOINT_DIR
 from paddleformers.utils.log import logger
 
+from paddleformers_fc.distributed.channel import ALONE, Channel, run_on_all
+from paddleformers_fc.distributed.disk_leaders import DiskLeaders
+from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.execute.channel import ALONE, Channel, together
-from paddleformers_fc.execute.disks import Disks
 from paddleformers_fc.execute.export import RUN_ARGUMENTS, save_weights
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
-from paddleformers_fc.execute.told import spelled
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.manifest import Manifest
-from paddleformers_fc.storage.places import local
+from paddleformers_fc.storage.paths import require_local
+from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import documents, lineage, position, rng, rotation, state
 from paddleformers_fc.trainer.bypass import refuse_other_loop
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.job_state import (
+    JobState,
+    Native,
+    channel_of,
+    consistency_check_of,
+    job_state_of,
+    reporters,
+    when_active,
+)
 from paddleformers_fc.trainer.options import parse_size
-from paddleformers_fc.trainer.run import Native, Run, called, channel_of, reporters, run_of, when_active
-from paddleformers_fc.wording import count_text
 
 
 @when_active
@@ -41,7 +49,7 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
     Raises:
         FlexError: the same on every rank; the previous checkpoints are untouched.
     """
-    with run_of(trainer).best.shown_in(trainer):
+    with job_state_of(trainer).best.shown_in(trainer):
         _save(trainer, metrics)
 
 
@@ -50,22 +58,22 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
     args, channel = trainer.args, channel_of(trainer.args)
     trainer.runtime_timer.start("checkpoint saving time")
     directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    roll = called(args, f"saving {directory.name}")
+    roll = consistency_check_of(args, f"saving {directory.name}")
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
-        if run_of(trainer).ran:
+        if job_state_of(trainer).ran:
             refuse_other_loop(trainer)
         _note_best(trainer, metrics, directory)
         return _roles_to_save(trainer), _files(trainer, channel)
 
-    roles, files = together(channel, "preparing a checkpoint", prepare, roll)
-    run = run_of(trainer)
+    roles, files = run_on_all(channel, "preparing a checkpoint", prepare, roll)
+    run = job_state_of(trainer)
     run.record = run.record or lineage.new_run()
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args), run.record)
     bound = parse_size(args.flex_max_file_size)
     model, checked = describe(trainer.model), args.flex_check_replicas
     report = save_checkpoint(directory, roles, model, files, job, channel, bound, checked)
-    _note_saved(run_of(trainer), directory, report.disks, args)
+    _note_saved(job_state_of(trainer), directory, report.disks, args)
     for path in report.set_aside:
         logger.warning(f"{path} was in the way of {directory} and is kept; delete it when nobody needs it.")
     _tell_of_differences(trainer, directory, report.differences)
@@ -89,7 +97,7 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
 
 def _tell_of_differences(trainer: Any, directory: Path, differences: tuple[str, ...]) -> None:
     """Say once in a run that its ranks have gone apart; every checkpoint says it of itself."""
-    run = run_of(trainer)
+    run = job_state_of(trainer)
     if not differences or run.told_of_differences:
         return
     run.told_of_differences = True
@@ -102,14 +110,14 @@ def _tell_of_differences(trainer: Any, directory: Path, differences: tuple[str, 
         )
 
 
-def _note_saved(run: Run, directory: Path, disks: Disks, args: Any) -> None:
+def _note_saved(run: JobState, directory: Path, disks: DiskLeaders, args: Any) -> None:
     """Remember what rotation must know; say once that a checkpoint lies on several disks."""
     known = run.disks is not None and run.disks.leads == disks.leads
-    if len(disks.of_leads) > 1 and not known and args.should_log:
-        shared = "; ".join(spelled(ranks) for ranks in disks.sharing().values())
+    if len(disks.sorted_leaders) > 1 and not known and args.should_log:
+        shared = "; ".join(format_ranks(ranks) for ranks in disks.sharing().values())
         logger.warning(
-            f"{args.output_dir} lies on {len(disks.of_leads)} disks, which are seen by: {shared}. Each gets a part of "
-            "every checkpoint; to resume, all parts must be seen, each by any rank."
+            f"{args.output_dir} lies on {len(disks.sorted_leaders)} disks, which are seen by: {shared}. "
+            "Each gets a part of every checkpoint; to resume, all parts must be seen, each by any rank."
         )
     run.saved, run.disks = directory, disks
 
@@ -122,7 +130,7 @@ def _roles_to_save(trainer: Any) -> state.LiveRoles:
 
 def _files(trainer: Any, channel: Channel) -> dict[str, bytes]:
     """This rank's small files; those that are the same on every rank are written by the first."""
-    args, tracker = trainer.args, run_of(trainer).tracker
+    args, tracker = trainer.args, job_state_of(trainer).tracker
     files: dict[str, bytes] = {}
     if args.save_rng_states:
         files[documents.rng_name(channel.rank)] = rng.capture(args.world_size, args.use_hybrid_parallel)
@@ -192,8 +200,8 @@ def sorted_checkpoints(
 @when_active
 def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, output_dir: str | None = None) -> None:
     """``Trainer._rotate_checkpoints``: on the first rank of every disk, and never the newest whole one."""
-    args, run = trainer.args, run_of(trainer)
-    leads = run.disks.of_leads if run.disks is not None else (0,)
+    args, run = trainer.args, job_state_of(trainer)
+    leads = run.disks.sorted_leaders if run.disks is not None else (0,)
     channel = channel_of(args) if len(leads) > 1 else ALONE
     if channel is ALONE and dist.get_rank() != 0:
         return
@@ -243,7 +251,9 @@ def save_model(
         FlexError: the same on every rank; an older export in the directory is untouched.
     """
     _export(
-        trainer, local(output_dir or trainer.args.output_dir, "An export"), parse_size(trainer.args.flex_max_shard_size)
+        trainer,
+        require_local(output_dir or trainer.args.output_dir, "An export"),
+        parse_size(trainer.args.flex_max_shard_size),
     )
 
 
@@ -274,12 +284,12 @@ def save_pretrained(
         native(save_dir, is_main_process, state_dict, *args, **kwargs)
         return
     asked = trainer.args.flex_max_shard_size if max_shard_size is None else max_shard_size
-    _export(trainer, local(save_dir, "An export"), parse_size(asked) if isinstance(asked, str) else int(asked))
+    _export(trainer, require_local(save_dir, "An export"), parse_size(asked) if isinstance(asked, str) else int(asked))
 
 
 def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
     channel = channel_of(trainer.args)
-    roll = called(trainer.args, f"exporting to {directory.name}")
+    roll = consistency_check_of(trainer.args, f"exporting to {directory.name}")
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
         roles = state.model_roles(trainer.model)
@@ -288,7 +298,7 @@ def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
         arguments = documents.arguments_document(trainer.args)
         return roles, {**documents.model_files(trainer), RUN_ARGUMENTS: arguments}
 
-    roles, files = together(channel, "preparing an export", prepare, roll)
+    roles, files = run_on_all(channel, "preparing an export", prepare, roll)
     model, tied = describe(trainer.model), trainer.args.flex_tied
     report = save_weights(roles[MODEL_STATE], model, files, directory, max_shard_bytes, channel, tied)
     if trainer.args.should_log:

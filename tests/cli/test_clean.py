@@ -12,7 +12,7 @@ import pytest
 from paddleformers_fc.cli import cleaning
 from paddleformers_fc.storage.commit import create_staging
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
-from paddleformers_fc.storage.owner import OWNER_NAME, this_process
+from paddleformers_fc.storage.staging_lock import OWNER_NAME, this_process
 from tests.cli.support import Outcome, run
 from tests.storage.support import a_dead_process, save
 

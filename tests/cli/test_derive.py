@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddleformers_fc.aoa import normal
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.families import bind
 from paddleformers_fc.families.registry import prove_family
-from paddleformers_fc.mapping.aoa import normal
-from paddleformers_fc.runtime.forkserver import ForkServer
 from tests.families.derivation import Case
 from tests.families.spaces import BY_NAME, settings
 from tests.storage.support import writer_of

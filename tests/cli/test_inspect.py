@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paddleformers_fc import __version__
-from paddleformers_fc.cli.listing import Piece, TensorFacts, show_tensors
+from paddleformers_fc.cli.listing import ShardFacts, TensorFacts, show_tensors
 from paddleformers_fc.cli.output import console
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from tests.cli.support import run, save
@@ -195,7 +195,9 @@ def test_names_whose_indices_form_no_rectangle_are_entries_of_their_own(capsys: 
     names = ["layers.0.experts.0.w", "layers.0.experts.1.w", "layers.1.experts.0.w"]
     whole = {"offset": (0,), "shape": (4,)}
     tensors = [
-        TensorFacts("model_state", name, "float32", (4,), 16, (Piece(f"model_state/{n}.safetensors", 0, 16, **whole),))
+        TensorFacts(
+            "model_state", name, "float32", (4,), 16, (ShardFacts(f"model_state/{n}.safetensors", 0, 16, **whole),)
+        )
         for n, name in enumerate(names)
     ]
     show_tensors(tensors, console())

@@ -243,7 +243,7 @@ def test_the_demo_gets_its_directory_and_returns_its_code(monkeypatch: pytest.Mo
         calls.append((output, as_json))
         return 1
 
-    monkeypatch.setattr("paddleformers_fc.cli.demo.demo", demo)
+    monkeypatch.setattr("paddleformers_fc.verification.demo.demo", demo)
     assert run("demo").code == 1
     assert run("demo", "--output", tmp_path, "--json").code == 1
     assert calls == [(Path("demo_out"), False), (tmp_path, True)]

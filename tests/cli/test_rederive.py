@@ -17,21 +17,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from paddleformers_fc.catalog.flex import open_flex
+from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.execute import rehearse
-from paddleformers_fc.execute.channel import ALONE
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for
 from paddleformers_fc.families.declarations import declared, linear, only, same
 from paddleformers_fc.families.stored import completed
+from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.plan.sources import described_model, stored_mapping
 from paddleformers_fc.storage import commit
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
+from paddleformers_fc.verification import simulate_ranks
 from tests.cli.support import run, seal
 
 STRIPPED = Path(__file__).parent / "stripped"
@@ -46,12 +46,12 @@ def copied(name: str, directory: Path) -> Path:
     return target
 
 
-def live(checkpoint: Path, is_fleet: bool, changes: Mapping[str, Any]) -> rehearse.Roles:
+def live(checkpoint: Path, is_fleet: bool, changes: Mapping[str, Any]) -> simulate_ranks.Roles:
     """The weights of a model of the checkpoint's configuration on one rank, filled from it."""
     config = {**json.loads((checkpoint / "config.json").read_text()), **changes}
     model = ModelDescription(config, is_fleet)
     roles = {"model_state": declared_model(family_for(config), model, parse_grid("dp=1")).weights(0)}
-    held = rehearse.filled(roles, lambda role, shard: np.zeros(shard.global_shape, np.float32))
+    held = simulate_ranks.filled(roles, lambda role, shard: np.zeros(shard.global_shape, np.float32))
     load_checkpoint(open_checkpoint(checkpoint, ALONE), held, model, ALONE)
     return held
 
@@ -86,7 +86,7 @@ def test_such_a_checkpoint_fills_a_model_of_any_class_and_layout(
     held = live(STRIPPED / name, is_fleet, changes)
     config = {**json.loads((STRIPPED / name / "config.json").read_text()), **changes}
     model = declared_model(family_for(config), ModelDescription(config, is_fleet), parse_grid("dp=1"))
-    rehearse.save(tmp_path / "checkpoint-4", [held], model)
+    simulate_ranks.save(tmp_path / "checkpoint-4", [held], model)
     assert list(canonical_digests(tmp_path / "checkpoint-4")) == list(canonical_digests(STRIPPED / name))
 
 
@@ -173,7 +173,9 @@ def test_square_experts_are_told_by_the_layer_of_them_that_is_not_square(tmp_pat
         model = declared_model(family_for(config), square, parse_grid("dp=1"))
         older = tmp_path / f"{'-'.join(switches)}/checkpoint-5"
         older.parent.mkdir()
-        rehearse.save(older, [rehearse.filled({"model_state": model.weights(0)}, rehearse.value_of)], model)
+        simulate_ranks.save(
+            older, [simulate_ranks.filled({"model_state": model.weights(0)}, simulate_ranks.value_of)], model
+        )
         right = list(canonical_digests(older))
         make_older(older, ("moe_expert_fusion", "using_sonic_moe"))
         assert list(canonical_digests(older)) == right

@@ -21,16 +21,16 @@ import pytest
 import yaml
 
 from paddleformers_fc.cli import training
-from paddleformers_fc.cli.demo.assets import prepare as prepare_assets
-from paddleformers_fc.cli.demo.settings import SINGLE, settings
+from paddleformers_fc.cli.log_view import LogView
 from paddleformers_fc.cli.output import console
-from paddleformers_fc.cli.screen import Screen
 from paddleformers_fc.cli.stock_keys import stock_keys
 from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, parse_overrides, prepare, read_settings
+from paddleformers_fc.cpu_runtime.launch import LaunchResult
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.families.minimax_m2 import FAMILY as MINIMAX
-from paddleformers_fc.runtime.launch import LaunchResult
+from paddleformers_fc.families.models.minimax_m2 import FAMILY as MINIMAX
 from paddleformers_fc.trainer import register
+from paddleformers_fc.verification.demo.assets import prepare as prepare_assets
+from paddleformers_fc.verification.demo.settings import SINGLE, settings
 from tests.cli.support import Outcome, run, save
 from tests.execute.simulated import canonical
 from tests.harness.limits import LIMIT
@@ -120,7 +120,7 @@ def test_on_an_accelerator_the_job_is_handed_over(tmp_path: Path, on: Any) -> No
 def test_a_job_that_was_handed_over_returns_its_code(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+") as log:
         for code, returned in (("print('here'); exit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)):
-            job = training.Job(("-c", code), None, {}, tmp_path, True)
+            job = training.TrainingJob(("-c", code), None, {}, tmp_path, True)
             assert training.run(job, log)[0].returncode == returned
         assert (tmp_path / "log").read_text() == "here\n"
 
@@ -133,11 +133,11 @@ signal.pause()
 """
 
 
-def job_of_two(directory: Path, of: str, name: str, to_go_on: tuple[str, ...] = ()) -> training.Job:
+def job_of_two(directory: Path, of: str, name: str, to_go_on: tuple[str, ...] = ()) -> training.TrainingJob:
     """Two ranks that wait for ever, of which the second sends a signal to a process."""
     (directory / "script.py").write_text(KILLED.format(of=of, name=name))
     argv = (str(directory / "script.py"),)
-    return training.Job(argv, 2, {}, directory / "out/log", True, directory / "out", to_go_on)
+    return training.TrainingJob(argv, 2, {}, directory / "out/log", True, directory / "out", to_go_on)
 
 
 def shown(ended: training.Ended) -> list[str]:
@@ -576,7 +576,7 @@ the end"""
 
 def test_the_screen_shows_what_is_worth_reading_and_remembers_how_far_it_is() -> None:
     stream = io.StringIO()
-    screen = Screen(stream)
+    screen = LogView(stream)
     for begin in range(0, len(LOG), 7):
         screen.write(LOG[begin : begin + 7])
     screen.close()
@@ -600,7 +600,7 @@ def test_what_a_training_did_not_come_to_is_null_and_a_loss_is_a_number(tmp_path
     for number, (line, loss) in enumerate((("", None), ("loss: 5.92332745, global_step: 3,", 5.92332745))):
         script = tmp_path / f"{number}.py"
         script.write_text(f"print({line!r})")
-        job = training.Job((str(script),), 1, {}, tmp_path / str(number), True)
+        job = training.TrainingJob((str(script),), 1, {}, tmp_path / str(number), True)
         ended, _ = training.run(job, io.StringIO())
         found = json.loads(msgspec.json.encode(ended))
         assert found["loss"] == loss
@@ -613,7 +613,7 @@ def test_a_terminal_keeps_its_colours() -> None:
             return True
 
     stream = Terminal()
-    Screen(stream).write("\x1b[32mgreen\x1b[0m\n")
+    LogView(stream).write("\x1b[32mgreen\x1b[0m\n")
     assert stream.getvalue() == "\x1b[32mgreen\x1b[0m\n"
 
 
@@ -788,7 +788,7 @@ def test_an_error_of_ours_that_paddleformers_wraps_is_a_document_under_json(tmp_
 def test_a_run_without_flex_checkpoints_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = training.Ended(0, [], [str(tmp_path / "log/rank-00000.log")], 1.0, "")
 
-    def pretend(job: training.Job, echo: io.StringIO) -> tuple[training.Ended, None]:
+    def pretend(job: training.TrainingJob, echo: io.StringIO) -> tuple[training.Ended, None]:
         return ended, None
 
     monkeypatch.setattr(training, "run", pretend)

@@ -12,18 +12,18 @@ from typing import Any
 
 import yaml
 
-from paddleformers_fc.cli.demo.assets import prepare
+from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.errors import FlexError, from_wire
-from paddleformers_fc.runtime.ranks import free_ports
 from paddleformers_fc.trainer.register import ERRORS, PATH
+from paddleformers_fc.verification.demo.assets import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARIES = Path(sys.executable).parent
 
 SCRIPT = """
 import sys
-from paddleformers_fc import runtime
-runtime.activate()
+from paddleformers_fc import cpu_runtime
+cpu_runtime.activate()
 from paddleformers.transformers import AutoModelForCausalLM
 from paddleformers_fc import FlexTrainer, FlexTrainingArguments
 arguments = FlexTrainingArguments(output_dir=sys.argv[2], flex_checkpoint=True, device="cpu", amp_master_grad=False)

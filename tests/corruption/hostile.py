@@ -228,8 +228,8 @@ def _shards(directory: Path) -> Target:
 
 
 def _index(directory: Path) -> Target:
-    from paddleformers_fc.catalog.huggingface import INDEX_NAME
     from paddleformers_fc.execute.export import export_checkpoint
+    from paddleformers_fc.formats.huggingface import INDEX_NAME
     from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 
     target = directory.with_name("open-weights")
@@ -241,19 +241,19 @@ def _index(directory: Path) -> Target:
 
 
 def _owner(directory: Path) -> Target:
-    from paddleformers_fc.storage import owner
+    from paddleformers_fc.storage import staging_lock
 
     place = directory.with_name(".checkpoint-9.unfinished-00")
     place.mkdir(exist_ok=True)
-    path = place / owner.OWNER_NAME
+    path = place / staging_lock.OWNER_NAME
 
     def use(raw: bytes) -> None:
         path.write_bytes(raw)
-        found = owner.read_owner(place)
+        found = staging_lock.read_owner(place)
         if found is not None:
-            owner.life_of(found)
+            staging_lock.liveness_of(found)
 
-    return Target((json.loads(msgspec.json.encode(owner.this_process())),), use)
+    return Target((json.loads(msgspec.json.encode(staging_lock.this_process())),), use)
 
 
 def _wire(directory: Path) -> Target:
@@ -286,7 +286,9 @@ def _codec(directory: Path) -> Target:
 
     array = {"__array__": "<f4", "shape": [2, 2], "values": [1.0, 2.0, 3.0, 4.0]}
     state = {"step": 3, "generator": {"__tuple__": ["MT19937", array, 7]}, "loss": [0.5, None, True]}
-    data = position.to_document(position.Position(1, 8, 72), position.Pace(2, 2, 2), position.Order(True, 64, True, 42))
+    data = position.to_document(
+        position.Position(1, 8, 72), position.Pace(2, 2, 2), position.SampleOrder(True, 64, True, 42)
+    )
 
     def use(raw: bytes) -> None:
         position.from_document(codecs.decode_object(raw, "trainer/data.json"), "trainer/data.json")
@@ -295,9 +297,9 @@ def _codec(directory: Path) -> Target:
 
 
 def _statements(directory: Path) -> Target:
+    from paddleformers_fc.aoa import parse_config
     from paddleformers_fc.mapping import prove
-    from paddleformers_fc.mapping.aoa import parse_config
-    from tests.mapping.aoa.spaces import side
+    from tests.aoa.spaces import side
 
     names = [f"m.{layer}.{part}.w" for layer in range(3) for part in "qkvgud"]
     left = side({**dict.fromkeys(names, (8, 4)), "m.0.e.0.x": (8,), "m.0.e.1.x": (8,)})
@@ -402,17 +404,17 @@ def _plans(directory: Path) -> Target:
     """Kept plans, whose checksum a forger computes anew; a plan that is not used counts as refused."""
     import xxhash
 
-    from paddleformers_fc.catalog import open_flex
     from paddleformers_fc.errors import FormatError
+    from paddleformers_fc.formats import open_flex
     from paddleformers_fc.plan import canonical_layout, canonical_source, plan_reads
-    from paddleformers_fc.plan.cache import PlanCache, Planned, fits, plan_key
+    from paddleformers_fc.plan.cache import CachedPlan, PlanCache, fits, plan_key
 
     checkpoint = open_flex(directory, "off")
     source = canonical_source(checkpoint)
     wanted = canonical_layout(source)
     key = plan_key(checkpoint, checkpoint.known, wanted)
     place = directory.with_name("plans")
-    PlanCache(place).keep(key, Planned(plan_reads(source, wanted), frozenset()))
+    PlanCache(place).keep(key, CachedPlan(plan_reads(source, wanted), frozenset()))
     (path,) = place.iterdir()
     magic, body = path.read_bytes()[:10], path.read_bytes()[26:]
 
@@ -531,15 +533,15 @@ def _staggered() -> None:
 
 
 def _stated(*statements: str) -> None:
-    from paddleformers_fc.mapping.aoa import parse
-    from tests.mapping.aoa.spaces import side
+    from paddleformers_fc.aoa import parse
+    from tests.aoa.spaces import side
 
     parse(statements, side({"a": (4, 6), "b": (4, 6)}), side({"c": (4, 12)}))
 
 
 def _unlike_names() -> None:
-    from paddleformers_fc.mapping.aoa import parse
-    from tests.mapping.aoa.spaces import side
+    from paddleformers_fc.aoa import parse
+    from tests.aoa.spaces import side
 
     left = side(
         {f"m.{'abc' * 30}{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}": (2,) for i in range(2000)}

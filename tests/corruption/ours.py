@@ -13,8 +13,8 @@ from typing import Any
 
 import paddle
 
+from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.errors import FlexError
-from paddleformers_fc.execute.channel import ALONE, Channel
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint

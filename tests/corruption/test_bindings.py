@@ -12,13 +12,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.execute import rehearse
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.documents import model_config
+from paddleformers_fc.verification import simulate_ranks
 from tests.corruption.guarantees import Observed, fault, refused
 from tests.families import native
 
@@ -48,8 +48,8 @@ def test_g10_layers_are_bound_by_what_the_model_was_built_with(tmp_path: Path) -
     assert bound == {"live": 1, "file": 0}
     described = describe(live)
     model = declared_model(family_for(described.config), described, parse_grid("dp=1"))
-    held = rehearse.filled(model.roles(0), rehearse.value_of)
-    rehearse.save(tmp_path / "checkpoint-1", [held], model)
+    held = simulate_ranks.filled(model.roles(0), simulate_ranks.value_of)
+    simulate_ranks.save(tmp_path / "checkpoint-1", [held], model)
     export_checkpoint(tmp_path / "checkpoint-1", tmp_path / "hf")
     exported = load_file(tmp_path / "hf/model.safetensors")
     weights = held["model_state"]

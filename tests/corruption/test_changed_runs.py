@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cli.screen import COLOUR
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.cli.log_view import COLOUR
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import TP2
 

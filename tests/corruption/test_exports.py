@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
 from tests.families.test_exported_configs import exported, resolved
 from tests.families.test_transformers import CASES

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.catalog import open_flex, open_huggingface
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, PeerError, from_wire
 from paddleformers_fc.families.stored import decode_mapping
+from paddleformers_fc.formats import open_flex, open_huggingface
 from paddleformers_fc.layout.codec import decode_shards
-from paddleformers_fc.storage.documents import MAX_DEPTH, MAX_DIGITS, MAX_DOCUMENT_BYTES, parse_json
+from paddleformers_fc.storage.json_io import MAX_DEPTH, MAX_DIGITS, MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files, write_manifest
 from paddleformers_fc.storage.pickles import MAX_PROGRAM_BYTES, read_pickle
 from tests.corruption import hostile, mutations

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.runtime.forkserver import ForkServer
 from tests.cli.support import run
 from tests.corruption import ours
 from tests.corruption.guarantees import Observed, fault
@@ -104,7 +104,7 @@ def test_no_verb_runs_a_pickle(kind: str, bare_ranks: ForkServer, tmp_path: Path
     directory, marks = tmp_path / "checkpoint-3", tmp_path / "marks"
     if kind == "paddle":
         save = {"directory": str(directory / "model_state"), "options": {}}
-        bare_ranks.run("tests.catalog.jobs:save", 1, save)
+        bare_ranks.run("tests.formats.jobs:save", 1, save)
         (directory / "config.json").write_bytes(ours.config_bytes(ours.CONFIG))
     else:
         ours.save(directory)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.runtime.forkserver import ForkServer
 from tests.corruption import ours, phi3, stock
 from tests.corruption.guarantees import Observed, fault, refused
 from tests.corruption.stock import outcomes, tensor, unset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import DP2
 from tests.trainer.test_trainer import JOBS, settings

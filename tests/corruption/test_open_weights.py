@@ -13,9 +13,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import Corrupt, FlexError, MismatchError, OptionError, StorageError, from_wire
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from tests.corruption import commands, ours
 from tests.corruption.guarantees import Observed, fault, refused

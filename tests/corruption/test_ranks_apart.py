@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.corruption.guarantees import Observed, fault
-from tests.harness.tiny import DP2, Layout
+from tests.harness.tiny import DP2, MatrixLayout
 
-APART = Layout("tp2ep2", nproc=2, tp=2, ep=2)
+APART = MatrixLayout("tp2ep2", nproc=2, tp=2, ep=2)
 
 
 def train(
@@ -53,7 +53,7 @@ def _digests(weights: Mapping[str, str]) -> dict[str, str]:
     return {name: hashlib.md5(json.dumps(bits).encode()).hexdigest() for name, bits in weights.items()}
 
 
-def run(ranks: ForkServer, layout: Layout, output_dir: Path, **settings: Any) -> list[dict[str, Any]]:
+def run(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, **settings: Any) -> list[dict[str, Any]]:
     """What every rank returned."""
     given = {"layout": layout.to_json(), "output_dir": str(output_dir), **settings}
     return list(ranks.run(f"{__name__}:train", layout.nproc, given).values)

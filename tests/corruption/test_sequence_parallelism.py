@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paddleformers_fc.runtime.forkserver import ForkServer, JobResult
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from tests.corruption.guarantees import Observed, fault
-from tests.harness.tiny import GLOBAL_BATCH, SINGLE, Layout
+from tests.harness.tiny import GLOBAL_BATCH, SINGLE, MatrixLayout
 
 TRAIN = "tests.harness.tiny:train"
-TWO = Layout("two", nproc=2)
+TWO = MatrixLayout("two", nproc=2)
 STEP = {"max_steps": 1, "per_device_train_batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1}
 
 
-def stock(ranks: ForkServer, layout: Layout, output_dir: Path, **arguments: object) -> JobResult:
+def stock(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, **arguments: object) -> JobResult:
     """One step of PaddleFormers' own Trainer; every rank is given the whole batch."""
     given = {"model_type": "llama", "layout": layout.to_json(), "output_dir": str(output_dir)}
     return ranks.attempt(TRAIN, layout.nproc, {**given, "arguments": {**STEP, **arguments}})
@@ -41,7 +41,7 @@ def test_g110_segment_parallelism_is_refused(ranks: ForkServer, tmp_path: Path) 
 @fault("G111", "`context_parallel_size: 2`")
 def test_g111_context_parallelism_is_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
     # Where this fails because a step is made, context parallelism can be tested and supported.
-    sharded = Layout("sharded", nproc=2, sharding=2)
+    sharded = MatrixLayout("sharded", nproc=2, sharding=2)
     found = stock(ranks, sharded, tmp_path / "stock", context_parallel_size=2)
     assert not found.ok
     line = "context_parallel_size > 1 requires 'get_context_parallel_world_size' in hcg"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
-from paddleformers_fc.runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
 from tests.corruption.jobs import WORSE_AND_WORSE
-from tests.harness.tiny import DP2, SINGLE, TP2, Layout
+from tests.harness.tiny import DP2, SINGLE, TP2, MatrixLayout
 from tests.trainer.jobs import every_sample
 
 JOB = "tests.corruption.jobs:train"
@@ -20,7 +20,7 @@ SIX: dict[str, Any] = {"max_steps": 6, "save_steps": 3}
 
 
 def trained(
-    ranks: ForkServer, layout: Layout, output_dir: Path, resume: Path | bool | None = None, **given: Any
+    ranks: ForkServer, layout: MatrixLayout, output_dir: Path, resume: Path | bool | None = None, **given: Any
 ) -> list[dict[str, Any]]:
     """What every rank of a training found."""
     kwargs = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": SIX, **given}

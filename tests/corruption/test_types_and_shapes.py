@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import paddle
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError, MismatchError
-from paddleformers_fc.runtime.forkserver import ForkServer
 from tests.corruption import ours, stock
 from tests.corruption.guarantees import Observed, fault, refused
 from tests.corruption.stock import outcomes, tensor, unset

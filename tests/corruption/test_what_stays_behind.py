@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import Corrupt, FlexError
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from tests.corruption import ours, stock
 from tests.corruption.guarantees import Observed, fault, refused

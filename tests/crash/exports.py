@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from paddleformers_fc.catalog import open_huggingface
-from paddleformers_fc.catalog.huggingface import INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.errors import FlexError, NotACheckpoint
-from paddleformers_fc.execute.channel import ALONE, Channel
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.formats import open_huggingface
+from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.commit import unfinished
 from paddleformers_fc.storage.dtypes import to_numpy

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.errors import FlexError, PeerError
-from paddleformers_fc.execute.channel import ALONE, Channel
 from tests.crash.net import Gate, Net, Open, Operation, bytes_written, cast
 from tests.harness.limits import LIMIT
 
@@ -46,7 +46,7 @@ class SocketChannel:
         self.world_size = world_size
         self._sockets = sockets
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload.
 
         Raises:

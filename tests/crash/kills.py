@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddleformers_fc.execute.channel import Channel
+from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.storage.commit import unfinished
 from tests.crash.groups import DONE, Group, KillAt
 from tests.crash.killing import Kill, every_kill, prepared, run_alone, run_killed

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
+from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.errors import FlexError
-from paddleformers_fc.execute.channel import ALONE, Channel
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.rehearse import together
-from paddleformers_fc.storage import owner
+from paddleformers_fc.storage import staging_lock
 from paddleformers_fc.storage.manifest import newest_checkpoint
+from paddleformers_fc.verification.simulate_ranks import run_threads
 from tests.crash import exports
 from tests.crash.disk import Disk, Loss, Recorded
 from tests.crash.net import Net, Operation, cast
@@ -173,14 +173,14 @@ def record(story: Story, directory: Path) -> Recording:
         shutil.rmtree(one, ignore_errors=True)
     there.mkdir()
     instants: list[Instant] = []
-    with mock.patch.object(owner, "this_process", _a_dead_process):
+    with mock.patch.object(staging_lock, "this_process", _a_dead_process):
         story.prepare(there)
         shutil.copytree(there, before)
         recorder, returned = Recorder(there), story.before
         for step in story.steps:
             recorder.operations.clear()
             with cast(Net(recorder, story.can_exchange)):
-                together(story.ranks, lambda channel, step=step: step.job(there, channel))
+                run_threads(story.ranks, lambda channel, step=step: step.job(there, channel))
             instants += [Instant(one, returned, step.found) for one in recorder.operations]
             returned = step.found
     return Recording(story, before, instants)
@@ -255,17 +255,17 @@ def _key(files: dict[str, bytes | None], instant: Instant) -> bytes:
     return digest.digest()
 
 
-def _a_dead_process() -> owner.Owner:
+def _a_dead_process() -> staging_lock.Owner:
     return _DEAD
 
 
-def _ended() -> owner.Owner:
-    here = owner.this_process()
+def _ended() -> staging_lock.Owner:
+    here = staging_lock.this_process()
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    return owner.Owner(here.host, pid, here.boot, here.namespace, "1")
+    return staging_lock.Owner(here.host, pid, here.boot, here.namespace, "1")
 
 
 _DEAD = _ended()

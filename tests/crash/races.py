@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddleformers_fc.storage.names import ASIDE, beside
+from paddleformers_fc.storage.names import ASIDE, hidden_name
 from tests.crash.groups import DONE, REFUSED, Group, Held, KillAt, Place, RankEnd
 from tests.crash.kills import NEXT, OLD
 from tests.crash.worlds import (
@@ -138,7 +138,7 @@ def _foreign(there: Path) -> None:
 
 def _aside(there: Path) -> None:
     _finished(there)
-    (there / "checkpoint-6").rename(beside(there / "checkpoint-6", ASIDE))
+    (there / "checkpoint-6").rename(hidden_name(there / "checkpoint-6", ASIDE))
 
 
 def _crashed(there: Path) -> None:

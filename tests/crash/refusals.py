@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddleformers_fc.execute.channel import Channel
-from paddleformers_fc.storage.names import parse_beside
+from paddleformers_fc.distributed.channel import Channel
+from paddleformers_fc.storage.names import parse_hidden
 from tests.crash.groups import BROKEN, DONE, REFUSED, Group, RankEnd, RefuseAt
 from tests.crash.killing import Kill, prepared
 from tests.crash.kills import NEW, NEXT, OLD, Scenario, operations
@@ -115,7 +115,7 @@ def same_end(ends: list[RankEnd]) -> bool:
 
 def hidden_in(directory: Path) -> list[str]:
     """The directories beside the checkpoints that are not finished."""
-    return [name for name in names_in(directory) if parse_beside(directory / name) is not None]
+    return [name for name in names_in(directory) if parse_hidden(directory / name) is not None]
 
 
 def no_room(grid: str, directory: Path) -> Iterator[str]:

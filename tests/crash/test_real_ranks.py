@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, verify_files
-from paddleformers_fc.storage.names import parse_beside
-from tests.harness.tiny import DP2, SD2V2, SINGLE, Layout
+from paddleformers_fc.storage.names import parse_hidden
+from tests.harness.tiny import DP2, SD2V2, SINGLE, MatrixLayout
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, Saved, settings, train_six
 
 
@@ -36,7 +36,7 @@ def test_ranks_killed_in_a_save_end_the_job_and_the_step_before_goes_on_with_as_
     patient_ranks: ForkServer,
     saved: Saved,
     tmp_path: Path,
-    layout: Layout,
+    layout: MatrixLayout,
     victims: list[int],
     kind: str,
     part: str,
@@ -57,4 +57,4 @@ def test_ranks_killed_in_a_save_end_the_job_and_the_step_before_goes_on_with_as_
         assert result.values[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-5)
         names = [name for name in os.listdir(there) if "checkpoint" in name]
         assert sorted(names) == ["checkpoint-3", "checkpoint-6"]
-        assert not [name for name in names if parse_beside(there / name)]
+        assert not [name for name in names if parse_hidden(there / name)]

@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.errors import FlexError
-from paddleformers_fc.execute.channel import ALONE, Channel
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
-from paddleformers_fc.execute.rehearse import Roles, filled, together
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
@@ -31,10 +30,11 @@ from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.commit import unfinished
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, verify_files
-from paddleformers_fc.storage.names import parse_beside, parse_step
+from paddleformers_fc.storage.names import parse_hidden, parse_step
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.trainer.resume import newest
 from paddleformers_fc.trainer.rotation import rotate
+from paddleformers_fc.verification.simulate_ranks import Roles, filled, run_threads
 
 CONFIG = {
     "model_type": "llama",
@@ -85,7 +85,7 @@ def save(output_dir: Path, grid: str, step: int, generation: int, channel: Chann
 
 def save_together(output_dir: Path, grid: str, step: int, generation: int) -> None:
     """Save a checkpoint here and now, with a thread for each rank."""
-    together(ranks_of(grid), lambda channel: save(output_dir, grid, step, generation, channel))
+    run_threads(ranks_of(grid), lambda channel: save(output_dir, grid, step, generation, channel))
 
 
 def resume_and_save(output_dir: Path, grid: str, step: int, generation: int, channel: Channel) -> None:
@@ -193,7 +193,7 @@ def cleaned_by_the_next_save(output_dir: Path, step: int, generation: int, kept:
     save(output_dir, ONE, step, generation, ALONE)
     if chosen(output_dir, kept) != Found(step, generation):
         raise Lost(f"The next save is not what is taken: {names_in(output_dir)}.")
-    left = [name for name in names_in(output_dir) if parse_beside(output_dir / name) is not None]
+    left = [name for name in names_in(output_dir) if parse_hidden(output_dir / name) is not None]
     if left:
         raise Lost(f"The next save has left {left}.")
 

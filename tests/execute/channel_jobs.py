@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paddleformers_fc.execute.channel import Channel
+    from paddleformers_fc.distributed.channel import Channel
 
 
 def started() -> Channel:
     """The channel of a job whose ranks have found each other."""
     import paddle.distributed as dist
 
-    from paddleformers_fc.execute.channel import job_channel
+    from paddleformers_fc.distributed.channel import job_channel
 
     dist.init_parallel_env()
     return job_channel()
@@ -25,26 +25,26 @@ def pass_on_in_a_ring(nbytes: int) -> list[int]:
     channel = started()
     rank, last = channel.rank, channel.world_size - 1
     outgoing = {rank + 1: np.full(nbytes, rank + 1, np.uint8)} if rank < last else {}
-    arrived = channel.pass_on(outgoing, {rank - 1: nbytes} if rank else {})
+    arrived = channel.all_to_all(outgoing, {rank - 1: nbytes} if rank else {})
     return [value for source, array in arrived.items() for value in (source, array.size, *set(array.tolist()))]
 
 
 def spread_among(members: list[int], text: str) -> str:
     """What a rank knows after the first member's text went to the others."""
-    from paddleformers_fc.execute.channel import spread
+    from paddleformers_fc.distributed.channel import broadcast
 
     channel = started()
     data = text.encode() if channel.rank == members[0] else b""
-    return spread(channel, data, len(text.encode()), members).decode()
+    return broadcast(channel, data, len(text.encode()), members).decode()
 
 
 def load_once(source: str) -> list[int]:
     """Load a checkpoint on every rank, each byte read once; bytes read and received, and whether anything is wrong."""
     from pathlib import Path
 
-    from paddleformers_fc.execute.crew import ReadOptions
     from paddleformers_fc.execute.load import load_checkpoint
     from paddleformers_fc.execute.opening import open_checkpoint
+    from paddleformers_fc.execute.read_pool import ReadOptions
     from tests.execute.simulated import MODEL, canonical, live, same_values
 
     channel = started()

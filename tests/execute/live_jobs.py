@@ -25,7 +25,7 @@ def hop(
         source: a flex checkpoint, or None to save what was trained.
         target: the flex checkpoint to write.
     """
-    from paddleformers_fc.execute.channel import job_channel
+    from paddleformers_fc.distributed.channel import job_channel
     from paddleformers_fc.execute.load import load_checkpoint
     from paddleformers_fc.execute.opening import open_checkpoint
     from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint

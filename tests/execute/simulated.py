@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddleformers_fc.execute.channel import Bytes
+from paddleformers_fc.distributed.channel import Bytes
 from paddleformers_fc.families import ModelDescription
 from tests.harness.limits import LIMIT
 
@@ -73,12 +73,12 @@ class ThreadChannel:
         """Number of ranks."""
         return self.hub.size
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload."""
         self.exchanges += 1
         return [given for _, given in self._meet("exchange", payload)]
 
-    def pass_on(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+    def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """What some ranks have for this one; ranks that do not agree on it fail."""
         everyone = [given for _, given in self._meet("pass_on", dict(outgoing))]
         found = {rank: given[self.rank] for rank, given in enumerate(everyone) if self.rank in given}

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.distributed import liveness
+from paddleformers_fc.distributed.channel import Channel
+from paddleformers_fc.distributed.liveness import MAX_FINAL_WAIT_SECONDS, Liveness, with_liveness
 from paddleformers_fc.errors import FlexError, PeerError
-from paddleformers_fc.execute import attendance
-from paddleformers_fc.execute.attendance import LONGEST_MUSTER, Attendance, attended
-from paddleformers_fc.execute.channel import Channel
 from tests.execute.simulated import ThreadChannel, job
 from tests.harness.clocks import ThreadClock
 from tests.harness.limits import LIMIT
@@ -61,7 +61,7 @@ class Gone(Counters):
 
 def with_board(channel: ThreadChannel, board: Counters, patience: float = PATIENCE) -> Channel:
     """A rank's channel with a board."""
-    return attended(channel, Attendance(board, channel.rank, channel.world_size, patience))
+    return with_liveness(channel, Liveness(board, channel.rank, channel.world_size, patience))
 
 
 def timed(ranks: int, work: Callable[[ThreadChannel, ThreadClock], Any]) -> list:
@@ -75,7 +75,7 @@ def timed(ranks: int, work: Callable[[ThreadChannel, ThreadClock], Any]) -> list
             clock.leave()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attendance, "time", clock)
+        patch.setattr(liveness, "time", clock)
         return job(ranks, until_the_end)
 
 
@@ -88,7 +88,7 @@ def outcomes(board: Counters, ranks: int, work: Callable[[Channel], Any], patien
 def test_ranks_that_all_come_exchange_as_often_as_they_like(ranks: int) -> None:
     board = Counters()
     for _ in range(3):  # Three operations, each with a channel of its own.
-        found = outcomes(board, ranks, lambda channel: [channel.exchange(b"%d" % channel.rank) for _ in range(4)])
+        found = outcomes(board, ranks, lambda channel: [channel.all_gather(b"%d" % channel.rank) for _ in range(4)])
         assert found == [[[b"%d" % rank for rank in range(ranks)]] * 4] * ranks
     assert board.numbers == {"flex/arrivals": 12 * ranks}
 
@@ -99,14 +99,14 @@ def test_ranks_that_do_not_come_are_named_to_all_others_and_the_job_stays_lost(m
 
     def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
         met = with_board(channel, board)
-        met.exchange(b"")
+        met.all_gather(b"")
         if channel.rank in missing:
             return "gone"
         raised = []
         for _ in range(2):
             began = clock.monotonic()
             try:
-                met.exchange(b"")
+                met.all_gather(b"")
             except PeerError as error:
                 raised.append(str(error))
             assert clock.monotonic() - began < 2 * PATIENCE
@@ -131,7 +131,7 @@ def test_a_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
             with clock.away():
                 assert over.wait(LIMIT)
         try:
-            with_board(channel, board).exchange(b"")
+            with_board(channel, board).all_gather(b"")
         finally:
             over.set()
 
@@ -148,13 +148,13 @@ def test_the_least_patient_rank_gives_up_for_all() -> None:
         if channel.rank == 2:
             return None
         try:
-            return with_board(channel, board, (0.4, 10_000.0)[channel.rank]).exchange(b"")
+            return with_board(channel, board, (0.4, 10_000.0)[channel.rank]).all_gather(b"")
         finally:
             ended.append(clock.monotonic())
 
     ended: list[float] = []
     first, second, _ = timed(3, work)
-    assert max(ended) < 0.4 + LONGEST_MUSTER + SLACK
+    assert max(ended) < 0.4 + MAX_FINAL_WAIT_SECONDS + SLACK
     assert isinstance(first, PeerError)
     assert str(first) == str(second)
     assert "rank 2 did not come" in str(first)
@@ -179,7 +179,7 @@ def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
         if channel.rank == 1:
             with clock.away():
                 assert come.wait(LIMIT)
-        return with_board(channel, board).exchange(b"x")
+        return with_board(channel, board).all_gather(b"x")
 
     board = LastMoment()
     assert timed(2, work) == [[b"x", b"x"]] * 2
@@ -189,7 +189,7 @@ def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
 def test_a_rank_that_died_while_it_gave_up_keeps_nobody() -> None:
     board = Counters()
     board.numbers["flex/arrivals"] = (1 << 40) + 1  # It gave up and could not say whether that counts.
-    first, second = outcomes(board, 3, lambda channel: channel.exchange(b"") if channel.rank else None, 0.4)[1:]
+    first, second = outcomes(board, 3, lambda channel: channel.all_gather(b"") if channel.rank else None, 0.4)[1:]
     assert isinstance(first, PeerError)
     assert str(first) == str(second)
     assert "rank 0 did not come" in str(first)
@@ -205,7 +205,7 @@ def test_whoever_comes_whenever_either_all_go_on_or_none(seed: int) -> None:
         for number, delay in enumerate(delays[channel.rank]):
             clock.wait(delay)
             try:
-                with_board(channel, board, patience=0.07).exchange(b"")
+                with_board(channel, board, patience=0.07).all_gather(b"")
             except PeerError:
                 return number
         return 6
@@ -214,7 +214,7 @@ def test_whoever_comes_whenever_either_all_go_on_or_none(seed: int) -> None:
 
 
 def test_a_store_whose_server_has_ended_is_told_alike_on_every_rank() -> None:
-    found = outcomes(Gone(), 3, lambda channel: channel.exchange(b""))
+    found = outcomes(Gone(), 3, lambda channel: channel.all_gather(b""))
     assert all(isinstance(error, PeerError) for error in found)
     assert len({str(error) for error in found}) == 1
     assert "rank 0" in str(found[0])
@@ -245,7 +245,7 @@ def test_the_rank_that_serves_the_store_ends_when_all_that_live_have_read_the_re
         try:
             if channel.rank == 0:
                 servers.append(threading.current_thread())
-            return with_board(channel, board).exchange(b"")
+            return with_board(channel, board).all_gather(b"")
         finally:
             if channel.rank == 0:
                 ended.set()
@@ -261,11 +261,11 @@ def test_a_rank_that_dies_in_the_exchange_is_named_to_all_others() -> None:
     board, all_in = Counters(), threading.Barrier(3, timeout=LIMIT)
 
     def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
-        meeting = Attendance(board, channel.rank, 3, PATIENCE)
+        meeting = Liveness(board, channel.rank, 3, PATIENCE)
         if channel.rank == 1:
-            meeting.meet()
+            meeting.wait_for_all()
             return all_in.wait()
-        return attended(Torn(channel, all_in), meeting).exchange(b"")
+        return with_liveness(Torn(channel, all_in), meeting).all_gather(b"")
 
     first, _, third = timed(3, work)
     assert isinstance(first, FlexError)
@@ -281,7 +281,7 @@ class Torn:
         self.rank, self.world_size = channel.rank, channel.world_size
         self._all_in = all_in
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes) -> list[bytes]:
         """What gloo raises when another rank that had come is dead."""
         self._all_in.wait()
         raise RuntimeError("Connection reset by peer")

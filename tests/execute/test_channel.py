@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.distributed.channel import ALONE, broadcast, run_on_all
 from paddleformers_fc.errors import FlexError, StorageError
-from paddleformers_fc.execute.channel import ALONE, spread, together
-from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.files import refused
 from tests.execute.simulated import canonical, job, succeed
 from tests.execute.test_save_and_load import save
@@ -29,7 +29,7 @@ def test_one_ranks_bytes_reach_the_others_that_are_named(ranks_of_the_job: int, 
 
     def work(channel: object) -> bytes:
         mine = b"what all shall know" if channel.rank == first else b""
-        return spread(channel, mine, 19, members)
+        return broadcast(channel, mine, 19, members)
 
     known = succeed(ranks_of_the_job, work)
     assert known == [b"what all shall know" if rank in members else b"" for rank in range(ranks_of_the_job)]
@@ -45,7 +45,7 @@ def failing(errors: list[FlexError]) -> FlexError:
         def fail() -> None:
             raise errors[channel.rank]
 
-        together(channel, "saving", fail)
+        run_on_all(channel, "saving", fail)
 
     outcomes = job(len(errors), work)
     assert all(isinstance(outcome, FlexError) for outcome in outcomes), outcomes
@@ -88,8 +88,8 @@ def test_next_steps_that_differ_stay_with_their_ranks() -> None:
 
 def test_a_process_alone_passes_on_to_itself() -> None:
     array = np.arange(3, dtype=np.uint8)
-    assert ALONE.pass_on({0: array}, {0: 3}) == {0: array}
-    assert ALONE.pass_on({}, {}) == {}
+    assert ALONE.all_to_all({0: array}, {0: 3}) == {0: array}
+    assert ALONE.all_to_all({}, {}) == {}
 
 
 @pytest.mark.parametrize("nbytes", [1, 1 << 20])

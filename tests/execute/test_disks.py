@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
+from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import FlexError, MismatchError, StorageError
-from paddleformers_fc.execute import export, rehearse
-from paddleformers_fc.execute.disks import Disks, find_disks
+from paddleformers_fc.execute import export
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
@@ -24,6 +24,7 @@ from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
+from paddleformers_fc.verification import simulate_ranks
 from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, succeed
 from tests.execute.test_opening import load
 
@@ -53,14 +54,14 @@ def files_in(place: Path) -> set[str]:
 def test_the_lead_of_a_disk_is_the_lowest_rank_that_sees_it(disks: list[int]) -> None:
     put: dict[int, set[str]] = {disk: set() for disk in disks}
 
-    def work(channel: Any) -> Disks:
+    def work(channel: Any) -> DiskLeaders:
         disk = put[disks[channel.rank]]
 
         def put_down() -> str:
             disk.add(f"token-{channel.rank}")
             return f"token-{channel.rank}"
 
-        return find_disks(channel, "looking", put_down, lambda name: name in disk)
+        return find_disk_leaders(channel, "looking", put_down, lambda name: name in disk)
 
     found = succeed(len(disks), work)
     leads = tuple(disks.index(disk) for disk in disks)
@@ -72,13 +73,13 @@ def test_the_lead_of_a_disk_is_the_lowest_rank_that_sees_it(disks: list[int]) ->
 
 
 def test_a_rank_that_does_not_even_see_its_own_is_a_disk_of_its_own() -> None:
-    found = succeed(3, lambda channel: find_disks(channel, "looking", lambda: "token", lambda name: False))
+    found = succeed(3, lambda channel: find_disk_leaders(channel, "looking", lambda: "token", lambda name: False))
     assert [one.leads for one in found] == [(0, 1, 2)] * 3
 
 
 def test_a_shared_disk_takes_one_agreement_more_than_none(tmp_path: Path) -> None:
     def work(channel: Any) -> int:
-        find_disks(channel, "looking", lambda: "token", lambda name: True)
+        find_disk_leaders(channel, "looking", lambda: "token", lambda name: True)
         return int(channel.exchanges)
 
     assert succeed(4, work) == [2] * 4
@@ -113,7 +114,7 @@ def test_every_disk_gets_the_files_of_its_ranks_and_all_that_is_small(
 def test_an_export_lies_whole_on_the_first_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: tuple[int, ...], max_shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(export, "_ROOM", 3000)
+    monkeypatch.setattr(export, "_BATCH_BYTES", 3000)
     places = [tmp_path / f"disk-{lead}" for lead in leads]
 
     def work(channel: Any) -> None:
@@ -178,13 +179,13 @@ def test_a_crash_between_the_renames_of_two_disks_leaves_a_step_that_is_refused(
 
 
 EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
-TIED = replace(rehearse.QWEN3_MOE, config={**rehearse.QWEN3_MOE.config, "tie_word_embeddings": True})
+TIED = replace(simulate_ranks.QWEN3_MOE, config={**simulate_ranks.QWEN3_MOE.config, "tie_word_embeddings": True})
 
 
 def tied_value(role: str, shard: Shard) -> Any:
     """A tensor's numbers; the same under both names of a tied one."""
     name = shard.name.replace(LM_HEAD, EMBEDDING)
-    return rehearse.value_of(role, Shard(name, shard.dtype, shard.global_shape, shard.box, shard.flat))
+    return simulate_ranks.value_of(role, Shard(name, shard.dtype, shard.global_shape, shard.box, shard.flat))
 
 
 def tied(places: list[Path], grid: str, load_only: bool = False, aoa_config: Any = None) -> list[Any]:
@@ -192,13 +193,13 @@ def tied(places: list[Path], grid: str, load_only: bool = False, aoa_config: Any
     model = declared_model(family_for(TIED.config), TIED, parse_grid(grid), "float32")
 
     def work(channel: Any) -> int:
-        expected = rehearse.filled(model.roles(channel.rank), tied_value)
+        expected = simulate_ranks.filled(model.roles(channel.rank), tied_value)
         directory = places[channel.rank] / STEP
         if not load_only:
             files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
             save_checkpoint(directory, expected, TIED, files, JobRecord(3, 24, {}), channel)
             return 0
-        zeros = rehearse.filled(model.roles(channel.rank), lambda role, shard: 0 * tied_value(role, shard))
+        zeros = simulate_ranks.filled(model.roles(channel.rank), lambda role, shard: 0 * tied_value(role, shard))
         report = load_checkpoint(open_checkpoint(directory, channel), zeros, TIED, channel, aoa_config=aoa_config)
         for role, names in expected.items():
             for name, weight in names.items():

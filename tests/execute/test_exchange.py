@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddleformers_fc.catalog import FlexCheckpoint
 from paddleformers_fc.errors import Corrupt, FlexError, OptionError
-from paddleformers_fc.execute.crew import ReadOptions
-from paddleformers_fc.execute.exchange import Storage, read_together
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.jobs import Memory
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.opening import open_checkpoint
-from paddleformers_fc.execute.saveplan import model_rules
+from paddleformers_fc.execute.read_jobs import Memory
+from paddleformers_fc.execute.read_pool import ReadOptions
+from paddleformers_fc.execute.redistribute import ReadContext, read_redistributed
+from paddleformers_fc.execute.save_plan import model_rules
+from paddleformers_fc.formats import FlexCheckpoint
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
@@ -114,7 +114,7 @@ def test_no_rank_sends_or_gets_more_in_a_round_than_it_may(tmp_path: Path, limit
         roles = live(ARRAYS, 1, channel.rank, empty=True)
         plan = plan_of(open_checkpoint(tmp_path / "checkpoint-3", channel), roles)
         before = channel.exchanges
-        read_together(plan, Storage(tmp_path / "checkpoint-3"), slots_of(roles), channel, ONCE, limit)
+        read_redistributed(plan, ReadContext(tmp_path / "checkpoint-3"), slots_of(roles), channel, ONCE, limit)
         assert same_values(live(ARRAYS, 1, channel.rank), roles)
         return channel.largest, channel.exchanges - before
 
@@ -137,7 +137,7 @@ def test_a_read_that_fails_on_one_rank_fails_on_all_with_its_error(tmp_path: Pat
         checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel)
         if channel.rank == 0:
             os.truncate(victim, victim.stat().st_size - 8)
-        channel.exchange(b"")
+        channel.all_gather(b"")
         load_checkpoint(checkpoint, live(ARRAYS, 1, channel.rank, empty=True), MODEL, channel, ReadOptions(once=once))
 
     outcomes = job(4, work)
@@ -158,7 +158,7 @@ def test_a_rank_that_fails_in_the_midst_stops_all_after_the_same_round(tmp_path:
         plan = plan_of(open_checkpoint(tmp_path / "checkpoint-3", channel), roles)
         before = channel.exchanges
         try:
-            read_together(plan, Storage(place / "checkpoint-3"), slots_of(roles), channel, ONCE, 1000)
+            read_redistributed(plan, ReadContext(place / "checkpoint-3"), slots_of(roles), channel, ONCE, 1000)
         finally:
             exchanges[channel.rank] = channel.exchanges - before
 
@@ -217,7 +217,7 @@ def test_what_arrives_is_handed_over_and_waited_for(tmp_path: Path, options: Rea
             for name, weight in names.items():
                 array = weight.local_tensor.numpy().ravel()
                 slots[role, name] = LateSlot(array.copy(), array.nbytes)
-        read_together(plan, Storage(tmp_path / "checkpoint-3"), slots, channel, options, 1000)
+        read_redistributed(plan, ReadContext(tmp_path / "checkpoint-3"), slots, channel, options, 1000)
         for (role, name), slot in slots.items():
             assert slot.done == ["open", "close", "settle"], name
             assert slot.target.tobytes() == expected[role][name].local_tensor.numpy().tobytes(), name

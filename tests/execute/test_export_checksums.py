@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddleformers_fc.catalog import open_huggingface
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, OptionError, PeerError
 from paddleformers_fc.execute import export
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.load import LoadReport, load_weights
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.formats import open_huggingface
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums
 from tests.cli.support import alter, flip
@@ -94,7 +94,7 @@ def largest(directory: Path) -> Path:
 def test_every_exported_file_is_recorded_as_it_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, bound: int
 ) -> None:
-    monkeypatch.setattr(export, "_HOT", 512)  # In more and smaller batches.
+    monkeypatch.setattr(export, "_CACHE_BYTES", 512)  # In more and smaller batches.
     source = save(tmp_path / "checkpoint-3", 2, 2)
     succeed(ranks, lambda channel: export_checkpoint(source, tmp_path / "hf", bound, channel))
     receipts = read_checksums(tmp_path / "hf")

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import FlexError, StorageError
-from paddleformers_fc.execute import finishing
+from paddleformers_fc.execute import commit_coordinator
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from tests.corruption import ours
 from tests.corruption.jobs import no_longer_than
@@ -156,7 +156,7 @@ def committing(place: Path) -> None:
         raise StorageError("The operating system refused to rename.")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finishing, "take_name", refuse)
+        patch.setattr(commit_coordinator, "publish_name", refuse)
         save(place / "checkpoint-4")
 
 
@@ -225,7 +225,7 @@ def load_alone(directory: Path, arrays: Any, channel: Any) -> None:
 
 def load_and_fork(directory: str) -> list[int]:
     """Load, fork, and load again in the child and in the parent: the child's code, and the threads left here."""
-    from paddleformers_fc.execute.channel import ALONE
+    from paddleformers_fc.distributed.channel import ALONE
 
     load_alone(Path(directory), ARRAYS, ALONE)
     child = os.fork()
@@ -283,7 +283,7 @@ def test_open_weights_are_never_written_to(place: Path) -> None:
 _FIRST = """
 import os, sys, threading
 from pathlib import Path
-from paddleformers_fc.catalog.flex import open_flex
+from paddleformers_fc.formats.flex import open_flex
 
 sys.setswitchinterval(1e-6)
 for _ in range(40):

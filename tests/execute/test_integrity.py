@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from paddleformers_fc.catalog.flex import open_flex
 from paddleformers_fc.errors import Corrupt, FlexError, StorageError
-from paddleformers_fc.execute import exchange
+from paddleformers_fc.execute import redistribute
 from paddleformers_fc.execute.export import ExportReport, export_checkpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.storage.safetensors import read_header
@@ -171,8 +171,8 @@ def test_a_load_under_full_that_may_not_read_what_it_is_to_compare_is_refused_on
         raise caught.value
 
     compared: list[int] = []
-    carry_out = exchange.carry_out
-    monkeypatch.setattr(exchange, "carry_out", lambda *args: compared.append(1) or carry_out(*args))
+    carry_out = redistribute.execute_reads
+    monkeypatch.setattr(redistribute, "execute_reads", lambda *args: compared.append(1) or carry_out(*args))
     monkeypatch.setattr(os, "preadv", refuse)
     errors = job(ranks, work)
     assert compared == [], "nothing is read before everything was compared"
@@ -205,14 +205,14 @@ def test_a_file_that_is_replaced_after_its_blocks_were_compared_is_refused(
 ) -> None:
     from paddleformers_fc.execute import load as loading
 
-    compared = loading.check_numbers
+    compared = loading.verify_planned_blocks
 
     def then_replaced(*args: Any) -> int:
         count = compared(*args)
         flip(checkpoint / "model_state/rank-00000.safetensors", 3000)
         return count
 
-    monkeypatch.setattr(loading, "check_numbers", then_replaced)
+    monkeypatch.setattr(loading, "verify_planned_blocks", then_replaced)
     (error,) = job(
         1,
         lambda channel: load_checkpoint(
@@ -229,7 +229,7 @@ def test_open_weights_that_are_replaced_after_they_were_opened_are_refused(check
     weights = checkpoint.parent / "hf" / "model.safetensors"
 
     def work(channel: Any) -> None:
-        exchange, seen = channel.exchange, []
+        exchange, seen = channel.all_gather, []
 
         def replaced(payload: bytes) -> list[bytes]:
             everyone = exchange(payload)
@@ -239,7 +239,7 @@ def test_open_weights_that_are_replaced_after_they_were_opened_are_refused(check
             exchange(b"")  # All have seen what was there before.
             return everyone
 
-        channel.exchange = replaced
+        channel.all_gather = replaced
         roles = {"model_state": live(ARRAYS, 1, channel.rank, empty=True)["model_state"]}
         load_weights(checkpoint.parent / "hf", roles, MODEL, channel)
 

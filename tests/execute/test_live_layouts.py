@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.runtime.forkserver import ForkServer
-from tests.harness.tiny import DP2, PP2, SD2V1, SD2V2, SINGLE, TP2, Layout
+from tests.harness.tiny import DP2, PP2, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 
 TOUR = (DP2, TP2, PP2, SD2V2, TP2, SD2V1, SINGLE, DP2)
 CASES = [
@@ -30,7 +30,7 @@ def test_a_tour_through_every_layout_changes_no_bit(
     digests: list[Any] = []
     exports: set[str] = set()
     for number, plain in enumerate(TOUR):
-        layout: Layout = replace(plain, bf16=bf16)
+        layout: MatrixLayout = replace(plain, bf16=bf16)
         if bf16 and plain is SINGLE:
             continue
         target = tmp_path / f"{number}-{layout.name}" / "checkpoint-3"

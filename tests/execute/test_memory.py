@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from paddleformers_fc.execute.memory import host_view, slot_of
-from paddleformers_fc.execute.reading import carry_out
+from paddleformers_fc.execute.reading import execute_reads
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
@@ -27,7 +27,7 @@ def load(root: Path, tensor: Any, dtype: str) -> bytes:
     (root / "file").write_bytes(data)
     axes = tuple(range(len(shape)))
     item = ReadItem("model_state", "w", StoredPart("file", 0, shape, whole(shape), dtype), 0, shape, whole(shape), axes)
-    carry_out(LoadPlan((item,), (), {}, Report()), root, {("model_state", "w"): slot_of(tensor)})
+    execute_reads(LoadPlan((item,), (), {}, Report()), root, {("model_state", "w"): slot_of(tensor)})
     return data
 
 

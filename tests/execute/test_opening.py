@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
-from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
-from paddleformers_fc.execute.opening import check_together, open_checkpoint
-from paddleformers_fc.execute.told import spelled
+from paddleformers_fc.execute.opening import check_complete, open_checkpoint
+from paddleformers_fc.execute.read_pool import ReadOptions
 from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 
@@ -84,7 +84,7 @@ def test_ranks_that_share_disks_take_what_they_see_and_get_the_rest(tmp_path: Pa
     assert 0 < sum(report.bytes_received for report in reports) < sum(report.bytes_read for report in shared)
 
 
-@pytest.mark.parametrize("opening", [open_checkpoint, check_together])
+@pytest.mark.parametrize("opening", [open_checkpoint, check_complete])
 def test_ranks_that_see_the_same_agree_once(tmp_path: Path, opening: Callable[..., Any]) -> None:
     save(tmp_path / STEP, ARRAYS, 1, 2)
 
@@ -161,4 +161,4 @@ def test_a_checkpoint_that_nobody_sees_is_refused_as_ever(tmp_path: Path) -> Non
     ("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 3, 8], "ranks 0-3, 8"), ([1, 3], "ranks 1, 3")]
 )
 def test_ranks_are_named_by_runs(ranks: list[int], text: str) -> None:
-    assert spelled(ranks) == text
+    assert format_ranks(ranks) == text

@@ -13,8 +13,8 @@ MEBI = 2**20
 CHILD = """
 import gc, json, shutil, sys
 from pathlib import Path
-from paddleformers_fc.execute import rehearse
-from paddleformers_fc.execute.channel import ALONE
+from paddleformers_fc.verification import simulate_ranks
+from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription, family_for
@@ -37,7 +37,7 @@ def weights(layers):
               "tie_word_embeddings": True}
     model = declared_model(family_for(config), ModelDescription(config), ParallelGrid(), "float32")
     roles = {"model_state": model.roles(0)["model_state"]}
-    held = rehearse.filled(roles, lambda role, shard: np.ones(shard.global_shape, np.float32))
+    held = simulate_ranks.filled(roles, lambda role, shard: np.ones(shard.global_shape, np.float32))
     return model.model, held
 
 def save(path, model, held):

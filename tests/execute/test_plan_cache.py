@@ -10,17 +10,17 @@ from typing import Any, NoReturn
 import pytest
 from msgspec import structs
 
+from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.execute import load as loading
-from paddleformers_fc.execute.channel import Channel
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
-from paddleformers_fc.execute.rehearse import QWEN3_MOE, Roles, filled, save, together, value_of
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan.cache import PlanCache, Planned
+from paddleformers_fc.plan.cache import CachedPlan, PlanCache
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.verification.simulate_ranks import QWEN3_MOE, Roles, filled, run_threads, save, value_of
 
 
 def laid_out(grid: str) -> SimulatedModel:
@@ -37,7 +37,7 @@ def loaded(directory: Path, model: SimulatedModel, plans: PlanCache) -> list[Rol
     def work(channel: Channel) -> None:
         load_checkpoint(open_checkpoint(directory, channel), held[channel.rank], model.model, channel, plans=plans)
 
-    together(model.grid.world_size, work)
+    run_threads(model.grid.world_size, work)
     return held
 
 
@@ -83,18 +83,18 @@ def test_files_that_were_changed_are_planned_again_and_replaced(tmp_path: Path, 
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == written
 
 
-def without_a_part(planned: Planned) -> Planned:
+def without_a_part(planned: CachedPlan) -> CachedPlan:
     items = planned.plan.items
     part = next(item for item in items if sum((one.role, one.name) == (item.role, item.name) for one in items) > 1)
     return replace(planned, plan=replace(planned.plan, items=tuple(one for one in items if one is not part)))
 
 
-def into_no_shard(planned: Planned) -> Planned:
+def into_no_shard(planned: CachedPlan) -> CachedPlan:
     first, *others = planned.plan.items
     return replace(planned, plan=replace(planned.plan, items=(structs.replace(first, name="no.such"), *others)))
 
 
-def out_of_another_file(planned: Planned) -> Planned:
+def out_of_another_file(planned: CachedPlan) -> CachedPlan:
     first, *others = planned.plan.items
     stored = structs.replace(first.stored, file="model_state/rank-00009.safetensors")
     return replace(planned, plan=replace(planned.plan, items=(structs.replace(first, stored=stored), *others)))
@@ -102,7 +102,7 @@ def out_of_another_file(planned: Planned) -> Planned:
 
 @pytest.mark.parametrize("forge", [without_a_part, into_no_shard, out_of_another_file])
 def test_a_plan_that_does_not_fit_is_as_good_as_none_though_its_file_is_sound(
-    tmp_path: Path, checkpoint: Path, forge: Callable[[Planned], Planned]
+    tmp_path: Path, checkpoint: Path, forge: Callable[[CachedPlan], CachedPlan]
 ) -> None:
     model, known = laid_out("dp=1"), PlanCache()
     expected = bits(loaded(checkpoint, model, known))

@@ -20,14 +20,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import Corrupt, MismatchError, OptionError, StorageError
-from paddleformers_fc.execute.crew import Crew, ReadOptions
-from paddleformers_fc.execute.jobs import Memory
-from paddleformers_fc.execute.reading import ArraySlot, carry_out, read_tensors, verify_equal
+from paddleformers_fc.execute.read_jobs import Memory
+from paddleformers_fc.execute.read_pool import ReadOptions, ReadPool
+from paddleformers_fc.execute.reading import ArraySlot, execute_reads, read_tensors, verify_equal
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
-from paddleformers_fc.storage import files, scatter
+from paddleformers_fc.storage import files, vectored_read
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.regions import BLOCK_BYTES, HOT_BYTES
 from tests.harness.limits import LIMIT
@@ -124,7 +124,7 @@ def test_tensors_just_past_a_block_are_read_to_their_last_element(tmp_path: Path
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     items = [item_of((size,), whole((size,)), (0,), str(n), 4 * starts[n]) for n, size in enumerate(sizes)]
     slots = empty_slots(items)
-    count = carry_out(plan_of(items if order == "as stored" else items[::-2] + items[-2::-2]), tmp_path, slots)
+    count = execute_reads(plan_of(items if order == "as stored" else items[::-2] + items[-2::-2]), tmp_path, slots)
     assert count == values.nbytes
     for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         assert slots[ROLE, str(number)].array.tobytes() == values[start : start + size].tobytes(), number
@@ -144,7 +144,7 @@ def test_shards_are_the_same_bits_with_any_options(
     root = tmp_path_factory.getbasetemp()
     stored = Stored(root, tensors)
     slots = stored.slots()
-    count = carry_out(plan_of(stored.items), root, slots, ReadOptions(threads, staging, over_read))
+    count = execute_reads(plan_of(stored.items), root, slots, ReadOptions(threads, staging, over_read))
     for key, expected in stored.expected.items():
         assert slots[key].array.tobytes() == expected.tobytes()
     needed = sum(item.stored.part.volume * dtype_of(item.stored.dtype).itemsize for item in stored.items)
@@ -209,7 +209,7 @@ def test_items_that_share_some_of_their_boxes_are_each_filled_by_all_of_theirs(t
         )
         expected[name] = values.transpose(axes)
     slots = empty_slots(items)
-    carry_out(plan_of(items), tmp_path, slots)
+    execute_reads(plan_of(items), tmp_path, slots)
     for name, filled in expected.items():
         assert slots[ROLE, name].array.tobytes() == filled.tobytes(), name
 
@@ -220,7 +220,7 @@ def test_one_large_tensor_is_read_by_several_threads(tmp_path: Path, monkeypatch
     monkeypatch.setattr(files, "os", machine)
     items = [item_of(values.shape, whole(values.shape), (0, 1))]
     slots = empty_slots(items)
-    carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads=4))
+    execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads=4))
     assert len(set(machine.reads)) == 4
     assert slots[ROLE, "w"].array.tobytes() == values.tobytes()
 
@@ -230,18 +230,18 @@ def test_small_tensors_that_follow_one_another_are_read_by_one_call(
 ) -> None:
     values = matrix(tmp_path, 5000, 16)
     calls: list[int] = []
-    vector = scatter._vector()
+    vector = vectored_read._vector()
     assert vector is not None
 
     def counting(descriptor: int, pieces: int, count: int, offset: int) -> int:
         calls.append(count)
         return vector(descriptor, pieces, count, offset)
 
-    monkeypatch.setattr(scatter, "_vector", lambda: counting)
+    monkeypatch.setattr(vectored_read, "_vector", lambda: counting)
     monkeypatch.setattr(files, "os", machine := CountingOs())
     items = rows_of(*values.shape)
     slots = empty_slots(items)
-    assert carry_out(plan_of(items), tmp_path, slots) == values.nbytes
+    assert execute_reads(plan_of(items), tmp_path, slots) == values.nbytes
     assert len(calls) == math.ceil(5000 / files.MOST_BUFFERS)
     assert not machine.reads
     assert all(slots[ROLE, str(row)].array.tobytes() == values[row].tobytes() for row in range(5000))
@@ -257,7 +257,7 @@ def test_tensors_of_all_sizes_that_follow_one_another_are_filled_in_one_go(tmp_p
         for number, size in enumerate(sizes)
     ]
     slots = empty_slots(items)
-    assert carry_out(plan_of(items), tmp_path, slots) == values.nbytes
+    assert execute_reads(plan_of(items), tmp_path, slots) == values.nbytes
     for number, begin in enumerate(begins[:-1]):
         assert slots[ROLE, str(number)].array.tobytes() == values[begin : begins[number + 1]].tobytes()
 
@@ -271,7 +271,7 @@ def test_bytes_beside_a_tensor_are_not_filled(tmp_path: Path, start: int) -> Non
     items[1] = msgspec.structs.replace(items[1], start=start)
     slots = {(ROLE, str(row)): ArraySlot(memory[8 * row : 8 * row + 8]) for row in range(2)}
     with pytest.raises(MismatchError, match="not those of its tensor"):
-        carry_out(plan_of(items), tmp_path, slots)
+        execute_reads(plan_of(items), tmp_path, slots)
     assert not memory[8:].any()
 
 
@@ -281,7 +281,7 @@ def test_memory_beside_the_targets_is_bounded_for_all_threads_together(tmp_path:
     slots = empty_slots(items)
     tracemalloc.start()
     try:
-        carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads=16, staging_bytes=256 << 10))
+        execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads=16, staging_bytes=256 << 10))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -334,7 +334,7 @@ def test_host_copies_are_bounded_too(tmp_path: Path) -> None:
     held = [0]
     slots: dict[tuple[str, str], Any] = {(ROLE, str(row)): StandIn(1000, held) for row in range(40)}
     slots[ROLE, "large"] = StandIn(40_000, held)
-    carry_out(plan_of([*items, large]), tmp_path, slots, ReadOptions(threads=1, staging_bytes=HOT_BYTES + 10_000))
+    execute_reads(plan_of([*items, large]), tmp_path, slots, ReadOptions(threads=1, staging_bytes=HOT_BYTES + 10_000))
     assert slots[ROLE, "large"].result == values.T.tobytes()
     assert all(slots[ROLE, str(row)].result == values[row].tobytes() for row in range(40))
     assert max(held) == 160_000, "what is larger than the bound passes alone"
@@ -369,7 +369,7 @@ def test_host_arrays_travel_while_the_next_are_read_and_all_have_arrived_at_the_
     slots = {(ROLE, str(row)): StandIn(1000, held, travelling) for row in range(40)}
     noting = {key: Noting(slot, lambda: met.append(travelling[-1])) for key, slot in slots.items()}
     options = ReadOptions(threads=1, staging_bytes=HOT_BYTES + 16_000)
-    carry_out(plan_of(rows_of(*values.shape)), tmp_path, noting, options)
+    execute_reads(plan_of(rows_of(*values.shape)), tmp_path, noting, options)
     assert all(slots[ROLE, str(row)].result == values[row].tobytes() for row in range(40))
     assert met == [0, 0, *[2] * 38], "groups of two, each read while the one before it travels"
     assert max(held) == 16_000
@@ -383,7 +383,7 @@ def test_nothing_travels_any_more_when_a_read_has_failed(tmp_path: Path) -> None
     os.truncate(tmp_path / "matrix", values.nbytes // 2)
     options = ReadOptions(threads=1, staging_bytes=HOT_BYTES + 16_000)
     with pytest.raises(Corrupt):
-        carry_out(plan_of(rows_of(*values.shape)), tmp_path, slots, options)
+        execute_reads(plan_of(rows_of(*values.shape)), tmp_path, slots, options)
     assert max(travelling) == 4
     assert held[-1] == travelling[-1] == 0
 
@@ -445,7 +445,7 @@ def test_what_is_filled_in_place_is_forgotten_when_it_is_full(tmp_path: Path) ->
     views: list[weakref.ref[np.ndarray[Any, Any]]] = []
     alive: list[int] = []
     slots = {(ROLE, item.name): Watched(views, alive) for item in items}
-    carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads=1))
+    execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads=1))
     assert all(slots[ROLE, f"{row:04}"].memory.tobytes() == values[row, :4].tobytes() for row in range(2000))
     assert len(alive) == 2000
     assert max(alive) < 300, "those of a few tasks"
@@ -480,7 +480,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, threads: 
     slots = empty_slots(items)
     slots[ROLE, "20"] = Trap(1024 * 1024, lambda: os.truncate(tmp_path / "matrix", 5_000_000))
     with pytest.raises(Corrupt, match=r"matrix ends too early") as caught:
-        carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads))
+        execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads))
     offset = int(caught.value.where.rsplit(" ", 1)[1])
     assert offset >= 5_000_000, "the first byte that is not there, or that of a row behind it"
 
@@ -491,7 +491,7 @@ def test_a_failure_of_the_device_is_named(part: Box) -> None:
     """The memory of a process read where nothing is mapped: the kernel itself answers EIO."""
     items = [item_of((64, 1024), part, (0, 1), file="mem")]
     with pytest.raises(StorageError, match=r"(?s)/proc/self/mem: Input/output error.*EIO"):
-        carry_out(plan_of(items), Path("/proc/self"), empty_slots(items))
+        execute_reads(plan_of(items), Path("/proc/self"), empty_slots(items))
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -504,7 +504,7 @@ def test_too_many_open_files_are_said_to_be_so(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
     try:
         with pytest.raises(StorageError, match="ulimit -n"):
-            carry_out(plan_of(items), tmp_path, empty_slots(items))
+            execute_reads(plan_of(items), tmp_path, empty_slots(items))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -528,7 +528,7 @@ class Meeting:
 def test_as_many_tasks_are_under_way_as_there_are_threads_and_one_of_them_is_the_callers(count: int) -> None:
     by: list[threading.Thread] = []
     meeting = Meeting(threading.Barrier(count), by)
-    with Crew(ReadOptions(threads=count)) as crew:
+    with ReadPool(ReadOptions(threads=count)) as crew:
         assert crew.run(iter([[meeting]] * count)) == count
     assert threading.current_thread() in by
     assert len(set(by)) == count
@@ -537,7 +537,7 @@ def test_as_many_tasks_are_under_way_as_there_are_threads_and_one_of_them_is_the
 @pytest.mark.usefixtures("nothing_left")
 def test_one_task_wakes_no_thread() -> None:
     by: list[threading.Thread] = []
-    with Crew(ReadOptions(threads=4)) as crew:
+    with ReadPool(ReadOptions(threads=4)) as crew:
         assert crew.run(iter([[Meeting(threading.Barrier(1), by)] * 3])) == 3
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("flex-read")]
     assert by == [threading.current_thread()] * 3
@@ -564,7 +564,7 @@ def test_an_interrupt_joins_threads_and_closes_files(tmp_path: Path, threads: in
     slots[ROLE, "0020"] = Trap(array.size, lambda: signal.pthread_kill(main, signal.SIGINT))
     slots[ROLE, f"{count - 1:04}"] = Trap(array.size, reached.set)
     with pytest.raises(KeyboardInterrupt):
-        carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads))
+        execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads))
     assert not reached.is_set(), "4 GiB were not read to the end"
 
 
@@ -577,7 +577,7 @@ def test_signals_during_reads_change_nothing(tmp_path: Path) -> None:
     suite = signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
     try:
         slots = empty_slots(items)
-        carry_out(plan_of(items), tmp_path, slots, ReadOptions(threads=1))
+        execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads=1))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -606,7 +606,7 @@ def test_pairs_that_differ_anywhere_are_found(tmp_path: Path) -> None:
 def test_a_whole_tensor_is_put_together_for_an_export(tmp_path: Path, rows: int) -> None:
     values = matrix(tmp_path, rows, 1024)
     item = item_of(values.shape, whole(values.shape), (1, 0))
-    with Crew() as crew:
+    with ReadPool() as crew:
         full = Shard("full", "float32", values.shape, whole(values.shape))
         empty = Shard("empty", "bfloat16", (0,), whole((0,)))
         (_, array), (_, nothing) = read_tensors(crew, tmp_path, [(full, (item,)), (empty, ())])

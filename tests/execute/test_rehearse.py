@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.errors import OptionError, PeerError
-from paddleformers_fc.execute import rehearse
-from paddleformers_fc.execute.channel import Channel
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.fingerprint import fingerprint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from paddleformers_fc.verification import simulate_ranks
 from tests.families.spaces import model_of
 
 MEMORY = Path("/dev/shm")
-ROWS, COLUMNS = tuple(rehearse.QWEN3_MOE_ROWS), tuple(rehearse.QWEN3_MOE_COLUMNS)
+ROWS, COLUMNS = tuple(simulate_ranks.QWEN3_MOE_ROWS), tuple(simulate_ranks.QWEN3_MOE_COLUMNS)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_the_matrix_has_every_strategy_of_its_rows_and_columns() -> None:
 def test_hops_that_cover_every_row_and_column_keep_every_bit(fast: Path) -> None:
     wanted = {(ROWS[index], COLUMNS[(3 * index + 2) % 7]) for index in range(7)}
     assert {target for _, target in wanted} == set(COLUMNS)
-    found = list(rehearse.qwen3_moe_hops(fast, lambda source, target: (source, target) in wanted))
+    found = list(simulate_ranks.qwen3_moe_round_trips(fast, lambda source, target: (source, target) in wanted))
     assert {(hop.source, hop.target) for hop in found} == wanted
     assert [hop.differences for hop in found] == [()] * 7
     # 77 weights, of which three routers are float32 and have no master weights, and four states of each.
@@ -54,23 +54,23 @@ def test_hops_that_cover_every_row_and_column_keep_every_bit(fast: Path) -> None
 
 
 def test_a_bit_that_changes_on_the_way_is_a_difference(fast: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = rehearse.load
+    original = simulate_ranks.load
 
-    def faulty(directory: Path, model: SimulatedModel) -> list[rehearse.Roles]:
+    def faulty(directory: Path, model: SimulatedModel) -> list[simulate_ranks.Roles]:
         held = original(directory, model)
         if directory.name == "source":
             array = held[0]["optimizer_state"]["model.norm.weight.moment1_0"].local_tensor.array
             array.view(np.uint8)[0] ^= 1
         return held
 
-    monkeypatch.setattr(rehearse, "load", faulty)
-    (hop,) = rehearse.qwen3_moe_hops(fast, lambda source, target: (source, target) == ("tp2", "sd4v1"))
+    monkeypatch.setattr(simulate_ranks, "load", faulty)
+    (hop,) = simulate_ranks.qwen3_moe_round_trips(fast, lambda source, target: (source, target) == ("tp2", "sd4v1"))
     assert not hop.equal
     assert "there: optimizer_state model.norm.weight.moment1_0 has another md5" in hop.differences
     assert "rank 0: optimizer_state model.norm.weight.moment1_0 came back with other bits" in hop.differences
 
 
-LARGER = {**rehearse.QWEN3_MOE.config, "is_fleet": True, "hidden_size": 256, "vocab_size": 2048}
+LARGER = {**simulate_ranks.QWEN3_MOE.config, "is_fleet": True, "hidden_size": 256, "vocab_size": 2048}
 
 
 @pytest.mark.parametrize(
@@ -88,21 +88,21 @@ def test_a_layout_of_the_same_name_that_owns_other_boxes_is_resharded(
     prints = [fingerprint(model.roles(rank) for rank in range(2)) for model in (first, second)]
     assert prints[0] != prints[1]
     alone = laid_out("dp=1", LARGER)
-    rehearse.save(fast / "alone", [rehearse.filled(alone.roles(0), rehearse.value_of)], alone)
-    rehearse.save(fast / "first", rehearse.load(fast / "alone", first), first)
-    held = rehearse.load(fast / "first", second)
+    simulate_ranks.save(fast / "alone", [simulate_ranks.filled(alone.roles(0), simulate_ranks.value_of)], alone)
+    simulate_ranks.save(fast / "first", simulate_ranks.load(fast / "alone", first), first)
+    held = simulate_ranks.load(fast / "first", second)
     assert fingerprint(describe_roles(roles) for roles in held) == prints[1]
     for rank, roles in enumerate(held):
-        expected = rehearse.filled(second.roles(rank), rehearse.value_of)
+        expected = simulate_ranks.filled(second.roles(rank), simulate_ranks.value_of)
         for role, weights in expected.items():
             for name, weight in weights.items():
                 assert weight.local_tensor.array.tobytes() == roles[role][name].local_tensor.array.tobytes(), name
 
 
 def test_a_model_in_float32_has_no_master_weights_and_keeps_its_bits(fast: Path) -> None:
-    config = {**rehearse.QWEN3_MOE.config, "is_fleet": True}
+    config = {**simulate_ranks.QWEN3_MOE.config, "is_fleet": True}
     alone, ranks = laid_out("dp=1", config, "float32"), laid_out("sharding=4,split=true,ep=2", config, "float32")
-    (hop,) = rehearse.hops(alone, {"ep2": ranks}, {"tp2": laid_out("tp=2", config, "float32")}, fast)
+    (hop,) = simulate_ranks.round_trips(alone, {"ep2": ranks}, {"tp2": laid_out("tp=2", config, "float32")}, fast)
     assert hop.equal
     assert "master_weight" not in ranks.roles(0)
 
@@ -111,23 +111,25 @@ def test_every_error_of_a_rank_ends_the_job() -> None:
     def refuse(channel: Channel) -> None:
         if channel.rank == 1:
             raise OptionError("No.")
-        channel.exchange(b"")
+        channel.all_gather(b"")
 
     def fail(channel: Channel) -> None:
         if channel.rank == 1:
             raise ZeroDivisionError("by zero")
-        channel.exchange(b"")
+        channel.all_gather(b"")
 
     with pytest.raises(OptionError, match=r"No\."):
-        rehearse.together(3, refuse)
+        simulate_ranks.run_threads(3, refuse)
     with pytest.raises(PeerError, match="ZeroDivisionError: by zero"):
-        rehearse.together(3, fail)
+        simulate_ranks.run_threads(3, fail)
 
 
 def test_what_is_saved_is_an_ordinary_checkpoint(fast: Path) -> None:
-    model = laid_out("tp=2", {**rehearse.QWEN3_MOE.config, "is_fleet": True})
-    rehearse.save(fast / "c", [rehearse.filled(model.roles(rank), rehearse.value_of) for rank in range(2)], model)
+    model = laid_out("tp=2", {**simulate_ranks.QWEN3_MOE.config, "is_fleet": True})
+    simulate_ranks.save(
+        fast / "c", [simulate_ranks.filled(model.roles(rank), simulate_ranks.value_of) for rank in range(2)], model
+    )
     names = {digest.name for digest in canonical_digests(fast / "c", "full", ["model_state"])}
     assert "model.layers.1.mlp.experts.3.gate_proj.weight" in names
     assert "model.layers.3.self_attn.q_norm.weight" in names
-    assert replace(rehearse.Hop("a", "b", 1, (), 0.0), differences=("x",)).equal is False
+    assert replace(simulate_ranks.RoundTrip("a", "b", 1, (), 0.0), differences=("x",)).equal is False

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.errors import Corrupt, StorageError
-from paddleformers_fc.execute.crew import ReadOptions
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_checkpoint
-from paddleformers_fc.execute.reading import ArraySlot, carry_out
+from paddleformers_fc.execute.read_pool import ReadOptions
+from paddleformers_fc.execute.reading import ArraySlot, execute_reads
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.storage.places import Place, place
+from paddleformers_fc.storage.paths import AnyPath, parse_path
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 from tests.storage.serving import Served, serving
@@ -34,7 +34,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
         yield one
 
 
-def load(directory: Place, tp: int, sharded: int, options: ReadOptions) -> list[Any]:
+def load(directory: AnyPath, tp: int, sharded: int, options: ReadOptions) -> list[Any]:
     """What every rank holds after a load into zeros, or what it raised."""
 
     def work(channel: Any) -> Roles:
@@ -48,7 +48,7 @@ def load(directory: Place, tp: int, sharded: int, options: ReadOptions) -> list[
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 3), (4, 1)])
 def test_a_resume_from_a_store_restores_every_bit(served: Served, layout: tuple[int, int], once: bool) -> None:
-    found = load(place(f"{served.url}/checkpoint-3"), *layout, ReadOptions(once=once))
+    found = load(parse_path(f"{served.url}/checkpoint-3"), *layout, ReadOptions(once=once))
     for rank, got in enumerate(found):
         assert not isinstance(got, Exception), got
         assert same_values(live(ARRAYS, layout[0], rank, sharded=layout[1]), got)
@@ -59,7 +59,7 @@ def test_open_weights_are_loaded_from_a_store(served: Served, tmp_path: Path) ->
 
     def work(channel: Any) -> Roles:
         roles = {"model_state": live(ARRAYS, 2, channel.rank, empty=True)["model_state"]}
-        load_weights(place(f"{served.url}/open"), roles, MODEL, channel)
+        load_weights(parse_path(f"{served.url}/open"), roles, MODEL, channel)
         return roles
 
     for rank, got in enumerate(succeed(2, work)):
@@ -67,7 +67,7 @@ def test_open_weights_are_loaded_from_a_store(served: Served, tmp_path: Path) ->
 
 
 def test_an_export_and_its_digests_from_a_store_are_those_of_the_directory(served: Served, tmp_path: Path) -> None:
-    remote = place(f"{served.url}/checkpoint-3")
+    remote = parse_path(f"{served.url}/checkpoint-3")
     assert list(canonical_digests(remote)) == list(canonical_digests(tmp_path / "checkpoint-3"))
     report = export_checkpoint(remote, tmp_path / "a")
     expected = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "b")
@@ -78,13 +78,13 @@ def test_a_file_that_is_replaced_between_check_and_read_stops_every_rank(served:
     path = next((tmp_path / "checkpoint-3/model_state").iterdir())
 
     def work(channel: Any) -> None:
-        checkpoint = open_checkpoint(place(f"{served.url}/checkpoint-3"), channel)
-        channel.exchange(b"")
+        checkpoint = open_checkpoint(parse_path(f"{served.url}/checkpoint-3"), channel)
+        channel.all_gather(b"")
         if channel.rank == 0:
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
             path.write_bytes(bytes(data))
-        channel.exchange(b"")
+        channel.all_gather(b"")
         load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), MODEL, channel)
 
     outcomes = job(2, work)
@@ -95,7 +95,7 @@ def test_a_file_that_is_replaced_between_check_and_read_stops_every_rank(served:
 
 def test_a_store_that_fails_is_one_error_on_every_rank(served: Served) -> None:
     served.refuse["mapping.json"] = 503
-    outcomes = load(place(f"{served.url}/checkpoint-3"), 2, 1, ReadOptions())
+    outcomes = load(parse_path(f"{served.url}/checkpoint-3"), 2, 1, ReadOptions())
     assert all(isinstance(outcome, StorageError) for outcome in outcomes), outcomes
     assert {outcome.render() for outcome in outcomes} == {outcomes[0].render()}
 
@@ -106,7 +106,7 @@ HEIGHT, WIDTH = 64, 256 * 1024
 def test_a_store_without_ranges_is_no_damage_for_a_load_that_verifies(served: Served) -> None:
     size = (served.root / "checkpoint-3/mapping.json").stat().st_size
     served.answer = lambda data: data + b"more" if len(data) == size else data
-    outcomes = job(2, lambda channel: open_checkpoint(place(f"{served.url}/checkpoint-3"), channel, "full"))
+    outcomes = job(2, lambda channel: open_checkpoint(parse_path(f"{served.url}/checkpoint-3"), channel, "full"))
     assert [type(outcome) for outcome in outcomes] == [StorageError, StorageError]
     assert str(outcomes[0]) == str(outcomes[1])
     assert "does not answer range requests" in str(outcomes[0])
@@ -123,7 +123,7 @@ def test_a_tensor_parallel_slice_takes_its_bytes_and_a_bounded_number_of_request
     out = np.zeros(HEIGHT * half, np.float32)
     with serving(tmp_path) as served:
         plan = LoadPlan((item,), (), {}, Report())
-        carry_out(plan, place(served.url), {("r", "n"): ArraySlot(out)})
+        execute_reads(plan, parse_path(served.url), {("r", "n"): ArraySlot(out)})
         assert np.array_equal(out.reshape(HEIGHT, half), arrays["long"][:, half:])
         assert served.bytes <= 1.05 * out.nbytes
         assert len(served.ranges) <= HEIGHT
@@ -141,7 +141,7 @@ def test_thousands_of_small_tensors_are_few_requests(tmp_path: Path) -> None:
     outs = {("r", f"{n}"): np.zeros(60, np.float32) for n in range(3_000)}
     with serving(tmp_path) as served:
         slots = {key: ArraySlot(out) for key, out in outs.items()}
-        carry_out(LoadPlan(items, (), {}, Report()), place(served.url), slots)
+        execute_reads(LoadPlan(items, (), {}, Report()), parse_path(served.url), slots)
         assert all(np.array_equal(out, numbers[int(name), :60]) for (_, name), out in outs.items())
         assert len(served.ranges) <= 2
         assert served.bytes <= numbers.nbytes

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.execute.replica_assignment import Replica, find_replicas
 from paddleformers_fc.execute.replicas import stretch
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
-from paddleformers_fc.execute.shares import Replica, replicas_of
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
@@ -103,7 +103,7 @@ def test_what_one_rank_alone_holds_is_no_replica() -> None:
     shard = Shard("a", "float32", (4,), whole((4,)))
     other = Shard("b", "float32", (4,), whole((4,)))
     everyone = [{"model_state": {"a": shard, "b": other}}, {"model_state": {"a": shard}}, {"model_state": {}}]
-    assert [[one.name for one in replicas_of(everyone, rank)] for rank in range(3)] == [["a"], ["a"], []]
+    assert [[one.name for one in find_replicas(everyone, rank)] for rank in range(3)] == [["a"], ["a"], []]
 
 
 @pytest.mark.parametrize(

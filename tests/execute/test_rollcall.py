@@ -13,13 +13,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from paddleformers_fc import __version__
+from paddleformers_fc.distributed.channel import ALONE, all_gather_checked
+from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
+from paddleformers_fc.distributed.rank_format import format_ranks, group_by_value
 from paddleformers_fc.errors import FlexError, PeerError
-from paddleformers_fc.execute.channel import ALONE, agree
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_checkpoint
-from paddleformers_fc.execute.rollcall import Called, software
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.execute.told import spelled, told_apart
 from paddleformers_fc.families import ModelDescription
 from tests.corruption import ours
 from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, same_values, succeed
@@ -35,18 +35,18 @@ def the_one_report(outcomes: list[Any]) -> FlexError:
 
 def call(channel: Any, facts: dict[str, object]) -> None:
     """Work that goes well, with a roll."""
-    agree(channel, "working", lambda: b"", Called("a test", facts))
+    all_gather_checked(channel, "working", lambda: b"", ConsistencyCheck("a test", facts))
 
 
 def test_ranks_are_named_in_runs() -> None:
-    assert spelled([3]) == "rank 3"
-    assert spelled([5, 1, 0, 2]) == "ranks 0-2, 5"
-    assert spelled(range(1000)) == "ranks 0-999"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([5, 1, 0, 2]) == "ranks 0-2, 5"
+    assert format_ranks(range(1000)) == "ranks 0-999"
 
 
 def test_the_value_of_the_fewest_comes_last_and_many_values_are_counted() -> None:
-    assert told_apart(["b", "a", "a", "a"]) == "a on ranks 1-3; b on rank 0"
-    many = told_apart([str(rank) for rank in range(100)])
+    assert group_by_value(["b", "a", "a", "a"]) == "a on ranks 1-3; b on rank 0"
+    many = group_by_value([str(rank) for rank in range(100)])
     assert many.count(" on ") == 8
     assert many.endswith("93 more values on other ranks")
 
@@ -89,7 +89,12 @@ def test_what_differs_counts_before_what_became_of_it() -> None:
         def fail() -> bytes:
             raise FlexError("What came of another configuration.")
 
-        agree(channel, "planning", fail if channel.rank == 1 else lambda: b"", Called("a test", {"a": channel.rank}))
+        all_gather_checked(
+            channel,
+            "planning",
+            fail if channel.rank == 1 else lambda: b"",
+            ConsistencyCheck("a test", {"a": channel.rank}),
+        )
 
     error = the_one_report(job(3, work))
     assert error.evidence == ("a: 0 on rank 0; 1 on rank 1; 2 on rank 2",)
@@ -105,7 +110,9 @@ def test_a_fact_that_cannot_be_told_is_an_error_on_every_rank(works: bool) -> No
         return b""
 
     def call_with(channel: Any) -> None:
-        agree(channel, "working", work, Called("a test", untold if channel.rank == 1 else {"statements": []}))
+        all_gather_checked(
+            channel, "working", work, ConsistencyCheck("a test", untold if channel.rank == 1 else {"statements": []})
+        )
 
     report = str(the_one_report(job(3, call_with)))
     assert ("TypeError while working" in report) == works
@@ -132,18 +139,18 @@ def test_a_process_alone_calls_no_roll() -> None:
 
 def test_the_software_is_that_which_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "paddleformers", paddle)
-    found = software()
+    found = software_versions()
     assert found["paddleformers_fc"] == __version__
     assert found["paddle"] == paddle.__version__
     assert set(found) == {"paddleformers_fc", "paddle", "paddleformers"}
     monkeypatch.delitem(sys.modules, "paddle")
     monkeypatch.delitem(sys.modules, "paddleformers")
-    assert set(software()) == {"paddleformers_fc"}
+    assert set(software_versions()) == {"paddleformers_fc"}
 
 
 def test_ranks_in_different_steps_are_told_apart() -> None:
     error = the_one_report(
-        job(3, lambda channel: agree(channel, "saving" if channel.rank == 2 else "loading", lambda: b""))
+        job(3, lambda channel: all_gather_checked(channel, "saving" if channel.rank == 2 else "loading", lambda: b""))
     )
     assert isinstance(error, PeerError)
     assert error.evidence == ("loading on ranks 0-1; saving on rank 2",)
@@ -152,9 +159,9 @@ def test_ranks_in_different_steps_are_told_apart() -> None:
 def test_a_rank_that_speaks_another_language_is_told_apart() -> None:
     def work(channel: Any) -> None:
         if channel.rank == 1:
-            channel.exchange(b"\xc1 of another version")
+            channel.all_gather(b"\xc1 of another version")
         else:
-            agree(channel, "loading", lambda: b"")
+            all_gather_checked(channel, "loading", lambda: b"")
 
     first, silent, third = job(3, work)
     assert silent is None
@@ -267,7 +274,9 @@ def test_a_rank_whose_file_is_shorter_is_named(tmp_path: Path, odd: int) -> None
     seen = {place: tmp_path / place / "checkpoint-3" for place in ("usual", "odd")}
 
     def work(channel: Any, roles: dict[str, Any]) -> None:
-        agree(channel, "opening", lambda: bool(open_checkpoint(place_of(channel), ALONE)).to_bytes(1, "big"))
+        all_gather_checked(
+            channel, "opening", lambda: bool(open_checkpoint(place_of(channel), ALONE)).to_bytes(1, "big")
+        )
 
     def place_of(channel: Any) -> Path:
         return seen["odd" if channel.rank == odd else "usual"]

@@ -11,7 +11,7 @@ import pytest
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
-from paddleformers_fc.execute.reading import ArraySlot, carry_out
+from paddleformers_fc.execute.reading import ArraySlot, execute_reads
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report
 from paddleformers_fc.plan.items import StoredPart
@@ -67,12 +67,12 @@ def test_an_object_that_is_replaced_between_opening_and_reading_stops_every_rank
 
     def work(channel: Any) -> None:
         checkpoint = open_checkpoint(directory, channel)
-        channel.exchange(b"")
+        channel.all_gather(b"")
         if channel.rank == 0:
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
             bucket.put(path.relative_to(tmp_path).as_posix(), bytes(data))
-        channel.exchange(b"")
+        channel.all_gather(b"")
         load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), MODEL, channel)
 
     outcomes = job(2, work)
@@ -93,7 +93,7 @@ def test_a_tensor_parallel_slice_of_long_rows_is_sent_its_bytes_in_one_request_p
     box, own = Box((0, half), (HEIGHT, WIDTH)), Box((0, 0), (HEIGHT, half))
     item = ReadItem("r", "n", StoredPart("data", 0, (HEIGHT, WIDTH), box, "float32"), 0, (HEIGHT, half), own, (0, 1))
     out = np.zeros(HEIGHT * half, np.float32)
-    carry_out(LoadPlan((item,), (), {}, Report()), bucket.path, {("r", "n"): ArraySlot(out)})
+    execute_reads(LoadPlan((item,), (), {}, Report()), bucket.path, {("r", "n"): ArraySlot(out)})
     assert np.array_equal(out.reshape(HEIGHT, half), long[:, half:])
     assert out.nbytes <= bucket.store.bytes <= 1.05 * out.nbytes
     assert len(bucket.store.answers) <= HEIGHT

@@ -20,12 +20,12 @@ from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.replica_assignment import assign_writers
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.execute.shares import divide
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import whole
-from paddleformers_fc.storage.owner import OWNER_NAME
+from paddleformers_fc.storage.staging_lock import OWNER_NAME
 from tests.execute.simulated import CONFIG, HIDDEN, MODEL, Arrays, Roles, canonical, job, live, same_values, succeed
 
 ARRAYS = canonical()
@@ -74,7 +74,7 @@ def test_replicas_are_divided_by_bytes_and_not_by_count() -> None:
     big, small = (Shard(name, "float32", (n,), whole((n,))) for name, n in (("big", 90), ("small", 10)))
     more = {f"s{i}": Shard(f"s{i}", "float32", (10,), whole((10,))) for i in range(8)}
     held = {"model_state": {"big": big, "small": small, **more}}
-    first, second = divide([held, held])
+    first, second = assign_writers([held, held])
     assert [len(first), len(second)] == [1, 9]
 
 
@@ -85,7 +85,7 @@ def test_the_export_of_every_layout_is_the_same_file(
     save(tmp_path / "checkpoint-3", ARRAYS, *layout)
     with monkeypatch.context() as patched:
         # In more and smaller pieces.
-        patched.setattr(export, "_HOT", 512)
+        patched.setattr(export, "_CACHE_BYTES", 512)
         report = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "export")
     (name,) = report.files
     loaded = load_file(tmp_path / "export" / name)
@@ -144,7 +144,7 @@ def test_an_export_over_an_older_one_leaves_nothing_of_it(tmp_path: Path) -> Non
 def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(export, "_HOT", 512)
+    monkeypatch.setattr(export, "_CACHE_BYTES", 512)
     save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
     threads = threading.active_count()
     original, calls = getattr(os, call), []
@@ -156,9 +156,9 @@ def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
         return original(*args)
 
     def work(channel: Any) -> None:
-        opened = channel.exchange
+        opened = channel.all_gather
         # The checkpoint is open and its headers are read when the ranks agree on it.
-        channel.exchange = lambda payload: (monkeypatch.setattr(os, call, refuse), opened(payload))[1]
+        channel.all_gather = lambda payload: (monkeypatch.setattr(os, call, refuse), opened(payload))[1]
         export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000, channel)
 
     (error,) = job(1, work)

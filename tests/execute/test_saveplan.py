@@ -16,13 +16,13 @@ import paddle
 import pytest
 
 from paddleformers_fc.errors import MismatchError, StorageError
-from paddleformers_fc.execute import shares
+from paddleformers_fc.execute import replica_assignment
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.memory import host_parts
+from paddleformers_fc.execute.memory import host_pieces
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.execute.saveplan import KEPT_PLANS, PlanKeeper, SavePlan
+from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, SavePlan, SavePlanCache
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.manifest import read_manifest
@@ -44,10 +44,10 @@ class CountingChannel:
     def __post_init__(self) -> None:
         self.rank, self.world_size = self.inner.rank, self.inner.world_size
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload."""
         self.given.append(payload)
-        return self.inner.exchange(payload)
+        return self.inner.all_gather(payload)
 
 
 def save(
@@ -148,22 +148,22 @@ def test_a_rank_that_has_forgotten_a_plan_makes_all_ranks_work_it_out_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "a", everything)
-    known = PlanKeeper.known
-    monkeypatch.setattr(PlanKeeper, "known", lambda self, rank: known(self, rank) if rank == 0 else {})
+    known = SavePlanCache.known
+    monkeypatch.setattr(SavePlanCache, "known", lambda self, rank: known(self, rank) if rank == 0 else {})
     assert save(tmp_path / "b", everything)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 def test_only_the_last_plans_are_kept_and_every_rank_has_its_own() -> None:
-    keeper, plan = PlanKeeper(), SavePlan((), None)
-    for number in range(KEPT_PLANS):
+    keeper, plan = SavePlanCache(), SavePlan((), None)
+    for number in range(MAX_CACHED_PLANS):
         keeper.keep(0, bytes([number]), plan)
     keeper.keep(0, b"\0", plan)
     keeper.keep(1, b"x", plan)
     assert list(keeper.known(1)) == [b"x"]
     assert b"\0" in keeper.known(0)
     assert b"\1" not in keeper.known(0)
-    assert len(keeper.known(0)) == KEPT_PLANS - 1
+    assert len(keeper.known(0)) == MAX_CACHED_PLANS - 1
 
 
 HALF = "model.layers.1.mlp.down_proj.weight"
@@ -222,7 +222,7 @@ def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(tmp_path: Path, r
 
 
 def test_a_tensor_that_is_written_by_several_ranks_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "LEAST_PART_BYTES", 16)
+    monkeypatch.setattr(replica_assignment, "LEAST_PART_BYTES", 16)
     big = {**ARRAYS, "model.embed_tokens.weight": np.arange(3200 * 16, dtype=np.float32).reshape(3200, 16)}
     save(tmp_path / "a", lambda rank: {"model_state": live(big, 1, rank)["model_state"]}, ranks=4)
     sizes = [path.stat().st_size for path in (tmp_path / "a/model_state").iterdir()]
@@ -239,13 +239,13 @@ def test_what_is_not_contiguous_is_copied_in_pieces(monkeypatch: pytest.MonkeyPa
     turned = paddle.to_tensor(numbers).transpose([2, 0, 1])
     assert not turned.is_contiguous()
     expected = numbers.transpose(2, 0, 1).ravel()
-    parts = list(host_parts(turned, 35, 140))
+    parts = list(host_pieces(turned, 35, 140))
     assert len(parts) == 3
     assert (np.concatenate(parts) == expected[35:140]).all()
     ones = turned.unsqueeze(0)
-    assert (np.concatenate(list(host_parts(ones, 0, 140))) == expected).all()
+    assert (np.concatenate(list(host_pieces(ones, 0, 140))) == expected).all()
     half = turned.astype("bfloat16").transpose([1, 0, 2])
-    assert str(next(host_parts(half, 0, 140)).dtype) == "bfloat16"
+    assert str(next(host_pieces(half, 0, 140)).dtype) == "bfloat16"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
@@ -286,27 +286,27 @@ QUOTA = """
 import os, resource, sys, threading
 from pathlib import Path
 from paddleformers_fc.errors import StorageError
-from paddleformers_fc.execute import rehearse
+from paddleformers_fc.verification import simulate_ranks
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 
-described = rehearse.QWEN3_MOE
+described = simulate_ranks.QWEN3_MOE
 model = declared_model(family_for(described.config), described, parse_grid("tp=2"), "bfloat16")
-held = [rehearse.filled(model.roles(rank), rehearse.value_of) for rank in range(2)]
+held = [simulate_ranks.filled(model.roles(rank), simulate_ranks.value_of) for rank in range(2)]
 root = Path(sys.argv[1])
 limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
 try:
-    rehearse.save(root / "checkpoint-1", held, model)
+    simulate_ranks.save(root / "checkpoint-1", held, model)
 except StorageError as error:
     print(error)
 assert not list(root.iterdir()), list(root.iterdir())
 assert threading.active_count() == 1
 assert "paddle" not in sys.modules
 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-rehearse.save(root / "checkpoint-1", held, model)
-rehearse.load(root / "checkpoint-1", model)
+simulate_ranks.save(root / "checkpoint-1", held, model)
+simulate_ranks.load(root / "checkpoint-1", model)
 print("saved")
 """
 

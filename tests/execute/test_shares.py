@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.execute import shares
-from paddleformers_fc.execute.shares import Held, Piece, divide, files_of
+from paddleformers_fc.execute import replica_assignment
+from paddleformers_fc.execute.replica_assignment import RankShards, ShardPart, assign_writers, pack_files
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.codec import decode_held, encode_held
 from paddleformers_fc.mapping.boxes import shifted, whole
@@ -17,7 +17,7 @@ from paddleformers_fc.mapping.boxes import shifted, whole
 MEBI = 1024 * 1024
 
 
-def held(*shards: Shard) -> Held:
+def held(*shards: Shard) -> RankShards:
     return {"model_state": {shard.name: shard for shard in shards}}
 
 
@@ -25,20 +25,20 @@ def tensor(name: str, *shape: int, dtype: str = "float32") -> Shard:
     return Shard(name, dtype, shape, whole(shape))
 
 
-def loads(given: Sequence[Sequence[Piece]]) -> list[int]:
+def loads(given: Sequence[Sequence[ShardPart]]) -> list[int]:
     return [sum(piece.nbytes for piece in pieces) for pieces in given]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_one_big_tensor_that_every_rank_holds_is_written_by_all_of_them(ranks: int) -> None:
     everyone = [held(tensor("embed", 64 * MEBI // 4, 4), tensor("small", 100))] * ranks
-    found = loads(divide(everyone))
+    found = loads(assign_writers(everyone))
     assert max(found) <= 1.01 * sum(found) / ranks
 
 
 def test_a_big_tensor_is_not_cut_for_slivers() -> None:
     big, own, nearly = tensor("big", 6 * MEBI // 4, 4), tensor("own", 5 * MEBI), tensor("nearly", 5 * MEBI + 100)
-    given = divide([held(big, own), held(big, nearly), held(big)])
+    given = assign_writers([held(big, own), held(big, nearly), held(big)])
     assert [[piece.shard.name for piece in pieces] for pieces in given] == [["own"], ["nearly"], ["big"]]
 
 
@@ -46,7 +46,7 @@ def test_ranks_that_hold_the_same_need_not_be_told_apart() -> None:
     one = held(tensor("a", 3 * MEBI, 4), tensor("b", 7), tensor("c", 5 * MEBI, 3))
     again = decode_held(encode_held(one))
     assert again == one
-    assert divide([one, one, one]) == divide([one, again, decode_held(encode_held(one))])
+    assert assign_writers([one, one, one]) == assign_writers([one, again, decode_held(encode_held(one))])
 
 
 @pytest.mark.parametrize("holders", range(3, 9))
@@ -55,7 +55,7 @@ def test_a_large_range_is_written_to_its_last_element_whatever_its_length(holder
     for spare in range(holders + 1):
         begin, end = 3, 3 + 10 * holders * MEBI + spare
         one = Shard("flat", dtype, (end + 5,), whole((end + 5,)), (begin, end))
-        given = divide([held(one)] * holders)
+        given = assign_writers([held(one)] * holders)
         ranges = sorted((piece.shard.flat, piece.start) for pieces in given for piece in pieces)
         assert len(ranges) == holders
         edges = [begin, *(flat[1] for flat, _ in ranges)]
@@ -67,7 +67,7 @@ def test_a_large_range_is_written_to_its_last_element_whatever_its_length(holder
 @pytest.mark.parametrize("holders", [3, 5, 7])
 def test_a_large_tensor_is_written_to_its_last_row(holders: int) -> None:
     for rows in range(4 * holders * MEBI // 1024, 4 * holders * MEBI // 1024 + holders):
-        given = divide([held(tensor("rows", rows, 1023))] * holders)
+        given = assign_writers([held(tensor("rows", rows, 1023))] * holders)
         cuts = sorted((piece.shard.box.lo[0], piece.shard.box.hi[0]) for pieces in given for piece in pieces)
         edges = [0, *(high for _, high in cuts)]
         assert cuts == list(zip(edges[:-1], [*edges[1:-1], rows], strict=True))
@@ -92,10 +92,10 @@ def shards(draw: st.DrawFn, name: str) -> Shard:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> list[Held]:
+def jobs(draw: st.DrawFn) -> list[RankShards]:
     """Ranks that hold shards, each held by one rank or by several."""
     ranks = draw(st.integers(1, 4))
-    everyone: list[Held] = [{"model_state": {}} for _ in range(ranks)]
+    everyone: list[RankShards] = [{"model_state": {}} for _ in range(ranks)]
     for number in range(draw(st.integers(1, 5))):
         shard = draw(shards(f"t{number}"))
         for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
@@ -112,14 +112,16 @@ def elements(shard: Shard) -> np.ndarray:
 
 @settings(max_examples=300)
 @given(jobs(), st.integers(1, 40), st.integers(1, 60))
-def test_every_element_is_written_once_by_a_rank_that_holds_it(everyone: list[Held], least: int, most: int) -> None:
+def test_every_element_is_written_once_by_a_rank_that_holds_it(
+    everyone: list[RankShards], least: int, most: int
+) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shares, "LEAST_PART_BYTES", least)
-        given = divide(everyone)
+        patched.setattr(replica_assignment, "LEAST_PART_BYTES", least)
+        given = assign_writers(everyone)
     written: dict[str, list[np.ndarray]] = {}
     for rank, pieces in enumerate(given):
         assert len({piece.shard.name for piece in pieces}) == len(pieces)
-        for file in files_of(pieces, most):
+        for file in pack_files(pieces, most):
             assert len({piece.shard.name for piece in file}) == len(file)
             assert sum(piece.nbytes for piece in file) <= most or len(file) == 1
             for piece in file:
@@ -134,8 +136,10 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(everyone: list[He
 
 
 def test_a_tensor_is_cut_between_rows_where_a_file_ends() -> None:
-    pieces = [Piece("model_state", shard, 0) for shard in (tensor("a", 10, 5), tensor("b", 1, 3, 50, dtype="bfloat16"))]
-    files = files_of(pieces, 80)
+    pieces = [
+        ShardPart("model_state", shard, 0) for shard in (tensor("a", 10, 5), tensor("b", 1, 3, 50, dtype="bfloat16"))
+    ]
+    files = pack_files(pieces, 80)
     assert [[(one.shard.name, str(one.shard.box)) for one in file] for file in files][:4] == [
         [("a", "[0:4, 0:5]")],
         [("a", "[4:8, 0:5]")],
@@ -148,8 +152,8 @@ def test_a_tensor_is_cut_between_rows_where_a_file_ends() -> None:
 def test_wide_dtypes_come_first_and_files_hold_no_more_tensors_than_a_header_should(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shares, "MOST_TENSORS", 2)
+    monkeypatch.setattr(replica_assignment, "MOST_TENSORS", 2)
     dtypes = {"a": "bfloat16", "b": "float32", "c": "bfloat16", "d": "float32", "e": "bfloat16"}
-    pieces = [Piece("r", tensor(name, 1, dtype=dtype), 0) for name, dtype in dtypes.items()]
-    files = files_of(pieces, 10**9)
+    pieces = [ShardPart("r", tensor(name, 1, dtype=dtype), 0) for name, dtype in dtypes.items()]
+    files = pack_files(pieces, 10**9)
     assert [[one.shard.name for one in file] for file in files] == [["b", "d"], ["a", "c"], ["e"]]

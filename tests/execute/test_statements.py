@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.errors import MappingError, MismatchError
-from paddleformers_fc.execute import rehearse
-from paddleformers_fc.execute.channel import Channel
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from paddleformers_fc.verification import simulate_ranks
 from tests.families.spaces import model_of
 
 TINY = {
@@ -51,7 +51,9 @@ def laid_out(grid: str, config: Mapping[str, Any]) -> SimulatedModel:
 def saved(directory: Path, model: SimulatedModel) -> Path:
     """A checkpoint of numbers that depend on the tensors' names."""
     ranks = range(model.grid.world_size)
-    rehearse.save(directory, [rehearse.filled(model.roles(rank), rehearse.value_of) for rank in ranks], model)
+    simulate_ranks.save(
+        directory, [simulate_ranks.filled(model.roles(rank), simulate_ranks.value_of) for rank in ranks], model
+    )
     return directory
 
 
@@ -61,10 +63,10 @@ def load_with(
     statements: Sequence[str],
     reverse: bool = False,
     may_change: Sequence[str] = (),
-) -> list[rehearse.Roles]:
+) -> list[simulate_ranks.Roles]:
     """What every rank holds after a load with statements; what is not loaded stays 7."""
     ranks = range(model.grid.world_size)
-    held = [rehearse.filled(model.roles(rank), _sevens) for rank in ranks]
+    held = [simulate_ranks.filled(model.roles(rank), _sevens) for rank in ranks]
 
     def work(channel: Channel) -> None:
         stated = {"aoa_statements": list(statements), "aoa_config_reverse": reverse}
@@ -77,15 +79,15 @@ def load_with(
             may_change=may_change,
         )
 
-    rehearse.together(model.grid.world_size, work)
+    simulate_ranks.run_threads(model.grid.world_size, work)
     return held
 
 
-def _sevens(role: str, shard: Shard) -> rehearse.Array:
-    return np.full_like(rehearse.value_of(role, shard), 7)
+def _sevens(role: str, shard: Shard) -> simulate_ranks.Array:
+    return np.full_like(simulate_ranks.value_of(role, shard), 7)
 
 
-def bits(held: Sequence[rehearse.Roles]) -> list[dict[tuple[str, str], bytes]]:
+def bits(held: Sequence[simulate_ranks.Roles]) -> list[dict[tuple[str, str], bytes]]:
     """The bits of every weight and state, rank by rank."""
     return [
         {
@@ -111,7 +113,7 @@ def test_what_no_statement_names_is_derived_where_the_models_names_are_others(
 ) -> None:
     checkpoint, model = saved(tmp_path / "checkpoint-1", laid_out(before, stored)), laid_out(after, wanted)
     found = load_with(checkpoint, model, [f"{NORM} -> {NORM}"])
-    assert bits(found) == bits(rehearse.load(checkpoint, model))
+    assert bits(found) == bits(simulate_ranks.load(checkpoint, model))
 
 
 def test_what_a_statement_removes_is_not_derived_all_the_same(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_heads_that_would_mix_queries_with_keys_are_refused(
     )
     if is_right:
         found = load_with(checkpoint, model, [statement], reverse)
-        assert bits(found) == bits(rehearse.load(checkpoint, model))
+        assert bits(found) == bits(simulate_ranks.load(checkpoint, model))
         return
     with pytest.raises(MappingError, match="mix the parts of fused tensors") as refusal:
         load_with(checkpoint, model, [statement], reverse)

@@ -13,17 +13,16 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from paddleformers_fc.catalog import open_flex
+from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import MismatchError, NotACheckpoint
-from paddleformers_fc.execute import rehearse
-from paddleformers_fc.execute.channel import LocalChannel
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.replica_assignment import assign_writers
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
-from paddleformers_fc.execute.shares import divide
 from paddleformers_fc.execute.ties import diverged, hash_ties, ties_of
 from paddleformers_fc.families import family_for
+from paddleformers_fc.formats import open_flex
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -31,22 +30,28 @@ from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, write_manifest
 from paddleformers_fc.trainer.resume import newest_or_refuse
+from paddleformers_fc.verification import simulate_ranks
 from tests.cli.support import run
 from tests.execute.simulated import job, succeed
 
 EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
 TIED = replace(
-    rehearse.QWEN3_MOE,
-    config={**rehearse.QWEN3_MOE.config, "vocab_size": 1024, "tie_word_embeddings": True, "decoder_sparse_step": 1},
+    simulate_ranks.QWEN3_MOE,
+    config={
+        **simulate_ranks.QWEN3_MOE.config,
+        "vocab_size": 1024,
+        "tie_word_embeddings": True,
+        "decoder_sparse_step": 1,
+    },
 )
 GRIDS = ["pp=2", "pp=3", "pp=4", "dp=2,pp=2", "tp=2,pp=2", "sharding=2,split=true,pp=2", "sharding=2,pp=2"]
-Change = Callable[[int, rehearse.Roles], None]
+Change = Callable[[int, simulate_ranks.Roles], None]
 
 
 def tied_value(role: str, shard: Shard) -> Any:
     """A tensor's values; the same under both names of a tied one."""
     name = shard.name.replace(LM_HEAD, EMBEDDING)
-    return rehearse.value_of(role, structs.replace(shard, name=name))
+    return simulate_ranks.value_of(role, structs.replace(shard, name=name))
 
 
 def model_of(grid: str, dtype: str = "bfloat16") -> SimulatedModel:
@@ -65,7 +70,7 @@ def save(
     model = model_of(grid)
 
     def work(channel: Any) -> SaveReport:
-        roles = rehearse.filled(model.roles(channel.rank), value)
+        roles = simulate_ranks.filled(model.roles(channel.rank), value)
         if change is not None:
             change(channel.rank, roles)
         files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
@@ -77,7 +82,7 @@ def save(
 def flip(name: str, role: str = "model_state", at: int = -1) -> Change:
     """Change the last bit of an element of a weight or state on every rank that holds it."""
 
-    def change(_: int, roles: rehearse.Roles) -> None:
+    def change(_: int, roles: simulate_ranks.Roles) -> None:
         weight = roles.get(role, {}).get(name)
         if weight is not None:
             bits = weight.local_tensor.array.reshape(-1).view(f"u{weight.local_tensor.array.itemsize}")
@@ -131,7 +136,7 @@ def test_the_report_names_the_ranks_of_both_copies(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_copy_that_differs_is_counted(tmp_path: Path) -> None:
-    def change(rank: int, roles: rehearse.Roles) -> None:
+    def change(rank: int, roles: simulate_ranks.Roles) -> None:
         if rank == 3:
             flip(LM_HEAD)(rank, roles)
 
@@ -148,7 +153,7 @@ def test_any_element_is_compared_where_the_stages_share_states_differently(tmp_p
     ends = {copy: sorted(one[copy].flat for one in held if copy in one) for copy in (name, f"{LM_HEAD}.moment1_0")}
     assert len({str(flat) for flat in ends.values()}) == 2
 
-    def change(_: int, roles: rehearse.Roles) -> None:
+    def change(_: int, roles: simulate_ranks.Roles) -> None:
         weight = roles.get(role, {}).get(name)
         if weight is not None and weight.flattened_range.start <= at < weight.flattened_range.stop:
             weight.local_tensor.array[at - weight.flattened_range.start] += 1
@@ -176,7 +181,7 @@ def test_the_second_save_of_a_plan_compares_as_well(tmp_path: Path) -> None:
 def test_replicas_of_one_copy_are_a_matter_of_the_option_alone(tmp_path: Path) -> None:
     """What is written of both copies is equal, whatever another data-parallel rank holds."""
 
-    def change(rank: int, roles: rehearse.Roles) -> None:
+    def change(rank: int, roles: simulate_ranks.Roles) -> None:
         if rank in (2, 3):
             flip(LM_HEAD)(rank, roles)
             flip(EMBEDDING)(rank, roles)
@@ -190,7 +195,7 @@ def test_replicas_of_one_copy_are_a_matter_of_the_option_alone(tmp_path: Path) -
 
 def can_be_loaded(checkpoint: Path) -> bool:
     try:
-        rehearse.load(checkpoint, model_of("dp=1"))
+        simulate_ranks.load(checkpoint, model_of("dp=1"))
     except MismatchError:
         return False
     return True
@@ -207,9 +212,9 @@ def test_what_a_save_records_is_what_a_load_refuses(tmp_path: Path, grid: str) -
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize(("tied", "copy"), [("first", EMBEDDING), ("last", LM_HEAD)])
 def test_a_chosen_copy_is_read_with_all_of_its_states(tmp_path: Path, grid: str, tied: str, copy: str) -> None:
-    save(tmp_path / "checkpoint-3", grid, value=rehearse.value_of)
+    save(tmp_path / "checkpoint-3", grid, value=simulate_ranks.value_of)
     model = model_of("tp=2")
-    held = [rehearse.filled(model.roles(rank), nothing) for rank in range(2)]
+    held = [simulate_ranks.filled(model.roles(rank), nothing) for rank in range(2)]
 
     def work(channel: Any) -> None:
         checkpoint = replace(open_checkpoint(tmp_path / "checkpoint-3", channel), tied=tied)
@@ -217,13 +222,13 @@ def test_a_chosen_copy_is_read_with_all_of_its_states(tmp_path: Path, grid: str,
 
     succeed(2, work)
     for rank, roles in enumerate(held):
-        expected = rehearse.filled(model.roles(rank), of_copy(copy))
+        expected = simulate_ranks.filled(model.roles(rank), of_copy(copy))
         # Fused layers lie in another order under tensor parallelism, which is no matter here.
         assert not any(name.split()[1].startswith((EMBEDDING, LM_HEAD)) for name in differing(roles, expected))
 
 
 def nothing(role: str, shard: Shard) -> Any:
-    return 0 * rehearse.value_of(role, shard)
+    return 0 * simulate_ranks.value_of(role, shard)
 
 
 def of_copy(copy: str) -> Callable[[str, Shard], Any]:
@@ -231,12 +236,12 @@ def of_copy(copy: str) -> Callable[[str, Shard], Any]:
 
     def value(role: str, shard: Shard) -> Any:
         name = shard.name.replace(LM_HEAD, copy).replace(EMBEDDING, copy)
-        return rehearse.value_of(role, structs.replace(shard, name=name))
+        return simulate_ranks.value_of(role, structs.replace(shard, name=name))
 
     return value
 
 
-def differing(one: rehearse.Roles, other: rehearse.Roles) -> list[str]:
+def differing(one: simulate_ranks.Roles, other: simulate_ranks.Roles) -> list[str]:
     return [
         f"{role} {name}"
         for role, names in other.items()
@@ -246,14 +251,14 @@ def differing(one: rehearse.Roles, other: rehearse.Roles) -> list[str]:
 
 
 def test_a_plan_of_one_choice_is_not_used_for_another(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", "pp=2", value=rehearse.value_of)
+    save(tmp_path / "checkpoint-3", "pp=2", value=simulate_ranks.value_of)
     plans, model = PlanCache(tmp_path / "plans"), model_of("dp=1")
     for _ in range(2):
         for tied, copy in (("first", EMBEDDING), ("last", LM_HEAD)):
-            roles = rehearse.filled(model.roles(0), nothing)
+            roles = simulate_ranks.filled(model.roles(0), nothing)
             checkpoint = replace(open_flex(tmp_path / "checkpoint-3"), tied=tied)
             load_checkpoint(checkpoint, roles, TIED, LocalChannel(), plans=plans)
-            assert differing(roles, rehearse.filled(model.roles(0), of_copy(copy))) == []
+            assert differing(roles, simulate_ranks.filled(model.roles(0), of_copy(copy))) == []
     with pytest.raises(MismatchError, match="flex_tied: first or last"):
         load_checkpoint(open_flex(tmp_path / "checkpoint-3"), roles, TIED, LocalChannel(), plans=plans)
 
@@ -262,7 +267,7 @@ def test_the_stages_of_copies_are_those_of_the_ranks_that_hold_them(tmp_path: Pa
     """An owner on the last stage is the last copy, whatever the family declares first."""
     owner, one, two = (Shard(name, "float32", (4, 2), whole((4, 2))) for name in ("owner", "one", "two"))
     everyone = [{"model_state": {shard.name: shard}} for shard in (two, one, owner)]
-    ties = ties_of(everyone, divide(everyone), {"one": "owner", "two": "owner"})
+    ties = ties_of(everyone, assign_writers(everyone), {"one": "owner", "two": "owner"})
     assert ties.stages == {"owner": ("two", "one", "owner")}
     held = [dict.fromkeys(everyone[rank]["model_state"], live(np.arange(8.0))) for rank in range(3)]
     held[0]["two"] = live(np.arange(8.0) + 1)
@@ -273,7 +278,7 @@ def test_the_stages_of_copies_are_those_of_the_ranks_that_hold_them(tmp_path: Pa
 
 
 def live(array: Any) -> SimpleNamespace:
-    return SimpleNamespace(local_tensor=rehearse.HostTensor(array.astype(np.float32)))
+    return SimpleNamespace(local_tensor=simulate_ranks.HostTensor(array.astype(np.float32)))
 
 
 def test_copies_that_are_cut_along_different_axes_are_compared_element_by_element() -> None:
@@ -285,7 +290,7 @@ def test_copies_that_are_cut_along_different_axes_are_compared_element_by_elemen
     ranges = [Shard("two", "float32", shape, whole(shape), flat) for flat in ((0, 7), (7, 24))]
     everyone = [{"model_state": {shard.name: shard}} for shard in (*rows, *columns, *ranges)]
     parts = [array[:3], array[3:], array[:, :2], array[:, 2:], array.ravel()[:7], array.ravel()[7:]]
-    ties = ties_of(everyone, divide(everyone), {"one": "owner", "two": "owner"})
+    ties = ties_of(everyone, assign_writers(everyone), {"one": "owner", "two": "owner"})
     for rank in range(-1, 6):
         held = [part.copy() for part in parts]
         if rank >= 0:
@@ -301,7 +306,7 @@ def test_copies_that_are_cut_along_different_axes_are_compared_element_by_elemen
 def test_copies_of_another_shape_or_dtype_are_diverged() -> None:
     shards = [Shard("owner", "float32", (4, 2), whole((4, 2))), Shard("one", "bfloat16", (4, 2), whole((4, 2)))]
     everyone = [{"model_state": {shard.name: shard}} for shard in shards]
-    (tie,) = diverged(ties_of(everyone, divide(everyone), {"one": "owner"}), [[], []])
+    (tie,) = diverged(ties_of(everyone, assign_writers(everyone), {"one": "owner"}), [[], []])
     assert tie.differences == ["model_state one: bfloat16 [4, 2], owner: float32 [4, 2]"]
 
 
@@ -323,7 +328,7 @@ def test_on_several_disks_a_diverged_checkpoint_is_skipped_by_every_rank(tmp_pat
         model = model_of("pp=2")
 
         def work(channel: Any, step: int = step, change: Change | None = change, model: Any = model) -> None:
-            roles = rehearse.filled(model.roles(channel.rank), tied_value)
+            roles = simulate_ranks.filled(model.roles(channel.rank), tied_value)
             if change is not None:
                 change(channel.rank, roles)
             files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
@@ -346,7 +351,7 @@ def test_where_all_are_diverged_none_is_resumed_by_itself(tmp_path: Path) -> Non
 @pytest.mark.parametrize("grid", ["pp=2", "pp=4"])
 def test_an_export_takes_the_copy_that_is_chosen(tmp_path: Path, grid: str) -> None:
     source = tmp_path / "checkpoint-3"
-    save(source, grid, value=rehearse.value_of)
+    save(source, grid, value=simulate_ranks.value_of)
     for copy in (EMBEDDING, LM_HEAD):
         save(tmp_path / copy, "pp=2", value=of_copy(copy))
         export_checkpoint(tmp_path / copy, tmp_path / f"export-{copy}")
@@ -375,11 +380,11 @@ def test_verify_and_inspect_report_a_diverged_checkpoint(tmp_path: Path, level: 
 def test_a_checkpoint_of_an_earlier_version_is_read_by_the_declared_order(tmp_path: Path) -> None:
     """Its manifest has no record of copies that differ."""
     checkpoint = tmp_path / "checkpoint-3"
-    save(checkpoint, "pp=2", value=rehearse.value_of)
+    save(checkpoint, "pp=2", value=simulate_ranks.value_of)
     manifest = read_manifest(checkpoint)
     write_manifest(checkpoint, structs.replace(manifest, diverged_ties=msgspec.UNSET))
     model = model_of("dp=1")
     for tied, copy in (("first", EMBEDDING), ("last", LM_HEAD)):
-        roles = rehearse.filled(model.roles(0), nothing)
+        roles = simulate_ranks.filled(model.roles(0), nothing)
         load_checkpoint(replace(open_flex(checkpoint), tied=tied), roles, TIED, LocalChannel(), plans=PlanCache())
-        assert differing(roles, rehearse.filled(model.roles(0), of_copy(copy))) == []
+        assert differing(roles, simulate_ranks.filled(model.roles(0), of_copy(copy))) == []

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paddleformers_fc.aoa import normal
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
 from paddleformers_fc.families.declarations import Geometry, Statement
-from paddleformers_fc.families.derive import Derivation, derive_rules
-from paddleformers_fc.families.kinds import LayeredTensor, LayerKind
-from paddleformers_fc.families.naming import layer_name, split
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.mapping import RuleSet, TensorSpec
-from paddleformers_fc.mapping.aoa import normal
+from paddleformers_fc.verification.derivation.derive import Derivation, derive_rules
+from paddleformers_fc.verification.derivation.layer_kinds import LayeredTensor, LayerKind
+from paddleformers_fc.verification.derivation.name_matching import layer_name, split
 from tests.families import native
 
 DEGREES = (1, 2, 4)
@@ -34,8 +34,9 @@ HEAD = """\
 # Derivation
 
 What a model's mapping is, where no family declares it, is derived from the names, shapes and layers of both sides. The
-rules of evidence are in `families/claims.py`, `naming.py` and `options.py`. What they leave open is asked, with the
-candidates as AOA lines; a line that is given back settles it. What is derived is proved like the rules of any family.
+rules of evidence are in `verification/derivation/candidates.py`, `name_matching.py` and `options.py`. What they leave
+open is asked, with the candidates as AOA lines; a line that is given back settles it. What is derived is proved like
+the rules of any family.
 
 ```
 paddleformers-fc derive DIR                                    # open weights with their config.json

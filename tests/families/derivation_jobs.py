@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paddleformers_fc.families.kinds import layer_kinds
+from paddleformers_fc.verification.derivation.layer_kinds import layer_kinds
 from tests.families.jobs import _model
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from paddleformers_fc.aoa import normal
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelTensor
-from paddleformers_fc.families.derive import Derivation, derive_rules
-from paddleformers_fc.families.hints import pieces_of
-from paddleformers_fc.families.kinds import LayeredTensor, LayerKind, kind_of_classes
 from paddleformers_fc.mapping import TensorSpec
-from paddleformers_fc.mapping.aoa import normal
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.verification.derivation.derive import Derivation, derive_rules
+from paddleformers_fc.verification.derivation.layer_kinds import LayeredTensor, LayerKind, kind_of_classes
+from paddleformers_fc.verification.derivation.native_hints import pieces_of
 from tests.families.derivation import ASKS, DEGREES, OTHER, SAME, Case, cases, derived, measured, page, verdict
 from tests.families.spaces import BY_NAME, settings
 from tests.families.test_real_models import MODELS

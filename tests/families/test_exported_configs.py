@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.families.test_transformers import CASES
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.families import native
 from tests.families.spaces import BY_NAME, described, differing, gathered, settings, spaces, tensors
 from tests.mapping.numbers import Arrays, moved

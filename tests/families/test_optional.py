@@ -11,8 +11,8 @@ import paddle
 import pytest
 from safetensors.numpy import save_file
 
+from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.channel import LocalChannel
 from paddleformers_fc.execute.load import LoadReport, load_weights
 from paddleformers_fc.families import OptionalNames
 from tests.families.spaces import BY_NAME, model_of, settings, spaces

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelTensor, bind, enumerate_tensors
 from paddleformers_fc.mapping import prove
-from paddleformers_fc.runtime.forkserver import ForkServer
 from tests.families.spaces import BY_NAME, model_of, settings
 
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.aoa import normal
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, bind
 from paddleformers_fc.families.declarations import Geometry
 from paddleformers_fc.families.registry import prove_family
-from paddleformers_fc.families.skeleton import family_of, source_text
-from paddleformers_fc.mapping.aoa import normal
+from paddleformers_fc.verification.derivation.codegen import family_of, source_text
 from tests.families.derivation import Case, cases, derived
 
 FUSED = {

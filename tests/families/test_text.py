@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from paddleformers_fc.aoa import AoaTensor, normal, parse, uncut
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.families.text import aoa_text, aoa_texts, tiny_aoa_text, with_ties
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.mapping.aoa import AoaTensor, normal, parse, uncut
 
 LLAMA = family_for({"model_type": "llama"})
 

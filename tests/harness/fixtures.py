@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paddleformers_fc.runtime.forkserver import PRELOAD, ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import PRELOAD, ForkServer
 from tests.harness.limits import LIMIT
 
 PATIENT = (*PRELOAD, "tests.harness.limits:be_patient")

@@ -22,7 +22,7 @@ def suite_limit(pyproject: str) -> float:
 
 def be_patient() -> None:
     """Let this process wait for the job's store as long as a test may take, in place of a minute."""
-    from paddleformers_fc.runtime import stores
+    from paddleformers_fc.cpu_runtime import stores
 
     stores.OPENING_SECONDS = LIMIT
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.harness import tiny
 
 HEADS = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paddleformers_fc.cli.matrix.layouts import Layout, layout_from
-from paddleformers_fc.cli.matrix.tiny import (
+from paddleformers_fc.verification.matrix.layouts import MatrixLayout, layout_from
+from paddleformers_fc.verification.matrix.tiny import (
     GLOBAL_BATCH,
     SAMPLES,
     SEGMENT,
@@ -27,7 +27,7 @@ __all__ = [
     "SEGMENT",
     "SEQUENCE",
     "VOCABULARY",
-    "Layout",
+    "MatrixLayout",
     "Samples",
     "build",
     "collate",
@@ -41,17 +41,17 @@ __all__ = [
     "weight",
 ]
 
-SINGLE = Layout("single")
-DP2 = Layout("dp2", nproc=2)
-TP2 = Layout("tp2", nproc=2, tp=2)
-PP2 = Layout("pp2", nproc=2, pp=2)
-SD2V1 = Layout("sd2v1", nproc=2, sharding=2)
-SD2V2 = Layout("sd2v2", nproc=2, sharding=2, split_param=True)
-SD2S2 = Layout("sd2stage2", nproc=2, sharding=2, stage=2)
-SD2S3 = Layout("sd2stage3", nproc=2, sharding=2, stage=3)
-PP4VPP2 = Layout("pp4vpp2", nproc=4, pp=4, vpp=2)
-TP2PP2 = Layout("tp2pp2", nproc=4, tp=2, pp=2)
-TP2SD2V2 = Layout("tp2sd2v2", nproc=4, tp=2, sharding=2, split_param=True)
-PP2SD2V2 = Layout("pp2sd2v2", nproc=4, pp=2, sharding=2, split_param=True)
-EP2 = Layout("ep2", nproc=2, sharding=2, split_param=True, ep=2)
-TP2EP2PP2 = Layout("tp2ep2pp2", nproc=4, tp=2, pp=2, ep=2)
+SINGLE = MatrixLayout("single")
+DP2 = MatrixLayout("dp2", nproc=2)
+TP2 = MatrixLayout("tp2", nproc=2, tp=2)
+PP2 = MatrixLayout("pp2", nproc=2, pp=2)
+SD2V1 = MatrixLayout("sd2v1", nproc=2, sharding=2)
+SD2V2 = MatrixLayout("sd2v2", nproc=2, sharding=2, split_param=True)
+SD2S2 = MatrixLayout("sd2stage2", nproc=2, sharding=2, stage=2)
+SD2S3 = MatrixLayout("sd2stage3", nproc=2, sharding=2, stage=3)
+PP4VPP2 = MatrixLayout("pp4vpp2", nproc=4, pp=4, vpp=2)
+TP2PP2 = MatrixLayout("tp2pp2", nproc=4, tp=2, pp=2)
+TP2SD2V2 = MatrixLayout("tp2sd2v2", nproc=4, tp=2, sharding=2, split_param=True)
+PP2SD2V2 = MatrixLayout("pp2sd2v2", nproc=4, pp=2, sharding=2, split_param=True)
+EP2 = MatrixLayout("ep2", nproc=2, sharding=2, split_param=True, ep=2)
+TP2EP2PP2 = MatrixLayout("tp2ep2pp2", nproc=4, tp=2, pp=2, ep=2)

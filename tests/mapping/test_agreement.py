@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec, prove
-from paddleformers_fc.mapping.agreement import disagreements, refuse_disagreement
+from paddleformers_fc.mapping.agreement import disagreements, require_agreement
 from paddleformers_fc.mapping.boxes import Box
 from tests.mapping.numbers import moved, numbered
 from tests.mapping.strategies import rule_sets, with_items
@@ -113,7 +113,7 @@ def fused(groups: int) -> Mapping:
 def test_a_wrong_head_count_is_refused_though_it_can_be_proved() -> None:
     prove(fused(4))
     with pytest.raises(MappingError, match="declared from q"):
-        refuse_disagreement(fused(4), fused(2), "The mapping", "Read it elsewhere.")
+        require_agreement(fused(4), fused(2), "The mapping", "Read it elsewhere.")
 
 
 def test_a_square_matrix_that_is_not_transposed_is_refused() -> None:

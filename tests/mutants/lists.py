@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutants import catalog, execute, layout, plan, storage, trainer
+from tests.mutants import execute, formats, layout, plan, storage, trainer
 
 MUTANTS = (
     *storage.MUTANTS,
     *execute.MUTANTS,
     *plan.MUTANTS,
-    *catalog.MUTANTS,
+    *formats.MUTANTS,
     *layout.MUTANTS,
     *trainer.MUTANTS,
 )

@@ -106,7 +106,7 @@ MUTANTS = (
     # ---- Which checkpoint is resumed.
     Mutant(
         "trainer/resume.py",
-        "            check_together(output_dir / name, channel, level, threads)",
+        "            check_complete(output_dir / name, channel, level, threads)",
         "            pass",
         RESUME,
         "an unfinished checkpoint is resumed",
@@ -272,14 +272,14 @@ MUTANTS = (
     ),
     # ---- Options and patience.
     Mutant(
-        "trainer/watch.py",
+        "trainer/rank_monitor.py",
         "            os._exit(EXIT_CODE)",
         "            pass",
         WATCH,
         "a rank that is left alone in a collective waits for ever",
     ),
     Mutant(
-        "trainer/run.py",
+        "trainer/job_state.py",
         "    return patient_channel(args.flex_timeout)",
         "    return patient_channel()",
         (f"{TRAINER}test_no_rank_waits_longer_than_it_was_told_to",),

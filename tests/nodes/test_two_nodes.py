@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from paddleformers_fc.cli.demo.assets import prepare as prepare_assets
-from paddleformers_fc.runtime.ranks import free_ports
+from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer import register
+from paddleformers_fc.verification.demo.assets import prepare as prepare_assets
 from tests.nodes.network import BIN, Ended, Node, run, two_nodes
 
 SCRIPT, RECIPE = (Path(__file__).parents[2] / "recipes" / name for name in ("script.py", "two_nodes.yaml"))

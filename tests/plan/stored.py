@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from paddleformers_fc.catalog import Catalog, FlexCheckpoint
-from paddleformers_fc.catalog.stored import StoredForm, StoredFragment, StoredTensor, gather_shards
+from paddleformers_fc.formats import Catalog, FlexCheckpoint
+from paddleformers_fc.formats.catalog import StoredForm, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan.simulate import SimulatedModel

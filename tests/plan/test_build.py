@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.catalog import FlexCheckpoint
-from paddleformers_fc.catalog.stored import Catalog, StoredFragment
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.crew import ReadOptions
-from paddleformers_fc.execute.reading import ArraySlot, carry_out
+from paddleformers_fc.execute.read_pool import ReadOptions
+from paddleformers_fc.execute.reading import ArraySlot, execute_reads
+from paddleformers_fc.formats import FlexCheckpoint
+from paddleformers_fc.formats.catalog import Catalog, StoredFragment
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
-from paddleformers_fc.plan import LoadPlan, Source, plan_reads, resume_source
+from paddleformers_fc.plan import LoadPlan, ReadSource, plan_reads, resume_source
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage.manifest import Manifest
 from tests.mapping.numbers import moved, numbered, slices
@@ -47,7 +47,7 @@ def stored(root: Path, arrays: dict[str, np.ndarray[Any, Any]], pieces: int) -> 
 
 def filled(plan: LoadPlan, root: Path, shard: Shard, **options: int) -> np.ndarray[Any, Any]:
     array = np.full(shard.size, np.nan, shard.dtype)
-    carry_out(plan, root, {("model_state", shard.name): ArraySlot(array)}, ReadOptions(**options))
+    execute_reads(plan, root, {("model_state", shard.name): ArraySlot(array)}, ReadOptions(**options))
     return array
 
 
@@ -59,7 +59,7 @@ def test_any_shard_of_a_fused_tensor_is_put_together_from_any_pieces(
     root = tmp_path_factory.mktemp("plan")
     mapping = FUSED.mapping()
     arrays = {name: array.astype(np.float32) for name, array in numbered(mapping).items()}
-    source = Source(stored(root, arrays, pieces), mapping)
+    source = ReadSource(stored(root, arrays, pieces), mapping)
     cut = data.draw(st.sampled_from([1, 2, 4]))
     rank = data.draw(st.integers(0, cut - 1))
     box = Box((0, 16 // cut * rank), (6, 16 // cut * (rank + 1)))
@@ -75,7 +75,7 @@ def test_any_shard_of_a_fused_tensor_is_put_together_from_any_pieces(
 
 
 def plan_of(catalog: Catalog, mapping: Mapping, shard: Shard, role: str = "model_state") -> LoadPlan:
-    return plan_reads(Source(catalog, mapping), {role: {shard.name: shard}})
+    return plan_reads(ReadSource(catalog, mapping), {role: {shard.name: shard}})
 
 
 def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
         "layers.2.w": np.zeros((4, 2), np.float16),
     }
     wanted = {name: Shard(name, "float32", (4, 2), whole((4, 2))) for name in specs}
-    plan = plan_reads(Source(stored(tmp_path, arrays, 1), rules.mapping()), {"model_state": wanted})
+    plan = plan_reads(ReadSource(stored(tmp_path, arrays, 1), rules.mapping()), {"model_state": wanted})
     with pytest.raises(MismatchError) as caught:
         plan.report.refuse("here")
     text = str(caught.value)
@@ -122,7 +122,7 @@ def test_an_alias_that_is_stored_too_must_equal_its_owner(tmp_path: Path) -> Non
     array = np.arange(8, dtype=np.float32).reshape(4, 2)
     catalog = stored(tmp_path, {"embed": array, "head": array}, 2)
     rules = RuleSet({"embed": TensorSpec((4, 2), "float32")}, (Rule(("embed",), ("embed",), (2,), 1, (0, 1)),))
-    source = Source(catalog, rules.mapping(), stored_aliases={"head": "embed"})
+    source = ReadSource(catalog, rules.mapping(), stored_aliases={"head": "embed"})
     plan = plan_reads(source, {"model_state": {"embed": Shard("embed", "float32", (4, 2), whole((4, 2)))}})
     assert len(plan.checks) == 2
     assert plan.touched == {"model_state": frozenset({"embed", "head"})}

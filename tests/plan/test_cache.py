@@ -13,15 +13,15 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from paddleformers_fc.catalog import Catalog, FlexCheckpoint
+from paddleformers_fc.aoa import AoaTensor
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.mapping.aoa import AoaTensor
+from paddleformers_fc.formats import Catalog, FlexCheckpoint
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan import plan_reads, resume_source
-from paddleformers_fc.plan.cache import PlanCache, PlanKey, Planned, encode_plan, fits, plan_key
+from paddleformers_fc.plan.cache import CachedPlan, PlanCache, PlanKey, encode_plan, fits, plan_key
 from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.simulate import SimulatedModel
-from paddleformers_fc.storage.receipts import FileReceipt
+from paddleformers_fc.storage.file_checksums import FileChecksum
 from tests.plan.stored import checkpoint_of
 from tests.plan.test_forecast import MOE, laid_out
 
@@ -36,13 +36,13 @@ def model() -> SimulatedModel:
     return laid_out("tp=2")
 
 
-def made(stored: FlexCheckpoint, model: SimulatedModel, rank: int = 0) -> tuple[PlanKey, Planned]:
+def made(stored: FlexCheckpoint, model: SimulatedModel, rank: int = 0) -> tuple[PlanKey, CachedPlan]:
     source, report = resume_source(stored, model.rules)
     plan = plan_reads(source, model.roles(rank))
     assert plan.report.empty
     assert report.empty
     assert len(plan.items) > 100
-    return plan_key(stored, model.model, model.roles(rank)), Planned(plan, frozenset({"b", "a"}))
+    return plan_key(stored, model.model, model.roles(rank)), CachedPlan(plan, frozenset({"b", "a"}))
 
 
 def test_a_plan_is_kept_in_the_process(stored: FlexCheckpoint, model: SimulatedModel) -> None:
@@ -131,18 +131,18 @@ def changed_checkpoints(stored: FlexCheckpoint) -> dict[str, FlexCheckpoint]:
     """The checkpoint with one thing changed that a plan may depend on."""
     role, name = "model_state", "model.norm.weight"
     tensor = stored.catalog.roles[role][name]
-    ((file, begin),) = tensor.places
+    ((file, begin),) = tensor.offsets
 
     def with_tensor(**changes: Any) -> FlexCheckpoint:
         roles = {**stored.catalog.roles, role: dict(stored.catalog.roles[role])}
         roles[role][name] = msgspec.structs.replace(tensor, **changes)
         return replace(stored, catalog=Catalog(stored.catalog.root, roles))
 
-    receipt = FileReceipt(file, 8, "0" * 32, 4, ["0" * 16] * 2)
+    receipt = FileChecksum(file, 8, "0" * 32, 4, ["0" * 16] * 2)
     rules = stored.rules
     return {
-        "offset": with_tensor(places=((file, begin + 2),)),
-        "file": with_tensor(places=((file + "x", begin),)),
+        "offset": with_tensor(offsets=((file, begin + 2),)),
+        "file": with_tensor(offsets=((file + "x", begin),)),
         "dtype": with_tensor(form=replace(tensor.form, dtype="float16")),
         "boxes": with_tensor(form=replace(tensor.form, boxes=())),
         "manifest": replace(stored, manifest=msgspec.structs.replace(stored.manifest, files=[receipt])),
@@ -229,7 +229,7 @@ OTHER: dict[str, Forge] = {
 }
 
 
-def forged(planned: Planned, change: Forge) -> Planned:
+def forged(planned: CachedPlan, change: Forge) -> CachedPlan:
     first = next(item for item in planned.plan.items if len(item.shape) == 2)
     items = tuple(change(item) if item is first else item for item in planned.plan.items)
     return replace(planned, plan=replace(planned.plan, items=items))

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.jobs import item_view, region_of
+from paddleformers_fc.execute.read_jobs import item_view, region_of
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.mapping.boxes import Box, whole

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from paddleformers_fc.catalog.stored import Catalog, gather_shards
+from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import Correspondence, Rule, RuleSet, Shape, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.rules import Slab
-from paddleformers_fc.plan import Source, plan_reads
+from paddleformers_fc.plan import ReadSource, plan_reads
 from paddleformers_fc.plan.items import ReadItem
 
 Coordinates = tuple[int, ...]
@@ -174,7 +174,7 @@ def test_a_plan_reads_every_element_from_where_it_is_stored(
             ranks[rank][name] = shard
     composed, canonical = stored.mapping().reversed().then(wanted.mapping()), elements(wanted)
     for shards_of_rank in ranks:
-        plan = plan_reads(Source(catalog, composed), {MODEL_STATE: shards_of_rank})
+        plan = plan_reads(ReadSource(catalog, composed), {MODEL_STATE: shards_of_rank})
         assert plan.report.empty
         assert list(plan.items) == sorted(plan.items, key=lambda item: (item.stored.file, item.stored.begin))
         for name, shard in shards_of_rank.items():
@@ -191,7 +191,7 @@ def test_numbers_that_are_kept_once_per_parameter_do_not_take_each_other_s_place
     files = [(Shard(name + suffix, "float32", (1,), one), "f", 4 * place, 4) for place, name in enumerate("qk")]
     tensors, _ = gather_shards(files)
     wanted = {OPTIMIZER_STATE: {"qk" + suffix: Shard("qk" + suffix, "float32", (1,), one)}}
-    plan = plan_reads(Source(Catalog(Path("here"), {OPTIMIZER_STATE: tensors}), mapping), wanted)
+    plan = plan_reads(ReadSource(Catalog(Path("here"), {OPTIMIZER_STATE: tensors}), mapping), wanted)
     assert [item.stored.begin for item in plan.items] == [0]
     assert [(check.left.begin, check.right.begin) for check in plan.checks] == [(0, 4)]
     assert math.prod(plan.items[0].part.shape) == 1

@@ -10,7 +10,15 @@ from hypothesis import given, settings, strategies as st
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.plan.routes import SeenBy, Transfer, boxes_within, readers, scheduled, size_of, transfers
+from paddleformers_fc.plan.transfer_plan import (
+    SeenBy,
+    Transfer,
+    assign_transfers,
+    boxes_within,
+    readers,
+    schedule_rounds,
+    size_of,
+)
 
 FILES = ("a", "b", "c")
 
@@ -45,7 +53,7 @@ def test_every_want_is_served_once_by_a_rank_that_sees_the_file(
     job: tuple[list[list[StoredPart]], SeenBy],
 ) -> None:
     wants, seen_by = job
-    moves = transfers(wants, seen_by)
+    moves = assign_transfers(wants, seen_by)
     assert len({move.part for move in moves}) == len(moves)
     served = Counter((receiver, move.part) for move in moves for receiver in move.receivers)
     for rank, parts in enumerate(wants):
@@ -65,8 +73,8 @@ def test_all_ranks_go_through_the_same_rounds_within_the_bound(
     job: tuple[list[list[StoredPart]], SeenBy], limit: int
 ) -> None:
     wants, seen_by = job
-    moves = transfers(wants, seen_by)
-    schedules = [scheduled(moves, rank, limit) for rank in range(len(wants))]
+    moves = assign_transfers(wants, seen_by)
+    schedules = [schedule_rounds(moves, rank, limit) for rank in range(len(wants))]
     assert len({len(one.rounds) for one in schedules}) == 1
     arrived: dict[tuple[int, StoredPart], list[Box]] = {}
     for number in range(len(schedules[0].rounds)):
@@ -95,12 +103,12 @@ def test_all_ranks_go_through_the_same_rounds_within_the_bound(
 
 
 def test_a_rank_that_reads_alone_what_it_sees_needs_nobody() -> None:
-    assert transfers([[part("a", 3)], [part("b", 3)]], {}) == []
+    assert assign_transfers([[part("a", 3)], [part("b", 3)]], {}) == []
 
 
 def test_replicas_are_read_once_and_the_bytes_are_even() -> None:
     parts = [part("a", length, begin) for begin, length in enumerate((8, 4, 4, 2, 2, 2, 2))]
-    moves = transfers([parts, parts], {})
+    moves = assign_transfers([parts, parts], {})
     loads = Counter[int]()
     for move in moves:
         assert move.receivers == (0, 1)
@@ -109,13 +117,13 @@ def test_replicas_are_read_once_and_the_bytes_are_even() -> None:
 
 
 def test_a_rank_that_wants_a_range_reads_it_before_one_that_does_not() -> None:
-    (move,) = transfers([[], [part("a", 3)], [part("a", 3)]], {"a": [0, 1]})
+    (move,) = assign_transfers([[], [part("a", 3)], [part("a", 3)]], {"a": [0, 1]})
     assert move == Transfer(part("a", 3), 1, (1, 2))
 
 
 def test_a_range_of_a_file_that_nobody_sees_is_named() -> None:
     with pytest.raises(StorageError, match="b is wanted, and no rank sees it"):
-        transfers([[part("b", 1)], []], {"b": []})
+        assign_transfers([[part("b", 1)], []], {"b": []})
 
 
 def test_one_reader_is_found_for_every_range_even_by_bytes() -> None:
@@ -127,7 +135,7 @@ def test_one_reader_is_found_for_every_range_even_by_bytes() -> None:
 
 def test_many_receivers_make_small_pieces() -> None:
     moves = [Transfer(part("a", 1000, dtype="int8"), 0, tuple(range(11)))]
-    schedule = scheduled(moves, 0, limit=100)
+    schedule = schedule_rounds(moves, 0, limit=100)
     assert {piece.size for pieces in schedule.rounds for piece in pieces} == {10}
 
 

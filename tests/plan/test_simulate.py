@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.catalog.stored import gather_shards
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import family_for
 from paddleformers_fc.families.registry import FAMILIES
+from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.layout.fingerprint import fingerprint
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
 from paddleformers_fc.layout.roles import split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import TensorSpec, prove
 from paddleformers_fc.plan.simulate import SimulatedModel, built_order, declared_model, stored_model
-from paddleformers_fc.runtime.forkserver import ForkServer
 from tests.families.spaces import model_of, settings
 from tests.harness import tiny
-from tests.harness.tiny import Layout
+from tests.harness.tiny import MatrixLayout
 
 FREE = {"moe_use_aux_free": True}
 TIED = {"tie_word_embeddings": True}
 ERNIE = "ernie4_5_moe"
-CASES: list[tuple[str, Layout, dict[str, Any]]] = [
+CASES: list[tuple[str, MatrixLayout, dict[str, Any]]] = [
     *(
         ("llama", layout, {})
         for layout in (
@@ -43,19 +43,19 @@ CASES: list[tuple[str, Layout, dict[str, Any]]] = [
         for layout in (
             tiny.TP2SD2V2,
             tiny.PP2SD2V2,
-            Layout("tp2sd2v1", nproc=4, tp=2, sharding=2),
-            Layout("tp2sd2stage2", nproc=4, tp=2, sharding=2, stage=2),
-            Layout("tp2pp2sd2v2", nproc=8, tp=2, pp=2, sharding=2, split_param=True),
+            MatrixLayout("tp2sd2v1", nproc=4, tp=2, sharding=2),
+            MatrixLayout("tp2sd2stage2", nproc=4, tp=2, sharding=2, stage=2),
+            MatrixLayout("tp2pp2sd2v2", nproc=8, tp=2, pp=2, sharding=2, split_param=True),
         )
     ),
     *(
         (ERNIE, layout, FREE)
         for layout in (
             tiny.TP2EP2PP2,
-            Layout("tp2ep2", nproc=2, tp=2, ep=2),
-            Layout("sd4ep2", nproc=4, sharding=4, split_param=True, ep=2),
-            Layout("sd2tp2ep2", nproc=4, tp=2, sharding=2, split_param=True, ep=2),
-            Layout("pp2sd4ep2", nproc=8, pp=2, sharding=4, split_param=True, ep=2),
+            MatrixLayout("tp2ep2", nproc=2, tp=2, ep=2),
+            MatrixLayout("sd4ep2", nproc=4, sharding=4, split_param=True, ep=2),
+            MatrixLayout("sd2tp2ep2", nproc=4, tp=2, sharding=2, split_param=True, ep=2),
+            MatrixLayout("pp2sd4ep2", nproc=8, pp=2, sharding=4, split_param=True, ep=2),
         )
     ),
     (ERNIE, replace(tiny.SD2V2, bf16=True), FREE),
@@ -69,7 +69,7 @@ CASES: list[tuple[str, Layout, dict[str, Any]]] = [
 ]
 
 
-def grid_of(layout: Layout) -> ParallelGrid:
+def grid_of(layout: MatrixLayout) -> ParallelGrid:
     """The grid of a live layout, with the segments and alignment that the live ranks have."""
     # Stage 3 asks what the device wants, and the others take it for an accelerator.
     return replace(layout.grid, slice_above=tiny.SEGMENT, alignment=4096 if layout.stage == 3 else 256)
@@ -95,10 +95,10 @@ def described(roles: dict[str, dict[str, Shard]]) -> dict[str, dict[str, list[An
 @pytest.mark.parametrize(
     ("model_type", "layout", "model"),
     CASES,
-    ids=lambda value: value.name + ("-bf16" if value.bf16 else "") if isinstance(value, Layout) else None,
+    ids=lambda value: value.name + ("-bf16" if value.bf16 else "") if isinstance(value, MatrixLayout) else None,
 )
 def test_a_simulated_layout_is_the_live_one(
-    ranks: ForkServer, tmp_path: Path, model_type: str, layout: Layout, model: dict[str, Any]
+    ranks: ForkServer, tmp_path: Path, model_type: str, layout: MatrixLayout, model: dict[str, Any]
 ) -> None:
     job = {"model_type": model_type, "layout": layout.to_json(), "model": model, "output_dir": str(tmp_path)}
     live = ranks.run("tests.plan.live_layouts:describe", layout.nproc, job).values

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 from paddleformers_fc.storage.files import files_within
-from paddleformers_fc.storage.places import RemotePath
+from paddleformers_fc.storage.paths import RemotePath
 from tests.harness.limits import LIMIT
 
 REGION = "us-east-1"

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddleformers_fc.storage import files, owner
+from paddleformers_fc.storage import files, staging_lock
 from paddleformers_fc.storage.commit import Committed, commit, create_staging
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.manifest import FileReceipt, Manifest, read_manifest, verify_files, write_manifest
+from paddleformers_fc.storage.manifest import FileChecksum, Manifest, read_manifest, verify_files, write_manifest
 from paddleformers_fc.storage.names import parse_step
-from paddleformers_fc.storage.safetensors import LaidOutWriter, lay_out, read_header
+from paddleformers_fc.storage.safetensors import SequentialTensorWriter, layout_file, read_header
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 STATE = "trainer/state.json"
@@ -40,9 +40,9 @@ def header_bytes(document: Any, spelling: str = "with spaces") -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def writer_of(path: Path, entries: Any, metadata: Any, **options: Any) -> LaidOutWriter:
+def writer_of(path: Path, entries: Any, metadata: Any, **options: Any) -> SequentialTensorWriter:
     """A writer of tensors as they are declared."""
-    return LaidOutWriter(path, lay_out(path, entries, metadata), **options)
+    return SequentialTensorWriter(path, layout_file(path, entries, metadata), **options)
 
 
 def stage(target: Path, value: int) -> Path:
@@ -63,7 +63,7 @@ def save(target: Path, value: int) -> Committed:
     return commit(stage(target, value), target)
 
 
-def manifest_of(receipts: list[FileReceipt], **fields: Any) -> Manifest:
+def manifest_of(receipts: list[FileChecksum], **fields: Any) -> Manifest:
     """A manifest with something in every field."""
     values: dict[str, Any] = {
         "step": 500,
@@ -92,12 +92,12 @@ def names_in(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def a_dead_process() -> owner.Owner:
+def a_dead_process() -> staging_lock.Owner:
     """The record of a process of this machine that has ended."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    here = owner.this_process()
-    return owner.Owner(here.host, process.pid, here.boot, here.namespace, "1")
+    here = staging_lock.this_process()
+    return staging_lock.Owner(here.host, process.pid, here.boot, here.namespace, "1")
 
 
 class Crash(BaseException):
@@ -206,11 +206,11 @@ def _identity(file: Path | str | int) -> tuple[int, int]:
 
 
 @contextmanager
-def running_on(machine: Machine, process: owner.Owner | None = None) -> Iterator[None]:
+def running_on(machine: Machine, process: staging_lock.Owner | None = None) -> Iterator[None]:
     """Let ``storage`` run on ``machine``, and as ``process`` where one is given."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "os", machine)
         patch.setattr(files, "_renameat2", machine.renameat2)
         if process is not None:
-            patch.setattr(owner, "this_process", lambda: process)
+            patch.setattr(staging_lock, "this_process", lambda: process)
         yield

@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddleformers_fc.storage.ahead import (
+from paddleformers_fc.storage.paths import RemotePath, parse_path
+from paddleformers_fc.storage.prefetch import (
     BUNDLE_BYTES,
     FREE_BYTES,
     GAP_BYTES,
-    MAX_OVER_READ,
+    MAX_GAP_RATIO,
     MOST_REQUESTS,
-    Ahead,
-    Wanted,
-    bundled,
+    ExpectedRange,
+    Prefetcher,
+    bundle_requests,
 )
-from paddleformers_fc.storage.places import RemotePath, place
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.remote import open_remote
-from paddleformers_fc.storage.scatter import Rows, Scatter
+from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
 from tests.storage.serving import Served, serving
 
 SIZE = 6_000_000
@@ -39,17 +39,17 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def path(served: Served) -> RemotePath:
-    found = place(f"{served.url}/data")
+    found = parse_path(f"{served.url}/data")
     assert isinstance(found, RemotePath)
     return found
 
 
-def wanted(*ranges: tuple[int, int]) -> list[Wanted]:
-    return [Wanted(begin, end, end - begin) for begin, end in ranges]
+def wanted(*ranges: tuple[int, int]) -> list[ExpectedRange]:
+    return [ExpectedRange(begin, end, end - begin) for begin, end in ranges]
 
 
 def requests_of(*ranges: tuple[int, int]) -> list[tuple[int, int]]:
-    return [request for bundle in bundled(wanted(*ranges)) for request in bundle.requests]
+    return [request for bundle in bundle_requests(wanted(*ranges)) for request in bundle.requests]
 
 
 def test_neighbours_become_one_request_and_strangers_do_not() -> None:
@@ -68,14 +68,14 @@ def test_what_is_read_too_much_is_bounded() -> None:
     ranges = sorted((low, low + dice.randrange(1, 5000)) for low in (dice.randrange(10**8) for _ in range(3000)))
     for begin, end in requests_of(*ranges):
         inside = sum(high - low for low, high in ranges if begin <= low < end)
-        assert end - begin <= max(FREE_BYTES, MAX_OVER_READ * inside)
+        assert end - begin <= max(FREE_BYTES, MAX_GAP_RATIO * inside)
 
 
 def test_a_long_range_is_cut_and_bundles_are_bounded() -> None:
-    found = list(bundled(wanted((10, 10 + 3 * BUNDLE_BYTES + 5))))
+    found = list(bundle_requests(wanted((10, 10 + 3 * BUNDLE_BYTES + 5))))
     assert [bundle.size for bundle in found] == [BUNDLE_BYTES] * 3 + [5]
     far = 2 * GAP_BYTES
-    found = list(bundled(wanted(*((n * far, n * far + 4) for n in range(2 * MOST_REQUESTS + 2)))))
+    found = list(bundle_requests(wanted(*((n * far, n * far + 4) for n in range(2 * MOST_REQUESTS + 2)))))
     assert [len(bundle.requests) for bundle in found] == [MOST_REQUESTS, MOST_REQUESTS, 2]
 
 
@@ -97,7 +97,7 @@ def test_announced_ranges_arrive_exactly_from_many_threads_in_few_requests(serve
 
 
 def test_memory_is_bounded_and_what_is_forgotten_is_fetched_again(path: RemotePath, served: Served) -> None:
-    ahead, file = Ahead(1), open_remote(path)
+    ahead, file = Prefetcher(1), open_remote(path)
     far = GAP_BYTES + 1
     places = [(n * (far + 100_000), n * (far + 100_000) + 100_000) for n in range(16)]
     ahead.expect(path, wanted(*places))
@@ -119,7 +119,7 @@ def test_memory_is_bounded_and_what_is_forgotten_is_fetched_again(path: RemotePa
 
 
 def test_a_read_across_requests_and_bundles_is_put_together(path: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paddleformers_fc.storage.ahead.BUNDLE_BYTES", 1000)
+    monkeypatch.setattr("paddleformers_fc.storage.prefetch.BUNDLE_BYTES", 1000)
     with RangeReader() as reader:
         reader.expect(path, wanted((500, 9_500)))
         for offset, length in ((500, 9_000), (1_499, 2), (1_500, 1_000), (9_499, 1)):
@@ -147,7 +147,7 @@ def test_rows_and_lines_arrive_where_they_belong(served: Served, path: RemotePat
     with RangeReader() as reader:
         if announced:
             reader.expect(path, wanted((0, SIZE)))
-        reader.read_rows(path, Rows.alike(offsets, addresses, 64), Scatter())
+        reader.read_rows(path, ScatterList.alike(offsets, addresses, 64), VectoredReader())
         reader.read_several(path, 99, [memoryview(line) for line in lines])
     assert all(out[999 - row].tobytes() == DATA[low : low + 64] for row, low in enumerate(offsets))
     assert b"".join(lines) == DATA[99:629]

@@ -14,18 +14,18 @@ import msgspec
 import pytest
 
 from paddleformers_fc.errors import Corrupt, NotACheckpoint, StorageError
-from paddleformers_fc.storage import commit as commit_module, files, owner
+from paddleformers_fc.storage import commit as commit_module, files, staging_lock
 from paddleformers_fc.storage.commit import (
     Committed,
     clean_unfinished,
     commit,
     create_staging,
     discard,
-    place_of,
     publish,
     recover,
     remove_checkpoint,
     replace,
+    staging_parent,
     unfinished,
 )
 from paddleformers_fc.storage.files import write_file
@@ -36,8 +36,8 @@ from paddleformers_fc.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from paddleformers_fc.storage.names import ASIDE, REMOVED, beside, parse_beside
-from paddleformers_fc.storage.owner import OWNER_NAME, PARTIAL_OWNER_NAME
+from paddleformers_fc.storage.names import ASIDE, REMOVED, hidden_name, parse_hidden
+from paddleformers_fc.storage.staging_lock import OWNER_NAME, PARTIAL_OWNER_NAME
 from tests.crash.refusals import with_own_mounts
 from tests.storage.support import STATE, WEIGHTS, Machine, a_dead_process, names_in, running_on, save, stage, value_of
 
@@ -313,14 +313,14 @@ def test_an_export_replaces_nothing(tmp_path: Path) -> None:
     publish(staging, tmp_path / "export")
 
 
-def leftover_of(process: owner.Owner, target: Path) -> Path:
+def leftover_of(process: staging_lock.Owner, target: Path) -> Path:
     with running_on(Machine(), process):
         return stage(target, 0)
 
 
 def test_leftovers_of_the_dead_are_cleaned_and_those_of_the_living_are_not(tmp_path: Path) -> None:
-    dead, here = a_dead_process(), owner.this_process()
-    elsewhere = owner.Owner("node7", dead.pid, "another-boot", dead.namespace, dead.started)
+    dead, here = a_dead_process(), staging_lock.this_process()
+    elsewhere = staging_lock.Owner("node7", dead.pid, "another-boot", dead.namespace, dead.started)
     gone = leftover_of(dead, tmp_path / "checkpoint-1")
     mine = leftover_of(here, tmp_path / "checkpoint-2")
     theirs = leftover_of(elsewhere, tmp_path / "checkpoint-3")
@@ -336,7 +336,7 @@ def test_leftovers_of_the_dead_are_cleaned_and_those_of_the_living_are_not(tmp_p
 
 
 def test_a_directory_without_owner_is_cleaned_only_if_it_is_empty(tmp_path: Path) -> None:
-    empty, barely, full = (beside(tmp_path / f"checkpoint-{n}", "unfinished") for n in range(3))
+    empty, barely, full = (hidden_name(tmp_path / f"checkpoint-{n}", "unfinished") for n in range(3))
     for directory in (empty, barely, full):
         directory.mkdir()
     (barely / PARTIAL_OWNER_NAME).write_text('{"ho')
@@ -350,7 +350,7 @@ def test_a_directory_without_owner_is_cleaned_only_if_it_is_empty(tmp_path: Path
 def test_a_creator_whose_new_directory_is_cleaned_away_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_owner = owner.write_owner
+    write_owner = staging_lock.write_owner
     victims: list[Path] = []
 
     def after_the_cleaner(directory: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_creator_whose_new_directory_is_cleaned_away_starts_again(
 def test_recover_gives_a_name_back_only_if_it_is_free(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint-5"
     save(target, 1)
-    aside = beside(target, ASIDE)
+    aside = hidden_name(target, ASIDE)
     shutil.copytree(target, aside)
     assert recover(tmp_path) == []
     assert [(one.path, one.disposable) for one in unfinished(tmp_path)] == [(aside, True)]
@@ -381,13 +381,13 @@ def test_recover_gives_a_name_back_only_if_it_is_free(tmp_path: Path) -> None:
 
 def test_recover_leaves_alone_what_a_living_process_is_replacing(tmp_path: Path) -> None:
     staging = stage(tmp_path / "checkpoint-5", 1)
-    staging.rename(beside(tmp_path / "checkpoint-5", ASIDE))
+    staging.rename(hidden_name(tmp_path / "checkpoint-5", ASIDE))
     assert recover(tmp_path) == []
 
 
 def test_an_interrupted_deletion_is_finished(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-5", 1)
-    (tmp_path / "checkpoint-5").rename(beside(tmp_path / "checkpoint-5", REMOVED))
+    (tmp_path / "checkpoint-5").rename(hidden_name(tmp_path / "checkpoint-5", REMOVED))
     assert newest_checkpoint(tmp_path) == (None, [])
     assert len(clean_unfinished(tmp_path)[0]) == 1
     assert names_in(tmp_path) == []
@@ -401,7 +401,7 @@ def test_names_that_only_look_alike_are_nobodys_leftovers(tmp_path: Path) -> Non
         ".unfinished-ab",
     ):
         (tmp_path / name).mkdir()
-        assert parse_beside(tmp_path / name) is None
+        assert parse_hidden(tmp_path / name) is None
     assert unfinished(tmp_path) == []
     assert unfinished(tmp_path / "gone") == []
 
@@ -409,11 +409,11 @@ def test_names_that_only_look_alike_are_nobodys_leftovers(tmp_path: Path) -> Non
 def test_a_creator_who_has_just_said_whose_it_is_keeps_his_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staging = beside(tmp_path / "checkpoint-5", "unfinished")
+    staging = hidden_name(tmp_path / "checkpoint-5", "unfinished")
     staging.mkdir()
     seen = unfinished(tmp_path)
     assert [one.disposable for one in seen] == [True]
-    owner.write_owner(staging)
+    staging_lock.write_owner(staging)
     monkeypatch.setattr(commit_module, "unfinished", lambda output_dir: seen)
     assert clean_unfinished(tmp_path) == ([], [])
     assert names_in(staging) == [OWNER_NAME]
@@ -654,7 +654,7 @@ def test_a_mounted_directory_has_its_exports_staged_inside(tmp_path: Path, devic
     if pid == 0:
         try:
             mounted = with_own_mounts() and mount(os.fsencode(origin), os.fsencode(target), kind, flags, None) == 0
-            found = [place_of(one) for one in (target, plain)]
+            found = [staging_parent(one) for one in (target, plain)]
             os._exit(NO_MOUNTS if not mounted else int(found != [target / "mounted", plain]))
         finally:
             os._exit(1)

@@ -19,7 +19,7 @@ from paddleformers_fc.storage import blocks as blocks_module, manifest as manife
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
-    FileReceipt,
+    FileChecksum,
     Manifest,
     read_manifest,
     verify_files,
@@ -28,7 +28,7 @@ from paddleformers_fc.storage.manifest import (
 from tests.storage.support import BLOCK, STATE, WEIGHTS, manifest_of, names_in, save, value_of
 
 OPTIONAL = {"differing_replicas", "diverged_ties", "run"}
-RECEIPT = FileReceipt("model_state/x", 5, "0" * 32, 4, ["1" * 16, "2" * 16])
+RECEIPT = FileChecksum("model_state/x", 5, "0" * 32, 4, ["1" * 16, "2" * 16])
 
 
 @pytest.fixture

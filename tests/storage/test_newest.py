@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.storage import manifest as manifest_module
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint, read_manifest, write_manifest
-from paddleformers_fc.storage.names import ASIDE, UNFINISHED, beside
+from paddleformers_fc.storage.names import ASIDE, UNFINISHED, hidden_name
 from tests.storage.support import STATE, WEIGHTS, save, stage
 
 
@@ -87,7 +87,7 @@ def test_other_names_are_not_checkpoints(tmp_path: Path, name: str) -> None:
 def test_a_complete_directory_aside_stands_in_for_its_name(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-4", 4)
     save(tmp_path / "checkpoint-5", 5)
-    aside = beside(tmp_path / "checkpoint-5", ASIDE)
+    aside = hidden_name(tmp_path / "checkpoint-5", ASIDE)
     (tmp_path / "checkpoint-5").rename(aside)
     assert newest_checkpoint(tmp_path) == (aside, [])
     save(tmp_path / "checkpoint-5", 6)
@@ -96,7 +96,7 @@ def test_a_complete_directory_aside_stands_in_for_its_name(tmp_path: Path) -> No
 
 def test_an_unfinished_directory_never_counts_even_if_it_is_complete(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-5", 5)
-    (tmp_path / "checkpoint-5").rename(beside(tmp_path / "checkpoint-5", UNFINISHED))
+    (tmp_path / "checkpoint-5").rename(hidden_name(tmp_path / "checkpoint-5", UNFINISHED))
     assert newest_checkpoint(tmp_path) == (None, [])
 
 

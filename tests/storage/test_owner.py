@@ -10,20 +10,28 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paddleformers_fc.storage import owner
-from paddleformers_fc.storage.owner import OWNER_NAME, Life, Owner, life_of, read_owner, this_process, write_owner
+from paddleformers_fc.storage import staging_lock
+from paddleformers_fc.storage.staging_lock import (
+    OWNER_NAME,
+    Liveness,
+    Owner,
+    liveness_of,
+    read_owner,
+    this_process,
+    write_owner,
+)
 from tests.storage.support import a_dead_process, names_in
 
 SAYS_WHO_IT_IS = """
 import msgspec
-from paddleformers_fc.storage.owner import this_process
+from paddleformers_fc.storage.staging_lock import this_process
 print(msgspec.json.encode(this_process()).decode(), flush=True)
 input()
 """
 
 
 def test_this_process_is_alive() -> None:
-    assert life_of(this_process()) is Life.ALIVE
+    assert liveness_of(this_process()) is Liveness.ALIVE
 
 
 def test_another_running_process_is_alive_until_it_ends() -> None:
@@ -34,35 +42,35 @@ def test_another_running_process_is_alive_until_it_ends() -> None:
         assert process.stdout
         other = msgspec.json.decode(process.stdout.readline(), type=Owner)
         assert other.pid == process.pid
-        assert life_of(other) is Life.ALIVE
+        assert liveness_of(other) is Liveness.ALIVE
         process.stdin.close()
         process.wait()
-        assert life_of(other) is Life.DEAD
+        assert liveness_of(other) is Liveness.DEAD
 
 
 def test_a_reused_process_number_is_not_the_process() -> None:
-    assert life_of(msgspec.structs.replace(this_process(), started="1")) is Life.DEAD
+    assert liveness_of(msgspec.structs.replace(this_process(), started="1")) is Liveness.DEAD
 
 
 @pytest.mark.parametrize(
     "change", [{"boot": "another-boot"}, {"boot": ""}, {"namespace": "pid:[1]"}], ids=lambda change: next(iter(change))
 )
 def test_elsewhere_nothing_is_proved(change: dict[str, str]) -> None:
-    assert life_of(msgspec.structs.replace(a_dead_process(), **change)) is Life.UNKNOWN
+    assert liveness_of(msgspec.structs.replace(a_dead_process(), **change)) is Liveness.UNKNOWN
 
 
 def test_a_hidden_process_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = this_process()
-    monkeypatch.setattr(owner, "_started", lambda pid: "")
-    assert life_of(recorded) is Life.UNKNOWN
+    monkeypatch.setattr(staging_lock, "_started", lambda pid: "")
+    assert liveness_of(recorded) is Liveness.UNKNOWN
 
 
 def test_a_program_name_with_spaces_and_parentheses_does_not_confuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = " ".join(str(number) for number in range(3, 53))
-    monkeypatch.setattr(owner, "_read", lambda path: f"1 (a ) b (c) {fields}\n")
-    assert owner._started(1) == "22"
+    monkeypatch.setattr(staging_lock, "_read", lambda path: f"1 (a ) b (c) {fields}\n")
+    assert staging_lock._started(1) == "22"
 
 
 def test_the_record_is_written_and_read(tmp_path: Path) -> None:
@@ -83,9 +91,9 @@ def test_a_process_that_has_ended_is_dead_though_its_parent_has_not_asked() -> N
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         stat = Path(f"/proc/{process.pid}/stat")
         started = stat.read_text().rpartition(")")[2].split()[19]
-        here = owner.this_process()
-        it = owner.Owner(here.host, process.pid, here.boot, here.namespace, started)
-        assert owner.life_of(it) is owner.Life.ALIVE
+        here = staging_lock.this_process()
+        it = staging_lock.Owner(here.host, process.pid, here.boot, here.namespace, started)
+        assert staging_lock.liveness_of(it) is staging_lock.Liveness.ALIVE
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert owner.life_of(it) is owner.Life.DEAD
+        assert staging_lock.liveness_of(it) is staging_lock.Liveness.DEAD

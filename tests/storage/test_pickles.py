@@ -291,8 +291,8 @@ def _walk(value: Any, seen: set[int]) -> None:
     elif isinstance(value, Record):
         _walk(value.fields, seen)
     else:
-        plain = (str, int, float, bool, type(None), PickledArray, pickles.Bytes)
-        unfinished = (pickles._Array, pickles._Type, pickles._Word)
+        plain = (str, int, float, bool, type(None), PickledArray, pickles.PickledBytes)
+        unfinished = (pickles._Array, pickles._Type, pickles._KnownGlobal)
         assert isinstance(value, (*plain, *unfinished))
 
 

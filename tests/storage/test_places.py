@@ -8,7 +8,7 @@ import pytest
 
 from paddleformers_fc.errors import FormatError, OptionError
 from paddleformers_fc.storage.names import parse_step
-from paddleformers_fc.storage.places import RemotePath, local, masked, place
+from paddleformers_fc.storage.paths import RemotePath, mask_credentials, parse_path, require_local
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from paddleformers_fc.storage.places import RemotePath, local, masked, place
     ],
 )
 def test_a_path_or_a_file_url_is_a_path_of_this_machine(text: str, path: str) -> None:
-    assert place(text) == Path(path)
+    assert parse_path(text) == Path(path)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_path_or_a_file_url_is_a_path_of_this_machine(text: str, path: str) ->
     ],
 )
 def test_a_url_is_remote_and_loses_its_last_slash(text: str, url: str) -> None:
-    assert place(text) == RemotePath(url)
+    assert parse_path(text) == RemotePath(url)
 
 
 @pytest.mark.parametrize(
@@ -44,25 +44,25 @@ def test_a_url_is_remote_and_loses_its_last_slash(text: str, url: str) -> None:
 )
 def test_a_url_that_cannot_be_a_directory_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match="cannot be used as a directory"):
-        place(text)
+        parse_path(text)
 
 
 def test_an_empty_text_is_not_the_current_directory() -> None:
-    for name in (place, lambda text: local(text, "An export")):
+    for name in (parse_path, lambda text: require_local(text, "An export")):
         with pytest.raises(OptionError, match="named by an empty text"):
             name("")
-    assert place(".") == place(Path()) == Path()
+    assert parse_path(".") == parse_path(Path()) == Path()
 
 
 def test_a_remote_path_is_taken_apart_and_put_together_as_a_local_one() -> None:
-    path = place("s3://bucket/run") / "checkpoint-3" / PurePosixPath("model_state/rank-00000.safetensors")
+    path = parse_path("s3://bucket/run") / "checkpoint-3" / PurePosixPath("model_state/rank-00000.safetensors")
     assert isinstance(path, RemotePath)
     assert path.url == "s3://bucket/run/checkpoint-3/model_state/rank-00000.safetensors"
     assert (path.name, path.suffix) == ("rank-00000.safetensors", ".safetensors")
     assert path.parent.parent == RemotePath("s3://bucket/run/checkpoint-3")
     assert parse_step(path.parent.parent) == 3
     assert path.parent.parent.with_name("checkpoint-4").url == "s3://bucket/run/checkpoint-4"
-    assert place(path) is path
+    assert parse_path(path) is path
 
 
 def test_the_top_of_a_store_is_its_own_parent() -> None:
@@ -72,7 +72,7 @@ def test_the_top_of_a_store_is_its_own_parent() -> None:
 @pytest.mark.parametrize("part", ["..", "a/../../b", "/etc/passwd"])
 def test_nothing_leads_out_of_a_remote_directory(part: str) -> None:
     with pytest.raises(FormatError, match="leads out of"):
-        place("memory://run") / part
+        parse_path("memory://run") / part
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_nothing_leads_out_of_a_remote_directory(part: str) -> None:
 def test_users_and_passwords_are_not_shown(url: str, shown: str) -> None:
     assert str(RemotePath(url)) == shown
     assert repr(RemotePath(url)) == f"RemotePath('{shown}')"
-    assert masked(f"no access to {url} today") == f"no access to {shown} today"
+    assert mask_credentials(f"no access to {url} today") == f"no access to {shown} today"
 
 
 def test_what_is_written_must_be_on_this_machine() -> None:
-    assert local("out", "A checkpoint") == Path("out")
+    assert require_local("out", "A checkpoint") == Path("out")
     with pytest.raises(OptionError, match=r"(?s)cannot be written to sftp://\*\*\*@host/run.*upload") as caught:
-        local("sftp://ann:secret@host/run", "A checkpoint")
+        require_local("sftp://ann:secret@host/run", "A checkpoint")
     assert "secret" not in caught.value.render()

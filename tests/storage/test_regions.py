@@ -16,8 +16,8 @@ from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import (
     BLOCK_BYTES,
-    DEALT_RUN,
     HOT_BYTES,
+    INTERLEAVED_RUN,
     RUN_BYTES,
     SHORT_RUN,
     STRIPE,
@@ -27,7 +27,7 @@ from paddleformers_fc.storage.regions import (
     bytes_read,
     read_region,
     row_major,
-    walk_of,
+    strided_axes,
 )
 
 DTYPES = [
@@ -116,7 +116,7 @@ def test_a_region_is_what_indexing_gives(tmp_path_factory: pytest.TempPathFactor
     assert needed <= count <= max(1, case.over_read) * needed
     if needed:
         widths = values.itemsize, out.itemsize
-        walk = walk_of(case.size, row_major(case.shape, widths[0]), out.strides, widths)
+        walk = strided_axes(case.size, row_major(case.shape, widths[0]), out.strides, widths)
         assert count == bytes_read(walk, widths[0], case.scratch, case.over_read)
 
 
@@ -153,15 +153,15 @@ def test_a_contiguous_region_reads_exactly_its_bytes(tmp_path: Path) -> None:
 
 def test_a_piece_of_a_file_is_dealt_out_to_long_rows_without_scratch_memory(tmp_path: Path) -> None:
     path = tmp_path / "dealt"
-    values = np.random.default_rng(0).integers(0, 256, (3000, DEALT_RUN), dtype=np.uint8)
+    values = np.random.default_rng(0).integers(0, 256, (3000, INTERLEAVED_RUN), dtype=np.uint8)
     path.write_bytes(values.tobytes())
-    out = np.zeros((3000, 2 * DEALT_RUN), np.uint8)
+    out = np.zeros((3000, 2 * INTERLEAVED_RUN), np.uint8)
     with RangeReader() as reader, Workspace() as workspace:
-        for half in (0, DEALT_RUN):
+        for half in (0, INTERLEAVED_RUN):
             region = Region(path, 0, values.shape, (0, 0), values.shape, values.dtype)
-            assert read_region(reader, region, out[:, half : half + DEALT_RUN], workspace) == values.nbytes
+            assert read_region(reader, region, out[:, half : half + INTERLEAVED_RUN], workspace) == values.nbytes
         assert workspace._memory is None
-    assert (out.reshape(3000, 2, DEALT_RUN) == values[:, None]).all()
+    assert (out.reshape(3000, 2, INTERLEAVED_RUN) == values[:, None]).all()
 
 
 def test_numbers_are_cast_while_they_are_read(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from paddleformers_fc.storage import files, manifest, remote
 from paddleformers_fc.storage.files import exists, is_directory, is_file, list_directory, read_file, size_of
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files, write_manifest
-from paddleformers_fc.storage.places import RemotePath, place
+from paddleformers_fc.storage.paths import RemotePath, parse_path
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace, ranges_of, read_region
 from paddleformers_fc.storage.safetensors import read_header
@@ -59,7 +59,7 @@ def upload(source: Path, target: RemotePath) -> RemotePath:
 
 
 def at(served: Served, name: str = "") -> RemotePath:
-    found = place(f"{served.url}/{name}")
+    found = parse_path(f"{served.url}/{name}")
     assert isinstance(found, RemotePath)
     return found
 
@@ -309,7 +309,7 @@ def test_what_a_store_does_not_tag_is_known_by_its_size(served: Served, tmp_path
 def test_files_are_looked_at_several_at_a_time(memory: RemotePath) -> None:
     meeting = threading.Barrier(remote.AT_ONCE, timeout=LIMIT)
     paths = [memory / str(number) for number in range(remote.AT_ONCE)]
-    found = files.each(lambda path: meeting.wait() >= 0 and path.name, paths, memory)
+    found = files.map_paths(lambda path: meeting.wait() >= 0 and path.name, paths, memory)
     assert list(found) == [path.name for path in paths]
 
 
@@ -352,8 +352,8 @@ def test_the_ranges_of_a_region_hold_all_of_its_bytes(data: st.DataObject) -> No
     size = tuple(data.draw(st.integers(0, length - low)) for length, low in zip(shape, lo, strict=True))
     # As if the tensor were large: a gap costs much.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paddleformers_fc.storage.ahead.GAP_BYTES", data.draw(st.integers(0, 200)))
-        patch.setattr("paddleformers_fc.storage.ahead.FREE_BYTES", 0)
+        patch.setattr("paddleformers_fc.storage.prefetch.GAP_BYTES", data.draw(st.integers(0, 200)))
+        patch.setattr("paddleformers_fc.storage.prefetch.FREE_BYTES", 0)
         found = list(ranges_of(Region(Path("x"), 5, shape, lo, size, np.dtype(np.float32))))
     bytes_of = np.arange(int(np.prod(shape)) * 4).reshape(*shape, 4) + 5
     box = bytes_of[tuple(slice(low, low + length) for low, length in zip(lo, size, strict=True))]

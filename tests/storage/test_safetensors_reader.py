@@ -170,7 +170,7 @@ def test_what_writers_write_is_not_taken_apart_piece_by_piece(tmp_path: Path, mo
         for name, array in arrays.items():
             writer.write(name, array)
     examined = {file: read_header(tmp_path / file) for file in ("library", "own")}
-    monkeypatch.setattr(ours, "_examined", None)
+    monkeypatch.setattr(ours, "_slow_parse", None)
     for file, header in examined.items():
         assert read_header(tmp_path / file) == header
         assert header.metadata == metadata

@@ -22,13 +22,13 @@ from safetensors.numpy import load_file
 from paddleformers_fc.errors import FormatError, StorageError
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.dtypes import CODES, to_numpy
-from paddleformers_fc.storage.safetensors import SharedWriter, lay_out, read_header
+from paddleformers_fc.storage.safetensors import RandomAccessTensorWriter, layout_file, read_header
 from tests.storage.support import writer_of
 
 PAIR = [("a", "F32", (2, 3)), ("b", "BF16", (4,))]
 
 
-def write_pair(path: Path, **options: Any) -> files.FileReceipt:
+def write_pair(path: Path, **options: Any) -> files.FileChecksum:
     with writer_of(path, PAIR, {"made": "here"}, **options) as writer:
         writer.write("a", np.arange(6, dtype=np.float32).reshape(2, 3))
         writer.write("b", np.arange(4, dtype=ml_dtypes.bfloat16))
@@ -278,8 +278,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 FOUR = [("a", "U8", (3,)), ("b", "U8", (0,)), ("c", "U8", (5,)), ("d", "U8", (2,))]
 
 
-def shared(path: Path) -> SharedWriter:
-    return SharedWriter(path, lay_out(path, FOUR, {"made": "here"}))
+def shared(path: Path) -> RandomAccessTensorWriter:
+    return RandomAccessTensorWriter(path, layout_file(path, FOUR, {"made": "here"}))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
@@ -297,7 +297,7 @@ def test_pieces_that_come_in_any_order_are_the_declared_tensors(tmp_path: Path, 
 
 def test_many_threads_write_one_file_and_one_of_them_is_told_that_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    writer = SharedWriter(path, lay_out(path, [("x", "U32", (200, 999))], {}))
+    writer = RandomAccessTensorWriter(path, layout_file(path, [("x", "U32", (200, 999))], {}))
     with ThreadPoolExecutor(8) as pool:
         told = list(pool.map(lambda row: writer.write(row * 999 * 4, np.full(999, row, np.uint32)), range(200)))
     assert sum(told) == 1
@@ -307,7 +307,7 @@ def test_many_threads_write_one_file_and_one_of_them_is_told_that_it_is_whole(tm
 
 def test_a_file_of_tensors_without_a_number_is_whole_when_nothing_was_written(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    writer = SharedWriter(path, lay_out(path, [("x", "F32", (0, 3))], {}))
+    writer = RandomAccessTensorWriter(path, layout_file(path, [("x", "F32", (0, 3))], {}))
     assert writer.write(0, b"")
     writer.close()
     assert load_file(path)["x"].shape == (0, 3)

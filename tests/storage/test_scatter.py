@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import Corrupt, StorageError
-from paddleformers_fc.storage import scatter
+from paddleformers_fc.storage import vectored_read
 from paddleformers_fc.storage.files import MOST_BUFFERS, OpenFile, open_regular
-from paddleformers_fc.storage.scatter import BATCH, Rows, Scatter
+from paddleformers_fc.storage.vectored_read import BATCH, ScatterList, VectoredReader
 from tests.harness.limits import LIMIT
 
 SIZE = 1 << 20
@@ -28,8 +28,8 @@ APART = [0, 9, 17, 30]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the kernel's batches and lists, and as on a system that has none to give."""
     if request.param == "one by one":
-        monkeypatch.setattr(scatter, "_taken", lambda: None)
-        monkeypatch.setattr(scatter, "_vector", lambda: None)
+        monkeypatch.setattr(vectored_read, "_taken", lambda: None)
+        monkeypatch.setattr(vectored_read, "_vector", lambda: None)
     return str(request.param)
 
 
@@ -50,10 +50,10 @@ def apart(data: bytes) -> bytes:
     return b"".join(data[offset : offset + 8] for offset in APART)
 
 
-def rows_into(array: np.ndarray[Any, Any], offsets: list[int]) -> Rows:
+def rows_into(array: np.ndarray[Any, Any], offsets: list[int]) -> ScatterList:
     """Rows of the array, in order."""
     addresses = array.ctypes.data + array.strides[0] * np.arange(len(offsets), dtype=np.int64)
-    return Rows.alike(np.array(offsets, np.int64), addresses, array.shape[1])
+    return ScatterList.alike(np.array(offsets, np.int64), addresses, array.shape[1])
 
 
 @pytest.mark.usefixtures("way")
@@ -62,7 +62,7 @@ def rows_into(array: np.ndarray[Any, Any], offsets: list[int]) -> Rows:
 def test_rows_arrive_where_they_belong(file: OpenFile, data: bytes, count: int, length: int) -> None:
     offsets = [int(one) for one in np.random.default_rng(count).integers(0, SIZE - length + 1, count)]
     array = np.zeros((count, length + 3), np.uint8)
-    one = Scatter()
+    one = VectoredReader()
     one.read(file, rows_into(array[:, :length], offsets))
     one.close()
     one.close()
@@ -77,11 +77,11 @@ def test_rows_that_follow_one_another_arrive_where_they_belong(
     file: OpenFile, data: bytes, count: int, length: int
 ) -> None:
     array = np.zeros((count, length + 3), np.uint8)
-    one = Scatter()
+    one = VectoredReader()
     one.read(file, rows_into(array[:, :length], list(range(5, 5 + count * length, length))))
     assert array[:, :length].tobytes() == data[5 : 5 + count * length]
     assert not array[:, length:].any(), "not a byte too many"
-    assert one._queue is None or scatter._vector() is None, "one read, and no request per row"
+    assert one._queue is None or vectored_read._vector() is None, "one read, and no request per row"
     one.close()
 
 
@@ -97,16 +97,16 @@ def test_rows_of_different_lengths_arrive_where_they_belong(
     array = np.zeros(int((lengths + 3).sum()), np.uint8)
     end = int(offsets[-1] + lengths[-1])
     (tmp_path / "rows").write_bytes(data[:end])
-    one = Scatter()
+    one = VectoredReader()
     with open_regular(tmp_path / "rows") as file:
-        rows = Rows(offsets, array.ctypes.data + starts, lengths)
+        rows = ScatterList(offsets, array.ctypes.data + starts, lengths)
         if missing:
             os.truncate(tmp_path / "rows", end - missing)
             with pytest.raises(Corrupt, match="ends too early"):
                 one.read(file, rows)
         else:
             one.read(file, rows)
-            assert gap or one._queue is None or scatter._vector() is None, "one read, and no request per row"
+            assert gap or one._queue is None or vectored_read._vector() is None, "one read, and no request per row"
     one.close()
     expected = np.zeros_like(array)
     for start, offset, length in zip(starts, offsets, lengths, strict=True):
@@ -126,7 +126,7 @@ def test_a_file_that_ends_within_successive_rows_is_named_with_the_byte(
     path, count = tmp_path / "rows", 2 * MOST_BUFFERS
     path.write_bytes(data[: 8 * count])
     array = np.zeros((count, 8), np.uint8)
-    one = Scatter()
+    one = VectoredReader()
     with open_regular(path) as file:
         os.truncate(path, 8 * count - missing)
         with pytest.raises(Corrupt, match="ends too early") as caught:
@@ -142,10 +142,10 @@ def test_a_list_that_the_system_cuts_short_or_refuses_is_read_to_its_end(
     """As of a signal, or of a file system that gives less at a time."""
     answers = [-1, 0, 1, 12, 16]
     for answer in answers:
-        monkeypatch.setattr(scatter, "_vector", lambda answer=answer: lambda *arguments: answer)
+        monkeypatch.setattr(vectored_read, "_vector", lambda answer=answer: lambda *arguments: answer)
         array = np.zeros((4, 8), np.uint8)
         array.reshape(-1)[: max(0, answer)] = np.frombuffer(data, np.uint8, max(0, answer), 3)
-        one = Scatter()
+        one = VectoredReader()
         one.read(file, rows_into(array, [3, 11, 19, 27]))
         one.close()
         assert array.tobytes() == data[3:35]
@@ -158,9 +158,9 @@ def test_a_row_that_is_cut_short_to_the_length_of_another_is_named(
 ) -> None:
     (tmp_path / "rows").write_bytes(data[: offsets[1] + 8])
     array = np.zeros(24, np.uint8)
-    one = Scatter()
+    one = VectoredReader()
     with open_regular(tmp_path / "rows") as file:
-        rows = Rows(np.array(offsets), array.ctypes.data + np.array([0, 8]), np.array([8, 16]))
+        rows = ScatterList(np.array(offsets), array.ctypes.data + np.array([0, 8]), np.array([8, 16]))
         with pytest.raises(Corrupt, match="ends too early"):
             one.read(file, rows)
     one.close()
@@ -176,7 +176,7 @@ def test_a_row_behind_the_end_is_named_whatever_stands_beside_it(
         path.write_bytes(data)
     array = np.zeros((len(offsets), length), np.uint8)
     first = next((offset for offset in offsets if offset + length > SIZE), None)
-    one = Scatter()
+    one = VectoredReader()
     with open_regular(path) as file:
         if first is None:
             one.read(file, rows_into(array, offsets))
@@ -191,10 +191,10 @@ def test_a_row_behind_the_end_is_named_whatever_stands_beside_it(
 def test_a_file_that_was_closed_and_memory_that_is_not_there_are_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "rows").write_bytes(data)
     array = np.zeros((3, 8), np.uint8)
-    one = Scatter()
+    one = VectoredReader()
     with open_regular(tmp_path / "rows") as file:
         for count in (1, 2):
-            nowhere = Rows.alike(8 * np.arange(count), np.full(count, 4096, np.int64), 8)
+            nowhere = ScatterList.alike(8 * np.arange(count), np.full(count, 4096, np.int64), 8)
             with pytest.raises(StorageError, match="EFAULT"):
                 one.read(file, nowhere)
     for offsets in ([0, 8, 16], [0, 9, 18]):
@@ -204,14 +204,14 @@ def test_a_file_that_was_closed_and_memory_that_is_not_there_are_refused(tmp_pat
 
 
 def test_a_context_is_used_again_but_never_by_two_threads_at_a_time(file: OpenFile, data: bytes) -> None:
-    one, two = Scatter(), Scatter()
+    one, two = VectoredReader(), VectoredReader()
     array = np.zeros((4, 8), np.uint8)
     for reader in (one, two):
         reader.read(file, rows_into(array, APART))
     assert one._queue is not two._queue or one._queue is None
     kept = one._queue
     one.close()
-    third = Scatter()
+    third = VectoredReader()
     third.read(file, rows_into(array, APART))
     assert third._queue is kept
     two.close()
@@ -226,7 +226,7 @@ def test_many_threads_read_rows_of_one_file(file: OpenFile, data: bytes) -> None
         offsets = [int(one) for one in np.random.default_rng(seed).integers(0, SIZE - 64, 2000)]
         array = np.zeros((2000, 64), np.uint8)
         meeting.wait(LIMIT)
-        one = Scatter()
+        one = VectoredReader()
         one.read(file, rows_into(array, offsets))
         one.close()
         return all(bytes(row) == data[offset : offset + 64] for row, offset in zip(array, offsets, strict=True))
@@ -237,7 +237,7 @@ def test_many_threads_read_rows_of_one_file(file: OpenFile, data: bytes) -> None
 
 def test_a_child_process_makes_contexts_of_its_own(file: OpenFile, data: bytes) -> None:
     array = np.zeros((4, 8), np.uint8)
-    one = Scatter()
+    one = VectoredReader()
     one.read(file, rows_into(array, APART))
     one.close()
     array[:] = 0
@@ -245,8 +245,8 @@ def test_a_child_process_makes_contexts_of_its_own(file: OpenFile, data: bytes) 
     if child == 0:
         code = 1
         try:
-            spare = len(scatter._SPARE)
-            one = Scatter()
+            spare = len(vectored_read._SPARE)
+            one = VectoredReader()
             one.read(file, rows_into(array, APART))
             code = 0 if array.tobytes() == apart(data) and spare == 0 else 2
         finally:
@@ -257,13 +257,13 @@ def test_a_child_process_makes_contexts_of_its_own(file: OpenFile, data: bytes) 
 
 def test_an_interrupted_read_leaves_no_results_for_the_next(file: OpenFile, data: bytes) -> None:
     array = np.zeros((4, 8), np.uint8)
-    one = Scatter()
+    one = VectoredReader()
     one.read(file, rows_into(array, APART))
     kept = one._queue
     with pytest.raises(Corrupt):
         one.read(file, rows_into(array, [0, SIZE, 16, 24]))
     assert one._queue is None
-    assert kept not in scatter._SPARE
+    assert kept not in vectored_read._SPARE
     one.read(file, rows_into(array, APART))
     one.close()
     assert array.tobytes() == apart(data)

@@ -37,7 +37,7 @@ def run(resume: str | bool | None = None, segment: int | None = None, **settings
     """
     trainer = flex_trainer(**settings)
     if segment is not None:
-        from paddleformers_fc.runtime import sharding
+        from paddleformers_fc.cpu_runtime import sharding
 
         sharding.slice_above(segment)
     trainer.train(resume_from_checkpoint=resume)
@@ -654,7 +654,7 @@ def random_states() -> dict[str, Any]:
 def left_alone(output_dir: str) -> str:
     """Rank 0 wants to exchange something and rank 1 does not; what rank 0 is told."""
     from paddleformers_fc.errors import PeerError
-    from paddleformers_fc.trainer.run import channel_of
+    from paddleformers_fc.trainer.job_state import channel_of
     from tests.trainer.lost_jobs import keep_time
 
     trainer = flex_trainer(tiny.DP2.to_json(), output_dir, {"flex_timeout": 100})
@@ -663,7 +663,7 @@ def left_alone(output_dir: str) -> str:
         return ""
     keep_time(Path(output_dir), ranks=1)  # The other one lives until this one ends, and never waits.
     try:
-        return str(channel.exchange(b""))
+        return str(channel.all_gather(b""))
     except PeerError as error:
         return str(error)
 
@@ -732,7 +732,7 @@ def start_from_open_weights(
     import paddle
 
     from paddleformers_fc import load_open_weights
-    from paddleformers_fc.execute.channel import job_channel
+    from paddleformers_fc.distributed.channel import job_channel
     from paddleformers_fc.execute.export import save_weights
     from paddleformers_fc.trainer import documents, state
     from paddleformers_fc.trainer.description import describe
@@ -754,7 +754,7 @@ def export_initial(
     model_type: str, layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, target: str
 ) -> None:
     """Export a tiny model with the weights it begins with."""
-    from paddleformers_fc.execute.channel import job_channel
+    from paddleformers_fc.distributed.channel import job_channel
     from paddleformers_fc.execute.export import save_weights
     from paddleformers_fc.trainer import documents, state
     from paddleformers_fc.trainer.description import describe

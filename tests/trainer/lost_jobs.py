@@ -69,9 +69,9 @@ def _like_the_others(trainer: Any) -> None:
 
 
 def _version(trainer: Any) -> None:
-    from paddleformers_fc.execute import rollcall
+    from paddleformers_fc.distributed import consistency
 
-    rollcall.__version__ = "9.9.9"  # This process ends with the job.
+    consistency.__version__ = "9.9.9"  # This process ends with the job.
 
 
 def _paddle(trainer: Any) -> None:
@@ -111,11 +111,11 @@ def differ_in_directory(directory: str, kind: str, **settings: Any) -> dict[str,
 
 def keep_time(directory: Path, ranks: int | None = None) -> None:
     """Let the time in which ranks wait for each other pass only while all that live wait, or the first ``ranks``."""
-    from paddleformers_fc.execute import attendance
+    from paddleformers_fc.distributed import liveness
 
     rank, ranks = int(os.environ["PADDLE_TRAINER_ID"]), ranks or int(os.environ["PADDLE_TRAINERS_NUM"])
     # This process ends with the job.
-    attendance.time = ProcessClock(directory / "clock", rank, ranks)  # type: ignore[attr-defined]
+    liveness.time = ProcessClock(directory / "clock", rank, ranks)  # type: ignore[attr-defined]
 
 
 def die(moment: str, victim: int, output_dir: str, layout: Mapping[str, Any], resume: str | None = None) -> None:
@@ -149,14 +149,15 @@ def die(moment: str, victim: int, output_dir: str, layout: Mapping[str, Any], re
 
 def _die_when(moment: str) -> None:
     """Make this process kill itself at a moment, half way through."""
-    from paddleformers_fc.execute import channel, exchange, save
+    from paddleformers_fc.distributed import channel
+    from paddleformers_fc.execute import redistribute, save
 
     def kill(*_: Any, **__: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if moment == "reading":
-        exchange.carry_out = kill
+        redistribute.execute_reads = kill
     elif moment == "writing":
         save._write_tensors = kill
     else:
-        channel.PaddleChannel.exchange = kill
+        channel.PaddleChannel.all_gather = kill

@@ -49,7 +49,7 @@ def load_and_export(
     from paddleformers.transformers import AutoModelForCausalLM, AutoModelForCausalLMPipe
     from paddleformers.utils.log import logger
 
-    from paddleformers_fc.execute.channel import job_channel
+    from paddleformers_fc.distributed.channel import job_channel
     from paddleformers_fc.execute.export import save_weights
     from paddleformers_fc.trainer import documents, state
     from paddleformers_fc.trainer.description import describe

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.cli.support import alter
 from tests.harness.tiny import DP2
 from tests.trainer.test_disks import disks, run as run_on_disks

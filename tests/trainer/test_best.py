@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.trainer.best import found_again
+from paddleformers_fc.trainer.best import locate_best
 from tests.execute.simulated import succeed
 from tests.trainer.test_rotation import make_checkpoint
 
@@ -18,7 +18,7 @@ def test_a_best_checkpoint_is_known_to_all_ranks_if_one_of_them_sees_it(tmp_path
         places[rank].mkdir()
         make_checkpoint(places[rank], 3)
     best = [str(place / "checkpoint-3") for place in places]
-    found = succeed(3, lambda one: found_again(best[one.rank], places[one.rank] / "checkpoint-6", one))
+    found = succeed(3, lambda one: locate_best(best[one.rank], places[one.rank] / "checkpoint-6", one))
     assert found == best
 
 
@@ -30,11 +30,11 @@ def test_a_best_checkpoint_is_found_beside_the_one_that_is_resumed_and_where_it_
     for there, expected in ((False, "moved"), (True, "before")):
         if there:
             make_checkpoint(tmp_path / "before", 3)
-        found = succeed(2, lambda one: found_again(str(tmp_path / "before" / "checkpoint-3"), resumed, one))
+        found = succeed(2, lambda one: locate_best(str(tmp_path / "before" / "checkpoint-3"), resumed, one))
         assert found == [str(tmp_path / expected / "checkpoint-3")] * 2
 
 
 def test_a_best_checkpoint_that_no_rank_sees_is_gone(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3").mkdir()
     gone = str(tmp_path / "checkpoint-3")
-    assert succeed(2, lambda one: found_again(gone, tmp_path / "checkpoint-6", one)) == [None, None]
+    assert succeed(2, lambda one: locate_best(gone, tmp_path / "checkpoint-6", one)) == [None, None]

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cli.screen import COLOUR
+from paddleformers_fc.cli.log_view import COLOUR
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.trainer.options import FlexFields
-from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, TP2, Layout
+from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, TP2, MatrixLayout
 
 JOBS = "tests.trainer.jobs"
 DIFFERS = "This run differs from the one that saved step"
 
 
-def settings(layout: Layout, output_dir: Path, resume: Path | None = None, **others: Any) -> dict[str, Any]:
+def settings(layout: MatrixLayout, output_dir: Path, resume: Path | None = None, **others: Any) -> dict[str, Any]:
     found = {"layout": layout.to_json(), "output_dir": str(output_dir), **others}
     return found if resume is None else {**found, "resume": str(resume)}
 
 
-def save_two(ranks: ForkServer, output_dir: Path, layout: Layout, **others: Any) -> Path:
+def save_two(ranks: ForkServer, output_dir: Path, layout: MatrixLayout, **others: Any) -> Path:
     arguments = {"max_steps": 2, "save_steps": 2, **others.pop("arguments", {})}
     ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, output_dir, arguments=arguments, **others))
     return output_dir / "checkpoint-2"
@@ -48,7 +48,7 @@ def table(log: str) -> dict[str, tuple[str, str]]:
     [("rope_theta", 20000.0), ("rms_norm_eps", 1e-3), ("hidden_act", "gelu")],
 )
 def test_what_changes_the_meaning_of_weights_is_refused_on_every_rank(
-    ranks: ForkServer, saved: Path, tmp_path: Path, layout: Layout, key: str, value: Any
+    ranks: ForkServer, saved: Path, tmp_path: Path, layout: MatrixLayout, key: str, value: Any
 ) -> None:
     given = settings(layout, tmp_path, saved, model={key: value}, arguments={"max_steps": 3})
     for found in ranks.run(f"{JOBS}:refused", layout.nproc, given).values:
@@ -92,7 +92,7 @@ def test_allowing_one_change_does_not_allow_another(ranks: ForkServer, saved: Pa
 
 @pytest.mark.parametrize(("model_type", "layouts"), [("llama", (TP2, PP2, SD2V2)), ("ernie4_5_moe", (EP2, TP2, PP2))])
 def test_another_layout_alone_is_no_change(
-    ranks: ForkServer, tmp_path: Path, model_type: str, layouts: tuple[Layout, ...]
+    ranks: ForkServer, tmp_path: Path, model_type: str, layouts: tuple[MatrixLayout, ...]
 ) -> None:
     third = save_two(ranks, tmp_path / "saved", DP2, model_type=model_type)
     for layout in (*layouts, SINGLE):
@@ -138,7 +138,7 @@ FREEZABLE = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize("layout", [SINGLE, DP2, PP2, SD2V2, SD2S2, SD2S3], ids=lambda layout: layout.name)
-def test_a_parameter_that_is_unfrozen_is_reported(ranks: ForkServer, tmp_path: Path, layout: Layout) -> None:
+def test_a_parameter_that_is_unfrozen_is_reported(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout) -> None:
     saved = tmp_path / "saved" / "checkpoint-2"
     given = settings(layout, tmp_path / "saved", arguments={"max_steps": 2, "save_steps": 2}, frozen=[FREEZABLE])
     ranks.run(f"{JOBS}:run_with_frozen", layout.nproc, given)

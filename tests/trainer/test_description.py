@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.catalog import open_flex
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import IS_FLEET
+from paddleformers_fc.formats import open_flex
 from paddleformers_fc.mapping import RuleSet, prove
-from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.documents import model_config
 from tests.families.spaces import BY_NAME, model_of, settings

@@ -9,18 +9,23 @@ from typing import Any
 import pytest
 import xxhash
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.manifest import read_manifest
-from tests.harness.tiny import DP2, SD2V2, SINGLE, TP2, TP2SD2V2, Layout
+from tests.harness.tiny import DP2, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout
 from tests.trainer.test_trainer import SIX_STEPS
 
 JOBS = "tests.trainer.disk_jobs"
 
 
 def run(
-    ranks: ForkServer, job: str, layout: Layout, places: list[Path], resume: str | bool | None = None, **given: Any
+    ranks: ForkServer,
+    job: str,
+    layout: MatrixLayout,
+    places: list[Path],
+    resume: str | bool | None = None,
+    **given: Any,
 ):
     """A job on ranks that each start in a place; its result."""
     for place in places:
@@ -95,7 +100,7 @@ def test_each_disk_has_its_part_under_one_manifest(saved: Saved) -> None:
 )
 @pytest.mark.parametrize("way", ["each", "once"])
 def test_a_run_goes_on_wherever_all_disks_are_seen(
-    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout, numbers: tuple[int, ...], way: str
+    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout, numbers: tuple[int, ...], way: str
 ) -> None:
     saved.copied(tmp_path)
     places = disks(tmp_path, *numbers)
@@ -108,7 +113,7 @@ def test_a_run_goes_on_wherever_all_disks_are_seen(
 
 @pytest.mark.parametrize("layout", [DP2, TP2], ids=lambda layout: layout.name)
 def test_what_is_loaded_from_two_disks_is_bitwise_what_was_saved(
-    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
+    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     expected = list(canonical_digests(merged(disks(saved.directory, 0, 1), "checkpoint-3", tmp_path / "before")))
     places = disks(saved.copied(tmp_path / "copy"), 1, 0)

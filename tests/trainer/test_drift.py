@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.runtime.forkserver import ForkServer, JobResult
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.storage.manifest import read_manifest
-from tests.harness.tiny import Layout
+from tests.harness.tiny import MatrixLayout
 from tests.trainer.test_trainer import JOBS, settings
 
-APART = Layout("tp2ep2", nproc=2, tp=2, ep=2)
+APART = MatrixLayout("tp2ep2", nproc=2, tp=2, ep=2)
 TOLD = "training has gone apart on them"
 
 

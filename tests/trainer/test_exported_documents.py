@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.runtime.forkserver import ForkServer
 from tests.harness import tiny
 from tests.trainer.test_pretrained import weights_of
 
@@ -49,7 +49,7 @@ def source_of(ranks: ForkServer, directory: Path, model_type: str) -> tuple[Path
 
 
 def tiny_config(model_type: str) -> dict[str, Any]:
-    from paddleformers_fc.cli.matrix.tiny import keys
+    from paddleformers_fc.verification.matrix.tiny import keys
 
     # What belongs to PaddleFormers and not to the model.
     return {key: value for key, value in keys(model_type).items() if key not in ("fuse_rms_norm", "moe_group")}
@@ -60,7 +60,7 @@ def live(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "model_type"}
 
 
-def exports(ranks: ForkServer, directory: Path, layout: tiny.Layout, **job: Any) -> dict[str, Path]:
+def exports(ranks: ForkServer, directory: Path, layout: tiny.MatrixLayout, **job: Any) -> dict[str, Path]:
     """Every export of a run that starts from open weights, and of one that resumes it."""
     found: dict[str, Path] = {}
     source: Path | None = job.pop("source")

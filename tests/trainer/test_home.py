@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cli.starting import refuse_resume
+from paddleformers_fc.cli.start_checks import refuse_resume
 from paddleformers_fc.trainer import loading
 from tests.harness.limits import LIMIT
 from tests.trainer.test_rotation import make_checkpoint

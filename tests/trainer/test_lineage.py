@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from paddleformers_fc.execute.channel import LocalChannel
+from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.storage.manifest import Branch, Manifest, RunRecord, read_manifest, write_manifest
 from paddleformers_fc.trainer.lineage import Saved, begun, new_run, resumed, saved_in
 from tests.execute.simulated import succeed

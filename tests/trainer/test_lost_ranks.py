@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.runtime.forkserver import ForkServer, JobResult
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.storage.manifest import newest_checkpoint
-from paddleformers_fc.trainer.watch import EXIT_CODE
-from tests.harness.tiny import DP2, TP2PP2, Layout
+from paddleformers_fc.trainer.rank_monitor import EXIT_CODE
+from tests.harness.tiny import DP2, TP2PP2, MatrixLayout
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, Saved, settings, train_six
 
 LOST = "tests.trainer.lost_jobs"
@@ -37,7 +37,7 @@ def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     ],
 )
 def test_one_rank_that_differs_is_named_on_every_rank_before_a_weight_changes(
-    ranks: ForkServer, saved: Saved, tmp_path: Path, kind: str, layout: Layout, odd: int, said: str
+    ranks: ForkServer, saved: Saved, tmp_path: Path, kind: str, layout: MatrixLayout, odd: int, said: str
 ) -> None:
     shutil.copytree(saved.third, tmp_path / "usual" / "checkpoint-3")
     found = resumed_with_one_odd(ranks, tmp_path, kind, layout, odd)
@@ -57,7 +57,9 @@ def test_another_checkpoint_under_the_same_name_is_refused_on_every_rank(
     assert "ranks 0-2: step 3" in found["text"]
 
 
-def resumed_with_one_odd(ranks: ForkServer, directory: Path, kind: str, layout: Layout, odd: int) -> dict[str, Any]:
+def resumed_with_one_odd(
+    ranks: ForkServer, directory: Path, kind: str, layout: MatrixLayout, odd: int
+) -> dict[str, Any]:
     """How every rank of a job alike has ended, which resumed from ``usual/checkpoint-3`` while one rank was odd."""
     given = {"kind": kind, "odd": odd, "resume": "checkpoint-3", "layout": layout.to_json()}
     given |= {"directory": str(directory / "usual"), "output_dir": str(directory / "out")}
@@ -76,7 +78,9 @@ def test_a_save_of_ranks_that_differ_writes_nothing(ranks: ForkServer, tmp_path:
     assert not list((tmp_path / "out").glob("*checkpoint*"))
 
 
-def killed(ranks: ForkServer, output_dir: Path, moment: str, layout: Layout, victim: int, resume: Any) -> JobResult:
+def killed(
+    ranks: ForkServer, output_dir: Path, moment: str, layout: MatrixLayout, victim: int, resume: Any
+) -> JobResult:
     """A job one of whose ranks has killed itself; nothing of it hangs, and no rank ends as if all were well."""
     output_dir.mkdir(exist_ok=True)
     given = {"moment": moment, "victim": victim, "output_dir": str(output_dir), "layout": layout.to_json()}
@@ -94,7 +98,7 @@ def endings(output_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("layout", "victim"), [(DP2, 1), (FOUR, 2)], ids=["two ranks", "four ranks"])
 def test_a_rank_killed_while_it_reads_is_named_by_all_others_and_nothing_is_trained_or_saved(
-    patient_ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout, victim: int
+    patient_ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout, victim: int
 ) -> None:
     out = tmp_path / "out"
     killed(patient_ranks, out, "reading", layout, victim, saved.third)
@@ -113,7 +117,7 @@ def test_a_rank_killed_while_it_reads_is_named_by_all_others_and_nothing_is_trai
 
 @pytest.mark.parametrize(("layout", "victim"), [(DP2, 1), (FOUR, 3)], ids=["two ranks", "four ranks"])
 def test_a_rank_killed_while_it_writes_is_named_by_all_others_and_the_step_before_is_resumed(
-    patient_ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout, victim: int
+    patient_ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout, victim: int
 ) -> None:
     out = tmp_path / "out"
     shutil.copytree(saved.third, out / "checkpoint-3")

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from paddleformers_fc.runtime.forkserver import ForkServer, JobResult
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.storage.manifest import read_manifest
-from paddleformers_fc.storage.owner import OWNER_NAME, this_process
-from tests.harness.tiny import DP2, SINGLE, Layout
+from paddleformers_fc.storage.staging_lock import OWNER_NAME, this_process
+from tests.harness.tiny import DP2, SINGLE, MatrixLayout
 from tests.trainer.test_trainer import JOBS, settings
 
 Damage = Callable[[Path], None]
@@ -21,7 +21,11 @@ WEIGHTS = "model_state/rank-00000.safetensors"
 
 
 def train(
-    ranks: ForkServer, output_dir: Path, layout: Layout = SINGLE, resume: Path | bool | None = None, **arguments: Any
+    ranks: ForkServer,
+    output_dir: Path,
+    layout: MatrixLayout = SINGLE,
+    resume: Path | bool | None = None,
+    **arguments: Any,
 ) -> JobResult:
     given = settings(layout, output_dir, resume, **{"max_steps": 3, "save_steps": 1, **arguments})
     return ranks.attempt(f"{JOBS}:run", layout.nproc, given)

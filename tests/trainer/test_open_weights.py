@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from paddleformers_fc.runtime.forkserver import PRELOAD, ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import PRELOAD, ForkServer
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from tests.harness import tiny
 from tests.trainer.open_weights_jobs import serve_as_hub

@@ -11,9 +11,9 @@ from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import FormatError, OptionError
 from paddleformers_fc.trainer.position import (
-    Order,
     Pace,
     Position,
+    SampleOrder,
     Start,
     epochs_left,
     from_document,
@@ -22,8 +22,8 @@ from paddleformers_fc.trainer.position import (
     to_document,
 )
 
-SHUFFLED = Order(indexed=True, length=64, shuffled=True, seed=42)
-STREAM = Order(indexed=False, length=0, shuffled=False, seed=0)
+SHUFFLED = SampleOrder(indexed=True, length=64, shuffled=True, seed=42)
+STREAM = SampleOrder(indexed=False, length=0, shuffled=False, seed=0)
 DP2 = Pace(micro_batch=4, accumulation=1, ranks=2)
 HALFWAY = Position(epoch=1, samples=24, consumed=88)
 
@@ -120,11 +120,11 @@ def test_the_beginning_of_an_epoch_may_be_resumed_with_anything() -> None:
         (Pace(1, 1, 5), SHUFFLED, "take 5 at a time"),
         (DP2, replace(SHUFFLED, seed=43), "seed was 42 and is 43"),
         (DP2, replace(SHUFFLED, length=63), "64 samples were shuffled and 63 are now"),
-        (DP2, Order(True, 64, False, 0), "dataloader_shuffle was true and is false"),
+        (DP2, SampleOrder(True, 64, False, 0), "dataloader_shuffle was true and is false"),
         (DP2, STREAM, "was a map and is a stream now"),
     ],
 )
-def test_data_that_comes_otherwise_is_refused(pace: Pace, order: Order, evidence: str) -> None:
+def test_data_that_comes_otherwise_is_refused(pace: Pace, order: SampleOrder, evidence: str) -> None:
     with pytest.raises(OptionError) as caught:
         start_after((HALFWAY, DP2, SHUFFLED), pace, order, 8)
     assert any(evidence in line for line in caught.value.evidence)
@@ -132,7 +132,7 @@ def test_data_that_comes_otherwise_is_refused(pace: Pace, order: Order, evidence
 
 
 def test_unshuffled_data_may_have_grown() -> None:
-    ordered = Order(True, 64, False, 0)
+    ordered = SampleOrder(True, 64, False, 0)
     assert start_after((HALFWAY, DP2, ordered), DP2, replace(ordered, length=80), 10) == Start(HALFWAY, 3)
 
 
@@ -143,7 +143,7 @@ def test_unshuffled_data_may_have_grown() -> None:
 )
 def test_no_sample_is_repeated_or_lost(old: Pace, new: Pace, steps: int) -> None:
     trained = steps * old.per_step
-    order = Order(True, trained + 1000, True, 1)
+    order = SampleOrder(True, trained + 1000, True, 1)
     saved = (Position(0, trained, trained), old, order)
     if trained % new.per_pass:
         with pytest.raises(OptionError):

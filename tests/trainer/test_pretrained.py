@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.harness import tiny
 
 JOB = "tests.trainer.jobs:start_from_open_weights"
@@ -28,7 +28,9 @@ def weights_of(ranks: ForkServer, directory: Path, model_type: str, model: dict[
     return directory / "weights"
 
 
-def start(ranks: ForkServer, directory: Path, layout: tiny.Layout, source: Path, **job: Any) -> dict[str, list[str]]:
+def start(
+    ranks: ForkServer, directory: Path, layout: tiny.MatrixLayout, source: Path, **job: Any
+) -> dict[str, list[str]]:
     settings = {"layout": layout.to_json(), "output_dir": str(directory / f"run-{layout.name}"), **job}
     target = str(directory / f"again-{layout.name}")
     return ranks.run(JOB, layout.nproc, {**settings, "source": str(source), "target": target}).values[0]

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.runtime.forkserver import ForkServer
-from paddleformers_fc.storage.places import place
+from paddleformers_fc.storage.paths import parse_path
 from paddleformers_fc.trainer import documents, saving
 from paddleformers_fc.trainer.options import FlexFields, check_options
 from tests.harness.tiny import SD2V2, TP2
@@ -63,7 +63,7 @@ def test_an_output_directory_that_is_a_url_is_refused_before_training(url: str) 
     options.flex_checkpoint = True
     with pytest.raises(OptionError, match="A checkpoint cannot be written to") as caught:
         check_options(options)
-    assert str(place(url)) in caught.value.what
+    assert str(parse_path(url)) in caught.value.what
     assert "secret" not in caught.value.render()
     assert "upload its files" in caught.value.next_step
 

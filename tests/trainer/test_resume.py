@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import NotACheckpoint
-from paddleformers_fc.execute.channel import LocalChannel
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.trainer.resume import named, newest, newest_or_begin, newest_or_refuse
 from tests.execute.simulated import ThreadChannel, job, succeed

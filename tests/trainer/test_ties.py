@@ -8,20 +8,25 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from paddleformers_fc.runtime.forkserver import ForkServer, JobResult
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.storage.manifest import read_manifest
-from tests.harness.tiny import DP2, PP2, SINGLE, Layout
+from tests.harness.tiny import DP2, PP2, SINGLE, MatrixLayout
 from tests.trainer.test_trainer import JOBS, settings
 
 NEVER = 10**6
-PP4 = Layout("pp4", nproc=4, pp=4)
-PP2SD2V2 = Layout("pp2sd2v2", nproc=4, pp=2, sharding=2, split_param=True)
+PP4 = MatrixLayout("pp4", nproc=4, pp=4)
+PP2SD2V2 = MatrixLayout("pp2sd2v2", nproc=4, pp=2, sharding=2, split_param=True)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SAID = "Copies of tied tensors differ between pipeline stages"
 
 
 def train(
-    ranks: ForkServer, layout: Layout, output_dir: Path, after: int, resume: Path | bool | None = None, **arguments: Any
+    ranks: ForkServer,
+    layout: MatrixLayout,
+    output_dir: Path,
+    after: int,
+    resume: Path | bool | None = None,
+    **arguments: Any,
 ) -> JobResult:
     given = settings(layout, output_dir, resume, **{"save_steps": 1, "max_grad_norm": 0.0, **arguments})
     return ranks.attempt(f"{JOBS}:run_and_part_copies", layout.nproc, {**given, "after": after})
@@ -34,7 +39,7 @@ def diverged(output_dir: Path) -> dict[str, bool]:
 
 @pytest.mark.parametrize("layout", [PP2, PP4, PP2SD2V2], ids=lambda layout: layout.name)
 def test_the_last_whole_checkpoint_of_a_run_stays_and_is_resumed(
-    ranks: ForkServer, tmp_path: Path, layout: Layout
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     given: dict[str, Any] = {"max_steps": 4, "save_total_limit": 1, "flex_check_replicas": "off"}
     result = train(ranks, layout, tmp_path, 3, **given)
@@ -79,7 +84,7 @@ def test_a_save_that_is_to_refuse_ends_the_run(ranks: ForkServer, tmp_path: Path
 
 def test_master_weights_of_both_stages_are_compared(ranks: ForkServer, tmp_path: Path) -> None:
     """The copies are changed in bfloat16 alone, and the next step makes them equal again out of master weights."""
-    layout = Layout("pp2bf16", nproc=2, pp=2, bf16=True)
+    layout = MatrixLayout("pp2bf16", nproc=2, pp=2, bf16=True)
     assert train(ranks, layout, tmp_path, NEVER, max_steps=2).ok
     assert diverged(tmp_path) == {"checkpoint-1": False, "checkpoint-2": False}
 

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
-from paddleformers_fc.runtime.forkserver import ForkServer
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
 from tests.harness import tiny
-from tests.harness.tiny import DP2, EP2, PP2, PP2SD2V2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, Layout
+from tests.harness.tiny import DP2, EP2, PP2, PP2SD2V2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.trainer.jobs import every_sample
 
 JOBS = "tests.trainer.jobs"
 SIX_STEPS = {"max_steps": 6, "save_steps": 3}
 
 
-def bf16(layout: Layout) -> Layout:
-    return Layout(**{**layout.to_json(), "name": f"{layout.name}-bf16", "bf16": True})
+def bf16(layout: MatrixLayout) -> MatrixLayout:
+    return MatrixLayout(**{**layout.to_json(), "name": f"{layout.name}-bf16", "bf16": True})
 
 
 class Saved:
@@ -39,7 +39,7 @@ class Saved:
         self.third = output_dir / "checkpoint-3"
 
 
-def train_six(ranks: ForkServer, output_dir: Path, layout: Layout) -> Saved:
+def train_six(ranks: ForkServer, output_dir: Path, layout: MatrixLayout) -> Saved:
     settings = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": SIX_STEPS}
     result = ranks.run(f"{JOBS}:run", layout.nproc, settings)
     return Saved(output_dir, result.values[0]["losses"])
@@ -57,7 +57,9 @@ def saved_bf16(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> S
     return train_six(ranks, tmp_path_factory.mktemp("dp2-bf16"), bf16(DP2))
 
 
-def settings(layout: Layout, output_dir: Path, resume: Path | bool | None = None, **arguments: Any) -> dict[str, Any]:
+def settings(
+    layout: MatrixLayout, output_dir: Path, resume: Path | bool | None = None, **arguments: Any
+) -> dict[str, Any]:
     """The keyword arguments of a job."""
     given: dict[str, Any] = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": arguments}
     if resume is not None:
@@ -77,7 +79,7 @@ def flat_ranges(checkpoint: Path, name: str) -> list[list[int] | None]:
 
 @pytest.mark.parametrize("layout", [SINGLE, DP2, TP2, PP2, SD2V1, SD2V2, SD2S2, SD2S3], ids=lambda layout: layout.name)
 def test_a_run_resumed_under_any_layout_goes_on_as_if_uninterrupted(
-    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
+    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     result = ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, tmp_path, saved.third, **SIX_STEPS))
     assert result.values[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-6)
@@ -87,7 +89,7 @@ def test_a_run_resumed_under_any_layout_goes_on_as_if_uninterrupted(
 @pytest.mark.parametrize("layout", [SINGLE, TP2, PP2, SD2V1, SD2V2, SD2S2, SD2S3], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 def test_what_is_loaded_under_any_layout_is_bitwise_what_was_saved(
-    ranks: ForkServer, request: pytest.FixtureRequest, tmp_path: Path, layout: Layout, half: bool
+    ranks: ForkServer, request: pytest.FixtureRequest, tmp_path: Path, layout: MatrixLayout, half: bool
 ) -> None:
     source: Saved = request.getfixturevalue("saved_bf16" if half else "saved")
     chosen = bf16(layout) if half else layout
@@ -99,7 +101,7 @@ def test_what_is_loaded_under_any_layout_is_bitwise_what_was_saved(
 
 
 @pytest.mark.parametrize("layout", [SINGLE, SD2V2, SD2S2, SD2S3], ids=lambda layout: layout.name)
-def test_a_bfloat16_run_goes_on_exactly(ranks: ForkServer, tmp_path: Path, layout: Layout) -> None:
+def test_a_bfloat16_run_goes_on_exactly(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout) -> None:
     whole = train_six(ranks, tmp_path / "whole", bf16(layout))
     result = ranks.run(
         f"{JOBS}:run", layout.nproc, settings(bf16(layout), tmp_path / "resumed", whole.third, **SIX_STEPS)
@@ -128,7 +130,7 @@ def test_stage_three_is_saved_as_slices_and_goes_on_under_another_layout(
 
 
 @pytest.mark.parametrize("layout", [SD2S2, SD2S3], ids=lambda layout: layout.name)
-def test_only_the_owner_of_a_state_gets_it_back(ranks: ForkServer, tmp_path: Path, layout: Layout) -> None:
+def test_only_the_owner_of_a_state_gets_it_back(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout) -> None:
     source = settings(layout, tmp_path / "a", max_steps=3, save_steps=3)
     saved = ranks.run(f"{JOBS}:run_and_count_states", 2, source).values
     again = settings(layout, tmp_path / "b", tmp_path / "a" / "checkpoint-3", max_steps=3)
@@ -138,7 +140,7 @@ def test_only_the_owner_of_a_state_gets_it_back(ranks: ForkServer, tmp_path: Pat
 
 @pytest.mark.parametrize("layout", [SD2V1, SD2V2, SD2S2], ids=lambda layout: layout.name)
 def test_parameters_without_gradients_take_no_states_from_their_neighbours(
-    ranks: ForkServer, tmp_path: Path, layout: Layout
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     """Stage 2 then makes states on ranks that do not own a parameter, of gradients that were not reduced."""
     job = f"{JOBS}:run_past_a_layer"
@@ -151,7 +153,7 @@ def test_parameters_without_gradients_take_no_states_from_their_neighbours(
 
 @pytest.mark.parametrize("layout", [SD2V2, bf16(SD2V2)], ids=["float32", "bfloat16"])
 def test_flattened_states_are_filled_where_they_lie_though_a_slice_of_them_is_a_copy(
-    ranks: ForkServer, tmp_path: Path, layout: Layout
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     # A parameter whose length is no multiple of the alignment is padded, and Paddle describes a slice of its states.
     source = settings(layout, tmp_path / "a", max_steps=3, save_steps=3)
@@ -267,7 +269,7 @@ def saved_ernie(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize("layout", [SINGLE, TP2, PP2, EP2], ids=lambda layout: layout.name)
 def test_a_mixture_of_experts_goes_on_under_any_layout(
-    ranks: ForkServer, saved_ernie: Saved, tmp_path: Path, layout: Layout
+    ranks: ForkServer, saved_ernie: Saved, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     given = {**settings(layout, tmp_path, saved_ernie.third, **SIX_STEPS), "model_type": "ernie4_5_moe"}
     resumed = ranks.run(f"{JOBS}:run", layout.nproc, given).values[0]
@@ -275,7 +277,9 @@ def test_a_mixture_of_experts_goes_on_under_any_layout(
 
 
 @pytest.mark.parametrize("layout", [TP2, PP2, SD2V2, SD2S2, SD2S3], ids=lambda layout: layout.name)
-def test_tied_embeddings_go_on_under_any_layout_and_back(ranks: ForkServer, tmp_path: Path, layout: Layout) -> None:
+def test_tied_embeddings_go_on_under_any_layout_and_back(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
     # A pipeline counts a tied weight twice in the gradient norm, so nothing is clipped here.
     arguments = {**SIX_STEPS, "max_grad_norm": 0.0}
     model = {"tie_word_embeddings": True}
@@ -295,7 +299,7 @@ def test_tied_embeddings_go_on_under_any_layout_and_back(ranks: ForkServer, tmp_
     ("layout", "micro_batch", "accumulation"), [(SINGLE, 2, 2), (SINGLE, 4, 1), (DP2, 2, 1)], ids=["a", "b", "c"]
 )
 def test_another_global_batch_neither_repeats_nor_loses_a_sample(
-    ranks: ForkServer, tmp_path: Path, layout: Layout, micro_batch: int, accumulation: int
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, micro_batch: int, accumulation: int
 ) -> None:
     first = ranks.run(f"{JOBS}:run_and_watch_samples", 2, settings(DP2, tmp_path, max_steps=3, save_steps=3))
     batch = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
@@ -360,7 +364,7 @@ def test_passes_after_the_last_step_of_an_epoch_are_made_as_in_the_run_that_was_
 
 @pytest.mark.parametrize("layout", [SINGLE, PP2, SD2S2, SD2S3], ids=lambda layout: layout.name)
 def test_a_step_that_broke_off_leaves_nothing_to_a_resume_in_the_same_process(
-    ranks: ForkServer, tmp_path: Path, layout: Layout
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     ranks_with_data = 1 if layout in (SINGLE, PP2) else 2
     batch = {"per_device_train_batch_size": 4 // ranks_with_data, "gradient_accumulation_steps": 2}
@@ -386,7 +390,7 @@ def test_batches_that_wait_in_a_pipeline_wait_again_in_a_run_that_resumes(ranks:
 
 @pytest.mark.parametrize("layout", [SINGLE, PP2], ids=lambda layout: layout.name)
 def test_a_checkpoint_of_an_epochs_end_goes_on_as_the_run_did_and_is_not_saved_again(
-    ranks: ForkServer, tmp_path: Path, layout: Layout
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     batch = {"per_device_train_batch_size": tiny.GLOBAL_BATCH, "gradient_accumulation_steps": 3}
     arguments = {"max_steps": 6, "save_strategy": "epoch", **batch}
@@ -426,7 +430,7 @@ def test_samples_that_are_left_out_at_the_end_of_an_epoch_stay_left_out(ranks: F
 
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=lambda layout: layout.name)
 def test_data_that_one_rank_reads_for_others_goes_on_with_the_next_sample(
-    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
+    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     whole = ranks.run(f"{JOBS}:run_with_one_reader", 2, settings(layout, tmp_path / "whole", **SIX_STEPS)).values[0]
     assert whole == pytest.approx(saved.losses, abs=1e-6)
@@ -760,7 +764,7 @@ def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has(ranks
 
 @pytest.mark.parametrize("layout", [SINGLE, TP2, SD2S3], ids=lambda layout: layout.name)
 def test_an_export_is_what_from_pretrained_reads(
-    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: Layout
+    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     found = ranks.run(
         f"{JOBS}:export",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from paddleformers_fc import upstream
-from paddleformers_fc.runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.trainer.options import CONFLICTS, FIELD_NAMES, WITHOUT_EFFECT
 from tests.harness.tiny import DP2, SINGLE
 from tests.trainer.test_trainer import JOBS as TRAINER_JOBS, settings

@@ -7,20 +7,20 @@ import sys
 
 import pytest
 
-from paddleformers_fc.execute.channel import LocalChannel
-from paddleformers_fc.trainer.watch import EXIT_CODE, watched
+from paddleformers_fc.distributed.channel import LocalChannel
+from paddleformers_fc.trainer.rank_monitor import EXIT_CODE, watched
 from tests.harness.limits import LIMIT
 
 WAITS_FOR_EVER = """
 import threading
-from paddleformers_fc.trainer.watch import watched
+from paddleformers_fc.trainer.rank_monitor import watched
 
 class Deaf:
     rank, world_size = 3, 8
-    def exchange(self, payload):
+    def all_gather(self, payload):
         threading.Event().wait()
 
-watched(Deaf(), 0.05).exchange(b"")
+watched(Deaf(), 0.05).all_gather(b"")
 """
 
 
@@ -29,7 +29,7 @@ class Echo:
 
     rank, world_size = 1, 2
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes) -> list[bytes]:
         return [payload, payload]
 
 
@@ -65,7 +65,7 @@ sys.stderr = {instead}
 
 def test_an_exchange_in_time_is_passed_on() -> None:
     channel = watched(Echo(), LIMIT)
-    assert (channel.rank, channel.world_size, channel.exchange(b"x")) == (1, 2, [b"x", b"x"])
+    assert (channel.rank, channel.world_size, channel.all_gather(b"x")) == (1, 2, [b"x", b"x"])
 
 
 def test_a_process_alone_is_not_watched() -> None:

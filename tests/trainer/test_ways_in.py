@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.launch import launch
+from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.execute.digest import canonical_digests
-from paddleformers_fc.runtime.forkserver import ForkServer
-from paddleformers_fc.runtime.launch import launch
-from paddleformers_fc.runtime.ranks import free_ports
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer.register import PATH
 from tests.harness.limits import LIMIT
@@ -71,8 +71,8 @@ def test_the_facade_has_the_names_that_a_script_needs_and_no_others() -> None:
 def test_every_name_in_the_readme_can_be_imported() -> None:
     text = (ROOT / "README.md").read_text()
     imported = [f"paddleformers_fc.{name}" for line in IMPORTS.findall(text) for name in line.split(", ")]
-    names = sorted({*imported, *re.findall(r"paddleformers_fc(?:\.[A-Za-z_]+)+", text)})
-    assert {"paddleformers_fc.FlexTrainerMixin", "paddleformers_fc.runtime"} <= set(names)
+    names = sorted({*imported, *re.findall(r"paddleformers_fc(?:\.[A-Za-z_]+)+", text), "paddleformers_fc.runtime"})
+    assert {"paddleformers_fc.FlexTrainerMixin", "paddleformers_fc.cpu_runtime"} <= set(names)
     code = "import sys, paddleformers_fc\nfor name in sys.argv[1:]: eval(name)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *names]

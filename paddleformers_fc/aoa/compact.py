@@ -1,0 +1,115 @@
+"""Many statements that differ in their numbers become one with placeholders, where that is exact.
+
+Placeholders take their numbers from the tensors that match the first name, and several are multiplied. A statement is
+therefore compact only where those tensors are exactly the ones it is for; others stay as they are. Linear in the
+statements and in the tensors that their patterns match.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from paddleformers_fc.aoa.names import EXPERT, LAYER, NameIndex
+from paddleformers_fc.aoa.statement_text import Text
+
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=[.^\[]|$)")
+_BASE = re.compile(r"[^\^\[]*")
+_CHOICES = ((0, 1), (1,), (0,))
+"""Which numbers of a name, by position, become placeholders; what says most with one statement comes first."""
+
+Said = Sequence[Text]
+Numbers = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """Statements with placeholders, and the numbers that make one block's statements of them."""
+
+    texts: tuple[Text, ...]
+    numbers: Numbers
+
+
+def compacted(blocks: Sequence[Said], index: NameIndex) -> list[str]:
+    """The statements of all blocks, as few as possible.
+
+    Args:
+        blocks: the statements of every block.
+        index: the names of the left side.
+    Returns:
+        statements, in the order of the blocks; those of one block keep their order.
+    """
+    placed: dict[int, list[str]] = {}
+    waiting = [number for number, block in enumerate(blocks) if block]
+    for positions in _CHOICES:
+        groups: dict[tuple[Text, ...], list[tuple[int, Numbers]]] = {}
+        for number in waiting:
+            pattern = _pattern(blocks[number], positions)
+            if pattern is not None:
+                groups.setdefault(pattern.texts, []).append((number, pattern.numbers))
+        done: set[int] = set()
+        for texts, members in groups.items():
+            numbers = {entry for _, entry in members}
+            if _exact(texts[0], numbers, index):
+                placed[members[0][0]] = _group(texts, members, blocks, index)
+                done.update(number for number, _ in members)
+        waiting = [number for number in waiting if number not in done]
+    for number in waiting:
+        placed[number] = [str(text) for text in blocks[number]]
+    return [text for number in sorted(placed) for text in placed[number]]
+
+
+def _group(
+    texts: tuple[Text, ...], members: list[tuple[int, Numbers]], blocks: Sequence[Said], index: NameIndex
+) -> list[str]:
+    """A group's statements; one whose first name tells other numbers is spelled out for every member."""
+    numbers = {entry for _, entry in members}
+    said: list[str] = []
+    for at, text in enumerate(texts):
+        if _exact(text, numbers, index):
+            said.append(str(text))
+        else:
+            said += [str(blocks[number][at]) for number, _ in members]
+    return said
+
+
+def _exact(text: Text, numbers: set[Numbers], index: NameIndex) -> bool:
+    columns = [{entry[at] for entry in numbers} for at in range(len(next(iter(numbers))))]
+    if prod(map(len, columns)) != len(numbers):
+        return False
+    base = _BASE.match(text.left[0])
+    matched = index.matches(base.group()) if base else []
+    return len(matched) == len(numbers) and {entry for _, entry in matched} == numbers
+
+
+def _pattern(said: Said, positions: tuple[int, ...]) -> _Pattern | None:
+    """The statements with numbers at these positions taken out, or None where names do not share them."""
+    first = said[0].left[0]
+    found = list(_NUMBER.finditer(first))
+    if len(found) <= max(positions):
+        return None
+    numbers = tuple(found[position].group() for position in positions)
+    expert = EXPERT if first[: found[positions[-1]].start()].endswith("experts.") or len(positions) > 1 else LAYER
+    names = dict(zip(positions, (LAYER, expert)[-len(positions) :], strict=True))
+
+    def patterned(item: str) -> str | None:
+        places = list(_NUMBER.finditer(item))
+        if len(places) <= max(positions) or any(
+            places[position].group() != number for position, number in zip(positions, numbers, strict=True)
+        ):
+            return None
+        for position in reversed(positions):
+            begin, end = places[position].span()
+            item = item[:begin] + names[position] + item[end:]
+        return item
+
+    texts: list[Text] = []
+    for text in said:
+        left, right = [patterned(item) for item in text.left], [patterned(item) for item in text.right]
+        known_left, known_right = [item for item in left if item], [item for item in right if item]
+        if len(known_left) < len(left) or len(known_right) < len(right):
+            return None
+        texts.append(replace(text, left=tuple(known_left), right=tuple(known_right)))
+    return _Pattern(tuple(texts), numbers)

@@ -1,0 +1,199 @@
+"""From a statement with placeholders, arrays and wildcards to statements of whole names, in stock's order.
+
+``$LAYER_ID_OFFSET`` first, then ``$LAYER_ID`` and ``$EXPERT_ID``, then ``name[0:2]``, then ``*``. The numbers come from
+the tensors on the left, matched by the first name that holds a placeholder. What stands for no tensor is a fault.
+
+The number of names that come out is limited by a :class:`Budget`, which bounds time and memory on any text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from paddleformers_fc.aoa.faults import Fault
+from paddleformers_fc.aoa.names import EXPERT, LAYER, LAYER_OFFSET, STAR, NameIndex, placeholders
+from paddleformers_fc.aoa.operations import Operation, operation_of
+from paddleformers_fc.aoa.syntax import NOTHING, Item, Statement
+
+
+class Budget:
+    """How many names and boxes a list of statements may become.
+
+    Args:
+        limit: the number; whatever needs more is refused before it is built.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._left = limit
+
+    def spend(self, count: int) -> None:
+        """Take ``count`` names or boxes out of the budget.
+
+        Raises:
+            Fault: where they are not in it any more.
+        """
+        if count > self._left:
+            raise Fault(
+                f"The statements become more than {self._limit} names and boxes, far more than these tensors need."
+            )
+        self._left -= count
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A whole name that is read, and whether it is read transposed."""
+
+    text: str
+    transposed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A statement with whole names: one of those that a statement of the user stands for."""
+
+    statement: Statement
+    operation: Operation
+    left: tuple[Name, ...]
+    right: tuple[str, ...]
+
+
+class Expander:
+    """Expands statements between two sides.
+
+    Args:
+        left: the names of the left side's tensors.
+        right: the names of the right side's tensors, or None where that side follows from the statements.
+        budget: limit of all names.
+    """
+
+    def __init__(self, left: NameIndex, right: NameIndex | None, budget: Budget) -> None:
+        self._left = left
+        self._right = right
+        self._budget = budget
+
+    def steps(self, statement: Statement) -> Iterator[Step]:
+        """The steps that a statement stands for, in ascending order of its numbers.
+
+        Raises:
+            Fault: where a pattern stands for nothing, or the statement does nothing.
+        """
+        size = len(statement.left) + len(statement.right)
+        operations: dict[tuple[int, int], Operation] = {}
+        for numbers in self._numbers(statement):
+            self._budget.spend(size)
+            left = [
+                Name(name, item.transposed)
+                for item in statement.left
+                for name in self._names(item, numbers, self._left)
+            ]
+            shifted = {key: _before(value) if key == LAYER_OFFSET else value for key, value in numbers.items()}
+            right = [name for item in statement.right for name in self._names(item, shifted, self._right)]
+            if len(set(right)) != len(right):
+                twice, _ = Counter(right).most_common(1)[0]
+                raise Fault(f"{twice} is written twice by one statement.", "each name once")
+            counts = (len(left), len(right))
+            if counts not in operations:
+                operations[counts] = operation_of(statement, *counts)
+            yield Step(statement, operations[counts], tuple(left), tuple(right))
+
+    def _numbers(self, statement: Statement) -> list[dict[str, str]]:
+        """What the placeholders of a statement stand for, once for every step."""
+        items = (*statement.left, *statement.right)
+        if not any("$" in item.pattern for item in items):
+            return [{}]
+        first = next(item for item in items if "$" in item.pattern)
+        keys = [key for key in placeholders(first.pattern) if key != STAR]
+        self._refuse_unequal(items, keys)
+        found = [dict(zip(keys, numbers, strict=False)) for _, numbers in self._left.matches(_starless(first))]
+        if not found:
+            near = self._left.nearest(first.pattern)
+            raise Fault(
+                f"`{first.pattern}` matches no tensor on the left side; the numbers are taken from there.",
+                near,
+                first.span,
+            )
+        _refuse_holes(found, keys, first)
+        return found
+
+    def _refuse_unequal(self, items: tuple[Item, ...], keys: list[str]) -> None:
+        known = f"{LAYER}, {EXPERT} and {LAYER_OFFSET}"
+        for item in items:
+            own = [key for key in placeholders(item.pattern) if key != STAR]
+            if "$" in _without(item.pattern, own) or not keys:
+                raise Fault(f"`{item.pattern}` holds a placeholder that is not known.", known, item.span)
+            if len(set(own)) != len(own):
+                raise Fault(
+                    f"`{item.pattern}` holds a placeholder twice.", "each once; other numbers as such", item.span
+                )
+            if item.pattern != NOTHING and set(own) != set(keys):
+                raise Fault(
+                    f"`{item.pattern}` does not hold the same placeholders as the first name.",
+                    f"every name with {' and '.join(keys)}, or whole names",
+                    item.span,
+                )
+            if LAYER_OFFSET in own and (len(own) > 1 or item.transposed):
+                raise Fault(
+                    f"{LAYER_OFFSET} stands alone in a name, and the name is not transposed.",
+                    'permute="[]" in place of `^T`; the numbers of other placeholders as such',
+                    item.span,
+                )
+
+    def _names(self, item: Item, numbers: dict[str, str], side: NameIndex | None) -> list[str]:
+        name = item.pattern
+        for key, number in numbers.items():
+            name = name.replace(key, number)
+        if item.array is None and STAR not in name:
+            return [name]
+        begin, end = item.array or (0, 0)
+        self._budget.spend(end - begin)
+        listed = [f"{name}_{index}" for index in range(begin, end)] or [name]
+        if STAR not in name:
+            return listed
+        return [found for pattern in listed for found in self._wild(pattern, item, side)]
+
+    def _wild(self, pattern: str, item: Item, side: NameIndex | None) -> list[str]:
+        if pattern.count(STAR) > 1:
+            raise Fault("A name holds one `*`.", "layers.*.weight", item.span)
+        if item.transposed:
+            raise Fault("What `*` stands for is not transposed as a whole.", "each name by itself", item.span)
+        if side is None:
+            raise Fault("`*` on the right needs the tensors of that side, and they are not known.", "", item.span)
+        found = [name for name, _ in side.matches(pattern)]
+        self._budget.spend(len(found))
+        if not found:
+            raise Fault(f"`{pattern}` matches no tensor of its side.", side.nearest(pattern), item.span)
+        return found
+
+
+def _starless(item: Item) -> str:
+    if STAR in item.pattern:
+        raise Fault("The first name with a placeholder tells the numbers.", "a first name without `*`", item.span)
+    return item.pattern
+
+
+def _without(pattern: str, keys: list[str]) -> str:
+    for key in sorted(keys, key=len, reverse=True):
+        pattern = pattern.replace(key, "")
+    return pattern
+
+
+def _refuse_holes(found: list[dict[str, str]], keys: list[str], first: Item) -> None:
+    """Placeholders are multiplied: every number of one with every number of the other."""
+    columns = [{numbers[key] for numbers in found} for key in keys]
+    if prod(map(len, columns)) != len(found):
+        counts = " x ".join(str(len(column)) for column in columns)
+        raise Fault(
+            f"{' and '.join(keys)} are multiplied ({counts}), and only {len(found)} of these tensors exist.",
+            "a statement for every number of one of the two",
+            first.span,
+        )
+
+
+def _before(number: str) -> str:
+    if number == "0":
+        raise Fault(f"{LAYER_OFFSET} leads from N to N - 1, and there is a tensor with N = 0.", LAYER)
+    return str(int(number) - 1)

@@ -1,0 +1,138 @@
+"""What is wrong with a statement, shown in the user's own text with a caret under the place.
+
+A :class:`Fault` is raised where the cause is known, usually far from the text; whoever knows the statement hands it to
+:class:`Faults`, which collects the faults of all statements and raises them as one :class:`MappingError`. A statement
+with placeholders fails once per layer; such repetitions are counted, not listed. Memory is bounded by the statements.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from paddleformers_fc.errors import MappingError
+
+_WIDTH = 110
+_BEFORE = 40
+_MOST = 40
+_LONGEST = 600
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Characters ``begin <= i < end`` of a line."""
+
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """One statement as the user wrote it.
+
+    Args:
+        number: its place in the list of statements, counted from 1.
+        text: the text, without line breaks around it.
+    """
+
+    number: int
+    text: str
+
+    @property
+    def title(self) -> str:
+        """How reports name it."""
+        return f"statement {self.number}"
+
+
+class Fault(Exception):
+    """A statement that means nothing, or not what it seems to.
+
+    Args:
+        cause: one sentence that states the fault.
+        accepted: what would be accepted in its place; empty where ``cause`` says it.
+        span: the characters at fault, where they are known.
+    """
+
+    def __init__(self, cause: str, accepted: str = "", span: Span | None = None) -> None:
+        self.cause = cause
+        self.accepted = accepted
+        self.span = span
+        super().__init__(cause)
+
+
+class Faults:
+    """All faults of a list of statements, in the order in which they were found."""
+
+    def __init__(self) -> None:
+        self._shown: dict[tuple[int, str], str] = {}
+        self._counts: dict[tuple[int, str], int] = {}
+        self._lines: set[SourceLine] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._shown)
+
+    def add(self, line: SourceLine, fault: Fault, span: Span) -> None:
+        """Note a fault of a line.
+
+        Args:
+            line: the statement.
+            fault: what is wrong with it.
+            span: the place, where the fault does not know it itself.
+        """
+        key = (line.number, _NUMBER.sub("0", fault.cause))
+        if key not in self._shown:
+            self._shown[key] = _shown(line, fault, fault.span or span)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        self._lines.add(line)
+
+    @property
+    def lines(self) -> frozenset[SourceLine]:
+        """The statements that are faulty."""
+        return frozenset(self._lines)
+
+    def add_plain(self, cause: str) -> None:
+        """Note a fault that belongs to no single statement."""
+        key = (0, cause)
+        self._shown[key] = cause
+        self._counts[key] = 1
+
+    def raise_any(self) -> None:
+        """Raise all faults as one error, or return where there are none.
+
+        Raises:
+            MappingError: with one line of evidence per fault.
+        """
+        if not self._shown:
+            return
+        evidence = [
+            text + (f" ({self._counts[key]} times, for different numbers)" if self._counts[key] > 1 else "")
+            for key, text in sorted(self._shown.items(), key=lambda entry: entry[0][0])
+        ]
+        raise MappingError(
+            f"The AOA statements are refused: {len(evidence)} fault{'s' if len(evidence) > 1 else ''}.",
+            where="aoa_statements",
+            evidence=evidence[:_MOST] + ([f"and {len(evidence) - _MOST} more"] if len(evidence) > _MOST else []),
+            next_step="Nothing was read or written. Mend the statements; docs/aoa.md says what each form means.",
+        )
+
+
+def _shown(line: SourceLine, fault: Fault, span: Span) -> str:
+    text = "".join(char if char.isprintable() else " " for char in line.text)
+    begin, end = span.begin, max(span.end, span.begin + 1)
+    if len(text) > _WIDTH:
+        start = max(0, min(begin - _BEFORE, len(text) - _WIDTH))
+        window = text[start : start + _WIDTH]
+        head, tail = "..." if start else "", "..." if start + _WIDTH < len(text) else ""
+        begin, end = begin - start + len(head), min(end, start + _WIDTH) - start + len(head)
+        text = head + window + tail
+    title = f"{line.title}: "
+    # Reports put four characters before the first line of every piece of evidence.
+    carets = " " * (4 + len(title) + begin) + "^" * max(1, min(end, len(text)) - begin)
+    accepted = f" Accepted: {_short(fault.accepted)}" if fault.accepted else ""
+    return f"{title}{text}\n{carets}\n      {_short(fault.cause)}{accepted}"
+
+
+def _short(text: str) -> str:
+    """A sentence in a bounded length, whatever names are in it."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"

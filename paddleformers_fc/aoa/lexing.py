@@ -1,0 +1,99 @@
+"""From the text of one statement to tokens, each with its place.
+
+One pass with a regular expression that never backtracks over more than one token; linear in the text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from paddleformers_fc.aoa.faults import Fault, Span
+
+
+class TokenKind(Enum):
+    """What a token is; the value is how reports name it."""
+
+    NAME = "a name"
+    NUMBER = "a number"
+    STRING = "a quoted string"
+    ARROW = "`->`"
+    COMMA = "`,`"
+    EQUAL = "`=`"
+    COLON = "`:`"
+    OPEN = "`[`"
+    CLOSE = "`]`"
+    END = "the end of the statement"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token and the characters it was read from; the text of a string is without its quotes."""
+
+    kind: TokenKind
+    text: str
+    span: Span
+
+
+_TOKEN = re.compile(
+    r"(?P<ARROW>->)|(?P<EQUAL>=)|(?P<COLON>:)|(?P<OPEN>\[)|(?P<CLOSE>\])|(?P<COMMA>,)|(?P<NUMBER>[0-9]+)"
+    r"|(?P<STRING>\"[^\"]*\"|'[^']*')|(?P<NAME>[A-Za-z_][A-Za-z0-9_.$*^]*)|(?P<SPACE>[ \t]+)"
+)
+_DIGITS = 9
+
+_BREAK = ("A statement is one line.", "an entry of its own for every statement")
+_REFUSED = {
+    "\n": _BREAK,
+    "\r": _BREAK,
+    "-": (
+        "`-` belongs to neither names nor numbers.",
+        "names of letters, digits, `_` and `.`; an axis counted from the left, from 0",
+    ),
+    ">": ("`>` stands only in `->`.", "`a -> b`"),
+    "#": ("The language has no comments.", "a comment of the file that holds the statements, such as YAML's"),
+    '"': ("The quote is not closed.", 'a value such as permute="[1, 0]"'),
+    "'": ("The quote is not closed.", "a value such as dtype='bfloat16'"),
+    ".": ("A name begins with a letter or `_`.", ""),
+    "$": ("A name begins with a letter or `_`; a placeholder stands inside a name.", "layers.$LAYER_ID.weight"),
+    "*": ("A name begins with a letter or `_`; a wildcard stands inside a name.", "layers.*.weight"),
+    "^": ("`^T` stands directly behind a name.", "weight^T -> weight"),
+}
+
+
+def tokenize(text: str) -> list[Token]:
+    """The tokens of one line, with an END token behind the last.
+
+    Raises:
+        Fault: at the first character that no token begins with.
+    """
+    tokens: list[Token] = []
+    at = 0
+    while at < len(text):
+        found = _TOKEN.match(text, at)
+        if found is None:
+            span = Span(at, at + 1)
+            cause, accepted = _REFUSED.get(text[at], (f"{text[at]!r} is no character of the language.", ""))
+            raise Fault(cause, accepted, span)
+        begin, at = at, found.end()
+        if found.lastgroup != "SPACE":
+            tokens.append(_token(TokenKind[str(found.lastgroup)], found.group(), Span(begin, at)))
+    _refuse_leading_digits(tokens)
+    return [*tokens, Token(TokenKind.END, "", Span(at, at + 1))]
+
+
+def _token(kind: TokenKind, text: str, span: Span) -> Token:
+    if kind is TokenKind.STRING:
+        return Token(kind, text[1:-1], span)
+    if kind is TokenKind.NUMBER and len(text) > _DIGITS:
+        raise Fault(f"A number of {len(text)} digits is larger than any tensor.", "", span)
+    return Token(kind, text, span)
+
+
+def _refuse_leading_digits(tokens: list[Token]) -> None:
+    """``0.weight`` is a number and, behind it, nothing that a name could begin with."""
+    for first, second in zip(tokens, tokens[1:], strict=False):
+        if first.kind is TokenKind.NUMBER and second.kind is TokenKind.NAME and first.span.end == second.span.begin:
+            raise Fault(
+                "A name begins with a letter or `_`, not with a digit.", "", Span(first.span.begin, second.span.end)
+            )

@@ -1,0 +1,128 @@
+"""Finding tensors by patterns: every name is filed under its text with the numbers taken out.
+
+A pattern with placeholders or a wildcard has such a skeleton too, so that it is held against the few names that can
+match it and not against all. Building is linear in the names; a lookup is linear in the names of one skeleton.
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import re
+from collections.abc import Iterable
+
+from paddleformers_fc.aoa.faults import Fault
+
+LAYER_OFFSET = "$LAYER_ID_OFFSET"
+LAYER = "$LAYER_ID"
+EXPERT = "$EXPERT_ID"
+STAR = "*"
+
+_HOLE = "\0"
+_DIGITS = re.compile(r"[0-9]+")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.$*^]*")
+# The longer placeholder first: the shorter one begins it.
+_PARTS = re.compile(r"(\$LAYER_ID_OFFSET|\$LAYER_ID|\$EXPERT_ID|\*)|([0-9]+)")
+_SUGGESTIONS = 5
+_LONGEST = 300
+_LONGEST_NUMBER = 18
+_CANDIDATES = 2000
+_COMPARED = 20
+_ALIKE = 0.6
+
+
+def placeholders(pattern: str) -> list[str]:
+    """The placeholders and wildcards of a pattern, in order, each as often as it stands there."""
+    return [found.group(1) for found in _PARTS.finditer(pattern) if found.group(1)]
+
+
+def skeleton(name: str) -> str:
+    """A name or pattern with its numbers and placeholders taken out."""
+    return _PARTS.sub(_HOLE, name)
+
+
+def mentioned(text: str) -> set[str]:
+    """The skeletons of everything in a text that could be a name, also as the names of an array."""
+    found = {skeleton(name.removesuffix("^T")) for name in _NAME.findall(text)}
+    return found | {f"{name}_{_HOLE}" for name in found}
+
+
+def _is_plain(number: str) -> bool:
+    """Whether a number is written as placeholders write it: no leading zero, and not longer than a number is."""
+    return len(number) <= _LONGEST_NUMBER and (number == "0" or number[0] != "0")
+
+
+def _closest(wanted: str, candidates: Iterable[str]) -> str:
+    """The most similar candidate, or nothing. Texts are compared as a whole only where their letters are alike.
+
+    A comparison costs up to the cube of the length, counting letters costs the length.
+    """
+    matcher = difflib.SequenceMatcher()
+    matcher.set_seq2(wanted)
+    alike: list[tuple[float, str]] = []
+    for candidate in candidates:
+        matcher.set_seq1(candidate)
+        if matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE:
+            alike.append((matcher.quick_ratio(), candidate))
+    compared: list[tuple[float, str]] = []
+    for _, candidate in heapq.nlargest(_COMPARED, alike):
+        matcher.set_seq1(candidate)
+        compared.append((matcher.ratio(), candidate))
+    ratio, best = max(compared, default=(0.0, ""))
+    return best if ratio >= _ALIKE else ""
+
+
+class NameIndex:
+    """The names of one side.
+
+    Args:
+        names: every tensor of the side.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._filed: dict[str, list[tuple[str, list[str]]]] = {}
+        self._suggestions = _SUGGESTIONS
+        for name in names:
+            self._filed.setdefault(_DIGITS.sub(_HOLE, name), []).append((name, _DIGITS.findall(name)))
+
+    def matches(self, pattern: str) -> list[tuple[str, tuple[str, ...]]]:
+        """Every name that a pattern stands for, with the numbers that its placeholders take.
+
+        Args:
+            pattern: a name with placeholders or wildcards.
+        Returns:
+            names and numbers, in ascending order of the numbers.
+        Raises:
+            Fault: where a placeholder touches a digit, so that it is not clear where its number ends.
+        """
+        pieces: list[str] = []
+        fixed: list[str | None] = []
+        at = last = 0
+        for found in _PARTS.finditer(pattern):
+            if found.start() == last and fixed and (found.group(1) or fixed[-1] is None):
+                raise Fault(f"In `{pattern}` it is not clear where a number ends.", "a letter or `.` in between")
+            pieces += [pattern[at : found.start()], _HOLE]
+            fixed.append(None if found.group(1) else found.group())
+            at = last = found.end()
+        filed = "".join(pieces) + pattern[at:]
+        hits = [
+            (name, tuple(number for number, wanted in zip(numbers, fixed, strict=True) if wanted is None))
+            for name, numbers in self._filed.get(filed, ())
+            if all(wanted is None or number == wanted for number, wanted in zip(numbers, fixed, strict=True))
+        ]
+        plain = [hit for hit in hits if all(map(_is_plain, hit[1]))]
+        return sorted(plain, key=lambda hit: [(len(number), number) for number in hit[1]])
+
+    def nearest(self, name: str) -> str:
+        """A tensor whose name resembles ``name``, or nothing; only the first few questions are answered."""
+        if not self._suggestions or len(name) > _LONGEST:
+            return ""
+        self._suggestions -= 1
+        wanted = skeleton(name)
+        near = _closest(wanted, [key for key in self._filed if len(key) <= _LONGEST][:_CANDIDATES])
+        if not near:
+            return ""
+        found = self._filed[near]
+        if len(found) == 1:
+            return f"`{found[0][0]}`"
+        return f"`{found[0][0]}` or another of {len(found)} such names"

@@ -1,0 +1,191 @@
+"""A mapping as AOA text: few statements with placeholders where that is exact, whole names elsewhere.
+
+What is written is read back with :func:`parse` and compared, box by box; text that means anything else is never
+returned. Layers that are alike are written, and read back, once (:mod:`.layers`). Linear in the names, and in the
+correspondences of one layer of each kind, up to sorting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping as MappingABC
+from dataclasses import replace
+
+from paddleformers_fc.aoa.blocks import Block, Inexpressible, SourceView, components, oriented
+from paddleformers_fc.aoa.compact import compacted
+from paddleformers_fc.aoa.layers import reduce_layers
+from paddleformers_fc.aoa.names import NameIndex
+from paddleformers_fc.aoa.order import ordered
+from paddleformers_fc.aoa.parsing import parse
+from paddleformers_fc.aoa.runs import Hints
+from paddleformers_fc.aoa.statement_text import StatementWriter, Text, name_fault
+from paddleformers_fc.aoa.tensors import AoaTensor
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.mapping.boxes import Shape
+from paddleformers_fc.mapping.correspondences import Correspondence, Mapping, TensorSpec, coalesced
+from paddleformers_fc.mapping.folding import fold
+
+_ASIDE = "_kept"
+_SHOWN = 20
+_REMOVED = TensorSpec((1,), "float32")
+
+
+def render(mapping: Mapping, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:
+    """The statements of a mapping, from its sources to its targets.
+
+    Equal names without a change are not said: the language maps them by itself.
+
+    Args:
+        mapping: a mapping that was proved.
+        hints: into how many shards the tensors are cut, and heads; without them nothing is said per rank.
+        reverse: write the statements from the targets to the sources instead.
+    Returns:
+        statements that Paddle's own engine reads as this mapping.
+    Raises:
+        MappingError: with everything that the language cannot say.
+    """
+    hints = hints or Hints()
+    little = reduce_layers(mapping, hints)
+    if little is not None:
+        # What one layer cannot say, all of them shall be named for.
+        with contextlib.suppress(MappingError):
+            statements = _directed(little.mapping, hints, reverse)
+            if little.holds_for_all(statements):
+                return statements
+    return _directed(mapping, hints, reverse)
+
+
+def _directed(mapping: Mapping, hints: Hints, reverse: bool) -> list[str]:
+    if reverse:
+        return _rendered(mapping.reversed(), replace(hints, left=hints.right, right=hints.left))
+    return _rendered(mapping, hints)
+
+
+def _rendered(mapping: Mapping, hints: Hints) -> list[str]:
+    """The statements of a mapping, from its sources to its targets, read back."""
+    blocks, refused = _blocks(mapping)
+    statements = [f"{name} -> _" for name in sorted(mapping.dropped)]
+    statements += [f"_ -> {name}" for name in sorted(mapping.fresh)]
+    refused += [fault for name in sorted(mapping.dropped | mapping.fresh) if (fault := name_fault(name)) is not None]
+    statements += _said(blocks, mapping, hints, refused)
+    _raise_refused(refused)
+    _verify(statements, mapping, hints)
+    return statements
+
+
+def normal(mapping: Mapping) -> set[Correspondence]:
+    """The correspondences of a mapping in the largest boxes, for comparison."""
+    return {item for items in mapping.by_target.values() for item in coalesced(items)}
+
+
+def _blocks(mapping: Mapping) -> tuple[list[Block], list[str]]:
+    blocks: list[Block] = []
+    refused: list[str] = []
+    for items in components(mapping):
+        try:
+            blocks.append(oriented(items, mapping))
+        except Inexpressible as reason:
+            refused.append(str(reason))
+    return blocks, refused
+
+
+def _said(blocks: list[Block], mapping: Mapping, hints: Hints, refused: list[str]) -> list[str]:
+    """The statements of all blocks, in an order in which no name is overwritten before it is read."""
+    order = ordered(blocks)
+    taken = frozenset((*mapping.sources, *mapping.targets))
+    index = NameIndex(mapping.sources)
+    wording = StatementWriter(hints, taken)
+    copies = [_copies(wording, blocks[place], taken, refused) for place in order.aside]
+    statements = compacted(copies, index)
+    for rank in (order.free, *order.ranks):
+        statements += compacted([_words(wording, blocks[place], refused) for place in rank], index)
+    for place in order.aside:
+        block = blocks[place]
+        words = _words(StatementWriter(_aside_hints(hints, block), taken), _aside(block), refused)
+        statements += [str(text) for text in words]
+    return statements
+
+
+def _words(wording: StatementWriter, block: Block, refused: list[str]) -> list[Text]:
+    faults = [fault for name in (*block.sources, *block.targets) if (fault := name_fault(name)) is not None]
+    if faults:
+        refused += faults
+        return []
+    try:
+        return wording.said(block)
+    except Inexpressible as reason:
+        refused.append(str(reason))
+        return []
+
+
+def _copies(wording: StatementWriter, block: Block, taken: frozenset[str], refused: list[str]) -> list[Text]:
+    """Copies of a block's sources under names of their own, seen as the block sees them."""
+    said: list[Text] = []
+    for name, facing in block.facings.items():
+        if name + _ASIDE in taken:
+            refused.append(f"{name}: is overwritten before it is read, and {name}{_ASIDE} is not free")
+        try:
+            view = wording.seen(name, facing, said)
+        except Inexpressible as reason:
+            refused.append(str(reason))
+            continue
+        said.append(Text((view,), (name + _ASIDE,)))
+    return said
+
+
+def _aside(block: Block) -> Block:
+    """The block, reading copies of its sources."""
+    return Block(
+        {name + _ASIDE: shape for name, shape in block.sources.items()},
+        block.targets,
+        {name + _ASIDE: SourceView(tuple(range(len(shape)))) for name, shape in block.sources.items()},
+        tuple(replace(piece, source=piece.source + _ASIDE) for piece in block.pieces),
+    )
+
+
+def _aside_hints(hints: Hints, block: Block) -> Hints:
+    cuts = {
+        name + _ASIDE: tuple(hints.left[name][axis] for axis in facing.axes)
+        for name, facing in block.facings.items()
+        if name in hints.left
+    }
+    per_rank = {name + _ASIDE: hints.per_rank[name] for name in block.sources if name in hints.per_rank}
+    return replace(hints, left={**hints.left, **cuts}, per_rank={**hints.per_rank, **per_rank})
+
+
+def _raise_refused(refused: Iterable[str]) -> None:
+    evidence = fold(dict.fromkeys(refused))
+    if evidence:
+        raise MappingError(
+            "The AOA language cannot say this mapping.",
+            evidence=evidence,
+            next_step="The mapping itself is sound and is kept in full in mapping.json; only the text is missing.",
+        )
+
+
+def _verify(statements: list[str], mapping: Mapping, hints: Hints) -> None:
+    """Refuse text that is read back as anything else."""
+    left = _tensors(mapping.sources, hints.left)
+    for name in mapping.dropped:
+        left.setdefault(name, AoaTensor(_REMOVED.shape, _REMOVED.dtype, (1,)))
+    right = _tensors(mapping.targets, hints.right)
+    evidence: tuple[str, ...] = ()
+    try:
+        back = parse(statements, left, right)
+    except MappingError as error:
+        evidence = error.evidence
+    else:
+        if normal(back) != normal(mapping) or (back.fresh, back.dropped) != (mapping.fresh, mapping.dropped):
+            evidence = (*statements[:_SHOWN], "is read as another mapping")
+    if evidence:
+        raise MappingError(
+            "The AOA text of this mapping would not be read as the mapping.",
+            evidence=evidence,
+            next_step="This is a fault of this package; report it. Nothing is lost but the text.",
+        )
+
+
+def _tensors(specs: MappingABC[str, TensorSpec], cuts: MappingABC[str, Shape]) -> dict[str, AoaTensor]:
+    return {
+        name: AoaTensor(spec.shape, spec.dtype, cuts.get(name, (1,) * len(spec.shape))) for name, spec in specs.items()
+    }

@@ -1,0 +1,142 @@
+"""Blocks that lie along one axis, and the layouts of the language that they follow.
+
+Along the axis a block is a list of *runs*: so many elements of this source, from here, become elements of that
+target, from there. Which layout it is, is found by dealing parts in rounds and comparing; names tell nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as MappingABC
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import gcd
+
+from paddleformers_fc.aoa.blocks import Block
+from paddleformers_fc.mapping.boxes import Shape
+from paddleformers_fc.mapping.rules import interleave
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What boxes alone do not tell.
+
+    Args:
+        left: into how many shards every left tensor is cut, per axis; whole where it is not named.
+        right: the same for the right side.
+        per_rank: tensors whose fused layout follows their number of shards, also where that is one: ``fused_ffn`` or
+            ``fused_qkv_old`` by name.
+        heads: numbers of query heads and of kv heads, for layouts that are fused per rank.
+    """
+
+    left: MappingABC[str, Shape] = field(default_factory=dict)
+    right: MappingABC[str, Shape] = field(default_factory=dict)
+    per_rank: MappingABC[str, str] = field(default_factory=dict)
+    heads: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRun:
+    """``length`` elements of a source, from ``source_at``, that are elements of a target, from ``target_at``."""
+
+    source: str
+    source_at: int
+    target: str
+    target_at: int
+    length: int
+
+
+@dataclass(frozen=True)
+class AxisBlock:
+    """A block along one axis.
+
+    Args:
+        block: the block.
+        axis: the axis, the same for all its tensors as they are seen.
+        runs: ordered by target and place in it, neighbours joined.
+    """
+
+    block: Block
+    axis: int
+    runs: tuple[AxisRun, ...]
+
+    @property
+    def is_move(self) -> bool:
+        """Whether, all in all, one whole tensor becomes one whole tensor."""
+        return len(self.runs) == len(self.block.sources) == len(self.block.targets) == 1
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """Length of every source along the axis, in the order in which they are first written."""
+        order = dict.fromkeys(run.source for run in self.runs)
+        return {name: self.block.sources[name][self.axis] for name in order}
+
+    @property
+    def targets(self) -> dict[str, int]:
+        """Length of every target along the axis, in the order in which the sources hold them."""
+        order = dict.fromkeys(run.target for run in sorted(self.runs, key=lambda run: (run.source, run.source_at)))
+        return {name: self.block.targets[name][self.axis] for name in order}
+
+    def unit(self, source: str) -> int:
+        """The longest length in which all runs of a source begin and end."""
+        places = [place for run in self.runs if run.source == source for place in (run.source_at, run.length)]
+        return gcd(self.block.sources[source][self.axis], *places)
+
+    def is_interleaving(self, parts: Shape, source_rounds: int, target_rounds: int) -> bool:
+        """Whether the runs are what dealing these parts in these rounds makes."""
+        sources, targets = list(self.sources), list(self.targets)
+        if not parts or any(not part or part % source_rounds or part % target_rounds for part in parts):
+            return False
+        made = [
+            AxisRun(
+                sources[run.part if len(sources) > 1 else 0],
+                run.in_part if len(sources) > 1 else run.in_source,
+                targets[run.part if len(targets) > 1 else 0],
+                run.in_part if len(targets) > 1 else run.in_target,
+                run.length,
+            )
+            for run in interleave(parts, source_rounds, target_rounds)
+        ]
+        return _joined(made) == self.runs
+
+
+def axis_block(block: Block) -> AxisBlock | None:
+    """The block along the one axis on which its boxes do not span their tensors, or None where there is no such."""
+    spans = {
+        axis
+        for piece in block.pieces
+        for box, shape in (
+            (piece.source_box, block.sources[piece.source]),
+            (piece.target_box, block.targets[piece.target]),
+        )
+        for axis, length in enumerate(shape)
+        if box.lo[axis] or box.hi[axis] != length
+    }
+    if len(spans) != 1:
+        return None
+    (axis,) = spans
+    runs = [
+        AxisRun(
+            piece.source,
+            piece.source_box.lo[axis],
+            piece.target,
+            piece.target_box.lo[axis],
+            piece.target_box.hi[axis] - piece.target_box.lo[axis],
+        )
+        for piece in block.pieces
+    ]
+    return AxisBlock(block, axis, _joined(runs))
+
+
+def _joined(runs: list[AxisRun]) -> tuple[AxisRun, ...]:
+    ordered = sorted(runs, key=lambda run: (run.target, run.target_at))
+    joined = ordered[:1]
+    for before, run in pairwise(ordered):
+        continues = (run.source, run.target) == (before.source, before.target) and (
+            run.source_at - before.source_at == run.target_at - before.target_at == before.length
+        )
+        if continues:
+            last = joined[-1]
+            joined[-1] = AxisRun(last.source, last.source_at, last.target, last.target_at, last.length + run.length)
+        else:
+            joined.append(run)
+    return tuple(joined)

@@ -1,0 +1,141 @@
+"""What a name stands for while statements are carried out: a shape, and the boxes of left tensors that fill it.
+
+Every operation of the language makes values out of values by moving boxes; no number is touched. The cost of an
+operation is linear in the boxes of its values and in the parts it makes, up to a sort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paddleformers_fc.aoa.faults import Fault
+from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape, whole
+from paddleformers_fc.mapping.correspondences import Correspondence, coalesced
+from paddleformers_fc.mapping.rules import interleave
+from paddleformers_fc.mapping.templates import pulled
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that is made of boxes of left tensors.
+
+    Args:
+        shape: its shape, in elements.
+        pieces: the boxes that fill it, each element once; their target is this value and has no name yet.
+    """
+
+    shape: Shape
+    pieces: tuple[Correspondence, ...]
+
+
+def value_of(name: str, shape: Shape) -> Value:
+    """A left tensor as it is."""
+    box = whole(shape)
+    return Value(shape, (Correspondence(name, box, "", box, tuple(range(len(shape)))),))
+
+
+def permuted(value: Value, axes: Shape) -> Value:
+    """The value with its axes in another order.
+
+    Args:
+        value: what is read.
+        axes: for every axis of the result the axis that it reads.
+    Raises:
+        Fault: where the value has another number of axes.
+    """
+    if len(axes) != len(value.shape):
+        raise Fault(
+            f"{list(axes)} orders {len(axes)} axes, the tensor has shape {list(value.shape)}.",
+            f"an order of {list(range(len(value.shape)))}",
+        )
+
+    def turned(shape: Shape) -> Shape:
+        return tuple(map(shape.__getitem__, axes))
+
+    return Value(
+        turned(value.shape),
+        tuple(
+            Correspondence(
+                piece.source,
+                piece.source_box,
+                piece.target,
+                Box(turned(piece.target_box.lo), turned(piece.target_box.hi)),
+                turned(piece.axes),
+                piece.cast,
+            )
+            for piece in value.pieces
+        ),
+    )
+
+
+def transposed(value: Value) -> Value:
+    """The value with all axes reversed."""
+    return permuted(value, tuple(reversed(range(len(value.shape)))))
+
+
+def converted(value: Value, cast: str) -> Value:
+    """The value with its numbers converted.
+
+    Raises:
+        Fault: where they were converted to another dtype before: the second would not know what the first lost.
+    """
+    before = {piece.cast for piece in value.pieces} - {None, cast}
+    if before:
+        raise Fault(
+            f"The numbers were converted to {', '.join(sorted(map(str, before)))} before.", "one conversion on the way"
+        )
+    return Value(value.shape, tuple(replace(piece, cast=cast) for piece in value.pieces))
+
+
+def interleaved(
+    values: Sequence[Value], parts: Shape, axis: int, rounds: tuple[int, int], into: int, fused: Shape
+) -> list[Value]:
+    """Values that hold ``parts`` along an axis, laid out anew: what joining, splitting and every fused layout do.
+
+    Args:
+        values: one per part, or a single one that holds all parts.
+        parts: length of every part.
+        axis: the axis along which they lie.
+        rounds: in how many rounds a single value deals its parts, and in how many a single result does.
+        into: number of results: one per part, or 1.
+        fused: the shape of a result, apart from its length along ``axis``.
+    """
+    slabs = [_Slabs(value, axis) for value in values]
+    results: list[list[Correspondence]] = [[] for _ in range(into)]
+    for run in interleave(parts, *rounds):
+        source, source_at = (run.part, run.in_part) if len(values) > 1 else (0, run.in_source)
+        target, target_at = (run.part, run.in_part) if into > 1 else (0, run.in_target)
+        results[target] += slabs[source].moved(source_at, run.length, target_at)
+    lengths = parts if into > 1 else (sum(parts),)
+    return [
+        Value((*fused[:axis], length, *fused[axis + 1 :]), tuple(coalesced(pieces)))
+        for length, pieces in zip(lengths, results, strict=True)
+    ]
+
+
+class _Slabs:
+    """Cuts slabs out of a value along one axis."""
+
+    def __init__(self, value: Value, axis: int) -> None:
+        self._value = value
+        self._axis = axis
+        self._finder = BoxFinder([piece.target_box for piece in value.pieces])
+
+    def moved(self, begin: int, length: int, to: int) -> list[Correspondence]:
+        """The pieces of ``begin <= x < begin + length``, moved along the axis so that they begin at ``to``."""
+        axis, box = self._axis, whole(self._value.shape)
+        slab = Box(_put(box.lo, axis, begin), _put(box.hi, axis, begin + length))
+        found = []
+        for index in self._finder.near(slab):
+            piece = self._value.pieces[index]
+            part = piece.target_box.intersect(slab)
+            if part is not None:
+                shift = to - begin
+                target = Box(_put(part.lo, axis, part.lo[axis] + shift), _put(part.hi, axis, part.hi[axis] + shift))
+                found.append(Correspondence(piece.source, pulled(piece, part), "", target, piece.axes, piece.cast))
+        return found
+
+
+def _put(shape: Shape, axis: int, value: int) -> Shape:
+    return (*shape[:axis], value, *shape[axis + 1 :])

@@ -1,5 +1,0 @@
-"""``custom_register_path`` of the demo's stock runs: PaddleFormers' own checkpoints, on a machine without a GPU."""
-
-from paddleformers_fc.runtime import activate
-
-activate()

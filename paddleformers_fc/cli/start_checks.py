@@ -1,0 +1,363 @@
+"""What ``train`` can see to be wrong before it starts a rank: seconds and hundreds of lines earlier than a rank would.
+
+Only what is sure is refused. A name that may be one of a hub is left to PaddleFormers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.cli.opening import config_beside
+from paddleformers_fc.cli.stock_keys import stock_keys
+from paddleformers_fc.errors import EnvironmentMismatch, OptionError
+from paddleformers_fc.families import ModelDescription, family_for, is_known
+from paddleformers_fc.layout.grid import ParallelGrid
+from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.storage.files import exists, is_directory, list_directory
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
+from paddleformers_fc.storage.names import parse_step
+from paddleformers_fc.storage.paths import expand_user, parse_path
+from paddleformers_fc.text import count_text
+from paddleformers_fc.trainer.options import FIELD_NAMES, unknown_keys
+from paddleformers_fc.trainer.resume import refuse_no_checkpoint
+
+INSTALL = (
+    'In the root of this repository run pip install -c constraints.txt ".[cpu]"; for NVIDIA devices first install '
+    'Paddle as its installation page says, then ".[formers]".'
+)
+_DEGREES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "sep_parallel_size",
+    "sharding_parallel_size",
+)
+_COUNTS = (
+    *_DEGREES,
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "context_parallel_size",
+    "gradient_accumulation_steps",
+    "per_device_train_batch_size",
+    "max_steps",
+)
+"""Whole numbers. For a text that is none PaddleFormers uses the default, without an error."""
+
+_PATH = "model_name_or_path"
+_RESUMING_STAGES = ("SFT", "PT", "VL-SFT", "VL-PT")
+"""Where PaddleFormers heeds what is named to resume from; for preferences it takes the newest of ``output_dir``."""
+
+_TEXT_STAGES = ("SFT", "PT", "DPO")
+_CHECKED = ("vocab_size", "num_attention_heads", "num_key_value_heads")
+"""What every declared model of PaddleFormers checks against its tensor parallel degree, but for the next."""
+
+_CHECKS_VOCABULARY_ALONE = ("minimax_m2", "deepseek_v3", "kimi_k2")
+"""Families whose attention has no heads of keys and values to cut, or does not look whether they divide."""
+
+_OWN_EXPERTS = ("expert_model_parallel_size", "use_expert_parallel")
+_LISTS_OF_PATHS = {"train_dataset_path": "train_dataset_prob", "eval_dataset_path": "eval_dataset_prob"}
+"""Of files, each of which may end in ``#`` and how many samples are to be taken of it; and of their probabilities."""
+
+
+def require_paddleformers(doing: str) -> None:
+    """Refuse what needs PaddleFormers where it is not installed.
+
+    Args:
+        doing: what needs it, as the beginning of a sentence.
+
+    Raises:
+        EnvironmentMismatch: it is not installed.
+    """
+    if importlib.util.find_spec("paddleformers") is None:
+        raise EnvironmentMismatch(
+            f"{doing} needs PaddleFormers, which is not installed.", where=sys.executable, next_step=INSTALL
+        )
+
+
+def refuse_unknown_keys(settings: Mapping[str, Any], may_be_more: bool) -> None:
+    """Refuse keys that neither PaddleFormers nor this package knows.
+
+    Args:
+        settings: the configuration with its overrides.
+        may_be_more: a file of the user's runs first and may add keys; then only those that begin like ours are judged.
+
+    Raises:
+        OptionError: with all of them, and for each the key that it resembles.
+    """
+    # A dot or a bracket in an override reaches into the value of a key.
+    names = sorted({re.split(r"[.\[]", str(key))[0] for key in settings} - set(FIELD_NAMES))
+    stock = None if may_be_more else stock_keys()
+    if stock is None:
+        # PaddleFormers has keys of its own that begin with flex_ckpt.
+        unknown = [name for name in names if name.startswith("flex_") and not name.startswith("flex_ckpt")]
+    else:
+        unknown = [name for name in names if name not in stock]
+    if unknown:
+        raise unknown_keys(unknown, stock or ())
+
+
+def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
+    """Refuse models and data that are meant to be on this machine and are not there.
+
+    Raises:
+        OptionError: with all of them.
+    """
+    named = [(_PATH, str(settings.get(_PATH) or ""))]
+    for key, probabilities in _LISTS_OF_PATHS.items():
+        paths, chances = _listed(settings.get(key)), _listed(settings.get(probabilities))
+        if len(paths) == len(chances):
+            # PaddleFormers does not look at data that is never drawn.
+            paths = [path for path, chance in zip(paths, chances, strict=True) if not _is_nothing(chance)]
+        named.extend((key, path.partition("#")[0]) for path in paths)
+    missing = [f"{key}: {path}" for key, path in named if _is_local(path) and not Path(expand_user(path)).exists()]
+    if missing:
+        raise OptionError(
+            "The configuration names what does not exist.",
+            where=str(Path.cwd()),
+            evidence=missing,
+            next_step="Relative paths begin in the directory you start from, named above. What lies in demo_out is "
+            "made by make demo.",
+        )
+
+
+def _listed(value: Any) -> list[str]:
+    """The entries of a list as PaddleFormers reads it: without any space, and without those that are empty."""
+    return [entry for entry in str("" if value is None else value).replace(" ", "").split(",") if entry]
+
+
+def _is_nothing(chance: str) -> bool:
+    try:
+        return float(chance) <= 0
+    except ValueError:
+        return False
+
+
+def _is_local(path: str) -> bool:
+    """Whether this can only be a path; ``owner/name`` may be on a hub."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1
+
+
+def refuse_layout(settings: Mapping[str, Any], ranks: int) -> None:
+    """Refuse parallel degrees that a number of ranks cannot have.
+
+    Raises:
+        OptionError: one is not a whole number, or their product does not divide it.
+    """
+    other = [f"{key}: {settings[key]!r}" for key in _COUNTS if not _is_count(settings.get(key))]
+    if other:
+        raise OptionError(
+            "A degree or a number of steps is not a whole number.",
+            where="training arguments",
+            evidence=other,
+            next_step="Write a number such as 2, or remove the key to use its default.",
+        )
+    used = {key: settings[key] for key in _DEGREES if isinstance(settings.get(key), int) and settings[key] > 1}
+    if not settings.get("sharding"):
+        used.pop("sharding_parallel_size", None)
+    product = 1
+    for degree in used.values():
+        product *= degree
+    if ranks % product:
+        raise OptionError(
+            f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be divided into groups of {product}.",
+            where="--nproc",
+            evidence=[f"{key}: {degree}" for key, degree in used.items()],
+            next_step=f"Start {product} ranks or a multiple with --nproc, or lower a degree.",
+        )
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, str):
+        return re.fullmatch(r"\s*[-+]?[0-9]+\s*", value) is not None
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def refuse_expert_layout(settings: Mapping[str, Any], ranks: int) -> None:
+    """Refuse a degree of expert parallelism that PaddleFormers would refuse, or leave unused, in every rank.
+
+    Raises:
+        OptionError: with the key and the degrees that it does not fit.
+    """
+    experts = settings.get("expert_model_parallel_size")
+    if isinstance(experts, bool) or not isinstance(experts, int) or experts < 2:
+        return
+    tensor, stages, segments, sharding = (_degree(settings, key) for key in _DEGREES)
+    if not settings.get("sharding"):
+        sharding = 1
+    elif settings.get("sharding_parallel_size") in (None, -1):
+        sharding = max(ranks // (tensor * stages * segments), 1)
+    data, outer = ranks // (tensor * stages * segments * sharding), ranks // (stages * experts)
+    faults = []
+    if settings.get("use_expert_parallel") is not True:
+        faults.append("use_expert_parallel is not true")
+    if ranks % (stages * experts):
+        faults.append(f"{ranks} ranks in {count_text(stages, 'pipeline stage')} are no multiple of it")
+    elif data > 1:
+        faults.append(f"data parallel degree {data}: experts need sharding in its place, such as sharding: stage1")
+    elif sharding > 1 and outer > 1 and sharding % outer:
+        faults.append(f"sharding_parallel_size {sharding} is no multiple of {outer}, the ranks that hold one expert")
+    if faults:
+        raise OptionError(
+            "A degree of expert parallelism does not fit.",
+            where="expert_model_parallel_size",
+            evidence=[f"expert_model_parallel_size: {experts} on {count_text(ranks, 'rank')}: {one}" for one in faults],
+            next_step="Change this degree, the number of ranks, or the other degrees.",
+        )
+
+
+def _degree(settings: Mapping[str, Any], key: str) -> int:
+    value = settings.get(key)
+    return max(value, 1) if isinstance(value, int) else 1
+
+
+def refuse_fused_norm(settings: Mapping[str, Any]) -> None:
+    """Refuse a fused norm on a CPU, for which Paddle has no kernel; it is PaddleFormers' default.
+
+    Raises:
+        OptionError: the configuration of the model, if it is on this machine, does not switch it off.
+    """
+    model = settings.get(_PATH)
+    if not isinstance(model, str) or not model or _stage(settings) not in _TEXT_STAGES:
+        return
+    config = config_beside(Path(expand_user(model)))
+    if is_known(config) and config.get("fuse_rms_norm", True):
+        written = "fuse_rms_norm: true" if "fuse_rms_norm" in config else "no fuse_rms_norm, which means true"
+        raise OptionError(
+            "The model asks for a fused norm, and Paddle has no kernel for it on a CPU.",
+            where=f"{model}/config.json",
+            evidence=[written],
+            next_step='Add "fuse_rms_norm": false to this config.json.',
+        )
+
+
+def refuse_resume(settings: Mapping[str, Any], several_nodes: bool = False) -> None:
+    """Refuse to resume from what is no flex checkpoint, or lacks what the ranks would miss at the first look.
+
+    Args:
+        settings: the configuration with its overrides.
+        several_nodes: whether other nodes take part in the job.
+
+    Raises:
+        NotACheckpoint: a directory was named that is none.
+        Corrupt: a file of it is missing or of another size, which is looked at unless ``flex_verify`` is off.
+    """
+    named = settings.get("resume_from_checkpoint")
+    if not (settings.get("flex_checkpoint") and isinstance(named, str) and named):
+        return
+    found = parse_path(expand_user(named))
+    if not isinstance(found, Path):
+        refuse_no_checkpoint(found)
+        return
+    if several_nodes:
+        return  # What is not on this node's disk may be on another's; the ranks look together.
+    refuse_no_checkpoint(found)
+    if settings.get("flex_verify", "size") not in ("off", False):
+        verify_files(found, read_manifest(found), "size")
+
+
+def refuse_resume_without_the_key(settings: Mapping[str, Any]) -> None:
+    """Refuse that PaddleFormers itself resumes from a flex checkpoint, which it cannot read.
+
+    Raises:
+        OptionError: ``flex_checkpoint`` is not true, and what PaddleFormers would resume from is a flex checkpoint.
+    """
+    if settings.get("flex_checkpoint"):
+        return
+    found = _resumed_by_stock(settings)
+    if found is not None and exists(found / MANIFEST_NAME):
+        raise OptionError(
+            f"{found} is a flex checkpoint, and without flex_checkpoint: true PaddleFormers would resume from it.",
+            where="flex_checkpoint",
+            evidence=["PaddleFormers resumes from the newest checkpoint in output_dir, or from what is named"],
+            next_step="Set flex_checkpoint: true; or to begin anew, name another output_dir and resume from nothing, "
+            "or set overwrite_output_dir: true.",
+        )
+
+
+def _resumed_by_stock(settings: Mapping[str, Any]) -> Path | None:
+    """What PaddleFormers resumes from without this package; None where it is nothing, or where that is not sure."""
+    named, stage = settings.get("resume_from_checkpoint"), _stage(settings)
+    if settings.get("do_train") is not True or stage not in (*_RESUMING_STAGES, "DPO"):
+        return None
+    if stage in _RESUMING_STAGES and isinstance(named, str) and named:
+        place_named = parse_path(expand_user(named))
+        return place_named if isinstance(place_named, Path) else None
+    by_itself = not settings.get("overwrite_output_dir") and (named is None or stage == "DPO")
+    output_dir = settings.get("output_dir")
+    # On that platform only those with a mark of their own are looked at.
+    if (
+        not (by_itself or named is True)
+        or not (isinstance(output_dir, str) and output_dir)
+        or os.environ.get("FLAG_LLM_PDC")
+    ):
+        return None
+    steps = {parse_step(path): path for path in list_directory(Path(expand_user(output_dir))) if is_directory(path)}
+    return max(((step, path) for step, path in steps.items() if step is not None), default=(None, None))[1]
+
+
+def _stage(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("stage", "SFT"))
+
+
+def refuse_adapters(settings: Mapping[str, Any]) -> None:
+    """Refuse LoRA under flex checkpoints, also where it is PaddleFormers' default.
+
+    Raises:
+        OptionError: with the key as it is written.
+    """
+    if not settings.get("flex_checkpoint") or _stage(settings) not in _TEXT_STAGES or not settings.get(_PATH):
+        return
+    written = settings.get("fine_tuning", "LoRA")
+    if str(written).lower() == "lora":
+        said = f"fine_tuning: {written}" if "fine_tuning" in settings else "no fine_tuning, which means LoRA"
+        raise OptionError(
+            "flex_checkpoint: true contradicts another option.",
+            where="training arguments",
+            evidence=[f"flex_checkpoint: true and {said}: adapters are not supported yet"],
+            next_step="Set fine_tuning: full, or remove flex_checkpoint.",
+        )
+
+
+def refuse_model(settings: Mapping[str, Any]) -> None:
+    """Refuse a model that every rank would refuse: its configuration, or its tensor parallel degree.
+
+    Only where its ``config.json`` is on this machine. A degree is refused only if one of the numbers that all models of
+    PaddleFormers check does not divide; then the error lists all that do not, as ``plan`` does. A pipeline may have
+    empty layers and another way to divide them, so that its degree is left to PaddleFormers.
+
+    Raises:
+        FormatError: the configuration is not a JSON object.
+        MappingError: no family declares the model, or the configuration lacks a size or contradicts itself.
+        OptionError: the degree does not divide the model; with the numbers.
+    """
+    model = settings.get(_PATH)
+    if not settings.get("flex_checkpoint") or _stage(settings) not in _TEXT_STAGES or not isinstance(model, str):
+        return
+    config = config_beside(Path(expand_user(model))) if model else {}
+    if not config:
+        return  # A name of a hub.
+    family = family_for(config)
+    # PaddleFormers takes keys of the model from the same file.
+    given = {key: value for key, value in settings.items() if value is not None}
+    checked = _CHECKED[:1] if family.name in _CHECKS_VOCABULARY_ALONE else _CHECKED
+    try:
+        # Where PaddleFleet has a class of the family as well, PaddleFormers' commands build that one.
+        described = ModelDescription({**config, **given}, is_fleet=True)
+        declared_model(family, described, ParallelGrid(tp=_checked_degree(settings)))
+    except OptionError as error:
+        if any(line.startswith(f"{name}=") for line in error.evidence for name in checked):
+            raise
+
+
+def _checked_degree(settings: Mapping[str, Any]) -> int:
+    """The tensor parallel degree, or 1 where other keys decide what it divides."""
+    degree = settings.get(_DEGREES[0])
+    changed = any(settings.get(key) not in (None, False, 1) for key in _OWN_EXPERTS)
+    return (
+        degree if isinstance(degree, int) and degree > 1 and not changed and settings.keys().isdisjoint(_CHECKED) else 1
+    )

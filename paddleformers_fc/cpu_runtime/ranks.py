@@ -1,0 +1,228 @@
+"""What every way of starting ranks on this machine has in common: environment, ports, supervision, life line.
+
+A job is a set of rank processes, each the leader of a process group of its own and writing to a log of its own. The
+supervisor polls them until all have ended. When one fails, the others get a few seconds to fail by themselves (they
+usually notice, and their message is worth reading); when time is over, or they do not, each writes its Python stacks
+into its log and ends (SIGUSR1), and what is left of its process group is killed. Ranks hold the read end of a pipe, the
+life line, whose write end only their starter has: a starter that vanishes, however it ends, takes its ranks along.
+
+This module imports neither Paddle nor anything else beyond the standard library.
+
+Time: one ``waitpid`` per rank every 20 ms. Memory: nothing that grows with the job.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+PATIENCE_SECONDS = 1800.0
+"""How long a rank, or the process that starts ranks, waits for another process before that one counts as hung. On a
+loaded machine everything takes many times as long, so no limit of the CPU runtime is shorter than this one."""
+
+POLL_SECONDS = 0.02
+GRACE_SECONDS = 5.0
+DUMP_SECONDS = 60.0
+TIMED_OUT = 124
+_TAIL_BYTES = 6000
+_PORTS = range(12000, 32000)
+
+
+class RankProcess(Protocol):
+    """A running rank: its process id, which is also its process group, and its return code once it has ended."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """How the ranks of a job ended.
+
+    Args:
+        returncodes: by rank; negative for a signal, as in :mod:`subprocess`.
+        timed_out: the time was over before the last rank had ended.
+        seconds: from the first rank's start to the last one's end.
+        alone: the ranks that were not ended by the supervisor, in the order in which they ended, as far as it is known.
+    """
+
+    returncodes: tuple[int, ...]
+    timed_out: bool
+    seconds: float
+    alone: tuple[int, ...] = ()
+
+    @property
+    def returncode(self) -> int:
+        """0 when all ranks returned 0, 124 when time was over, else the first failure's code (128 + n for signal n)."""
+        if self.timed_out:
+            return TIMED_OUT
+        failed = next((code for code in self.returncodes if code != 0), 0)
+        return failed if failed >= 0 else 128 - failed
+
+
+def free_ports(count: int) -> list[int]:
+    """``count`` different ports of the loopback interface on which nothing listens now.
+
+    They lie below the range from which the system takes ports for outgoing connections, so that none of the job's own
+    connections can take one of them before it is bound.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(found) == count:
+            break
+        with socket.socket() as probe:
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                found.append(port)
+    return found
+
+
+def rank_environments(nproc: int) -> list[dict[str, str]]:
+    """The environment variables of each rank of a new local job, by rank.
+
+    They are those of ``paddle.distributed.launch`` with the gloo backend, and those that PaddleFormers reads besides.
+    """
+    *ports, master = free_ports(nproc + 1)
+    endpoints = [f"127.0.0.1:{port}" for port in ports]
+    shared = {
+        "PADDLE_DISTRI_BACKEND": "gloo",
+        "PADDLE_MASTER": f"127.0.0.1:{master}",
+        "PADDLE_TRAINERS_NUM": str(nproc),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_LOCAL_SIZE": str(nproc),
+        "PADDLE_GLOBAL_SIZE": str(nproc),
+        "FLAGS_stop_check_timeout": f"{PATIENCE_SECONDS:.0f}",
+    }
+    if nproc > 1:
+        shared |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return [
+        shared
+        | {
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_CURRENT_ENDPOINT": endpoint,
+            "PADDLE_LOCAL_RANK": str(rank),
+            "PADDLE_RANK_IN_NODE": str(rank),
+            "PADDLE_GLOBAL_RANK": str(rank),
+            "FLAGS_selected_cpus": str(rank),
+        }
+        for rank, endpoint in enumerate(endpoints)
+    ]
+
+
+def supervise(
+    processes: Sequence[RankProcess], timeout: float, grace: float, each_poll: Callable[[], bool | None] = lambda: None
+) -> JobOutcome:
+    """Wait for all ranks, or for the first that fails, or until time is over; nothing of the job runs afterwards.
+
+    Args:
+        processes: the ranks, by rank, just started.
+        timeout: seconds for the whole job.
+        grace: seconds for the other ranks to end by themselves once one has failed.
+        each_poll: called every 20 ms. True ends the job as the timeout does. What it raises ends the job and is raised
+            again.
+    """
+    start = time.monotonic()
+    deadline = start + timeout
+    failed_at: float | None = None
+    alone: list[int] = []
+    try:
+        while any(process.poll() is None for process in processes):
+            now = time.monotonic()
+            alone += _newly_ended(processes, alone)
+            if now > deadline or (failed_at is not None and now > failed_at + grace):
+                break
+            if failed_at is None and any(process.poll() for process in processes):
+                failed_at = now
+            if each_poll():
+                break
+            time.sleep(POLL_SECONDS)
+    except BaseException:
+        kill(processes)
+        raise
+    alone += _newly_ended(processes, alone)
+    hung = [process for rank, process in enumerate(processes) if rank not in alone]
+    end_with_stacks(hung)
+    kill(processes)
+    codes = [process.poll() for process in processes]
+    return JobOutcome(
+        returncodes=tuple(
+            code if code is not None and rank in alone else -signal.SIGKILL for rank, code in enumerate(codes)
+        ),
+        timed_out=bool(hung) and failed_at is None,
+        seconds=time.monotonic() - start,
+        alone=tuple(alone),
+    )
+
+
+def _newly_ended(processes: Sequence[RankProcess], known: Sequence[int]) -> list[int]:
+    """The ranks that have ended since; first those that were killed, which no rank is because another one ended."""
+    ended = {rank: code for rank, one in enumerate(processes) if rank not in known and (code := one.poll()) is not None}
+    return sorted(ended, key=lambda rank: ended[rank] != -signal.SIGKILL)
+
+
+def end_with_stacks(processes: Sequence[RankProcess]) -> None:
+    """Make each rank write its Python stacks into its log and end; one that cannot within a minute is left running."""
+    for process in processes:
+        os.kill(process.pid, signal.SIGUSR1)
+    end = time.monotonic() + DUMP_SECONDS
+    while time.monotonic() < end and any(process.poll() is None for process in processes):
+        time.sleep(POLL_SECONDS)
+
+
+def kill(processes: Sequence[RankProcess]) -> None:
+    """Kill every rank's process group, whose leader may have ended before its children, and wait for the leaders."""
+    for process in processes:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass  # All of it has ended.
+    while any(process.poll() is None for process in processes):
+        time.sleep(POLL_SECONDS)
+
+
+def prepare_rank(lifeline: int) -> None:
+    """In a new rank, which leads a process group: dump stacks and end on SIGUSR1, end when the life line is closed.
+
+    Args:
+        lifeline: file descriptor of the pipe's read end.
+    """
+    faulthandler.enable()
+    # Chained to the signal's default action: the process ends when, and not before, all stacks are written.
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+
+    def watch() -> None:
+        os.read(lifeline, 1)  # Nothing is ever written: this returns when the starter has gone.
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # This rank, which leads its group, and whatever it has started.
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def leave() -> None:
+    """At the end of a rank: call :func:`paddleformers_fc.cpu_runtime.p2p.leave` if messages are in use."""
+    p2p = sys.modules.get("paddleformers_fc.cpu_runtime.p2p")
+    if p2p is not None:
+        p2p.leave()
+
+
+def tail(log: Path) -> str:
+    """The end of a rank's log, about 6 kB of text; empty when there is no log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,425 @@
+"""Reading together: ranges that one rank reads and others get, because they do not see the file or need not read it.
+
+Every rank says which ranges it wants from others, or shares with them; all work out the same rounds from that
+(:mod:`paddleformers_fc.plan.transfer_plan`), and go through them. In a round every rank reads its pieces, packed and in
+the stored dtype, and passes them on; a receiver puts a piece where its plan says, and transposes and casts there. The
+next round is read while this one travels. A rank that fails goes on to the end of its round, in which it says so; then
+all stop.
+
+Where every rank sees every file and reads for itself there is nothing to agree on, and no rank says anything.
+
+Memory beyond the targets: two rounds that are read and one that is received, each of ``ROUND_BYTES``; on an accelerator
+also host copies of the shards that are not full yet, of which there are few, because pieces come in the order in which
+ranks want them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from paddleformers_fc.distributed.channel import Bytes, Channel, all_gather_checked, run_on_all
+from paddleformers_fc.execute.read_jobs import Key, item_view, region_of
+from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadOptions, ReadPool
+from paddleformers_fc.execute.reading import ArraySlot, Slot, execute_reads, refuse_unequal, verify_equal
+from paddleformers_fc.formats.catalog import EVERYONE
+from paddleformers_fc.mapping.boxes import Box
+from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
+from paddleformers_fc.plan.transfer_plan import (
+    EMPTY_SCHEDULE,
+    ROUND_BYTES,
+    SeenBy,
+    TransferPiece,
+    TransferSchedule,
+    assign_transfers,
+    boxes_within,
+    readers,
+    schedule_rounds,
+)
+from paddleformers_fc.storage import paths
+from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.files import byte_view
+from paddleformers_fc.storage.identity import Identities
+from paddleformers_fc.storage.ranges import NO_IDENTITIES
+
+Array = np.ndarray[Any, Any]
+PlaceRange = Callable[[TransferPiece, Array], None]
+_Begun = tuple[Array, Future[int]]
+
+_DIGEST_ELEMENTS = 4 << 20
+
+
+@dataclass(frozen=True)
+class ReadContext:
+    """What this rank reads from.
+
+    Args:
+        root: the directory that files are relative to.
+        identities: which files were checked; another one under a path is refused.
+        seen_by: for every file that not all ranks see, the ranks that do.
+    """
+
+    root: paths.AnyPath
+    identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
+    seen_by: SeenBy = field(default_factory=lambda: EVERYONE)
+
+    def sees(self, rank: int, file: str) -> bool:
+        """Whether a rank sees a file."""
+        return file not in self.seen_by or rank in self.seen_by[file]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that moved.
+
+    Args:
+        read: from storage, by this rank, for itself and for others.
+        received: from other ranks.
+    """
+
+    read: int
+    received: int
+
+
+class _RangeMessage(msgspec.Struct, array_like=True, frozen=True):
+    """A range of a file on its way to the other ranks."""
+
+    begin: int
+    shape: tuple[int, ...]
+    lo: tuple[int, ...]
+    hi: tuple[int, ...]
+    dtype: str
+
+
+_parts = msgspec.msgpack.Decoder(dict[str, list[tuple[int, _RangeMessage]]])
+
+
+def agreed_schedule(
+    wants: Sequence[StoredPart], storage: ReadContext, channel: Channel, limit: int
+) -> TransferSchedule:
+    """This rank's part in the rounds that all ranks work out from their wants.
+
+    Args:
+        wants: the ranges this rank wants from others or shares with them, in the order in which it wants them.
+        storage: which files which rank sees.
+        channel: all ranks; every rank must call.
+        limit: bound on the bytes that a rank sends, and receives, in a round.
+    Raises:
+        StorageError: a range lies in a file that no rank sees.
+    """
+    payloads = all_gather_checked(channel, "agreeing on who reads what", lambda: _encoded(wants))
+    moves = assign_transfers([_decoded(payload) for payload in payloads], storage.seen_by)
+    return schedule_rounds(moves, channel.rank, limit)
+
+
+def read_redistributed(
+    plan: LoadPlan,
+    storage: ReadContext,
+    slots: Mapping[Key, Slot],
+    channel: Channel,
+    options: ReadOptions = DEFAULT_OPTIONS,
+    limit: int = ROUND_BYTES,
+) -> Traffic:
+    """Fill every slot of every rank; each rank reads for itself what it sees and does not share.
+
+    Args:
+        plan: what this rank wants; its report must be empty.
+        storage: what it reads from.
+        slots: memory by role and full name.
+        channel: all ranks; every rank must call.
+        options: threads, staging, and whether what several ranks want is read once.
+        limit: bound on the bytes that a rank sends, and receives, in a round.
+    Raises:
+        FlexError: the same on every rank; targets hold an undefined mixture.
+    """
+    schedule = EMPTY_SCHEDULE
+    if storage.seen_by or options.once:
+        parts = [item.stored for item in _by_shard(plan)]
+        wants = [part for part in parts if options.once or not storage.sees(channel.rank, part.file)]
+        schedule = agreed_schedule(wants, storage, channel, limit)
+    filling = _ShardFiller(plan, schedule.parts(channel.rank), slots, storage, options)
+
+    def read() -> Traffic:
+        return run_rounds(schedule, storage, channel, filling.place, options, filling.read_alone)
+
+    done = run_on_all(channel, f"reading {storage.root.name}", read)
+    return replace(done, read=done.read + filling.alone)
+
+
+def run_rounds(
+    schedule: TransferSchedule,
+    storage: ReadContext,
+    channel: Channel,
+    place: PlaceRange,
+    options: ReadOptions = DEFAULT_OPTIONS,
+    before: Callable[[], None] = lambda: None,
+) -> Traffic:
+    """Go through the rounds of a schedule.
+
+    Every rank must call, inside an agreement: what fails on this rank is raised when all ranks have left the rounds.
+
+    Args:
+        schedule: this rank's part.
+        storage: what it reads from.
+        channel: all ranks.
+        place: gets every piece that this rank wants, in its stored shape and dtype.
+        options: threads and staging.
+        before: work of this rank alone that comes first, and may fail.
+    Returns:
+        the bytes that this rank read and received in the rounds.
+    """
+    failures: list[Exception] = []
+    _attempt(failures, before)
+    read = received = 0
+    with ReadPool(options, storage.identities) as crew:
+        source = _RangeSource(crew, storage.root, channel.rank)
+        mine = (piece for pieces in schedule.rounds for piece in pieces if piece.move.owner == channel.rank)
+        crew.expect(region_of(storage.root, piece.stored) for piece in mine)
+        begun = [source.begin(pieces) for pieces in schedule.rounds[:1]]
+        for number, pieces in enumerate(schedule.rounds):
+            begun.extend(source.begin(later) for later in schedule.rounds[number + 1 : number + 2])
+            held = {index: _result(failures, one, pieces[index]) for index, one in begun.pop(0).items()}
+            arrived = _round(channel, pieces, {index: array for index, (array, _) in held.items()})
+            for piece, array in arrived:
+                _attempt(failures, partial(place, piece, array))
+            read += sum(count for _, count in held.values())
+            received += sum(piece.size for piece, _ in arrived if piece.move.owner != channel.rank)
+            if any(channel.all_gather(b"failed" if failures else b"")):
+                break
+    if failures:
+        raise failures[0]
+    return Traffic(read, received)
+
+
+def compare_redistributed(
+    checks: Sequence[EqualCheck], storage: ReadContext, channel: Channel, options: ReadOptions = DEFAULT_OPTIONS
+) -> None:
+    """Compare both sides of every check; sides that may lie on different disks by their digests.
+
+    Args:
+        checks: what must be equal, as this rank's plan says.
+        storage: what this rank reads from.
+        channel: all ranks; every rank must call.
+        options: whether what several ranks want is read once.
+    Raises:
+        MismatchError: the same on every rank, naming every pair that differs.
+    """
+    digests: dict[StoredPart, bytes] = {}
+    if storage.seen_by or options.once:
+        digests = _agreed_digests(
+            [side for check in checks for side in (check.left, check.right)], storage, channel, options
+        )
+
+    def compare() -> None:
+        if digests:
+            refuse_unequal([check for check in checks if digests[check.left] != digests[check.right]], storage.root)
+        else:
+            verify_equal(tuple(checks), storage.root, options, storage.identities)
+
+    run_on_all(channel, "comparing tied tensors", compare)
+
+
+def _agreed_digests(
+    wanted: Sequence[StoredPart], storage: ReadContext, channel: Channel, options: ReadOptions
+) -> dict[StoredPart, bytes]:
+    """The digests of all ranges that any rank asks for; each is read by one rank."""
+    asked = all_gather_checked(channel, "asking for tied tensors", lambda: _encoded(wanted))
+    parts = (part for payload in asked for part in _decoded(payload))
+    owners = readers(parts, storage.seen_by, channel.world_size)
+    mine = [part for part, owner in owners.items() if owner == channel.rank]
+    answers = all_gather_checked(
+        channel, "reading tied tensors", lambda: msgspec.msgpack.encode(_digests(mine, storage, options))
+    )
+    left = [iter(msgspec.msgpack.decode(answer, type=list[bytes])) for answer in answers]
+    return {part: next(left[owner]) for part, owner in owners.items()}
+
+
+def _digests(parts: Sequence[StoredPart], storage: ReadContext, options: ReadOptions) -> list[bytes]:
+    found: list[bytes] = []
+    with ReadPool(options, storage.identities) as crew:
+        crew.expect(region_of(storage.root, part) for part in parts)
+        for part in parts:
+            state = xxhash.xxh3_128()
+            for box in boxes_within(part.part, _DIGEST_ELEMENTS):
+                array, reading = _begin(crew, storage.root, msgspec.structs.replace(part, part=box))
+                reading.result()
+                state.update(byte_view(array))
+            found.append(state.digest())
+    return found
+
+
+@dataclass(frozen=True)
+class _RangeSource:
+    """Reads this rank's pieces in threads."""
+
+    crew: ReadPool
+    root: paths.AnyPath
+    rank: int
+
+    def begin(self, pieces: Sequence[TransferPiece]) -> dict[int, _Begun]:
+        """Start to read what this rank owns of a round; by index."""
+        return {
+            index: _begin(self.crew, self.root, piece.stored)
+            for index, piece in enumerate(pieces)
+            if piece.move.owner == self.rank
+        }
+
+
+class _ShardFiller:
+    """How this rank's shards come to be full: some by reading alone, some by what arrives.
+
+    Args:
+        plan: what this rank wants.
+        arriving: the ranges that arrive.
+        slots: memory by role and full name.
+        storage: what it reads from.
+        options: threads and staging.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        arriving: Collection[StoredPart],
+        slots: Mapping[Key, Slot],
+        storage: ReadContext,
+        options: ReadOptions,
+    ) -> None:
+        self.alone = 0
+        self._plan, self._slots, self._storage, self._options = plan, slots, storage, options
+        self._arriving: dict[StoredPart, list[ReadItem]] = {}
+        self._left: dict[Key, int] = {}
+        self._own: dict[Key, list[ReadItem]] = {}
+        self._buffers: dict[Key, Array] = {}
+        for item in plan.items if arriving else ():
+            key = (item.role, item.name)
+            if item.stored in arriving:
+                self._arriving.setdefault(item.stored, []).append(item)
+                self._left[key] = self._left.get(key, 0) + item.stored.part.volume
+            else:
+                self._own.setdefault(key, []).append(item)
+
+    def read_alone(self) -> None:
+        """Fill the shards that nothing arrives for, as a rank does that needs no other."""
+        items = self._plan.items
+        if self._left:
+            items = tuple(item for item in items if (item.role, item.name) not in self._left)
+        self._read(items, self._slots)
+
+    def place(self, piece: TransferPiece, array: Array) -> None:
+        """Put what arrived where the plan says; a shard that is full is handed over."""
+        for item in self._arriving[piece.move.part]:
+            key = (item.role, item.name)
+            box = piece.box.relative_to(item.stored.part.lo)
+            target = item_view(self._buffer(key), item)
+            target = target[tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))]
+            np.copyto(target, array, casting="unsafe")
+            self._left[key] -= array.size
+            if self._left[key] == 0:
+                self._slots[key].close()
+                self._slots[key].settle()
+                del self._buffers[key]
+
+    def _buffer(self, key: Key) -> Array:
+        if key not in self._buffers:
+            self._buffers[key] = self._slots[key].open().array()
+            self._read(tuple(self._own.get(key, ())), {key: ArraySlot(self._buffers[key])})
+        return self._buffers[key]
+
+    def _read(self, items: tuple[ReadItem, ...], slots: Mapping[Key, Slot]) -> None:
+        part = replace(self._plan, items=items)
+        self.alone += execute_reads(part, self._storage.root, slots, self._options, self._storage.identities)
+
+
+def _by_shard(plan: LoadPlan) -> list[ReadItem]:
+    """The items in an order in which shards become full one after the other."""
+    shards: dict[Key, list[ReadItem]] = {}
+    for item in plan.items:
+        shards.setdefault((item.role, item.name), []).append(item)
+    return [item for items in shards.values() for item in items]
+
+
+def _round(
+    channel: Channel, pieces: Sequence[TransferPiece], held: Mapping[int, Array]
+) -> list[tuple[TransferPiece, Array]]:
+    """Pass on what this rank holds; what it gets, from others and from itself."""
+    leaving: dict[int, list[Bytes]] = {}
+    for index, array in held.items():
+        for receiver in pieces[index].move.receivers:
+            if receiver != channel.rank:
+                leaving.setdefault(receiver, []).append(_packed(array))
+    coming: dict[int, list[TransferPiece]] = {}
+    for index, piece in enumerate(pieces):
+        if index not in held:
+            coming.setdefault(piece.move.owner, []).append(piece)
+    outgoing = {receiver: np.concatenate(parts) for receiver, parts in leaving.items()}
+    sizes = {owner: sum(piece.size for piece in theirs) for owner, theirs in coming.items()}
+    arrived = channel.all_to_all(outgoing, sizes)
+    found = [(pieces[index], array) for index, array in held.items() if channel.rank in pieces[index].move.receivers]
+    for owner, theirs in coming.items():
+        found.extend(zip(theirs, _unpacked(arrived[owner], theirs), strict=True))
+    return found
+
+
+def _begin(crew: ReadPool, root: paths.AnyPath, part: StoredPart) -> _Begun:
+    """Start to read a range into an array of its own."""
+    region = region_of(root, part)
+    array: Array = np.empty(region.size, region.dtype)
+    return array, crew.begin(region, array)
+
+
+def _packed(array: Array) -> Bytes:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _unpacked(payload: Bytes, pieces: Sequence[TransferPiece]) -> Iterator[Array]:
+    start = 0
+    for piece in pieces:
+        yield payload[start : start + piece.size].view(_dtype(piece)).reshape(piece.box.shape)
+        start += piece.size
+
+
+def _dtype(piece: TransferPiece) -> np.dtype[Any]:
+    return to_numpy(to_safetensors(piece.move.part.dtype))
+
+
+def _result(failures: list[Exception], one: _Begun, piece: TransferPiece) -> tuple[Array, int]:
+    """What was read, or zeros in its place: the others wait for so many bytes."""
+    try:
+        return one[0], one[1].result()
+    except Exception as error:  # Raised when all ranks have left the rounds.
+        failures.append(error)
+        return np.zeros(piece.box.shape, _dtype(piece)), 0
+
+
+def _attempt(failures: list[Exception], work: Callable[[], None]) -> None:
+    """Do what may fail, unless something has failed: this rank must not leave the rounds before the others."""
+    if failures:
+        return
+    try:
+        work()
+    except Exception as error:  # As above.
+        failures.append(error)
+
+
+def _encoded(parts: Iterable[StoredPart]) -> bytes:
+    by_file: dict[str, list[tuple[int, _RangeMessage]]] = {}
+    for position, one in enumerate(parts):
+        part = _RangeMessage(one.begin, one.shape, one.part.lo, one.part.hi, one.dtype)
+        by_file.setdefault(one.file, []).append((position, part))
+    return msgspec.msgpack.encode(by_file)
+
+
+def _decoded(payload: bytes) -> list[StoredPart]:
+    found: list[tuple[int, StoredPart]] = []
+    for file, parts in _parts.decode(payload).items():
+        for position, one in parts:
+            found.append((position, StoredPart(file, one.begin, one.shape, Box(one.lo, one.hi), one.dtype)))
+    return [part for _, part in sorted(found, key=itemgetter(0))]

@@ -1,0 +1,248 @@
+"""What a save works out before its first byte, and keeps for the next save of the same job.
+
+The files of this rank, with their headers; on the coordinator also ``mapping.json`` and the AOA text, proved. All of it
+follows from the model's configuration and from how every rank describes its shards, and a job describes the same shards
+at every save. So a plan is kept under a digest of the descriptions of *all* ranks, and a later save exchanges digests
+alone. A rank whose description differs in anything has another digest, and then every rank works everything out anew:
+a plan is never used for shards that it was not made for.
+
+Memory: the headers of this rank's files and the names of its replicas, for the last few plans.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paddleformers_fc.errors import MismatchError, PeerError
+from paddleformers_fc.execute.replica_assignment import (
+    RankShards,
+    Replica,
+    ShardPart,
+    assign_writers,
+    find_replicas,
+    pack_files,
+)
+from paddleformers_fc.execute.ties import Ties, ties_of
+from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for
+from paddleformers_fc.families.bind import tied_names
+from paddleformers_fc.families.stored import encode_mapping
+from paddleformers_fc.families.text import aoa_texts
+from paddleformers_fc.formats.catalog import gather_shards
+from paddleformers_fc.layout import Shard
+from paddleformers_fc.layout.codec import HEADER_KEY, encode_shards
+from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.mapping import RuleSet, prove
+from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.safetensors import FileLayout, layout_file
+
+MAX_CACHED_PLANS = 8
+"""How many plans a process keeps: of checkpoints, of exports, and of every rank where ranks are threads."""
+
+
+@dataclass(frozen=True)
+class PlannedWrite:
+    """A stretch of a live shard that goes into a file.
+
+    Args:
+        name: of the shard, and of the tensor in the file.
+        start: index of the first element in the shard's memory.
+        stop: index behind the last.
+    """
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """One file of this rank.
+
+    Args:
+        path: posix path relative to the checkpoint.
+        role: of its tensors.
+        layout: its header.
+        pieces: what follows the header, in order.
+    """
+
+    path: str
+    role: str
+    layout: FileLayout
+    pieces: tuple[PlannedWrite, ...]
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """What a checkpoint says about the whole model.
+
+    Args:
+        family: the family's name.
+        mapping: the bytes of ``mapping.json``.
+        aoa: the AOA text by direction.
+    """
+
+    family: str
+    mapping: bytes
+    aoa: Mapping[str, list[str]]
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Everything that one rank needs to know to write its part.
+
+    Args:
+        files: this rank's files.
+        model: what the coordinator writes beside them; None on other ranks.
+        replicas: this rank's shards that other ranks hold as well.
+        ties: the copies of tied tensors that all ranks compare.
+    """
+
+    files: tuple[PlannedFile, ...]
+    model: ModelRecord | None
+    replicas: tuple[Replica, ...] = ()
+    ties: Ties = field(default_factory=Ties)
+
+    def described(self) -> ModelRecord:
+        """What the coordinator writes.
+
+        Raises:
+            PeerError: this rank is not the coordinator, and has not worked it out.
+        """
+        if self.model is None:
+            raise PeerError("Only the coordinator of a save can describe the model.")
+        return self.model
+
+
+class SavePlanCache:
+    """The last plans of this process, by rank and by the digest of their job."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[tuple[int, bytes], SavePlan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def known(self, rank: int) -> dict[bytes, SavePlan]:
+        """The plans of one rank by the digest of their job."""
+        with self._lock:
+            return {job: plan for (owner, job), plan in self._plans.items() if owner == rank}
+
+    def keep(self, rank: int, job: bytes, plan: SavePlan) -> None:
+        """Remember a plan that every rank has agreed to; the one that was not used for longest is forgotten."""
+        with self._lock:
+            self._plans[rank, job] = plan
+            self._plans.move_to_end((rank, job))
+            while len(self._plans) > MAX_CACHED_PLANS:
+                self._plans.popitem(last=False)
+
+
+def digest(*parts: bytes) -> bytes:
+    """One digest of several byte strings, 16 bytes; where one ends and the next begins counts."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
+
+
+def build_save_plan(everyone: list[RankShards], model: ModelDescription, rank: int, max_file_bytes: int) -> SavePlan:
+    """The plan of one rank.
+
+    Args:
+        everyone: the shards of every rank, by rank; those that hold the same may share one object.
+        model: what the model was built from.
+        rank: this rank; the first one proves the model.
+        max_file_bytes: bound on the tensors of one file, in bytes.
+    Raises:
+        MappingError: the model's mapping cannot be bound or proved.
+        MismatchError: the shards of all ranks are not the whole model, once.
+    """
+    record = _record(everyone, model) if rank == 0 else None
+    shares = assign_writers(everyone)
+    share = shares[rank]
+    roles = sorted({piece.role for piece in share})
+    files = [
+        planned
+        for role in roles
+        for planned in _role_files(role, [piece for piece in share if piece.role == role], rank, max_file_bytes)
+    ]
+    ties = ties_of(everyone, shares, tied_names(family_for(model.config), model))
+    return SavePlan(tuple(files), record, tuple(find_replicas(everyone, rank)), ties)
+
+
+def model_rules(model: ModelDescription, shards: Mapping[str, Shard]) -> RuleSet:
+    """The rules of a model, or of one rank's part of it, from its live shards.
+
+    Args:
+        model: what the model was built from.
+        shards: ``model_state`` shards by name.
+    """
+    tensors = [ModelTensor(shard.name, shard.global_shape, shard.dtype, shard.cuts) for shard in shards.values()]
+    cuts = {tensor.name: tensor.cuts for tensor in tensors if any(cut > 1 for cut in tensor.cuts)}
+    return replace(bind(family_for(model.config), model, tensors), cuts=cuts)
+
+
+def _role_files(role: str, pieces: Iterable[ShardPart], rank: int, max_file_bytes: int) -> Iterable[PlannedFile]:
+    groups = pack_files(pieces, max_file_bytes)
+    for number, group in enumerate(groups, 1):
+        suffix = f"-{number:05d}" if len(groups) > 1 else ""
+        path = Path(role) / f"rank-{rank:05d}{suffix}.safetensors"
+        shards = {piece.shard.name: piece.shard for piece in group}
+        entries = [
+            (name, to_safetensors(shard.dtype), shard.box.shape if shard.flat is None else (shard.size,))
+            for name, shard in shards.items()
+        ]
+        layout = layout_file(path, entries, {"format": "flex", HEADER_KEY: encode_shards(shards)})
+        planned = tuple(PlannedWrite(one.shard.name, one.start, one.start + one.shard.size) for one in group)
+        yield PlannedFile(path.as_posix(), role, layout, planned)
+
+
+def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:
+    """Prove that what will be saved is whole and describes itself, before anything is written."""
+    distinct = list({id(held): held for held in everyone}.values())
+    parameters: dict[str, Shard] = {}
+    for held in distinct:
+        parameters.update(held.get(MODEL_STATE, {}))
+    # One shard of every model tensor of the job; its cuts tell the tensor-parallel degree.
+    family, rules = family_for(model.config), model_rules(model, parameters)
+    prove(rules.mapping(), "The model's mapping")
+    _refuse_partial(distinct, parameters)
+    return ModelRecord(family.name, encode_mapping(model, rules), aoa_texts(family, model, rules))
+
+
+def _refuse_partial(everyone: list[RankShards], parameters: Mapping[str, Shard]) -> None:
+    faults: list[str] = []
+    for role in sorted({role for held in everyone for role in held}):
+        by_name: dict[str, dict[Shard, None]] = {}
+        for held in everyone:
+            for name, shard in held.get(role, {}).items():
+                by_name.setdefault(name, {})[shard] = None
+        parts = [shard for shards in by_name.values() if not _is_whole(shards) for shard in shards]
+        tensors, contradictions = gather_shards(
+            (shard, f"rank {role}", 0, item_size(to_safetensors(shard.dtype))) for shard in parts
+        )
+        faults.extend(contradictions)
+        for tensor in tensors.values():
+            faults.extend(tensor.faults())
+        for name in by_name:
+            if split_state_name(role, name).parameter not in parameters:
+                faults.append(f"{name}: is a state of no parameter")
+    if faults:
+        raise MismatchError(
+            f"{len(faults)} tensors of this job are not held whole and once. Nothing was written.",
+            evidence=fold(faults),
+            next_step="The ranks describe shards that do not fit together; check the parallel configuration.",
+        )
+
+
+def _is_whole(shards: Mapping[Shard, None]) -> bool:
+    """Whether one rank, or several alike, hold a tensor as a whole."""
+    if len(shards) != 1:
+        return False
+    (shard,) = shards
+    return shard.flat is None and shard.box == whole(shard.global_shape)

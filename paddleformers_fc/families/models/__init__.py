@@ -1,0 +1,1 @@
+"""One module per model family, each with one declaration."""

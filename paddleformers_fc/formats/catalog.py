@@ -1,0 +1,214 @@
+"""The form that every source of tensors takes: which box of which tensor lies where.
+
+A catalog is built from headers alone; no tensor byte is read. Tensors that are cut alike share one :class:`StoredForm`,
+so that what follows from boxes is worked out once for all of them, and a tensor is its name and its places. Time and
+memory are linear in the stored shards, a few hundred bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+import msgspec
+
+from paddleformers_fc.layout.shards import Fragment, Shard
+from paddleformers_fc.mapping.boxes import Box, BoxFinder, CoverFault, Shape, cover_faults, whole
+from paddleformers_fc.storage import paths
+from paddleformers_fc.storage.file_checksums import FileChecksum
+from paddleformers_fc.storage.identity import Identities
+from paddleformers_fc.storage.ranges import NO_IDENTITIES
+
+EVERYONE: Mapping[str, Sequence[int]] = MappingProxyType({})
+"""Where every rank sees every file."""
+
+
+FileOffset = tuple[str, int]
+"""Path of a file relative to the catalog's root, and the byte offset of a box's first element in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFragment:
+    """A box that lies contiguous and row-major in a file.
+
+    Args:
+        file: path relative to the catalog's root.
+        begin: byte offset of the box's first element in the file.
+        box: global coordinates.
+    """
+
+    file: str
+    begin: int
+    box: Box
+
+
+@dataclass(frozen=True, eq=False)
+class StoredForm:
+    """What tensors that are cut alike have in common. Two are the same where they are the same object.
+
+    Args:
+        dtype: element type by its numpy name.
+        shape: the global shape.
+        boxes: the boxes that are stored, in global coordinates.
+    """
+
+    dtype: str
+    shape: Shape
+    boxes: tuple[Box, ...]
+
+    @cached_property
+    def finder(self) -> BoxFinder:
+        """Finds boxes by box."""
+        return BoxFinder(self.boxes)
+
+    @cached_property
+    def faults(self) -> list[CoverFault]:
+        """Where the boxes fail to tile the tensor."""
+        return cover_faults(whole(self.shape), self.boxes)
+
+
+class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A tensor as it is stored.
+
+    Args:
+        name: its name in the stored space.
+        form: its dtype, its shape and how it is cut.
+        places: where each box of the form lies.
+    """
+
+    name: str
+    form: StoredForm
+    offsets: tuple[FileOffset, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Element type by its numpy name."""
+        return self.form.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The global shape."""
+        return self.form.shape
+
+    @property
+    def fragments(self) -> tuple[StoredFragment, ...]:
+        """The boxes, each with its place."""
+        return tuple(
+            StoredFragment(file, begin, box) for (file, begin), box in zip(self.offsets, self.form.boxes, strict=True)
+        )
+
+    def faults(self) -> Iterator[str]:
+        """Where the stored boxes fail to tile the tensor; nothing where every element is stored once."""
+        for fault in self.form.faults:
+            if fault.writers:
+                first, second = (self.offsets[index][0] for index in fault.writers)
+                yield f"{self.name}: {fault.where} is stored twice, in {first} and {second}"
+            else:
+                yield f"{self.name}: {fault.where} is not stored"
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Everything that is stored under one directory.
+
+    Args:
+        root: the directory, of this machine or of a store.
+        roles: role -> full name -> tensor.
+        identities: which files these were when they were checked.
+        seen_by: for every file that not all ranks of the job see, the ranks that do, rising.
+        recorded: of an export, the receipts of its weight files by name.
+    """
+
+    root: paths.AnyPath
+    roles: dict[str, dict[str, StoredTensor]]
+    identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
+    seen_by: Mapping[str, Sequence[int]] = field(default_factory=lambda: EVERYONE)
+    recorded: Mapping[str, FileChecksum] = field(default_factory=dict)
+
+    @cached_property
+    def sorted_names(self) -> dict[str, list[str]]:
+        """The names of every role in an order that is the same on all ranks."""
+        return {role: sorted(tensors) for role, tensors in self.roles.items()}
+
+    def reader(self, file: str) -> int:
+        """The first rank that sees a file."""
+        return self.seen_by.get(file, (0,))[0]
+
+    def faults(self) -> Iterator[str]:
+        """Tensors that are not stored whole and once."""
+        for names in self.roles.values():
+            for tensor in names.values():
+                if tensor.form.faults:
+                    yield from tensor.faults()
+
+
+def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Tensors from the shards of many files.
+
+    Args:
+        shards: shard, file, byte offset of its first element, bytes per element.
+    Returns:
+        the tensors by name, and the contradictions between files as text.
+    """
+    # Most tensors are in one file. What is made per tensor here is looked through at every collection of garbage.
+    only: dict[str, tuple[Shard, str, int, int]] = {}
+    several: dict[str, list[tuple[Shard, str, int, int]]] = {}
+    faults: list[str] = []
+    for part in shards:
+        shard, file, _, _ = part
+        first = only.setdefault(shard.name, part)
+        if first is part:
+            continue
+        known = first[0]
+        if (known.dtype, known.global_shape) == (shard.dtype, shard.global_shape):
+            several.setdefault(shard.name, [first]).append(part)
+        else:
+            faults.append(
+                f"{shard.name}: {file} says {shard.dtype} {list(shard.global_shape)}, "
+                f"another file {known.dtype} {list(known.global_shape)}"
+            )
+    gatherer = _Gatherer()
+    tensors = {
+        name: gatherer.tensor(several[name]) if name in several else gatherer.alone(part) for name, part in only.items()
+    }
+    return tensors, faults
+
+
+class _Gatherer:
+    """Makes tensors, and remembers what those that are cut alike have in common."""
+
+    def __init__(self) -> None:
+        self._cuts: dict[tuple[Box, tuple[int, int] | None], tuple[Fragment, ...]] = {}
+        self._forms: dict[tuple[object, ...], StoredForm] = {}
+        self._alone: dict[tuple[object, ...], StoredForm] = {}
+
+    def alone(self, part: tuple[Shard, str, int, int]) -> StoredTensor:
+        """The tensor that one shard is of: as most are, and so what is alike is looked up once."""
+        shard, file, begin, _ = part
+        kind = (shard.dtype, shard.global_shape, shard.box, shard.flat)
+        form = self._alone.get(kind)
+        if form is None:
+            form = self._alone[kind] = self.tensor([part]).form
+        # One box begins where its shard does; of several it is worked out where.
+        return StoredTensor(shard.name, form, ((file, begin),)) if len(form.boxes) == 1 else self.tensor([part])
+
+    def tensor(self, parts: Sequence[tuple[Shard, str, int, int]]) -> StoredTensor:
+        """The tensor that some shards are of."""
+        boxes: list[Box] = []
+        places: list[FileOffset] = []
+        for shard, file, begin, width in parts:
+            cut = (shard.box, shard.flat)
+            fragments = self._cuts.get(cut)
+            if fragments is None:
+                fragments = self._cuts[cut] = shard.fragments
+            for fragment in fragments:
+                boxes.append(fragment.box)
+                places.append((file, begin + fragment.start * width))
+        shard = parts[0][0]
+        key = (shard.dtype, shard.global_shape, *boxes)
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = StoredForm(shard.dtype, shard.global_shape, tuple(boxes))
+        return StoredTensor(shard.name, form, tuple(places))

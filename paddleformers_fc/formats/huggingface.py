@@ -1,0 +1,216 @@
+"""A directory of open weights: safetensors files in canonical names.
+
+``model.safetensors.index.json`` is the truth about which files count, where it exists: other safetensors files beside
+it are ignored, a listed file that is missing or lacks its tensor is an error. What a listed file holds and the index
+does not name at all is stored like the rest, so that a load which does not want it is refused: it may be the scales of
+what the index names. Without an index the directory must hold exactly ``model.safetensors``. Nothing is ever written
+into the directory. Where it holds ``flex_checksums.json``, as exports do, files are compared with that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
+from paddleformers_fc.formats.catalog import Catalog, gather_shards
+from paddleformers_fc.formats.flex import CONFIG_NAME
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.dtypes import from_safetensors, item_size
+from paddleformers_fc.storage.export_checksums import Receipts, read_checksums, read_exported, verify_export
+from paddleformers_fc.storage.files import exists, is_file, list_directory, map_paths
+from paddleformers_fc.storage.identity import identities_of
+from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
+from paddleformers_fc.storage.manifest import refuse_level
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.safetensors import Header, read_header
+from paddleformers_fc.text import count_text
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_FETCH_AGAIN = "Fetch the files again: the index and the files are not of one download."
+_NAME_ANOTHER = "Name a directory that save_pretrained or the export verb wrote, or that was downloaded whole."
+_EXPORT = "Export it with `paddleformers-fc export CHECKPOINT DIRECTORY`, and name that directory."
+_OTHER_FORMATS = (
+    (r"flex_checkpoint\.json", "a flex checkpoint", f"Resume it with resume_from_checkpoint. {_EXPORT}"),
+    (r"mapping\.json", "an unfinished flex checkpoint", f"Name a finished one. {_EXPORT}"),
+    (r"model_state|.*\.distcp", "a checkpoint of Paddle", _EXPORT),
+    (
+        r".*\.pdparams(\.index\.json)?",
+        "PaddleFormers' own format",
+        "Convert the weights with PaddleFormers alone, in a process of its own: AutoModelForCausalLM.from_pretrained("
+        'DIRECTORY, load_checkpoint_format="", convert_from_hf=False).save_pretrained(NEW_DIRECTORY); then name the '
+        "new directory.",
+    ),
+    (
+        r"pytorch_model.*\.bin(\.index\.json)?",
+        "a pickle of PyTorch",
+        "Convert the weights with Transformers: AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained("
+        "NEW_DIRECTORY); then name the new directory.",
+    ),
+    (r"adapter_.*|peft_model.*|lora_.*", "an adapter", "Name the directory of the model that the adapter is for."),
+    (r".*\.safetensors", "a file that no index lists", f"Fetch {INDEX_NAME} as well."),
+)
+"""What else may be there, by a pattern for names of entries: what it is, and how to make open weights of it."""
+MAX_INDEX_BYTES = 64 * 1024 * 1024
+"""The longest index that is read: that of 400,000 tensors."""
+
+
+def open_huggingface(directory: AnyPath, verify: str = "size") -> Catalog:
+    """The catalog of a directory of open weights.
+
+    Args:
+        directory: safetensors files in canonical names, with their index.
+        verify: how files are compared with ``flex_checksums.json``, which exports have: ``off`` compares the index
+            alone, ``size`` sizes and the checksums of documents, ``full`` all checksums.
+
+    Raises:
+        NotACheckpoint: neither an index nor ``model.safetensors``.
+        Corrupt: files or tensors that the index lists and the directory lacks, or files that are not those that were
+            exported; all of them.
+        FormatError: an index or header that does not follow its format.
+        OptionError: the level is unknown.
+    """
+    refuse_level(verify)
+    receipts = read_checksums(directory)
+    files = _files(directory, receipts)
+    if receipts is not None and verify != "off":
+        index = [INDEX_NAME] if exists(directory / INDEX_NAME) else []
+        # Without the configuration nothing shows how the rows of a tensor belong to heads.
+        described = [CONFIG_NAME] if CONFIG_NAME in receipts else []
+        verify_export(directory, receipts, verify, needed=[*files, *index, *described])
+    # Before the headers: what is read later must be what they speak of.
+    identities = identities_of(directory / name for name in files)
+    headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
+    faults = [
+        f"{tensor}: the index says {name}, which does not hold it"
+        for name, tensors in files.items()
+        for tensor in tensors
+        if tensor not in headers[name].tensors
+    ]
+    if faults:
+        raise Corrupt(
+            f"The index names files that lack {count_text(len(faults), 'tensor')}.",
+            where=str(directory / INDEX_NAME),
+            evidence=fold(faults),
+            next_step=_FETCH_AGAIN,
+        )
+    tensors, contradictions = gather_shards(_shards(_with_unnamed(files, headers, directory), headers))
+    if contradictions:
+        raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
+    recorded = {name: receipts[name] for name in files if name in receipts} if receipts is not None else {}
+    return Catalog(directory, {MODEL_STATE: tensors}, identities, recorded=recorded)
+
+
+def read_description(directory: AnyPath, name: str) -> bytes | None:
+    """Return a small file of a directory of open weights, such as ``config.json``; None where there is none.
+
+    Raises:
+        Corrupt: the file does not match the checksum that the directory records of it.
+        FormatError: it is too long, or not a regular file.
+        StorageError: it cannot be read.
+    """
+    if not exists(directory / name):
+        return None
+    return read_exported(directory, read_checksums(directory), name, MAX_DOCUMENT_BYTES)
+
+
+def _files(directory: AnyPath, receipts: Receipts | None) -> dict[str, list[str]]:
+    """File name -> the tensors that the index names in it; none where there is no index."""
+    index = directory / INDEX_NAME
+    if exists(index):
+        return _indexed(index, receipts)
+    if exists(directory / SINGLE_NAME):
+        return {SINGLE_NAME: []}
+    names = [path.name for path in list_directory(directory)]
+    others = [
+        (f"{_shortened(found)}: {format_name}", step)
+        for pattern, format_name, step in _OTHER_FORMATS
+        if (found := [name for name in names if re.fullmatch(pattern, name)])
+    ]
+    raise NotACheckpoint(
+        "The directory holds no open weights.",
+        where=str(directory),
+        evidence=[f"neither {INDEX_NAME} nor {SINGLE_NAME} is there", *(line for line, _ in others)],
+        next_step=others[0][1] if others else _NAME_ANOTHER,
+    )
+
+
+def _shortened(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _indexed(index: AnyPath, receipts: Receipts | None) -> dict[str, list[str]]:
+    raw = read_exported(index.parent, receipts, INDEX_NAME, MAX_INDEX_BYTES)
+    try:
+        weight_map = parse_json(raw)["weight_map"]
+        pairs = [(tensor, _text(name)) for tensor, name in weight_map.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError("The index is malformed.", where=str(index), evidence=[repr(error)]) from error
+    files: dict[str, list[str]] = {}
+    for tensor, name in pairs:
+        if not _is_plain(name):
+            raise FormatError("The index names a file outside its directory.", where=str(index), evidence=[repr(name)])
+        files.setdefault(name, []).append(tensor)
+    there = map_paths(is_file, (index.parent / name for name in files), index)
+    missing = sorted(name for name, found in zip(files, there, strict=True) if not found)
+    if missing:
+        raise Corrupt(
+            f"{count_text(len(missing), 'file')} of the index cannot be found.",
+            where=str(index),
+            evidence=missing,
+            next_step="Fetch the missing files; nothing was loaded.",
+        )
+    return files
+
+
+def _is_plain(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return PurePosixPath(name).name == name and name not in ("", ".", "..") and not {"\\", "\0"} & set(name)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a file is called {str(value)[:100]}")
+    return value
+
+
+def _with_unnamed(files: dict[str, list[str]], headers: dict[str, Header], directory: AnyPath) -> dict[str, list[str]]:
+    """The files with all tensors that count in them: those of the index, and those that it does not name.
+
+    Raises:
+        Corrupt: several files hold a tensor, and the index names none of them.
+    """
+    named = {tensor for tensors in files.values() for tensor in tensors}
+    holders: dict[str, list[str]] = {}
+    for name in files:
+        for tensor in headers[name].tensors:
+            if tensor not in named:
+                holders.setdefault(tensor, []).append(name)
+    faults = [f"{tensor}: in {' and '.join(names)}" for tensor, names in holders.items() if len(names) > 1]
+    if faults:
+        raise Corrupt(
+            f"{count_text(len(faults), 'tensor')} of several files cannot be told apart: the index does not name them.",
+            where=str(directory / INDEX_NAME),
+            evidence=fold(faults),
+            next_step=_FETCH_AGAIN,
+        )
+    added = {name: list(tensors) for name, tensors in files.items()}
+    for tensor, names in holders.items():
+        added[names[0]].append(tensor)
+    return added
+
+
+def _shards(files: dict[str, list[str]], headers: dict[str, Header]) -> Iterator[tuple[Shard, str, int, int]]:
+    for name, tensors in files.items():
+        for tensor in tensors:
+            entry = headers[name].tensors[tensor]
+            shard = Shard(tensor, from_safetensors(entry.dtype), entry.shape, whole(entry.shape))
+            yield shard, name, entry.begin, item_size(entry.dtype)

@@ -1,0 +1,80 @@
+"""What a writer says about a file it finished.
+
+A receipt is taken while the bytes are written, so it states what *should* be on disk, not what a later read found
+there. Receipts travel from every rank to the coordinator, which puts them into the manifest.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+
+import msgspec
+
+from paddleformers_fc.storage.remote import RemoteStatus
+
+DEFAULT_BLOCK_BYTES = 4 * 1024 * 1024
+"""How many bytes one block checksum covers, unless a writer is told otherwise."""
+
+
+class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One finished file.
+
+    Attributes:
+        path: posix path relative to the checkpoint directory.
+        size: length of the file in bytes.
+        digest: xxh3_128 of the whole file, 32 lower-case hex digits.
+        block_bytes: length in bytes of every block but the last, which may be shorter.
+        blocks: xxh3_64 of every block, 16 lower-case hex digits each. Block ``i`` covers the bytes from
+            ``i * block_bytes`` of the *file*, headers included. An empty file has no block.
+    """
+
+    path: str
+    size: int
+    digest: str
+    block_bytes: int
+    blocks: list[str]
+
+
+def is_document(path: str) -> bool:
+    """Return whether a file of a checkpoint or export holds no tensors, so that it is small and read whole."""
+    return not path.endswith(".safetensors")
+
+
+def receipt_faults(receipt: FileChecksum) -> Iterator[str]:
+    """Yield what is invalid about a receipt that was read from a disk."""
+    if not _is_plain(receipt.path):
+        yield "is not a plain relative path"
+    if receipt.size < 0 or receipt.block_bytes < 1:
+        yield f"has the size {receipt.size} in blocks of {receipt.block_bytes} bytes"
+    elif len(receipt.blocks) != -(-receipt.size // receipt.block_bytes):
+        yield f"has {len(receipt.blocks)} block checksums for {receipt.size} bytes in blocks of {receipt.block_bytes}"
+    if not _is_hex(receipt.digest, 32) or not all(_is_hex(block, 16) for block in receipt.blocks):
+        yield "has a checksum that is not of the right form"
+
+
+def _is_plain(path: str) -> bool:
+    parts = path.split("/")
+    return "\0" not in path and "\\" not in path and all(part not in ("", ".", "..") for part in parts)
+
+
+def _is_hex(text: str, length: int) -> bool:
+    return len(text) == length and set(text) <= set("0123456789abcdef")
+
+
+def size_fault(status: os.stat_result | RemoteStatus | None, size: int) -> str:
+    """Return what the status of a file says against its recorded size; empty if nothing."""
+    if status is None:
+        return "is missing"
+    if isinstance(status, RemoteStatus):
+        regular, found = status.kind == "file", status.size
+    else:
+        regular, found = stat.S_ISREG(status.st_mode), status.st_size
+    if not regular:
+        return "is not a regular file"
+    if found < size:
+        return f"is truncated: {found} of {size} bytes"
+    if found > size:
+        return f"is too long: {found} bytes instead of {size}"
+    return ""

@@ -1,0 +1,127 @@
+"""JSON that somebody else wrote: read within bounds, refused with a reason, never with a surprise.
+
+Configurations, indices and the Trainer's state come from disks and downloads. Python's reader takes more than JSON
+(other encodings, keys that are there twice, of which it silently keeps the last) and fails in many ways (recursion,
+numbers of thousands of digits). Here there is one reader and one failure: :class:`ValueError`, whose text is the
+reason. NaN and infinity are let through, because the Trainer's state and some published configurations hold them.
+
+A document with a recorded checksum is read by :func:`read_recorded` alone. The file is read whole in any case, so its
+checksum is compared at every verification level.
+
+Time is linear in the text. Memory: the file's bytes, which are bounded, and at most thirty times as much while they are
+parsed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import xxhash
+
+from paddleformers_fc.errors import Corrupt, FormatError
+from paddleformers_fc.storage.file_checksums import FileChecksum
+from paddleformers_fc.storage.files import open_regular, read_range
+from paddleformers_fc.storage.paths import AnyPath
+
+MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
+"""The longest document that is read unless its reader says otherwise; a configuration has a few kilobytes."""
+
+MAX_DEPTH = 32
+"""How deeply a document may be nested."""
+
+MAX_DIGITS = 40
+"""How many characters an integer may have: two to the power of 128 has 39 digits."""
+
+
+def read_document(path: AnyPath, most: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """All bytes of a file that is parsed as a whole.
+
+    Args:
+        path: the file.
+        most: bound on its length in bytes; a longer one is refused before it is read.
+
+    Raises:
+        Corrupt: there is no such file.
+        FormatError: it is longer, or not a regular file.
+        StorageError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        if file.size > most:
+            raise FormatError(
+                f"{path} is too long to be read: {file.size} bytes.",
+                where=str(path),
+                evidence=[f"at most {most} bytes are read of such a file"],
+                next_step="The file was damaged or is something else. Restore it or use another copy.",
+            )
+        return read_range(file, 0, file.size)
+
+
+def read_recorded(directory: AnyPath, receipt: FileChecksum, most: int, next_step: str) -> bytes:
+    """Return all bytes of a small file after comparing them with its recorded checksum.
+
+    Args:
+        directory: the directory that the receipt's path is relative to.
+        receipt: the size and checksum recorded when the file was written.
+        most: bound on its length in bytes, as for :func:`read_document`.
+        next_step: advice for an altered file.
+
+    Raises:
+        Corrupt: the file is missing or altered.
+        FormatError: it is longer than the bound, or not a regular file.
+        StorageError: it cannot be read.
+    """
+    path = directory / receipt.path
+    raw = read_document(path, most)
+    digest = xxhash.xxh3_128_hexdigest(raw)
+    if (len(raw), digest) != (receipt.size, receipt.digest):
+        raise Corrupt(
+            f"{path} does not match its checksum.",
+            where=str(path),
+            evidence=[f"recorded {receipt.size} bytes, {receipt.digest}; found {len(raw)} bytes, {digest}"],
+            next_step=next_step,
+        )
+    return raw
+
+
+def parse_json(raw: bytes) -> Any:
+    """The value of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: it is none, or goes beyond a bound of this module; the text says which.
+    """
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _refuse_depth(value)
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it has the key {twice[:100]!r} twice")
+    return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"it holds an integer of {len(text)} digits")
+    return int(text)
+
+
+def _refuse_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [one for outer in level if isinstance(outer, (dict, list)) for one in _within(outer)]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def _within(value: dict[str, Any] | list[Any]) -> list[Any]:
+    items = value.values() if isinstance(value, dict) else value
+    return [one for one in items if isinstance(one, (dict, list))]

@@ -1,0 +1,179 @@
+"""Where a checkpoint is: a directory of this machine, or a URL of a store that answers range requests.
+
+A user names either in one text. :func:`parse_path` takes it apart once, at the edge (command line, options, facade);
+from there on a local directory is a ``pathlib.Path`` and a remote one a :class:`RemotePath`, which has the few
+operations that readers of checkpoints use. What asks the store is in ``remote``; here nothing is asked and nothing
+imported.
+
+Only reading works remotely. A save is a rename, which object stores do not have, so whoever writes calls
+:func:`require_local`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TypeAlias
+from urllib.parse import unquote
+
+from paddleformers_fc.errors import FormatError, OptionError
+
+# One protocol, or several that fsspec chains.
+_URL = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_LOCAL = frozenset({"file", "local"})
+_WEB = frozenset({"http", "https"})
+# Up to the "@" in front of the host; a secret may hold slashes, and a port is none.
+_CREDENTIALS = re.compile(r"(?<=://)(?:[^/@:\s]*:(?!\d+/)\S*@|[^/\s]*@)")
+
+
+@dataclass(frozen=True, order=True)
+class RemotePath:
+    """A file or directory of a store, by its URL.
+
+    As text it is the URL without user and password; :attr:`url` is the whole.
+
+    Args:
+        url: with its protocol and without a slash at the end, such as ``s3://bucket/run/checkpoint-3``.
+    """
+
+    url: str = field(repr=False)
+
+    def __truediv__(self, part: str | PurePosixPath) -> RemotePath:
+        """What is below this directory.
+
+        Raises:
+            FormatError: the part is absolute or leads out of the directory.
+        """
+        text = str(part)
+        if text == ".":
+            return self
+        if text.startswith("/") or ".." in text.split("/"):
+            raise FormatError(f"{text!r} leads out of {self}.", where=str(self))
+        return RemotePath(f"{self.url}/{text}")
+
+    def __str__(self) -> str:
+        return mask_credentials(self.url)
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
+
+    @property
+    def protocol(self) -> str:
+        """What stands before ``://``."""
+        return self.url.partition("://")[0]
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name, from its last dot on."""
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> RemotePath:
+        """The directory it is in; the top of a store is its own."""
+        above = self.url.rpartition("/")[0]
+        return self if above.endswith("/") else RemotePath(above)
+
+    def with_name(self, name: str) -> RemotePath:
+        """Another entry of the same directory."""
+        return self.parent / name
+
+
+AnyPath: TypeAlias = Path | RemotePath
+
+
+def parse_path(named: str | os.PathLike[str] | RemotePath) -> AnyPath:
+    """What a user's text stands for. Nothing is looked at; a ``file://`` URL is a path of this machine.
+
+    Raises:
+        OptionError: the URL cannot be that of a directory, or there is no text: it would be the current directory.
+    """
+    if isinstance(named, RemotePath):
+        return named
+    text = os.fspath(named)
+    refuse_empty(text)
+    match = _URL.fullmatch(text)
+    if match is None:
+        return Path(text)
+    protocol, rest = match[1].lower(), match[2].rstrip("/")
+    if protocol in _LOCAL:
+        return _local_path(text, rest)
+    if not rest.strip("/"):
+        _reject(text, "it names no directory")
+    if "::" in text:
+        _reject(text, "URLs inside URLs cannot be joined with the names of files")
+    if protocol in _WEB and ("?" in rest or "#" in rest):
+        _reject(text, "what follows ? or # would be lost when names of files are added")
+    return RemotePath(f"{protocol}://{rest}")
+
+
+def expand_user(named: str) -> str:
+    """A user's text with the home directory in place of its ``~``, as PaddleFormers reads ``output_dir``.
+
+    For what a shell has not read: keys of a configuration, arguments in quotes. What PaddleFormers takes as it is, such
+    as the directory of ``save_pretrained``, is not read in this way, for it writes files of its own there.
+    """
+    return os.path.expanduser(named)
+
+
+def require_local(named: str | os.PathLike[str] | RemotePath, doing: str) -> Path:
+    """A directory that is written, which must be one of this machine.
+
+    Args:
+        named: as the user named it.
+        doing: what is written, as the beginning of a sentence: "A checkpoint".
+
+    Raises:
+        OptionError: it is remote.
+    """
+    found = parse_path(named)
+    if isinstance(found, RemotePath):
+        raise OptionError(
+            f"{doing} cannot be written to {found}.",
+            where=str(found),
+            evidence=["it is written beside its target and renamed at the end, and such a store cannot rename"],
+            next_step="Write it to a directory of this machine, then upload its files, "
+            "flex_checkpoint.json or model.safetensors.index.json last.",
+        )
+    return found
+
+
+def refuse_empty(text: str) -> None:
+    """Refuse an empty text where a directory is named, such as a variable of a shell that was never set.
+
+    Raises:
+        OptionError: it is empty.
+    """
+    if not text:
+        raise OptionError(
+            "A directory is named by an empty text.",
+            evidence=["it would be the current directory, which is rarely meant"],
+            next_step="Name a directory; the current one is a dot.",
+        )
+
+
+def mask_credentials(text: str) -> str:
+    """A text without the users and passwords of the URLs in it."""
+    return _CREDENTIALS.sub("***@", text)
+
+
+def _local_path(text: str, rest: str) -> Path:
+    host, slash, below = rest.partition("/")
+    if host not in ("", "localhost"):
+        _reject(text, f"{host!r} would be another machine; a path of this one has three slashes")
+    if not slash and not text.endswith("/"):
+        _reject(text, "it names no directory")
+    return Path("/" + unquote(below))
+
+
+def _reject(text: str, fault: str) -> None:
+    raise OptionError(
+        f"{mask_credentials(text)} cannot be used as a directory: {fault}.",
+        next_step="Name a path, or a URL such as s3://bucket/run/checkpoint-3.",
+    )

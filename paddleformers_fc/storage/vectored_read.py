@@ -1,0 +1,266 @@
+"""Many short ranges of one file, read in few system calls straight to where each belongs.
+
+A column slice is thousands of short rows. One ``preadv`` per row costs more in Python than in the kernel, and threads
+do not help, because the part in Python is done under the interpreter's lock. Linux takes a whole batch of reads, each
+with an offset, a length and an address, in one call: ``io_submit`` (man 2 io_submit, with io_setup, io_getevents and
+io_destroy; the C library does not wrap them, so they go through ``syscall``). The batch is filled as one numpy array,
+and the lock is free while the kernel works. A file in the page cache is read at once, within the call.
+
+Rows that follow one another in the file are cheaper still: they are one read, with a list of places to put it
+(``preadv``), and cost the kernel a tenth of what a request costs. The list, too, is filled as one numpy array.
+
+Whatever the kernel does not do is done here one by one, as any other read: a row that came back short or failed,
+all rows where the calls are missing, forbidden or at the system's limit (``fs.aio-max-nr``). So errors are those of
+:func:`~paddleformers_fc.storage.files.read_into`, and name file and offset.
+
+To give a context back takes the kernel 30 ms, so one that has nothing under way is kept for the next thread of this
+process; the kernel takes them all back when the process ends.
+
+Memory: 40 KiB of requests, results and places for every thread that reads rows at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.storage.files import MOST_BUFFERS, OpenFile, memory_at, read_into, refused
+
+BATCH = 256
+"""Requests per system call; what a context holds counts against a limit of the whole machine."""
+
+# The kernel's ``struct iocb`` and ``struct io_event`` on a little-endian machine.
+_REQUEST = np.dtype(
+    [("data", "<u8"), ("key", "<u4"), ("flags", "<i4"), ("code", "<u2"), ("priority", "<i2"), ("descriptor", "<u4")]
+    + [("address", "<u8"), ("length", "<u8"), ("offset", "<i8"), ("reserved", "<u8"), ("wish", "<u4"), ("event", "<u4")]
+)
+_RESULT = np.dtype([("data", "<u8"), ("request", "<u8"), ("result", "<i8"), ("extra", "<i8")])
+_PREAD = 0
+# ``struct iovec`` of a machine with pointers of 64 bits.
+_PIECE = np.dtype([("address", "<u8"), ("length", "<u8")])
+
+
+@dataclass(frozen=True)
+class ScatterList:
+    """Ranges of a file, each with a place in memory.
+
+    Args:
+        offsets: of each range in the file, in bytes, int64.
+        addresses: where each goes, uint64; the memory is the caller's and must outlive the read.
+        lengths: of each range, in bytes, int64; more than none.
+    """
+
+    offsets: np.ndarray[Any, Any]
+    addresses: np.ndarray[Any, Any]
+    lengths: np.ndarray[Any, Any]
+
+    @classmethod
+    def alike(cls, offsets: np.ndarray[Any, Any], addresses: np.ndarray[Any, Any], length: int) -> ScatterList:
+        """Ranges of one length."""
+        return cls(offsets, addresses, np.full(len(offsets), length, np.int64))
+
+
+class VectoredReader:
+    """Reads rows for one thread; a context of the kernel is made at the first use and given back by ``close``."""
+
+    def __init__(self) -> None:
+        self._queue: _Queue | None = None
+        self._offered = True
+        self._pieces: np.ndarray[Any, Any] | None = None
+
+    def read(self, file: OpenFile, rows: ScatterList) -> None:
+        """Fill every row.
+
+        Args:
+            file: open for reading.
+            rows: what to read, and where to.
+
+        Raises:
+            Corrupt: the file ends before a row does.
+            StorageError: the operating system refused.
+        """
+        vector = _vector() if _is_one_piece(rows) else None
+        if vector is not None:
+            self._read_piece(vector, file, rows)
+            return
+        if self._queue is None and self._offered:
+            self._queue = _taken()
+            self._offered = self._queue is not None
+        if self._queue is None:
+            _one_by_one(file, rows, range(len(rows.offsets)))
+            return
+        try:
+            for low in range(0, len(rows.offsets), BATCH):
+                _one_by_one(file, rows, self._queue.read(file, rows, low))
+        except BaseException:
+            # An interrupt may have left requests under way; their results must not be taken for those of others.
+            queue, self._queue = self._queue, None
+            queue.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the context to another thread; harmless when repeated."""
+        if self._queue is not None:
+            queue, self._queue = self._queue, None
+            _SPARE.append(queue)
+
+    def _read_piece(self, vector: Callable[..., int], file: OpenFile, rows: ScatterList) -> None:
+        """Rows that follow one another in the file: a piece of it, dealt to many places."""
+        if self._pieces is None:
+            self._pieces = np.zeros(MOST_BUFFERS, _PIECE)
+        pieces, count = self._pieces, len(rows.offsets)
+        for low in range(0, count, MOST_BUFFERS):
+            high = min(low + MOST_BUFFERS, count)
+            pieces["address"][: high - low] = rows.addresses[low:high]
+            pieces["length"][: high - low] = rows.lengths[low:high]
+            done = vector(file.descriptor, pieces.ctypes.data, high - low, int(rows.offsets[low]))
+            # Refused, interrupted or short: from the first row on that is not whole.
+            whole = np.searchsorted(np.cumsum(rows.lengths[low:high]), done, side="right")
+            _one_by_one(file, rows, range(low + int(whole), high))
+
+
+def _is_one_piece(rows: ScatterList) -> bool:
+    """Whether the rows, of which there are several, follow one another in the file."""
+    offsets, lengths = rows.offsets, rows.lengths
+    if len(offsets) < 2 or offsets[1] - offsets[0] != lengths[0]:
+        return False
+    return bool((offsets[1:] - offsets[:-1] == lengths[:-1]).all())
+
+
+def _one_by_one(file: OpenFile, rows: ScatterList, indices: Iterable[int]) -> None:
+    for index in indices:
+        read_into(file, int(rows.offsets[index]), memory_at(int(rows.addresses[index]), int(rows.lengths[index])))
+
+
+class _Queue:
+    """A context of the kernel with its requests and results."""
+
+    def __init__(self, calls: _Calls, context: int) -> None:
+        self._calls = calls
+        self._context = context
+        self._requests = np.zeros(BATCH, _REQUEST)
+        self._requests["code"] = _PREAD
+        self._requests["data"] = np.arange(BATCH)
+        self._offsets, self._addresses = self._requests["offset"], self._requests["address"]
+        self._pointers = self._requests.ctypes.data + _REQUEST.itemsize * np.arange(BATCH, dtype=np.uint64)
+        self._results = np.zeros(BATCH, _RESULT)
+        # Where the two arrays lie: to ask numpy takes longer than to fill them.
+        self._first_pointer, self._first_result = self._pointers.ctypes.data, self._results.ctypes.data
+
+    def read(self, file: OpenFile, rows: ScatterList, low: int) -> Iterable[int]:
+        """Read ``BATCH`` rows from number ``low`` on; the numbers of those that are not wholly there."""
+        offsets = rows.offsets[low : low + BATCH]
+        count = len(offsets)
+        self._requests["descriptor"] = file.descriptor
+        self._requests["length"][:count] = rows.lengths[low : low + BATCH]
+        self._offsets[:count] = offsets
+        self._addresses[:count] = rows.addresses[low : low + BATCH]
+        found = self._reap(file, self._submit(count))
+        whole = found["result"] == rows.lengths[low : low + BATCH][found["data"]]
+        if len(whole) == count and whole.all():
+            return ()
+        left = np.setdiff1d(np.arange(count), found["data"][whole].astype(np.int64))
+        return [low + int(index) for index in left]
+
+    def close(self) -> None:
+        """Wait for what is under way, and give the context back."""
+        self._calls.destroy(self._context)
+
+    def _submit(self, count: int) -> int:
+        """How many of the first ``count`` requests the kernel took."""
+        taken = 0
+        while taken < count:
+            pointers = self._first_pointer + taken * self._pointers.itemsize
+            more = self._calls.submit(self._context, count - taken, pointers)
+            if more <= 0:
+                break
+            taken += more
+        return taken
+
+    def _reap(self, file: OpenFile, count: int) -> np.ndarray[Any, Any]:
+        """The results of ``count`` requests: memory is in use until the last of them is here."""
+        done = 0
+        while done < count:
+            results, wanted = self._first_result + done * _RESULT.itemsize, count - done
+            more = self._calls.results(self._context, wanted, results)
+            if more < 0 and ctypes.get_errno() != errno.EINTR:
+                raise refused("read", file.path, OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno())))
+            done += max(0, more)
+        return self._results[:count]
+
+
+class _Calls:
+    """The system calls by their numbers on x86-64; -1 says that ``errno`` is set."""
+
+    def __init__(self) -> None:
+        number, pointer = ctypes.c_long, ctypes.c_void_p
+        self._setup = _syscall(number, number, pointer)
+        self._destroy = _syscall(number, pointer)
+        self._results = _syscall(number, pointer, number, number, pointer, pointer)
+        self._submit = _syscall(number, pointer, number, pointer)
+
+    def setup(self, size: int) -> int | None:
+        """A context for so many requests, or None."""
+        context = ctypes.c_ulong(0)
+        return None if self._setup(206, size, ctypes.addressof(context)) else context.value
+
+    def destroy(self, context: int) -> None:
+        """Give a context back."""
+        self._destroy(207, context)
+
+    def results(self, context: int, count: int, results: int) -> int:
+        """Wait for so many results, and write them to an address."""
+        return int(self._results(208, context, count, count, results, None))
+
+    def submit(self, context: int, count: int, pointers: int) -> int:
+        """Hand over so many requests, whose addresses stand at an address."""
+        return int(self._submit(209, context, count, pointers))
+
+
+def _syscall(*kinds: Any) -> Any:
+    """The C library's ``syscall`` for arguments of these types, without the interpreter's lock."""
+    return ctypes.CFUNCTYPE(ctypes.c_long, *kinds, use_errno=True)(("syscall", ctypes.CDLL(None)))
+
+
+@lru_cache(maxsize=1)
+def _calls() -> _Calls | None:
+    """The calls, where they are known to be what they are here: Linux on x86-64. Decided once."""
+    if not sys.platform.startswith("linux") or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:
+        return None
+    return _Calls()
+
+
+@lru_cache(maxsize=1)
+def _vector() -> Callable[..., int] | None:
+    """``preadv`` of the C library (descriptor, address of the list, its length, offset), where the list is as here."""
+    if not sys.platform.startswith("linux") or sys.byteorder != "little" or sys.maxsize < 1 << 32:
+        return None
+    kinds = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long)
+    found: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_ssize_t, *kinds)(("preadv", ctypes.CDLL(None)))
+    return found
+
+
+_SPARE: list[_Queue] = []
+# A child process does not inherit contexts.
+os.register_at_fork(after_in_child=_SPARE.clear)
+
+
+def _taken() -> _Queue | None:
+    """A queue that no other thread has, or None where the system has none to give."""
+    with contextlib.suppress(IndexError):
+        return _SPARE.pop()
+    calls = _calls()
+    if calls is None:
+        return None
+    context = calls.setup(BATCH)
+    return None if context is None else _Queue(calls, context)

@@ -1,0 +1,104 @@
+"""The seam: what PaddleFormers' Trainer does differently when ``flex_checkpoint`` is true, and how it is made.
+
+One function per method that changes; :mod:`.install` lists them. Each takes the Trainer, the native method,
+and the method's arguments. :mod:`.mixin` calls them from a subclass, :mod:`.install` from the patched class; there is
+no third implementation. Without ``flex_checkpoint`` each one calls the native method with the arguments it was given
+and does nothing else.
+
+Loading (:mod:`.loading`), saving, rotation and export (:mod:`.saving`) are replaced. Here is what happens when a
+Trainer is made: what cannot be saved is refused before hours of training.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from paddleformers.peft import LoRAModel
+from paddleformers.transformers import PretrainedModel
+from paddleformers.utils.log import logger
+
+from paddleformers_fc.distributed.channel import run_on_all
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.families import family_for
+from paddleformers_fc.trainer import batches, inherited, origin, preflight
+from paddleformers_fc.trainer.bypass import BypassCheck
+from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
+from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.job_state import (
+    RUN,
+    WAITING,
+    JobState,
+    Native,
+    channel_of,
+    is_active,
+    refuse_optimizer,
+    reporters,
+)
+from paddleformers_fc.trainer.options import FlexFields, without_effect
+from paddleformers_fc.trainer.saving import save_pretrained
+
+
+def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
+    """``Trainer.__init__``: afterwards the model exports through us and the loop is followed.
+
+    Raises:
+        OptionError: the model or the optimizer is one whose checkpoints are not supported, or another loader has set
+            the model's weights.
+        MappingError: no family declares the model.
+    """
+    given = (*args, *kwargs.values())
+    for active in filter(is_active, given):
+        setattr(active, ATTENDED, True)
+        preflight.check_disks(active)
+        for model in (one for one in given if isinstance(one, PretrainedModel)):
+            inherited.keep_use_cache(model)
+    native(*args, **kwargs)
+    arguments = trainer.args
+    if not is_active(arguments) or trainer.model is None:
+        return
+    _refuse_other_arguments(arguments)
+    _refuse_unsupported(trainer.model)
+    refuse_optimizer(trainer)
+    run_on_all(
+        channel_of(arguments),
+        "checking where the model's weights come from",
+        lambda: origin.refuse_unchecked(trainer.model, arguments.flex_accept_model),
+    )
+    run = JobState(batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))))
+    setattr(trainer, RUN, run)
+    trainer.add_callback(run.tracker)
+    trainer.add_callback(BypassCheck(trainer))
+    if not reporters(trainer):
+        trainer.add_callback(FlexCheckpointCallback())
+    trainer.model.save_pretrained = functools.partial(save_pretrained, trainer, trainer.model.save_pretrained)
+    if arguments.should_log:
+        for line in without_effect(arguments):
+            logger.warning(line)
+
+
+def _refuse_other_arguments(arguments: Any) -> None:
+    """Refuse arguments with a ``flex_checkpoint`` of their own, which nobody has compared with the others."""
+    if not isinstance(arguments, FlexFields):
+        raise OptionError(
+            "flex_checkpoint: true is set in training arguments that lack the other options of paddleformers_fc.",
+            where=f"{type(arguments).__module__}.{type(arguments).__qualname__}",
+            next_step="Use FlexTrainingArguments, or a subclass of it.",
+        )
+
+
+def _refuse_unsupported(model: Any) -> None:
+    if isinstance(model, LoRAModel):
+        raise OptionError(
+            "flex_checkpoint: true contradicts another option.",
+            where="training arguments",
+            evidence=["flex_checkpoint: true and lora: true: adapters are not supported yet"],
+            next_step="Remove one of the two keys.",
+        )
+    if getattr(model, "config", None) is None:
+        raise OptionError(
+            "flex_checkpoint: true needs a model of PaddleFormers, whose configuration says what its tensors are.",
+            where=type(model).__name__,
+            next_step="Train a PretrainedModel, or remove flex_checkpoint.",
+        )
+    family_for(describe(model).config)  # Refuses a model that could not be saved after hours of training.

@@ -1,0 +1,1 @@
+"""Derivation of a mapping for a model that no family declares."""

@@ -1,0 +1,350 @@
+"""What was derived for one model, as a family that can be registered: data, and its source text.
+
+Rules hold for one model under one layout; a family holds for every model of its kind. In between lie three steps: the
+tensors of one template become one statement, lengths become names of sizes where exactly one name fits, and the numbers
+that have a tensor become a condition. The family is bound to the model again and compared, rule by rule, before it is
+returned. It is a beginning: a length that no name fits is that of this configuration alone, and what is said of numbers
+(``layer >= 1``) may depend on a key that only a person knows. Linear in the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from paddleformers_fc.aoa import normal
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families.bind import ModelTensor, bind
+from paddleformers_fc.families.declarations import SIZES, Family, Geometry, Numbers, Stack, Statement, TiedName
+from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.enumerate import enumerate_tensors
+from paddleformers_fc.families.sizes import Sizes
+from paddleformers_fc.mapping import Rule, RuleSet, Shape
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.verification.derivation.name_matching import HOLE, fused_kind, layer_name, split
+from paddleformers_fc.verification.derivation.options import head_counts
+
+_LENGTHS = ("vocab", "hidden", "q", "kv", "head", "ffn", "expert_ffn", "q + 2 * kv", "2 * ffn", "2 * expert_ffn")
+_WORD = re.compile(r"\W")
+_NONE: dict[str, Geometry] = {}
+_CHOICES = (Geometry.SAME, Geometry.LINEAR, Geometry.FUSED_FFN, Geometry.FUSED_QKV_PER_RANK)
+
+
+def family_of(
+    name: str,
+    rules: RuleSet,
+    tensors: Sequence[ModelTensor],
+    config: Mapping[str, Any],
+    fused: Mapping[str, Geometry] = _NONE,
+) -> Family:
+    """A family that a model's rules follow from.
+
+    What is fused in files and in the model lies alike in both as long as there is one rank; how it is cut, one rank
+    does not tell, and it is never guessed.
+
+    Args:
+        name: the family's name, and its one ``model_type``.
+        rules: the rules of the model, without tensor parallelism.
+        tensors: all tensors of the model.
+        config: the model's configuration, which becomes the one that the family is proved on.
+        fused: the geometry of layers that are fused in files too, by their name, such as ``gate_up_proj``.
+    Raises:
+        MappingError: where the language of families cannot say the rules, or ``fused`` lacks a layer.
+    """
+    family = _Writer(name, rules, tensors, config, fused).family()
+    _compare(family, rules, tensors, config)
+    return family
+
+
+class _Writer:
+    def __init__(
+        self,
+        name: str,
+        rules: RuleSet,
+        tensors: Sequence[ModelTensor],
+        config: Mapping[str, Any],
+        fused: Mapping[str, Geometry],
+    ) -> None:
+        self._name = name
+        self._fused = fused
+        self._rules = rules
+        self._config = {key: value for key, value in config.items() if _is_plain(value)}
+        self._groups: dict[str, list[ModelTensor]] = {}
+        for tensor in tensors:
+            self._groups.setdefault(split(tensor.name)[0], []).append(tensor)
+        self._by_target: dict[str, list[Rule]] = {}
+        for rule in rules.rules:
+            for target in rule.targets:
+                self._by_target.setdefault(target, []).append(rule)
+        self._dtype = Counter(tensor.dtype for tensor in tensors).most_common(1)[0][0]
+        self._numbers = self._spans()
+        self._sizes = Sizes({**SIZES, **self._own_sizes()}, self._config)
+
+    def family(self) -> Family:
+        aliases = {tie.alias for tie in self._rules.ties}
+        self._refuse_untold()
+        return Family(
+            name=self._name,
+            model_types=(self._name,),
+            statements=tuple(self._statement(template, group, aliases) for template, group in self._groups.items()),
+            tied=tuple(TiedName(tie.alias, tie.owner) for tie in self._rules.ties),
+            sizes=self._own_sizes(),
+            numbers=tuple(
+                Numbers(name, self._count(name, len(span)), str(span.start - shift), str(shift))
+                for name, (span, shift) in self._numbers.items()
+            ),
+            tiny=self._config,
+        )
+
+    def _refuse_untold(self) -> None:
+        """A layer that is fused in both spaces, and of which nobody said how it is cut."""
+        untold = [
+            f"{tensor.name}: is fused in files too; {layer_name(template)}={'|'.join(one.value for one in _CHOICES)}"
+            for template, group in self._groups.items()
+            if fused_kind(template) and layer_name(template) not in self._fused
+            for tensor in group
+            if [len(rule.sources) for rule in self._by_target.get(tensor.name, ())] == [1]
+        ]
+        if untold:
+            raise MappingError(
+                "How tensor parallelism cuts layers that are fused in files too is not known.",
+                evidence=fold(untold),
+                next_step="Say the geometry of each: fused_ffn and fused_qkv_old hold every part on every rank.",
+            )
+
+    def _spans(self) -> dict[str, tuple[range, int]]:
+        """The numbers of a model's names by placeholder, and what they are larger by than canonical ones."""
+        found: dict[str, set[int]] = {}
+        shifts: dict[str, set[int]] = {}
+        for template, group in self._groups.items():
+            for place, placeholder in enumerate(_placeholders(template)):
+                for tensor in group:
+                    number = split(tensor.name)[1][place]
+                    found.setdefault(placeholder, set()).add(number)
+                    for rule in self._by_target.get(tensor.name, ())[:1]:
+                        shifts.setdefault(placeholder, set()).add(number - split(rule.sources[0])[1][place])
+        for placeholder, seen in shifts.items():
+            if len(seen) > 1:
+                raise self._unsaid([f"{placeholder}: numbers are larger than canonical ones by {sorted(seen)}"])
+        return {
+            name: (range(min(numbers), max(numbers) + 1), next(iter(shifts.get(name, {0}))))
+            for name, numbers in found.items()
+        }
+
+    def _count(self, name: str, count: int) -> str:
+        if name == "layer" and count == self._config.get("num_hidden_layers"):
+            return "layers"
+        return "experts" if name == "expert" else str(count)
+
+    def _own_sizes(self) -> dict[str, str]:
+        """How many experts there are, by a key of the configuration where exactly one says it."""
+        counts = {
+            len(self._by_target[tensor.name])
+            for group in self._groups.values()
+            for tensor in group
+            if any(rule.slab is not None for rule in self._by_target.get(tensor.name, ()))
+        }
+        if "expert" in self._numbers:
+            counts.add(len(self._numbers["expert"][0]))
+        if len(counts) != 1:
+            return {}
+        (count,) = counts
+        keys = [key for key, value in self._config.items() if "experts" in key and value == count]
+        return {"experts": keys[0] if len(keys) == 1 else str(count)}
+
+    def _statement(self, template: str, group: list[ModelTensor], aliases: set[str]) -> Statement:
+        first = group[0]
+        if len({(tensor.shape, tensor.dtype) for tensor in group}) > 1:
+            raise self._unsaid([f"{tensor.name}: shape {list(tensor.shape)}, {tensor.dtype}" for tensor in group])
+        names = _placeholders(template)
+        sources, geometry, turned, stack = self._made(first, names, aliases)
+        return Statement(
+            _spelled(template, names),
+            sources,
+            geometry,
+            turned,
+            stack,
+            tuple(self._length(length) for length in first.shape),
+            None,
+            self._where(names, [split(tensor.name)[1] for tensor in group]),
+            "" if first.dtype == self._dtype else first.dtype,
+        )
+
+    def _made(
+        self, tensor: ModelTensor, names: Sequence[str], aliases: set[str]
+    ) -> tuple[tuple[str, ...], Geometry, bool, Stack | None]:
+        if tensor.name in aliases:
+            return (tensor.name,), Geometry.SAME, True, None
+        rules = self._by_target.get(tensor.name, [])
+        if not rules:
+            return (), Geometry.SAME, True, None
+        rule, rank = rules[0], len(tensor.shape)
+        inner = [*names, "expert"]
+        if len(rule.targets) > 1:
+            raise self._unsaid([f"{tensor.name}: is a part of {rule.sources[0]}, and a statement makes one tensor"])
+        if rule.slab is not None:
+            new = rule.slab.stop - rule.slab.start == 1
+            axes = tuple(axis for axis in rule.axes if axis >= 0)
+            return self._spelled_sources(rule.sources, inner), *_geometry(rule, axes), Stack(rule.slab.axis, new)
+        if len(set(map(_template, rule.sources))) < len(rule.sources):
+            kinds = list(dict.fromkeys(map(_template, rule.sources)))
+            return (
+                tuple(_spelled(kind, inner) for kind in kinds),
+                Geometry.FUSED_FFN if len(kinds) == 2 else Geometry.LINEAR,
+                rule.axes != tuple(range(rank)),
+                Stack(rule.axis),
+            )
+        geometry, turned = _geometry(rule, rule.axes)
+        if len(rule.sources) == 1 and fused_kind(_template(tensor.name)):
+            geometry = self._fused[layer_name(_template(tensor.name))]
+        elif len(rule.sources) == 3:
+            heads = head_counts(self._config)
+            per_head = heads is not None and rule.target_blocks == heads[1]
+            geometry = Geometry.FUSED_QKV if per_head else Geometry.FUSED_QKV_PER_RANK
+        return self._spelled_sources(rule.sources, names), geometry, turned, None
+
+    def _spelled_sources(self, sources: Iterable[str], names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(_spelled(_template(source), names) for source in sources)
+
+    def _length(self, length: int) -> str:
+        fitting = [name for name in _LENGTHS if self._sizes.knows(name) and self._sizes.length(name) == length]
+        return fitting[0] if len(fitting) == 1 else str(length)
+
+    def _where(self, names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> str:
+        columns = [sorted({row[place] for row in rows}) for place in range(len(names))]
+        if prod(map(len, columns)) != len(rows):
+            raise self._unsaid([f"{', '.join(names)}: {len(rows)} tensors, not every number with every other"])
+        conditions = []
+        for name, column in zip(names, columns, strict=True):
+            span, shift = self._numbers[name]
+            inner = [number - shift for number in column]
+            if len(column) == len(span):
+                continue
+            if column == list(range(column[0], span.stop)):
+                conditions.append(f"{name} >= {inner[0]}")
+            elif column == list(range(span.start, column[-1] + 1)):
+                conditions.append(f"{name} <= {inner[-1]}")
+            else:
+                conditions.append(f"{name} in ({', '.join(map(str, inner))},)")
+        return " and ".join(conditions)
+
+    def _unsaid(self, evidence: Sequence[str]) -> MappingError:
+        return MappingError(
+            f"What was derived for {self._name} cannot be said as a family.",
+            evidence=fold(evidence),
+            next_step="Use the derived statements as they are, or write the family by hand: docs/add-a-family.md.",
+        )
+
+
+def _geometry(rule: Rule, axes: Shape) -> tuple[Geometry, bool]:
+    """The geometry of a rule of one or two sources, and whether it is turned; biases say nothing about turning."""
+    straight = axes == tuple(range(len(axes)))
+    if len(rule.sources) == 2:
+        return Geometry.FUSED_FFN, not straight or len(axes) == 1
+    return (Geometry.SAME, True) if straight else (Geometry.LINEAR, True)
+
+
+def _compare(family: Family, rules: RuleSet, tensors: Sequence[ModelTensor], config: Mapping[str, Any]) -> None:
+    """Refuse a family that gives other tensors or other rules than it was made of."""
+    held = {tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors}
+    dtype = Counter(tensor.dtype for tensor in tensors).most_common(1)[0][0]
+    model = ModelDescription(config)
+    said = {one.name: (one.shape, one.dtype) for one in enumerate_tensors(family, model, dtype)}
+    bound = bind(family, model, tensors)
+    wanted, made = normal(rules.mapping()), normal(bound.mapping())
+    faults = [f"{name}: is another tensor as the family declares it" for name in held if said.get(name) != held[name]]
+    faults += [f"{name}: is declared and no tensor of the model" for name in said if name not in held]
+    faults += sorted({f"{item.target}: is made of its sources in another way" for item in wanted ^ made})
+    if faults:
+        raise MappingError(
+            f"The family written for {family.name} is not what was derived.",
+            evidence=fold(faults),
+            next_step="Use the derived statements as they are, or write the family by hand: docs/add-a-family.md.",
+        )
+
+
+def source_text(family: Family) -> str:
+    """The source of a family's module."""
+    lines = [
+        f'"""{family.name}: derived from the names, shapes and layers of a model and its files.',
+        "",
+        "A length in digits is that of one configuration, and so is what is said of numbers: look at both.",
+        '"""',
+        "",
+        "from paddleformers_fc.families.declarations import Family, Geometry, Numbers, Stack, Statement, TiedName",
+        "",
+        "FAMILY = Family(",
+        f"    name={_quoted(family.name)},",
+        f"    model_types=({_quoted(family.name)},),",
+        "    statements=(",
+    ]
+    for one in family.statements:
+        lines += ["        Statement(", *(f"            {field}," for field in _fields(one)), "        ),"]
+    lines.append("    ),")
+    tied = [f"TiedName({_quoted(one.alias)}, {_quoted(one.owner)})" for one in family.tied]
+    numbers = [
+        f"Numbers({', '.join(map(_quoted, (one.name, one.count, one.start, one.shift)))})" for one in family.numbers
+    ]
+    lines += [*_listed("tied", tied), f"    sizes={json.dumps(dict(family.sizes))},", *_listed("numbers", numbers)]
+    lines += ["    tiny={", *(f"        {_quoted(key)}: {value!r}," for key, value in family.tiny.items()), "    },"]
+    return "\n".join([*lines, ")", ""])
+
+
+def _listed(name: str, items: Sequence[str]) -> list[str]:
+    return [f"    {name}=(", *(f"        {item}," for item in items), "    ),"] if items else []
+
+
+def _fields(one: Statement) -> list[str]:
+    sources = _tuple(one.sources)
+    if len(sources) > 100:
+        sources = (
+            "\n                ".join(["(", *(f"{_quoted(source)}," for source in one.sources)]) + "\n            )"
+        )
+    found = [_quoted(one.target), sources, f"Geometry.{one.geometry.name}", f"shape={_tuple(one.shape)}"]
+    if not one.turned:
+        found.append("turned=False")
+    if one.stack is not None:
+        found.append(f"stack=Stack({one.stack.axis}, new={one.stack.new})")
+    if one.where:
+        found.append(f"where={_quoted(one.where)}")
+    if one.dtype:
+        found.append(f"dtype={_quoted(one.dtype)}")
+    return found
+
+
+def _tuple(texts: Sequence[str]) -> str:
+    return f"({', '.join(map(_quoted, texts))}{',' if len(texts) == 1 else ''})"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _template(name: str) -> str:
+    return split(name)[0]
+
+
+def _placeholders(template: str) -> list[str]:
+    """A name for every hole of a template, after the component before it."""
+    names: list[str] = []
+    components = template.split(".")
+    for place, component in enumerate(components):
+        if component == HOLE:
+            before = _WORD.sub("_", components[place - 1]) if place else "number"
+            name = {"layers": "layer", "experts": "expert"}.get(before, before)
+            names.append(name if name not in names else f"{name}_{len(names)}")
+    return names
+
+
+def _spelled(template: str, names: Sequence[str]) -> str:
+    return template.format(*(f"{{{name}}}" for name in names))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -1,0 +1,66 @@
+"""The verification matrices: every layout saves, every layout resumes, and a table says how equal it was.
+
+What is trained is a tiny model on a machine without an accelerator, through PaddleFormers' own Trainer, on real ranks
+with real collectives; what a cell asks is in :mod:`.running`, and what a recipe says in :mod:`.recipe`. The result is a
+document with a table and a picture for every recipe. A matrix whose model cannot be built here has simulated layouts
+and no losses: :mod:`.simulated`.
+
+Time: see :mod:`.running`; a matrix of 64 cells takes 3 to 5 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+
+from paddleformers_fc.cli import output
+from paddleformers_fc.verification.matrix import report
+from paddleformers_fc.verification.matrix.recipe import cells_of, chosen, read_recipe
+from paddleformers_fc.verification.matrix.running import CellOutcome, Workshop
+from paddleformers_fc.verification.matrix.simulated import read_simulated, run_simulated
+
+
+def run_matrix(path: Path, only: str | None, work: Path, documents: Path, as_json: bool) -> int:
+    """Run a matrix, or some of its cells, and write its document.
+
+    Args:
+        path: the recipe.
+        only: which cells, such as ``tp2->*``; all by default.
+        work: for runs; a directory of this recipe's in it is gone on from.
+        documents: gets ``<recipe>.md`` and ``<recipe>.png``.
+        as_json: print one JSON document.
+    Returns:
+        0 when every cell that ran was right, else 1.
+    Raises:
+        OptionError: the recipe, or the choice of cells, cannot be used.
+    """
+    simulated = read_simulated(path)
+    if simulated is not None:
+        return run_simulated(simulated, path.stem, only, documents, as_json)
+    recipe = read_recipe(path)
+    cells = cells_of(recipe)
+    wanted = chosen(cells, only)
+    root = work.absolute() / path.stem
+    started = time.monotonic()
+    with report.MatrixProgress(recipe.title, len(wanted)) as progress, Workshop(recipe, root) as workshop:
+        outcomes: list[CellOutcome] = []
+
+        def note(outcome: CellOutcome) -> None:
+            outcomes.append(outcome)
+            progress.advance(outcome, outcome.right(recipe.tolerance))
+
+        workshop.run(wanted, note)
+        found = [workshop.experiment(one) for one in recipe.experiments]
+    known = {cell.name: workshop.known(cell) for cell in cells}
+    report.write(recipe, cells, known, found, documents / path.stem)
+    wrong = [outcome for outcome in outcomes if not outcome.right(recipe.tolerance)]
+    if as_json:
+        output.print_json({"cells": outcomes, "experiments": found, "wrong": [outcome.name for outcome in wrong]})
+    else:
+        report.show(recipe, outcomes, time.monotonic() - started, documents / f"{path.stem}.md")
+        for outcome in wrong:
+            again = shlex.join(["paddleformers-fc", "matrix", str(path), "--only", outcome.name])
+            print(f"WRONG: {outcome.name}: {report.reason(outcome)}")
+            print(f"    logs: {root / 'cells' / report.directory_of(outcome)}\n    again: {again}")
+    return 1 if wrong else 0

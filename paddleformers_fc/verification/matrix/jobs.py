@@ -1,0 +1,95 @@
+"""What the ranks of one training of a matrix do: a source's, a conversion's, the way back's, and the one by hand.
+
+A training is described by one JSON document, :class:`Training`, and always goes through PaddleFormers' Trainer with
+this package's checkpoints. One that resumes saves what it has loaded before its first step, so that what is compared is
+what the model and the optimizer hold, not what was read.
+
+Importing this module imports no Paddle; :func:`run` is a job of the fork server. Time: 0.5 to 6 s per training on two
+cores, growing with the ranks; memory: about 50 MB per rank beside the server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.verification.matrix.layouts import MatrixLayout, layout_from
+
+JOB = f"{__name__}:run"
+SAVED_AT = 3
+LAST_STEP = 6
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training.
+
+    Args:
+        model_type: ``llama`` or ``ernie4_5_moe``.
+        model: overrides of the tiny model's configuration.
+        arguments: overrides of the training arguments.
+        layout: how the ranks share it.
+        output_dir: the Trainer's output directory, with its checkpoints.
+        last_step: when it ends.
+        micro_batch: samples per forward; None for as many as fit.
+        hold_predictions: the multi-token prediction layers are held and not trained.
+        resume: a checkpoint to go on from.
+        by_hand: overwrite what was loaded with numbers that no line of this package's loader has touched.
+    """
+
+    model_type: str
+    model: dict[str, Any]
+    arguments: dict[str, Any]
+    layout: MatrixLayout
+    output_dir: str
+    last_step: int = LAST_STEP
+    micro_batch: int | None = None
+    hold_predictions: bool = False
+    resume: str | None = None
+    by_hand: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As the keyword arguments of :func:`run`."""
+        return {"training": asdict(self)}
+
+
+def run(training: dict[str, Any]) -> list[float]:
+    """Train as described; the losses of the steps that were made, on every rank.
+
+    Args:
+        training: a :class:`Training` as JSON.
+    """
+    from paddleformers.trainer import TrainerCallback
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.verification.matrix import by_hand, tiny
+
+    asked = Training(**{**training, "layout": layout_from(training["layout"])})
+    settings = {
+        "cls": FlexTrainingArguments,
+        "flex_checkpoint": True,
+        "max_steps": asked.last_step,
+        "save_steps": SAVED_AT if asked.resume is None else 10**6,
+        **asked.arguments,
+    }
+    args = tiny.training_arguments(asked.layout, asked.output_dir, asked.micro_batch, **settings)
+    model = tiny.build(asked.model_type, asked.layout, args, asked.hold_predictions, **asked.model)
+    source = None if asked.resume is None else Path(asked.resume)
+
+    class AsLoaded(TrainerCallback):
+        """Between the load and the first step."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if source is None:
+                return
+            if asked.by_hand:
+                by_hand.fill(trainer, source)
+            trainer._save_checkpoint(trainer.model)
+
+    predicted = 0 if asked.hold_predictions else getattr(model.config, "num_nextn_predict_layers", 0)
+    samples = tiny.Samples(predicted)
+    trainer = tiny.trainer(model, args, cls=FlexTrainer, callbacks=[AsLoaded()], train_dataset=samples)
+    trainer.train(resume_from_checkpoint=asked.resume)
+    losses: list[float] = trainer.losses
+    return losses

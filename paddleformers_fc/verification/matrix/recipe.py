@@ -1,0 +1,167 @@
+"""What a verification matrix is made of: a YAML file, read and checked before anything runs.
+
+Idea: a recipe names layouts (:mod:`.layouts`) for rows and columns and gives one tiny model; every cell follows from
+them. A layout that the model cannot have is refused with the numbers, all of them in one error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.families import ModelDescription, family_for
+from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.verification.matrix.layouts import MatrixLayout, parse_layout
+from paddleformers_fc.verification.matrix.tiny import keys
+
+ARROW = "->"
+_PREDICTIONS = "num_nextn_predict_layers"
+
+
+class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Two layouts trained from the same weights, set by hand, with no checkpoint in between: what differs by itself.
+
+    Args:
+        title: of its paragraph.
+        text: what it shows.
+        layouts: names of the two.
+        variants: name -> keys that are changed; ``arguments`` and ``model``.
+    """
+
+    title: str
+    text: str
+    layouts: tuple[str, str]
+    variants: dict[str, dict[str, dict[str, Any]]]
+
+
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A matrix.
+
+    Args:
+        title: of the document.
+        text: a paragraph for its reader.
+        model_type: of the tiny model.
+        model: of the tiny model's configuration.
+        sources: rows, names of layouts.
+        targets: columns.
+        arguments: training arguments.
+        micro_batch: samples per forward; as many as fit by default.
+        bf16: bfloat16 O2 with master weights in the place of float32.
+        tolerance: the largest difference of a loss that needs no explanation.
+        experiments: differences that are there without a checkpoint.
+    """
+
+    title: str
+    text: str
+    model_type: Literal["llama", "ernie4_5_moe"]
+    model: dict[str, Any]
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    arguments: dict[str, Any] = {}
+    micro_batch: int | None = None
+    bf16: bool = False
+    tolerance: float = 1e-6
+    experiments: tuple[Experiment, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything that a cell's outcome depends on, apart from its two layouts."""
+        relevant = (self.model_type, self.model, self.arguments, self.micro_batch, self.bf16)
+        return hashlib.sha256(msgspec.json.encode(relevant, order="sorted")).hexdigest()[:16]
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One conversion.
+
+    Args:
+        source: the layout that saves.
+        target: the layout that resumes.
+        hold_predictions: multi-token prediction layers are held by both and trained by neither.
+    """
+
+    source: MatrixLayout
+    target: MatrixLayout
+    hold_predictions: bool
+
+    @property
+    def name(self) -> str:
+        """``tp2->pp4``."""
+        return f"{self.source.name}{ARROW}{self.target.name}"
+
+
+def read_recipe(path: Path) -> Recipe:
+    """A recipe from its file.
+
+    Raises:
+        OptionError: it is no recipe, or asks for layouts that its model cannot have.
+    """
+    import yaml
+
+    try:
+        recipe = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Recipe, strict=True)
+    except (OSError, yaml.YAMLError, msgspec.ValidationError) as error:
+        raise OptionError(
+            "This is no recipe of a verification matrix.", where=str(path), evidence=[str(error)]
+        ) from error
+    names = (*recipe.sources, *recipe.targets, *(name for one in recipe.experiments for name in one.layouts))
+    faults = [fault for name in dict.fromkeys(names) for fault in _faults(recipe, parse_layout(name))]
+    if faults:
+        raise OptionError(
+            "The model of this recipe cannot be laid out like that.",
+            where=str(path),
+            evidence=faults,
+            next_step="Change the layouts or the model's configuration.",
+        )
+    return recipe
+
+
+def _faults(recipe: Recipe, layout: MatrixLayout) -> list[str]:
+    """Why the recipe's model cannot be laid out like this, with the numbers."""
+    config = keys(recipe.model_type, **recipe.model)
+    try:
+        declared_model(family_for(config), ModelDescription(config), layout.grid)
+    except OptionError as error:
+        return [f"{layout.name}: {fault}" for fault in error.evidence]
+    return []
+
+
+def cells_of(recipe: Recipe) -> list[Cell]:
+    """Every cell, row by row."""
+    found = []
+    for source in map(parse_layout, recipe.sources):
+        for target in map(parse_layout, recipe.targets):
+            hold = bool(recipe.model.get(_PREDICTIONS)) and max(source.pp, target.pp) > 1
+            found.append(Cell(_half(source, recipe.bf16), _half(target, recipe.bf16), hold))
+    return found
+
+
+def chosen(cells: list[Cell], pattern: str | None) -> list[Cell]:
+    """The cells whose names match, such as ``tp2->*``; all without a pattern.
+
+    Raises:
+        OptionError: none does.
+    """
+    if pattern is None:
+        return cells
+    source, arrow, target = pattern.partition(ARROW)
+    found = [
+        cell
+        for cell in cells
+        if fnmatchcase(cell.source.name, source) and fnmatchcase(cell.target.name, target if arrow else "*")
+    ]
+    if not found:
+        raise OptionError(
+            f"No cell of the matrix is called {pattern!r}.",
+            evidence=[cell.name for cell in cells[:3]],
+            next_step="Write SOURCE->TARGET, in quotes; * stands for any.",
+        )
+    return found
+
+
+def _half(layout: MatrixLayout, bf16: bool) -> MatrixLayout:
+    return MatrixLayout(**{**layout.to_json(), "bf16": bf16})

@@ -1,0 +1,324 @@
+"""Running a matrix: sources once, then every cell, on fork servers side by side, going on where it stopped.
+
+A cell is three questions. A's checkpoint is loaded under B and saved before the first step, B's is loaded under A and
+saved: is every canonical tensor of every role md5-equal to A's, there and back? Are A and B exported to md5-equal
+files? And are the losses of B's next three steps those of A, which went on?
+
+What a cell found is a JSON file, written when it is finished; a second run takes those of this recipe that were right
+as they are. A cell that was wrong keeps its directory with the ranks' logs.
+
+Time: 2 to 6 s per cell and server on one core each. Memory: 400 MB per server and about 50 MB per rank beside it. Disk:
+the sources, 5 MB each, and what cells leave that were wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import msgspec
+
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
+from paddleformers_fc.errors import FlexError, PeerError
+from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.verification.matrix.jobs import JOB, SAVED_AT, Training
+from paddleformers_fc.verification.matrix.layouts import MatrixLayout, parse_layout
+from paddleformers_fc.verification.matrix.recipe import Cell, Experiment, Recipe
+
+SERVERS = 2
+_CHECKPOINT = f"checkpoint-{SAVED_AT}"
+_T = TypeVar("_T")
+
+
+class CellOutcome(msgspec.Struct, frozen=True):
+    """What a cell found.
+
+    Args:
+        name: of the cell.
+        fingerprint: of the recipe.
+        tensors: how many canonical tensors were compared, of all roles.
+        unequal: those that were not md5-equal to A's, under B or back under A; with the reason.
+        export_equal: the exports are md5-equal.
+        expected: A's losses after the checkpoint.
+        losses: B's.
+        by_hand: B's when its weights and states were set by hand; asked for where losses differ too much.
+        error: why the cell could not be finished; empty when it was.
+        seconds: it took.
+        held: multi-token prediction layers were held and not trained.
+    """
+
+    name: str
+    fingerprint: str
+    tensors: int = 0
+    unequal: tuple[str, ...] = ()
+    export_equal: bool = False
+    expected: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    by_hand: tuple[float, ...] = ()
+    error: str = ""
+    seconds: float = 0.0
+    held: bool = False
+
+    @property
+    def difference(self) -> float:
+        """The largest distance of a loss to A's; infinite where one is missing or is not a number."""
+        distances = [abs(a - b) for a, b in zip(self.losses, self.expected, strict=False)]
+        whole = len(self.losses) == len(self.expected) > 0 and not any(map(math.isnan, distances))
+        return max(distances) if whole else math.inf
+
+    def right(self, tolerance: float) -> bool:
+        """Everything is md5-equal, and losses differ by no more than this, or as much as they do by hand."""
+        explained = self.difference <= tolerance or (bool(self.by_hand) and self.by_hand == self.losses)
+        return not self.error and not self.unequal and self.export_equal and self.tensors > 0 and explained
+
+
+class CellDigests(msgspec.Struct, frozen=True):
+    """What an experiment found: variant -> losses of its two layouts."""
+
+    title: str
+    fingerprint: str
+    losses: dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A source that was trained.
+
+    Args:
+        checkpoint: at the step where conversions begin.
+        losses: of the steps after it.
+        digests: of its canonical tensors.
+        exported: file -> digest of its export.
+    """
+
+    checkpoint: Path
+    losses: tuple[float, ...]
+    digests: list[TensorDigest]
+    exported: dict[str, str]
+
+
+class Workshop:
+    """Fork servers, and a directory for what they do; a context manager.
+
+    Args:
+        recipe: the matrix.
+        root: the directory; what an earlier run of this recipe left there is used.
+        servers: how many trainings run at a time.
+    """
+
+    def __init__(self, recipe: Recipe, root: Path, servers: int = SERVERS) -> None:
+        self._recipe, self._root, self._count = recipe, root, servers
+        self._servers: SimpleQueue[ForkServer] = SimpleQueue()
+        self._saved: dict[tuple[str, bool], Future[_Saved]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Workshop:
+        with ExitStack() as stack:
+            for number in range(self._count):
+                directory = self._root / "servers" / str(number)
+                shutil.rmtree(directory, ignore_errors=True)
+                self._servers.put(stack.enter_context(ForkServer(directory=directory)))
+            self._pool = stack.enter_context(ThreadPoolExecutor(self._count))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._stack.close()
+
+    def run(self, cells: Iterable[Cell], each: Callable[[CellOutcome], None]) -> None:
+        """Run these cells; ``each`` is told every outcome, as it comes."""
+        wanted = list(cells)
+        # In the order of the rows, sources first: a cell never waits for a source that has not begun.
+        for cell in wanted:
+            key = (cell.source.name, cell.hold_predictions)
+            if key not in self._saved:
+                self._saved[key] = self._pool.submit(self._source, cell.source, cell.hold_predictions)
+        futures = [self._pool.submit(self._cell, cell) for cell in wanted]
+        for future in futures:
+            each(future.result())
+
+    def known(self, cell: Cell) -> CellOutcome | None:
+        """What this run or an earlier one of this recipe has found about a cell."""
+        found = _read(self._record(cell), CellOutcome)
+        return found if found is not None and found.fingerprint == self._recipe.fingerprint else None
+
+    def _record(self, cell: Cell) -> Path:
+        return self._root / "cells" / f"{file_name(cell.name)}.json"
+
+    def experiment(self, experiment: Experiment) -> CellDigests:
+        """Run one experiment, or take its result from an earlier run."""
+        fingerprint = f"{self._recipe.fingerprint}-{msgspec.json.encode(experiment).hex()}"
+        path = self._root / "experiments" / f"{file_name(experiment.title)}.json"
+        known = _read(path, CellDigests)
+        if known is not None and known.fingerprint == fingerprint:
+            return known
+        jobs = {
+            variant: [
+                self._pool.submit(self._plain, parse_layout(name), change, path.with_suffix("") / variant / name)
+                for name in experiment.layouts
+            ]
+            for variant, change in experiment.variants.items()
+        }
+        losses = {variant: (pair[0].result(), pair[1].result()) for variant, pair in jobs.items()}
+        found = CellDigests(experiment.title, fingerprint, losses)
+        _write(path, found)
+        return found
+
+    def _plain(self, layout: MatrixLayout, change: Mapping[str, dict[str, Any]], output_dir: Path) -> tuple[float, ...]:
+        training = self._training(layout, output_dir, hold=False, last_step=SAVED_AT)
+        changed: dict[str, Any] = {
+            key: {**getattr(training, key), **change.get(key, {})} for key in ("arguments", "model")
+        }
+        return self._train(replace(training, **changed))
+
+    def _source(self, layout: MatrixLayout, hold: bool) -> _Saved:
+        directory = self._root / "sources" / file_name(layout.name + ("-held" if hold else ""))
+        record = directory / f"losses-{self._recipe.fingerprint}.json"
+        losses = _read(record, tuple[float, ...])
+        if losses is None:
+            shutil.rmtree(directory, ignore_errors=True)
+            losses = self._train(self._training(layout, directory / "run", hold))
+            _write(record, losses)
+        checkpoint = directory / "run" / _CHECKPOINT
+        digests = list(canonical_digests(checkpoint))
+        return _Saved(checkpoint, losses[SAVED_AT:], digests, _exported(checkpoint, directory / "export"))
+
+    def _cell(self, cell: Cell) -> CellOutcome:
+        path = self._record(cell)
+        known = self.known(cell)
+        if known is not None and known.right(self._recipe.tolerance):
+            return known
+        directory = path.with_suffix("")
+        shutil.rmtree(directory, ignore_errors=True)
+        started = time.monotonic()
+        try:
+            outcome = self._converted(cell, directory)
+        except FlexError as error:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "error.txt").write_text(error.render() + "\n", encoding="utf-8")
+            outcome = CellOutcome(cell.name, self._recipe.fingerprint, error=str(error), held=cell.hold_predictions)
+        outcome = msgspec.structs.replace(outcome, seconds=round(time.monotonic() - started, 1))
+        _write(path, outcome)
+        if outcome.right(self._recipe.tolerance):
+            shutil.rmtree(directory)
+        return outcome
+
+    def _converted(self, cell: Cell, directory: Path) -> CellOutcome:
+        saved = self._saved[cell.source.name, cell.hold_predictions].result()
+        there, back = directory / "there", directory / "back"
+        forth = self._training(cell.target, there, cell.hold_predictions, resume=saved.checkpoint)
+        losses = self._train(forth)
+        returned = self._training(
+            cell.source, back, cell.hold_predictions, last_step=SAVED_AT, resume=there / _CHECKPOINT
+        )
+        self._train(returned)
+        outcome = CellOutcome(
+            name=cell.name,
+            fingerprint=self._recipe.fingerprint,
+            tensors=len(saved.digests),
+            unequal=(
+                *_unequal(saved.digests, there / _CHECKPOINT, f"under {cell.target.name}"),
+                *_unequal(saved.digests, back / _CHECKPOINT, f"back under {cell.source.name}"),
+            ),
+            export_equal=_exported(there / _CHECKPOINT, directory / "export") == saved.exported,
+            expected=saved.losses,
+            losses=losses,
+            held=cell.hold_predictions,
+        )
+        if outcome.difference > self._recipe.tolerance:
+            by_hand = replace(forth, output_dir=str(directory / "by-hand"), by_hand=True)
+            outcome = msgspec.structs.replace(outcome, by_hand=self._train(by_hand))
+        return outcome
+
+    def _training(self, layout: MatrixLayout, output_dir: Path, hold: bool, **more: Any) -> Training:
+        recipe = self._recipe
+        resume = more.pop("resume", None)
+        return Training(
+            recipe.model_type,
+            recipe.model,
+            recipe.arguments,
+            layout,
+            str(output_dir),
+            micro_batch=recipe.micro_batch,
+            hold_predictions=hold,
+            resume=None if resume is None else str(resume),
+            **more,
+        )
+
+    def _train(self, training: Training) -> tuple[float, ...]:
+        """The losses of a training, on the next server that is free; logs of one that fails go beside its output.
+
+        Raises:
+            PeerError: a rank failed.
+        """
+        server = self._servers.get()
+        try:
+            result = server.attempt(JOB, training.layout.nproc, training.to_json())
+        finally:
+            self._servers.put(server)
+        if not result.ok:
+            raise _failure(result, Path(training.output_dir) / "logs")
+        for log in result.logs:
+            log.unlink()
+        return tuple(result.values[0])
+
+
+def _failure(result: JobResult, directory: Path) -> PeerError:
+    """The error of a training that failed, with its logs moved to where they stay."""
+    directory.mkdir(parents=True, exist_ok=True)
+    evidence: list[str] = []
+    for log, code in zip(result.logs, result.returncodes, strict=True):
+        kept = Path(shutil.move(log, directory / log.name))
+        last = kept.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        evidence.append(f"{kept} ({'time was over' if result.timed_out else f'code {code}'}): {' '.join(last)}")
+    return PeerError("A training failed.", where=str(directory), evidence=evidence, next_step="Read the logs.")
+
+
+def _unequal(expected: list[TensorDigest], checkpoint: Path, where: str) -> tuple[str, ...]:
+    found = list(canonical_digests(checkpoint, roles={digest.role for digest in expected}))
+    known = {(digest.role, digest.name): digest for digest in expected}
+    held = {(digest.role, digest.name): digest for digest in found}
+    return tuple(
+        f"{role} {name} {where}"
+        for role, name in sorted(known.keys() | held.keys())
+        if known.get((role, name)) != held.get((role, name))
+    )
+
+
+def _exported(checkpoint: Path, directory: Path) -> dict[str, str]:
+    """File -> checksum of the weights as open weights."""
+    shutil.rmtree(directory, ignore_errors=True)
+    digests = export_checkpoint(checkpoint, directory).digests()
+    shutil.rmtree(directory)
+    return digests
+
+
+def file_name(name: str) -> str:
+    """The name of a cell, a layout or an experiment as that of a file."""
+    return re.sub(r"[^\w+-]+", "_", name.replace("->", "-to-")).strip("_")
+
+
+def _read(path: Path, kind: type[_T]) -> _T | None:
+    """What an earlier run wrote; None where it wrote nothing, or something else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(content)))
+    unfinished.rename(path)

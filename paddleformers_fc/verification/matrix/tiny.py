@@ -1,0 +1,318 @@
+"""Models, data and trainings that take a second: what the verification matrices and the tests are made of.
+
+Everything here is deterministic and the same under every layout, so that two layouts that train alike give equal
+losses up to rounding. That takes care: no token 0 (Paddle's ``padding_idx`` treats it differently under tensor
+parallelism), ``sdpa`` attention (the eager one has no causal mask in a pipeline), no weight decay (parameters are
+excluded from it by name, and pipelines rename them), one global batch of :data:`GLOBAL_BATCH` samples cut the same
+way everywhere.
+
+Importing this module imports no Paddle; its functions do, and run inside rank processes. Time and memory: a model has
+about 100,000 parameters; building one and a step of it take a few hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paddleformers_fc.verification.matrix.layouts import MatrixLayout, layout_from
+
+VOCABULARY = 128
+SEQUENCE = 16
+GLOBAL_BATCH = 8
+SAMPLES = 64
+SEGMENT = 1000
+"""Stage 3 slices what has more elements: every matrix of the tiny models, and no vector."""
+
+
+def training_arguments(
+    layout: MatrixLayout | Mapping[str, Any], output_dir: str, micro_batch: int | None = None, **overrides: Any
+) -> Any:
+    """PaddleFormers ``TrainingArguments`` for a layout.
+
+    Args:
+        layout: how the ranks of this job are used.
+        output_dir: the Trainer's output directory.
+        micro_batch: samples per forward; by default all of a rank's share, in a pipeline 2.
+        overrides: any field of ``TrainingArguments``; wins over what is set here. ``cls`` is the class to make.
+    """
+    from paddleformers.trainer import TrainingArguments
+
+    layout = layout_from(layout)
+    if micro_batch is None:
+        micro_batch = 2 if layout.pp > 1 else GLOBAL_BATCH // layout.data_parallel
+    settings: dict[str, Any] = {
+        "output_dir": output_dir,
+        "device": "cpu",
+        "do_train": True,
+        "max_steps": 3,
+        "save_steps": 10**6,
+        "logging_steps": 1,
+        "seed": 42,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": GLOBAL_BATCH // layout.data_parallel // micro_batch,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "max_grad_norm": 1.0,
+        "weight_decay": 0.0,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "sharding": f"stage{layout.stage}" if layout.sharding > 1 else "",
+        "split_param": layout.split_param,
+        "bf16": layout.bf16,
+        "fp16_opt_level": "O2",
+        "amp_master_grad": layout.bf16,
+        "disable_tqdm": True,
+        "report_to": [],
+        "dataloader_num_workers": 0,
+        "save_checkpoint_format": "flex_checkpoint",
+        "load_checkpoint_format": "flex_checkpoint",
+    }
+    if layout.sharding > 1:
+        settings["sharding_parallel_size"] = layout.sharding
+    if layout.ep > 1:
+        settings |= {"use_expert_parallel": True, "expert_model_parallel_size": layout.ep}
+    settings |= overrides
+    if layout.stage == 3:
+        from paddleformers_fc.cpu_runtime import sharding
+
+        sharding.slice_above(SEGMENT)
+    return settings.pop("cls", TrainingArguments)(**settings)
+
+
+def keys(model_type: str, **overrides: Any) -> dict[str, Any]:
+    """What is in the ``config.json`` of a tiny model, without any parallelism.
+
+    Args:
+        model_type: ``llama`` or ``ernie4_5_moe``.
+        overrides: any field of the configuration, e.g. ``num_nextn_predict_layers`` or ``tie_word_embeddings``.
+    """
+    settings: dict[str, Any] = {
+        "model_type": model_type,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "fuse_rms_norm": False,
+    }
+    if model_type == "ernie4_5_moe":
+        settings |= {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+            "moe_num_shared_experts": 1,
+            "moe_use_aux_free": False,
+            # The balance loss is a square of a mean over the tokens that a rank sees, so it depends on the layout.
+            "router_aux_loss_coef": 0.0,
+            "moe_group": "dummy",
+            "num_nextn_predict_layers": 0,
+        }
+    return settings | overrides
+
+
+def config(model_type: str, **overrides: Any) -> Any:
+    """The configuration of a tiny model as PaddleFormers has it; the arguments are those of :func:`keys`."""
+    from paddleformers.transformers import LlamaConfig
+    from paddleformers.transformers.ernie4_5_moe import Ernie4_5_MoeConfig
+
+    kinds = {"llama": LlamaConfig, "ernie4_5_moe": Ernie4_5_MoeConfig}
+    return kinds[model_type](**keys(model_type, **overrides))
+
+
+def build(
+    model_type: str,
+    layout: MatrixLayout | Mapping[str, Any],
+    args: Any,
+    hold_predictions: bool = False,
+    **overrides: Any,
+) -> Any:
+    """A freshly initialised tiny model as the layout needs it.
+
+    Args:
+        model_type: ``llama`` or ``ernie4_5_moe``.
+        layout: how the ranks of this job are used.
+        args: what :func:`training_arguments` returned; it has initialised the parallel environment.
+        hold_predictions: train without the multi-token prediction layers of ERNIE, which are held all the same.
+        overrides: any field of the model's configuration.
+    """
+    import paddleformers.transformers as transformers
+    from paddle.distributed import fleet
+
+    layout = layout_from(layout)
+    model_config = config(model_type, **overrides)
+    model_config.tensor_model_parallel_size = layout.tp
+    model_config.tensor_parallel_rank = model_config.tensor_model_parallel_rank = args.tensor_parallel_rank
+    model_config.pipeline_model_parallel_size = layout.pp
+    model_config.virtual_pipeline_model_parallel_size = layout.vpp
+    model_config.expert_model_parallel_size = layout.ep
+    model_config.sequence_parallel = args.sequence_parallel
+    model_config.use_flash_attention = False
+    model_config.max_sequence_length = model_config.seq_length = SEQUENCE
+    model_config._attn_implementation = "sdpa"
+    if layout.ep > 1:
+        model_config.moe_group = fleet.get_hybrid_communicate_group().get_expert_parallel_group()
+    stem = {"llama": "LlamaForCausalLM", "ernie4_5_moe": "Ernie4_5_MoeForCausalLM"}[model_type]
+    kind = getattr(transformers, f"{stem}Pipe" if layout.pp > 1 else stem)
+    if hold_predictions:
+        from paddleformers_fc.verification.matrix import predictions
+
+        kind = predictions.PipeThatHoldsPredictions if layout.pp > 1 else kind
+    model = kind.from_config(model_config, dtype="bfloat16" if layout.bf16 else "float32")
+    initialise(model, layout.tp)
+    if hold_predictions:
+        predictions.train_without(model)
+    return model
+
+
+def weight(name: str, shape: Sequence[int]) -> Any:
+    """The initial value of a canonical weight: float32, a function of its name and shape alone.
+
+    Args:
+        name: as in the open weights, e.g. ``model.layers.0.self_attn.q_proj.weight``.
+        shape: as Paddle stores it, ``[in, out]`` for a linear layer.
+    """
+    import numpy as np
+
+    noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape)).astype("float32") * 0.05
+    return 1 + noise if len(shape) == 1 else noise
+
+
+def model_weight(key: str, shape: Sequence[int], model_config: Any, tp: int = 1) -> Any:
+    """The initial value of a model's weight, whole, made of the canonical weights that it fuses.
+
+    Args:
+        key: the weight's name in the model.
+        shape: its global shape.
+        model_config: heads, and whether the embeddings are tied.
+        tp: number of tensor parallel ranks over which it is split, on which ``[gate | up]`` per rank depends.
+
+    Returns:
+        ``qkv_proj``: per key-value head its query heads, its key and its value. ``up_gate_proj``: per tensor parallel
+        rank that rank's columns of gate, then of up. Everything else is canonical itself.
+    """
+    *rows, columns = shape
+    if ".qkv_proj." in key:
+        heads = {"q": model_config.num_attention_heads, "k": model_config.num_key_value_heads}
+        heads["v"] = heads["k"]
+        size = columns // sum(heads.values())
+        parts = [weight(key.replace("qkv_proj", f"{part}_proj"), [*rows, size * n]) for part, n in heads.items()]
+        return _interleaved(parts, heads["k"])
+    if ".up_gate_proj." in key:
+        parts = [weight(key.replace("up_gate_proj", f"{part}_proj"), [*rows, columns // 2]) for part in ("gate", "up")]
+        return _interleaved(parts, tp)
+    if key == "lm_head.weight" and model_config.tie_word_embeddings:
+        return weight("model.embed_tokens.weight", shape)
+    return weight(key, shape)
+
+
+def _interleaved(parts: Sequence[Any], groups: int) -> Any:
+    """Every part cut into ``groups`` along the last axis; group by group, the parts of each."""
+    import numpy as np
+
+    cut = [np.split(part, groups, axis=-1) for part in parts]
+    return np.concatenate([piece for group in zip(*cut, strict=True) for piece in group], axis=-1)
+
+
+def initialise(model: Any, tp: int) -> None:
+    """Give every weight of a model its value by :func:`weight`, whatever part of it this rank holds."""
+    import paddle
+
+    for key, shard in model.sharded_state_dict().items():
+        is_split = list(shard.local_shape) != list(shard.global_shape)
+        whole = model_weight(key, shard.global_shape, model.config, tp if is_split else 1)
+        box = tuple(
+            slice(begin, begin + size) for begin, size in zip(shard.global_offset, shard.local_shape, strict=True)
+        )
+        tensor = shard.local_tensor
+        tensor.set_value(paddle.to_tensor(whole[box]).astype(tensor.dtype))
+
+
+class Samples:
+    """:data:`SAMPLES` arithmetic sequences over the vocabulary without token 0; the same on every rank.
+
+    Args:
+        extra: tokens beyond :data:`SEQUENCE`, for multi-token prediction.
+    """
+
+    def __init__(self, extra: int = 0) -> None:
+        self._extra = extra
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import numpy as np
+
+        random = np.random.RandomState(index)
+        length = SEQUENCE + self._extra
+        start, step = random.randint(0, VOCABULARY), random.randint(1, 4)
+        tokens = ((start + step * np.arange(length + 1)) % (VOCABULARY - 1) + 1).astype("int64")
+        sample = {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        if self._extra:
+            sample["nbatch_pack_offset"] = np.zeros(length, "int64")
+        return sample
+
+
+def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A batch: every field stacked along a new first axis, as tensors."""
+    import numpy as np
+    import paddle
+
+    return {name: paddle.to_tensor(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+
+
+def trainer(model: Any, args: Any, **overrides: Any) -> Any:
+    """A Trainer over :class:`Samples`, which remembers the loss of each step in ``trainer.losses``.
+
+    Args:
+        overrides: any argument of the Trainer; ``cls`` is the class to make.
+    """
+    from paddleformers.trainer import Trainer, TrainerCallback
+
+    losses: list[float] = []
+
+    class RememberLosses(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if logs and "loss" in logs:
+                losses.append(float(logs["loss"]))
+
+    settings: dict[str, Any] = {
+        "train_dataset": Samples(getattr(model.config, "num_nextn_predict_layers", 0)),
+        "data_collator": collate,
+        "callbacks": [],
+    }
+    settings |= overrides
+    settings["callbacks"] = [*settings["callbacks"], RememberLosses()]
+    made = settings.pop("cls", Trainer)(model=model, args=args, **settings)
+    made.losses = losses
+    return made
+
+
+def train(
+    model_type: str,
+    layout: Mapping[str, Any],
+    output_dir: str,
+    arguments: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> list[float]:
+    """A job: train a tiny model from its initialisation; the loss of every step, on every rank.
+
+    Args:
+        arguments: overrides of the training arguments.
+        model: overrides of the model's configuration.
+    """
+    model = dict(model or {})
+    # Multi-token prediction with its packing offsets takes one sample at a time.
+    micro_batch = 1 if model.get("num_nextn_predict_layers") else None
+    args = training_arguments(layout, output_dir, micro_batch, **(arguments or {}))
+    run = trainer(build(model_type, layout, args, **model), args)
+    run.train()
+    return list(run.losses)

@@ -1,0 +1,400 @@
+"""Save and load with real bytes between simulated ranks: any layout to any other, where no model can be built.
+
+The ranks are threads of this process, their weights numpy arrays of the shards that a simulated layout gives them, and
+what runs is the saving, loading, digesting and exporting of every real job. A hop takes what layout A has saved, loads
+it on the ranks of B, saves it there, and brings it back: every canonical tensor must keep its md5, every rank of A its
+bits, and the exports must be equal.
+
+Time and memory: the model once per rank and per hop. Made for tiny models in a directory in memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.distributed.channel import Bytes, Channel
+from paddleformers_fc.errors import FlexError, PeerError
+from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.families import ModelDescription, family_for
+from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
+from paddleformers_fc.layout.roles import split_state_name
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+
+Array = np.ndarray[Any, Any]
+Roles = dict[str, dict[str, "SimulatedWeight"]]
+
+QWEN3_MOE = ModelDescription(
+    {
+        "model_type": "qwen3_moe",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],
+        "tie_word_embeddings": False,
+    },
+    is_fleet=True,
+)
+"""A tiny Qwen3-MoE, whose classes are in a package that cannot be installed here."""
+
+QWEN3_MOE_ROWS: Mapping[str, str] = {
+    "dp2": "dp=2",
+    "sd2v1": "sharding=2",
+    "sd2v2": "sharding=2,split=true",
+    "tp2": "tp=2",
+    "pp2": "pp=2",
+    "ep2": "sharding=2,split=true,ep=2",
+    "tp2+pp2": "tp=2,pp=2",
+}
+"""What is saved, by name."""
+
+QWEN3_MOE_COLUMNS: Mapping[str, str] = {
+    "dp4": "dp=4",
+    "sd4v1": "sharding=4",
+    "sd4v2": "sharding=4,split=true",
+    "tp4": "tp=4",
+    "pp4": "pp=4",
+    "ep4": "sharding=4,split=true,ep=4",
+    "tp2+pp2": "tp=2,pp=2",
+}
+"""What it is loaded under, by name."""
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """One cell of a matrix: from one layout to another and back.
+
+    Args:
+        source: the name of the layout that saved.
+        target: the name of the layout in between.
+        tensors: canonical tensors of all roles that were compared.
+        differences: what was not bitwise equal, one line each; empty where everything was.
+        seconds: wall time.
+    """
+
+    source: str
+    target: str
+    tensors: int
+    differences: tuple[str, ...]
+    seconds: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether every bit survived."""
+        return not self.differences
+
+
+def qwen3_moe_round_trips(
+    directory: Path, chosen: Callable[[str, str], bool] = lambda source, target: True
+) -> Iterator[RoundTrip]:
+    """The matrix of Qwen3-MoE with bfloat16 weights, float32 master weights and moments: 7 x 7 hops.
+
+    Args:
+        directory: an existing directory to work in, best in memory; it is left empty.
+        chosen: which hops, by the names of source and target.
+    Raises:
+        FlexError: a save or load failed; a hop whose bits differ is a result and not an error.
+    """
+
+    def model(grid: str) -> SimulatedModel:
+        return declared_model(family_for(QWEN3_MOE.config), QWEN3_MOE, parse_grid(grid), "bfloat16")
+
+    rows = {name: model(grid) for name, grid in QWEN3_MOE_ROWS.items()}
+    columns = {name: model(grid) for name, grid in QWEN3_MOE_COLUMNS.items()}
+    return round_trips(model(str(ParallelGrid())), rows, columns, directory, chosen)
+
+
+def round_trips(
+    alone: SimulatedModel,
+    rows: Mapping[str, SimulatedModel],
+    columns: Mapping[str, SimulatedModel],
+    directory: Path,
+    chosen: Callable[[str, str], bool] = lambda source, target: True,
+) -> Iterator[RoundTrip]:
+    """Every hop from a row to a column and back.
+
+    All rows are loaded from one checkpoint of a single rank, so that all of them hold the same canonical numbers.
+
+    Args:
+        alone: the model on one rank.
+        rows: the model over the grids that save, by name.
+        columns: the model over the grids that it is loaded under.
+        directory: an existing directory to work in.
+        chosen: which hops, by the names of source and target.
+    """
+    root = directory / "alone"
+    save(root, [filled(alone.roles(0), value_of)], alone)
+    expected, exported = _facts(root, directory)
+    for name, row in rows.items():
+        targets = [target for target in columns if chosen(name, target)]
+        if not targets:
+            continue
+        saved = directory / "source"
+        held = load(root, row)
+        save(saved, held, row)
+        for target in targets:
+            started = time.monotonic()
+            differences = _round_trip(saved, held, row, columns[target], directory, expected, exported)
+            yield RoundTrip(name, target, len(expected), tuple(differences), time.monotonic() - started)
+        shutil.rmtree(saved)
+    shutil.rmtree(root)
+
+
+def _round_trip(
+    saved: Path,
+    held: list[Roles],
+    row: SimulatedModel,
+    column: SimulatedModel,
+    directory: Path,
+    expected: dict[tuple[str, str], TensorDigest],
+    exported: dict[str, str],
+) -> Iterator[str]:
+    there, back = directory / "there", directory / "back"
+    save(there, load(saved, column), column)
+    returned = load(there, row)
+    save(back, returned, row)
+    for path, place in ((there, "there"), (back, "back")):
+        found, files = _facts(path, directory)
+        for key in sorted(expected.keys() | found.keys()):
+            if expected.get(key) != found.get(key):
+                yield f"{place}: {' '.join(key)} has another md5"
+        if files != exported:
+            yield f"{place}: the export has other files or other bytes"
+        shutil.rmtree(path)
+    for rank, (one, other) in enumerate(zip(held, returned, strict=True)):
+        for role, weights in one.items():
+            for name, weight in weights.items():
+                if weight.local_tensor.array.tobytes() != other[role][name].local_tensor.array.tobytes():
+                    yield f"rank {rank}: {role} {name} came back with other bits"
+
+
+def _facts(checkpoint: Path, directory: Path) -> tuple[dict[tuple[str, str], TensorDigest], dict[str, str]]:
+    """The digest of every canonical tensor, and the checksum of every exported file."""
+    target = directory / "exported"
+    files = export_checkpoint(checkpoint, target).digests()
+    shutil.rmtree(target)
+    return {(digest.role, digest.name): digest for digest in canonical_digests(checkpoint)}, files
+
+
+def save(directory: Path, held: list[Roles], model: SimulatedModel) -> None:
+    """Save what simulated ranks hold.
+
+    Args:
+        directory: the checkpoint to write.
+        held: role -> name -> weight, of every rank, by rank.
+        model: the model over its grid.
+    Raises:
+        FlexError: as every rank of a job would.
+    """
+
+    def work(channel: Channel) -> None:
+        files = {"config.json": config_bytes(model.model.config)} if channel.rank == 0 else {}
+        save_checkpoint(directory, held[channel.rank], model.model, files, JobRecord(1, 1, {}), channel)
+
+    run_threads(model.grid.world_size, work)
+
+
+def load(directory: Path, model: SimulatedModel) -> list[Roles]:
+    """Load a checkpoint on simulated ranks.
+
+    Args:
+        directory: the checkpoint.
+        model: the model over the grid to load under.
+    Returns:
+        role -> name -> weight, of every rank, by rank.
+    Raises:
+        FlexError: as every rank of a job would.
+    """
+    held = [filled(model.roles(rank), _zeros) for rank in range(model.grid.world_size)]
+
+    def work(channel: Channel) -> None:
+        load_checkpoint(open_checkpoint(directory, channel), held[channel.rank], model.model, channel)
+
+    run_threads(model.grid.world_size, work)
+    return held
+
+
+@lru_cache(maxsize=64)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return str(dtype)
+
+
+class _HostPlace:
+    """Where the arrays of simulated ranks are."""
+
+    @staticmethod
+    def is_cpu_place() -> bool:
+        """In main memory."""
+        return True
+
+
+@dataclass(frozen=True)
+class HostTensor:
+    """A numpy array that answers what the executors ask a tensor.
+
+    Args:
+        array: contiguous and writable.
+    """
+
+    array: Array
+    place: _HostPlace = field(default_factory=_HostPlace)
+
+    @property
+    def dtype(self) -> str:
+        """Element type by its numpy name."""
+        return _name_of(self.array.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of every axis."""
+        return self.array.shape
+
+    def is_contiguous(self) -> bool:
+        """Always."""
+        return True
+
+    def data_ptr(self) -> int:
+        """The address of the first element."""
+        return int(self.array.ctypes.data)
+
+    def _is_initialized(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class SimulatedWeight:
+    """A shard with memory, in the fields of a ``ShardedWeight``."""
+
+    key: str
+    local_tensor: HostTensor
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    is_flattened: bool
+    flattened_range: slice | None
+
+
+def filled(roles: Mapping[str, Mapping[str, Shard]], value: Callable[[str, Shard], Array]) -> Roles:
+    """Memory for the shards of one rank, with the values of its part of each tensor.
+
+    Args:
+        roles: role -> name -> shard.
+        value: the whole tensor that a shard is of, from its role and the shard.
+    """
+    return {
+        role: {name: _weight(shard, value(role, shard)) for name, shard in shards.items()}
+        for role, shards in roles.items()
+    }
+
+
+def _weight(shard: Shard, whole: Array) -> SimulatedWeight:
+    box = shard.box
+    part = whole[tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))]
+    if shard.flat is not None:
+        part = part.reshape(-1)[shard.flat[0] : shard.flat[1]]
+    tensor = HostTensor(np.array(part, order="C"))
+    flat = None if shard.flat is None else slice(*shard.flat)
+    return SimulatedWeight(shard.name, tensor, box.shape, shard.global_shape, box.lo, flat is not None, flat)
+
+
+def value_of(role: str, shard: Shard) -> Array:
+    """A tensor of random numbers that depend on its name alone; powers of beta are equal for all parameters."""
+    state = split_state_name(role, shard.name)
+    seed = zlib.crc32((state.suffix if state.scalar else shard.name).encode())
+    numbers = np.random.default_rng(seed).standard_normal(shard.global_shape)
+    return numbers.astype(to_numpy(to_safetensors(shard.dtype)))
+
+
+def _zeros(role: str, shard: Shard) -> Array:
+    return np.zeros(shard.global_shape, to_numpy(to_safetensors(shard.dtype)))
+
+
+@dataclass
+class _Table:
+    """Where the threads of one job lay what they exchange."""
+
+    given: list[Any]
+    barrier: threading.Barrier
+
+    def meet(self, rank: int, thing: Any) -> list[Any]:
+        """What every rank lays down, by rank."""
+        self.given[rank] = thing
+        self.barrier.wait()
+        everyone = list(self.given)
+        self.barrier.wait()
+        return everyone
+
+
+@dataclass(frozen=True)
+class _ThreadChannel:
+    """A rank's channel to the other threads."""
+
+    table: _Table
+    rank: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.table.given)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, by rank."""
+        return self.table.meet(self.rank, payload)
+
+    def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """What some ranks have for this one."""
+        everyone = self.table.meet(self.rank, dict(outgoing))
+        return {rank: everyone[rank][self.rank] for rank in sizes}
+
+
+def run_threads(ranks: int, work: Callable[[Channel], None]) -> None:
+    """Run work on so many ranks, each a thread.
+
+    Args:
+        ranks: how many.
+        work: what each does with its channel to the others.
+    Raises:
+        FlexError: what a rank raised. A rank that raises anything outside an exchange ends the job for all.
+    """
+    table = _Table([None] * ranks, threading.Barrier(ranks))
+    raised: list[Exception] = []
+
+    def run(rank: int) -> None:
+        try:
+            work(_ThreadChannel(table, rank))
+        except threading.BrokenBarrierError:
+            pass  # Another rank failed by itself, and says why.
+        except Exception as error:  # It is raised by the caller; here it would end a thread alone.
+            raised.append(error)
+            table.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in raised:
+        if isinstance(error, FlexError):
+            raise error
+        raise PeerError(f"A simulated rank failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,144 @@
+"""The fork server: values come back, failures are told, nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
+from paddleformers_fc.errors import PeerError
+from tests.harness.limits import LIMIT
+from tests.harness.waiting import reached, wait_for_end, wait_for_file
+
+JOBS = "tests.cpu_runtime.jobs_plain"
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[ForkServer]:
+    """A server that preloads nothing."""
+    with ForkServer(preload=()) as server:
+        yield server
+
+
+def test_every_rank_returns_its_own_value(plain: ForkServer) -> None:
+    result = plain.run(f"{JOBS}:identity", 3, {"number": 7, "text": "ä", "list": [1, None, 2.5]})
+    for rank, value in enumerate(result.values):
+        assert value["given"] == {"number": 7, "text": "ä", "list": [1, None, 2.5]}
+        assert value["leader"]
+        assert value["environment"] == {
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": "3",
+            "PADDLE_RANK_IN_NODE": str(rank),
+            "PADDLE_DISTRI_BACKEND": "gloo",
+        }
+    assert result.ok
+    assert result.returncodes == (0, 0, 0)
+
+
+def test_ranks_of_a_job_share_an_address_that_other_jobs_do_not_have(plain: ForkServer) -> None:
+    first, second = plain.run(f"{JOBS}:master", 2).values, plain.run(f"{JOBS}:master", 2).values
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert first != second
+
+
+def test_a_rank_that_fails_is_named_with_its_traceback(plain: ForkServer) -> None:
+    with pytest.raises(PeerError) as caught:
+        plain.run(f"{JOBS}:fail_on", 2, {"rank": 1})
+    assert f"The job {JOBS}:fail_on failed" in caught.value.what
+    text = "\n".join(caught.value.evidence)
+    assert "rank 0 returned 0" in text
+    assert "rank 1 returned 1" in text
+    assert "RuntimeError: the reactor is on fire" in text
+
+
+def test_an_attempt_tells_who_failed_and_keeps_what_the_others_returned(plain: ForkServer) -> None:
+    result = plain.attempt(f"{JOBS}:fail_on", 2, {"rank": 0})
+    assert result.returncodes == (1, 0)
+    assert result.values == (None, "fine")
+    assert not result.ok
+    assert not result.timed_out
+    assert "reactor" in result.logs[0].read_text()
+
+
+def test_a_value_that_is_no_json_is_a_failure(plain: ForkServer) -> None:
+    with pytest.raises(PeerError, match="is not JSON serializable"):
+        plain.run(f"{JOBS}:unsayable", 1)
+
+
+def test_hung_ranks_show_their_stacks_and_take_their_children_along(plain: ForkServer, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    results: list[JobResult] = []
+
+    def start(seconds: float) -> None:
+        given = {"pid_file": str(pid_file)}
+        results.append(plain.attempt(f"{JOBS}:hang_with_a_child", 1, given, timeout=seconds))
+        assert results[-1].timed_out
+        assert results[-1].returncodes == (-9,)
+
+    reached(start, pid_file)
+    assert "wait_for_a_sign_that_never_comes" in results[-1].logs[0].read_text()
+    wait_for_end(int(pid_file.read_text()))
+
+
+def test_a_killed_rank_does_not_leave_the_others_hanging(tmp_path: Path) -> None:
+    with ForkServer(preload=(), grace=0.2) as server:
+        result = server.attempt(f"{JOBS}:die_on", 2, {"rank": 1, "waiting": str(tmp_path / "waiting")})
+        assert "wait_for_a_sign_that_never_comes" in result.logs[0].read_text()
+    assert result.returncodes == (-9, -9)
+    assert not result.timed_out
+
+
+def test_a_job_whose_client_is_interrupted_ends_with_its_stacks_and_the_next_one_runs(
+    plain: ForkServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pid_file = tmp_path / "pid"
+
+    def interrupt() -> None:
+        wait_for_file(pid_file)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    main = threading.main_thread().ident
+    assert main is not None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    watcher = threading.Thread(target=interrupt, daemon=True)
+    watcher.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            plain.attempt(f"{JOBS}:hang_with_a_child", 2, {"pid_file": str(pid_file)})
+    finally:
+        signal.signal(signal.SIGINT, before)
+        watcher.join(LIMIT)
+    wait_for_end(int(pid_file.read_text()))
+    assert "wait_for_a_sign_that_never_comes" in capfd.readouterr().err
+    assert plain.run(f"{JOBS}:fail_on", 2, {"rank": 7}).values == ("fine", "fine")
+
+
+def test_logs_hold_both_outputs(plain: ForkServer) -> None:
+    log = plain.run(f"{JOBS}:loud", 1, {"lines": 3}).logs[0].read_text()
+    assert log.splitlines() == ["line 0", "line 1", "line 2", "to standard error"]
+
+
+def test_a_server_that_cannot_preload_says_why() -> None:
+    with pytest.raises(PeerError, match="No module named 'no_such_module'"), ForkServer(preload=["no_such_module"]):
+        raise AssertionError("it started")
+
+
+def test_ranks_end_with_the_server_and_the_server_with_its_client(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    client = os.fork()
+    if client == 0:
+        try:
+            with ForkServer(preload=()) as server:
+                server.attempt(f"{JOBS}:hang_with_a_child", 1, {"pid_file": str(pid_file)})
+        finally:
+            os._exit(1)
+    child = int(wait_for_file(pid_file))
+    os.kill(client, 9)
+    os.waitpid(client, 0)
+    wait_for_end(child)

@@ -1,0 +1,132 @@
+"""The job's store is found where rank 0 serves it, and no question to it waits without a bound."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from paddleformers_fc.cpu_runtime import stores
+from paddleformers_fc.cpu_runtime.ranks import free_ports
+from paddleformers_fc.errors import PeerError
+
+NAMES = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PADDLE_MASTER",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "PADDLE_CURRENT_ENDPOINT",
+)
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without any address."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({}, None),
+        ({"PADDLE_MASTER": "10.0.0.1:35100"}, ("10.0.0.1", 35100)),
+        ({"PADDLE_MASTER": "10.0.0.1:35100", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "8080"}, ("10.0.0.1", 35100)),
+        ({"PADDLE_TRAINER_ENDPOINTS": "a:1,b:2", "MASTER_ADDR": "a", "MASTER_PORT": "8080"}, ("a", 1)),
+        ({"PADDLE_MASTER": "10.0.0.1:35100", "PADDLE_TRAINER_ENDPOINTS": "a:1,b:2"}, ("10.0.0.1", 35100)),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "8080"}, None),
+    ],
+)
+def test_the_address_of_the_store_is_the_one_that_paddle_reads(
+    variables: pytest.MonkeyPatch, environment: dict[str, str], address: tuple[str, int] | None
+) -> None:
+    for name, value in environment.items():
+        variables.setenv(name, value)
+    assert stores.job_store_address() == address
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "own", "host"),
+    [
+        ("10.0.0.1:1,10.0.0.2:1", "10.0.0.2:1", "10.0.0.2"),
+        ("10.0.0.1:1,10.0.0.1:2", "10.0.0.1:2", "127.0.0.1"),
+        ("", "", "127.0.0.1"),
+    ],
+)
+def test_a_rank_leaves_the_loopback_interface_only_in_a_job_of_several_nodes(
+    variables: pytest.MonkeyPatch, endpoints: str, own: str, host: str
+) -> None:
+    variables.setenv("PADDLE_TRAINER_ENDPOINTS", endpoints)
+    variables.setenv("PADDLE_CURRENT_ENDPOINT", own)
+    assert stores.own_host() == host
+
+
+def test_the_client_counts_and_stores_beside_paddles_own() -> None:
+    (port,) = free_ports(1)
+    native = stores.open_store("127.0.0.1", port, is_master=True)
+    client = stores.StoreClient(("127.0.0.1", port), 60, 60)
+    assert native.add("counter", 3) == 3
+    assert client.add("counter", 1 << 40) == 3 + (1 << 40)
+    assert native.add("counter", 0) == 3 + (1 << 40)
+    client.set("text", "grüße" * 30_000)
+    assert client.get("text").decode() == "grüße" * 30_000
+    assert bytes(native.get("text")).decode() == "grüße" * 30_000
+    assert client.add("counter", -(1 << 40)) == 3
+
+
+@pytest.fixture
+def rendezvous() -> Iterator[tuple[str, int]]:
+    """An HTTP server, as the one through which launchers find each other."""
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield ("127.0.0.1", server.server_port)
+        server.shutdown()
+        thread.join()
+
+
+def test_another_service_at_the_address_is_an_error_that_names_it(rendezvous: tuple[str, int]) -> None:
+    with pytest.raises(PeerError) as caught:
+        stores.StoreClient(rendezvous, 0.5, 60)
+    assert f"127.0.0.1:{rendezvous[1]}, does not answer as the store of this job" in str(caught.value)
+
+
+def test_an_address_at_which_nothing_listens_is_an_error_that_names_it(variables: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    variables.setenv("PADDLE_MASTER", f"127.0.0.1:{port}")
+    with pytest.raises(PeerError) as caught:
+        stores.StoreClient(("127.0.0.1", port), 0.5, 60)
+    assert f"127.0.0.1:{port}, cannot be reached" in str(caught.value)
+    assert f"PADDLE_MASTER=127.0.0.1:{port}" in str(caught.value)
+
+
+def test_a_hostname_that_does_not_resolve_is_an_error_that_names_it() -> None:
+    with pytest.raises(PeerError, match=r"no-such-node\.invalid:35100, cannot be reached"):
+        stores.StoreClient(("no-such-node.invalid", 35100), 0.2, 60)
+
+
+def test_a_store_that_falls_silent_is_waited_for_no_longer_than_the_bound() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        accepted: list[socket.socket] = []
+
+        def answer_once() -> None:
+            connection, _ = server.accept()
+            connection.recv(1024)
+            connection.sendall(bytes(8))
+            accepted.append(connection)
+
+        thread = threading.Thread(target=answer_once, daemon=True)
+        thread.start()
+        client = stores.StoreClient(server.getsockname(), 60, 0.5)
+        thread.join()
+        with pytest.raises(OSError, match="timed out"):
+            client.add("flex/arrivals", 1)
+        accepted[0].sendall(bytes(8))  # Too late, and no answer to the next question.
+        with pytest.raises(OSError):
+            client.add("flex/arrivals", 0)
+        accepted[0].close()

@@ -1,0 +1,253 @@
+"""Checkpoints that stock Paddle and the stock Trainer wrote: read by ranges, compared, exported, refused if damaged."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from paddleformers_fc.cli.difference import diff
+from paddleformers_fc.cli.inspection import inspect
+from paddleformers_fc.cli.verification import verify
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.distributed.channel import LocalChannel
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.formats.catalog import Catalog
+from paddleformers_fc.formats.distcp import is_distcp, open_distcp
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.trainer.resume import named, newest_or_begin
+from tests.cli.support import run
+from tests.formats.jobs import arrays
+from tests.harness.tiny import TP2, MatrixLayout
+
+
+def put_together(catalog: Catalog, role: str, name: str) -> np.ndarray[Any, Any]:
+    """A whole tensor, from the ranges that the catalog says it lies in."""
+    tensor = catalog.roles[role][name]
+    whole = np.zeros(tensor.shape, to_numpy(to_safetensors(tensor.dtype)))
+    with RangeReader(identities=catalog.identities) as reader:
+        for part in tensor.fragments:
+            held = np.empty(part.box.shape, whole.dtype)
+            reader.read_into(catalog.root / part.file, part.begin, held.reshape(-1).view(np.uint8))
+            whole[tuple(slice(low, high) for low, high in zip(part.box.lo, part.box.hi, strict=True))] = held
+    return whole
+
+
+# ---- Paddle's own.
+
+
+@pytest.fixture(scope="module", params=[{}, {"safetensors": True}, {"save_replicas": True}], ids=str)
+def stock(request: pytest.FixtureRequest, bare_ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks."""
+    directory = tmp_path_factory.mktemp("stock")
+    bare_ranks.run("tests.formats.jobs:save", 2, {"directory": str(directory), "options": request.param})
+    return directory
+
+
+def test_every_tensor_of_paddles_own_checkpoint_is_read_by_ranges_bit_for_bit(stock: Path) -> None:
+    assert is_distcp(stock)
+    opened = open_distcp(stock)
+    assert opened.catalog.roles.keys() == {MODEL_STATE}
+    expected = arrays()
+    expected["cut.bfloat16"] = expected["cut.bfloat16"].astype(ml_dtypes.bfloat16)
+    assert opened.catalog.roles[MODEL_STATE].keys() == expected.keys()
+    for name, values in expected.items():
+        found = put_together(opened.catalog, MODEL_STATE, name)
+        assert (found.dtype, found.shape, found.tobytes()) == (values.dtype, values.shape, values.tobytes()), name
+    assert opened.cuts["cut.float32"] == (1, 2)
+    assert opened.cuts["flat.float32"] == (1, 1)
+    assert len(opened.files) == 2
+
+
+# ---- The Trainer's.
+
+THREE = {"max_steps": 3, "save_steps": 3}
+
+
+def trained(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, ours: bool) -> Path:
+    given = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": THREE, "ours": ours}
+    assert ranks.run("tests.corruption.jobs:train", layout.nproc, given).values[0]["step"] == 3
+    return output_dir / "checkpoint-3"
+
+
+@pytest.fixture(scope="module")
+def pair(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same run, saved by the stock Trainer (two tensor-parallel ranks) and by ours."""
+    ours = trained(ranks, TP2, tmp_path_factory.mktemp("ours"), True)
+    theirs = trained(ranks, TP2, tmp_path_factory.mktemp("theirs"), False)
+    assert not (theirs / "config.json").exists()
+    shutil.copy(ours / "config.json", theirs)
+    return theirs, ours
+
+
+def test_the_stock_trainers_checkpoint_holds_what_ours_holds_in_every_role(pair: tuple[Path, Path]) -> None:
+    theirs, ours = pair
+    found = diff(theirs, ours)
+    assert found.equal, found
+    assert set(found.roles) == {"model_state", "optimizer_state"}
+    assert (found.a.kind, found.b.kind) == ("paddle", "flex_checkpoint")
+
+
+def test_the_stock_trainers_checkpoint_is_exported_like_ours(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    written = [export_checkpoint(source, tmp_path / source.parent.name, 10**9) for source in pair]
+    assert written[0].digests() == written[1].digests()
+    assert (tmp_path / pair[0].parent.name / "config.json").exists()
+
+
+def test_the_verb_exports_the_stock_trainers_checkpoint_and_plans_no_resume_of_it(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    theirs, ours = (run("export", source, tmp_path / source.parent.name, "--json") for source in pair)
+    assert theirs.code == ours.code == 0
+    assert theirs.document["md5"] == ours.document["md5"]
+    planned = run("plan", pair[0], "--to", "tp=2")
+    assert planned.code == 1
+    assert "was written by Paddle's own FlexCheckpoint" in planned.err
+
+
+def test_a_run_does_not_begin_anew_over_the_stock_trainers_checkpoints(pair: tuple[Path, Path]) -> None:
+    theirs, _ = pair
+    with pytest.raises(NotACheckpoint, match="holds checkpoints, and none can be resumed from") as caught:
+        newest_or_begin(theirs.parent, LocalChannel(), lambda _: None)
+    assert caught.value.evidence[0] == "checkpoint-3 was written by Paddle's own FlexCheckpoint"
+    with pytest.raises(NotACheckpoint, match="was written by Paddle's own FlexCheckpoint"):
+        named(theirs, LocalChannel())
+
+
+def test_a_stock_checkpoint_is_inspected_and_verified(pair: tuple[Path, Path]) -> None:
+    theirs, _ = pair
+    seen = inspect(theirs, "*q_proj*")
+    assert seen.kind == "paddle"
+    assert seen.roles[MODEL_STATE].files == 2
+    assert seen.tensors is not None
+    assert any(len(tensor.pieces) == 2 for tensor in seen.tensors)
+    outcome, problem = verify(theirs, "full")
+    assert outcome.passed, problem
+
+
+def test_without_a_configuration_it_is_inspected_and_not_exported(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    copy = tmp_path / "checkpoint-3"
+    shutil.copytree(pair[0], copy)
+    (copy / "config.json").unlink()
+    assert inspect(copy).roles[MODEL_STATE].tensors
+    with pytest.raises(NotACheckpoint, match="does not say what model it is of"):
+        export_checkpoint(copy, tmp_path / "out")
+
+
+# ---- Damage.
+
+Damage = Callable[[Path], object]
+WEIGHTS = "model_state/1_0.distcp"
+METADATA = "model_state/0.metadata"
+
+
+def cut(name: str, lost: int) -> Damage:
+    return lambda copy: (copy / name).write_bytes((copy / name).read_bytes()[:-lost])
+
+
+def forged(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Metadata whose dicts were changed by somebody who can."""
+
+    def work(copy: Path) -> None:
+        metadata = pickle.loads((copy / METADATA).read_bytes())
+        change(vars(metadata))
+        (copy / METADATA).write_bytes(pickle.dumps(metadata, 4))
+
+    return work
+
+
+def _renamed(fields: dict[str, Any], name: str) -> None:
+    fields["storage_metadata"] = dict.fromkeys(fields["storage_metadata"], name)
+
+
+def _shared_lists(fields: dict[str, Any]) -> None:
+    first = next(iter(fields["state_dict_metadata"].values()))
+    fields["state_dict_metadata"] = dict.fromkeys(fields["state_dict_metadata"], first)
+
+
+def _named_by_a_bomb(fields: dict[str, Any]) -> None:
+    deep: Any = ""
+    for _ in range(20):
+        deep = [deep, deep]  # Its text has a million parts; that of twice the depth fits into no memory.
+    fields["storage_metadata"] = dict.fromkeys(fields["storage_metadata"], deep)
+
+
+def _linked(copy: Path) -> None:
+    elsewhere = copy.parent / "elsewhere.distcp"
+    (copy / WEIGHTS).rename(elsewhere)
+    (copy / WEIGHTS).symlink_to(elsewhere)
+
+
+def _swapped(copy: Path) -> None:
+    one, other = copy / "model_state/0_0.distcp", copy / "optimizer_state/0_0.distcp"
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
+    "no metadata": (lambda copy: (copy / METADATA).unlink(), Corrupt, "no finished checkpoint"),
+    "empty metadata": (lambda copy: (copy / METADATA).write_bytes(b""), Corrupt, "0.metadata is empty"),
+    "metadata twice": (
+        lambda copy: shutil.copy(copy / METADATA, copy / "model_state/1.metadata"),
+        Corrupt,
+        "one is due",
+    ),
+    "a lock": (lambda copy: (copy / f"{METADATA}.lock").touch(), Corrupt, "a save was killed"),
+    "metadata cut off": (cut(METADATA, 1), FormatError, "truncated"),
+    "a file cut off": (cut(WEIGHTS, 40), FormatError, "truncated"),
+    "a file that is missing": (lambda copy: (copy / WEIGHTS).unlink(), Corrupt, "1_0.distcp"),
+    "files of two roles": (_swapped, Corrupt, "does not hold what the metadata says"),
+    "a link that leads out": (_linked, FormatError, "links to somewhere else"),
+    "a file outside": (forged(lambda fields: _renamed(fields, "../../0_0.distcp")), FormatError, r"\.\./\.\./0_0"),
+    "a file by its whole path": (forged(lambda fields: _renamed(fields, "/etc/passwd")), FormatError, "passwd"),
+    "a file of no kind": (forged(lambda fields: _renamed(fields, "0_0.distcp\n")), FormatError, "is said to be in"),
+    "a file whose name is a memo bomb": (forged(_named_by_a_bomb), FormatError, "said to be in 'a list'"),
+    "one list for all": (forged(_shared_lists), FormatError, "no list of its own"),
+    "no tensors": (forged(lambda fields: fields["storage_metadata"].clear()), Corrupt, "no tensor is stored"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_stock_checkpoint_is_refused_and_the_fault_is_named(
+    pair: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    damage, kind, said = DAMAGES[name]
+    copy = tmp_path / "checkpoint-3"
+    shutil.copytree(pair[0], copy)
+    open_distcp(copy)
+    damage(copy)
+    with pytest.raises(kind, match=said):
+        open_distcp(copy)
+
+
+def test_a_tensor_that_is_not_whole_is_named(stock: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "stock"
+    shutil.copytree(stock, copy)
+    metadata = pickle.loads((copy / "0.metadata").read_bytes())
+    for index in [one for one in metadata.storage_metadata if one.tensor_key == "cut.float32"][:1]:
+        del metadata.storage_metadata[index]
+    for index in [one for one in metadata.storage_metadata if one.tensor_key == "cut.float32" and one.replica_id]:
+        del metadata.storage_metadata[index]
+    (copy / "0.metadata").write_bytes(pickle.dumps(metadata, 4))
+    with pytest.raises(Corrupt, match=r"cut\.float32: .* is not stored"):
+        open_distcp(copy)
+
+
+def test_the_configuration_is_plain_json_and_no_family_is_guessed(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    copy = tmp_path / "checkpoint-3"
+    shutil.copytree(pair[0], copy)
+    config = json.loads((copy / "config.json").read_bytes())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
+    with pytest.raises(FlexError, match="unheard_of"):
+        export_checkpoint(copy, tmp_path / "out")

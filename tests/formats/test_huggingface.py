@@ -1,0 +1,102 @@
+"""Directories of open weights: the index is the truth, and the directory is never written to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
+from paddleformers_fc.formats import open_huggingface
+
+
+def weights(*names: str, fill: float = 1.0) -> dict[str, np.ndarray]:
+    return {name: np.full((2, 3), fill, np.float32) for name in names}
+
+
+def indexed(directory: Path, **files: list[str]) -> None:
+    for stem, names in files.items():
+        save_file(weights(*names), directory / f"{stem}.safetensors")
+    weight_map = {name: f"{stem}.safetensors" for stem, names in files.items() for name in names}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_single_file_is_read_whole(tmp_path: Path) -> None:
+    save_file(weights("a", "b"), tmp_path / "model.safetensors")
+    assert set(open_huggingface(tmp_path).roles["model_state"]) == {"a", "b"}
+
+
+def test_the_index_decides_which_files_count(tmp_path: Path) -> None:
+    indexed(tmp_path, one=["a"], two=["b"])
+    save_file(weights("a", "b", fill=9), tmp_path / "original.safetensors")
+    save_file(weights("a", fill=9), tmp_path / "model.safetensors")
+    tensors = open_huggingface(tmp_path).roles["model_state"]
+    assert {name: tensor.fragments[0].file for name, tensor in tensors.items()} == {
+        "a": "one.safetensors",
+        "b": "two.safetensors",
+    }
+
+
+def test_what_a_listed_file_holds_and_the_index_does_not_name_is_stored_all_the_same(tmp_path: Path) -> None:
+    indexed(tmp_path, one=["a"], two=["b"])
+    save_file(weights("a", "a_scale"), tmp_path / "one.safetensors")
+    save_file(weights("b", "a", fill=9), tmp_path / "two.safetensors")
+    tensors = open_huggingface(tmp_path).roles["model_state"]
+    assert {name: [part.file for part in tensor.fragments] for name, tensor in tensors.items()} == {
+        "a": ["one.safetensors"],
+        "a_scale": ["one.safetensors"],
+        "b": ["two.safetensors"],
+    }
+
+
+def test_a_tensor_of_two_files_that_the_index_does_not_name_is_refused(tmp_path: Path) -> None:
+    indexed(tmp_path, one=["a"], two=["b"])
+    save_file(weights("a", "c"), tmp_path / "one.safetensors")
+    save_file(weights("b", "c", fill=9), tmp_path / "two.safetensors")
+    with pytest.raises(Corrupt, match=r"c: in one\.safetensors and two\.safetensors"):
+        open_huggingface(tmp_path)
+
+
+def test_every_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
+    indexed(tmp_path, one=["a"], two=["b"], three=["c"])
+    (tmp_path / "one.safetensors").unlink()
+    (tmp_path / "three.safetensors").unlink()
+    with pytest.raises(Corrupt) as caught:
+        open_huggingface(tmp_path)
+    assert caught.value.evidence == ("one.safetensors", "three.safetensors")
+
+
+def test_a_tensor_that_its_file_does_not_hold_is_named(tmp_path: Path) -> None:
+    indexed(tmp_path, one=["a", "b"])
+    save_file(weights("a"), tmp_path / "one.safetensors")
+    with pytest.raises(Corrupt, match=r"b: the index says one\.safetensors"):
+        open_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", ".."])
+def test_an_index_that_leaves_its_directory_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(FormatError, match="outside its directory"):
+        open_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": [1]}'])
+def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(FormatError, match="index is malformed"):
+        open_huggingface(tmp_path)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpoint, match="no open weights"):
+        open_huggingface(tmp_path)
+
+
+def test_nothing_is_written_into_the_directory(tmp_path: Path) -> None:
+    indexed(tmp_path, one=["a"], two=["b"])
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    open_huggingface(tmp_path)
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before

@@ -1,0 +1,93 @@
+"""What the demo calls right and wrong, and what it shows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.verification.demo import demo
+from paddleformers_fc.verification.demo.report import LossComparison, LossLine, draw, table
+
+MD5 = "0" * 32
+REFERENCE = LossLine("dp2", {step: 7.0 - step / 8 for step in range(1, 7)}, (), MD5)
+RESUMED = LossLine("tp2", {step: 7.0 - step / 8 for step in (4, 5, 6)}, (4, 5, 6), MD5)
+RIGHT = LossComparison("Llama", 3, REFERENCE, (RESUMED,), reloaded=6.5)
+
+
+def _with(line: LossLine) -> LossComparison:
+    return replace(RIGHT, lines=(line,))
+
+
+def test_runs_that_agree_have_no_faults() -> None:
+    assert RIGHT.faults() == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ({4: 6.5, 5: 6.375, 6: 6.25001}, "1.0e-05"),
+        ({4: 6.5, 5: 6.375, 6: float("nan")}, "inf"),
+        ({4: 6.5, 5: 6.375}, "inf"),
+    ],
+    ids=["off", "not a number", "missing"],
+)
+def test_a_loss_that_is_not_the_uninterrupted_ones_is_a_fault(losses: dict[int, float], said: str) -> None:
+    (fault,) = _with(replace(RESUMED, losses=losses)).faults()
+    assert "tp2" in fault
+    assert said in fault
+
+
+def test_only_the_compared_steps_are_judged() -> None:
+    line = replace(RESUMED, losses={4: 6.5, 5: 1.0}, compared=(4,))
+    assert _with(line).faults() == []
+
+
+def test_a_tensor_that_is_not_as_saved_is_a_fault_by_name() -> None:
+    (fault,) = _with(replace(RESUMED, unequal_tensors=("optimizer_state lm_head.weight.moment1_0",))).faults()
+    assert "lm_head.weight.moment1_0" in fault
+
+
+def test_an_export_with_other_bytes_is_a_fault() -> None:
+    (fault,) = _with(replace(RESUMED, export_md5="1" * 32)).faults()
+    assert "md5" in fault
+
+
+def test_an_export_that_trains_otherwise_is_a_fault() -> None:
+    (fault,) = replace(RIGHT, reloaded=6.4).faults()
+    assert "reloaded export" in fault
+
+
+def test_nothing_is_asked_of_a_stock_run() -> None:
+    assert _with(replace(RESUMED, losses={}, export_md5=None, stock=True)).faults() == []
+
+
+def test_the_summary_is_json_even_when_losses_are_no_numbers() -> None:
+    broken = replace(_with(replace(RESUMED, losses={4: float("nan")})), reloaded=float("nan"))
+    text = json.dumps(broken.to_json(), allow_nan=False)
+    assert json.loads(text)["runs"][1]["largest_difference"] is None
+
+
+def test_the_table_has_a_row_per_run_with_losses_difference_and_md5() -> None:
+    console = Console(width=200, record=True)
+    console.print(table(RIGHT))
+    text = console.export_text()
+    for expected in ("dp2", "tp2", "6.50000000", "6.25000000", "0.0e+00", MD5):
+        assert expected in text
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    draw([RIGHT, _with(replace(RESUMED, stock=True))], tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_directory_that_holds_something_else_is_refused_and_kept(tmp_path: Path) -> None:
+    kept = tmp_path / "thesis.tex"
+    kept.touch()
+    with pytest.raises(OptionError, match="something else"):
+        demo(tmp_path)
+    assert kept.exists()

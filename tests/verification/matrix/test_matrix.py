@@ -1,0 +1,217 @@
+"""The verb: recipes, the choice of cells, what counts as right, going on, and the document."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.verification.matrix import report
+from paddleformers_fc.verification.matrix.recipe import cells_of, chosen, read_recipe
+from paddleformers_fc.verification.matrix.running import CellDigests, CellOutcome
+from tests.cli.support import run
+
+RECIPES = Path(__file__).parents[3] / "recipes" / "verification"
+SMALL: dict[str, Any] = {
+    "title": "Small",
+    "text": "Two by one.",
+    "model_type": "llama",
+    "model": {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "sources": ["dp1", "tp2"],
+    "targets": ["pp2"],
+}
+RIGHT = CellOutcome(
+    "dp1->pp2", "f", tensors=3, export_equal=True, expected=(4.0, 3.0, 2.0), losses=(4.0, 3.0, 2.0), seconds=1.0
+)
+
+
+def written(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, **changes}))
+    return path
+
+
+@pytest.mark.parametrize(("name", "rows", "columns"), [("llama2", 10, 10), ("ernie4_5_moe", 8, 8)])
+def test_the_recipes_are_the_public_matrices(name: str, rows: int, columns: int) -> None:
+    recipe = read_recipe(RECIPES / f"{name}.yaml")
+    cells = cells_of(recipe)
+    assert (len(recipe.sources), len(recipe.targets), len(cells)) == (rows, columns, rows * columns)
+    assert len({cell.name for cell in cells}) == rows * columns
+
+
+def test_prediction_layers_are_held_where_either_side_is_a_pipeline() -> None:
+    held = {cell.name for cell in cells_of(read_recipe(RECIPES / "ernie4_5_moe.yaml")) if cell.hold_predictions}
+    assert "dp2->pp2" in held
+    assert "pp2->dp4" in held
+    assert "dp2->tp4" not in held
+    assert len(held) == 64 - 6 * 6
+
+
+def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    recipe = written(tmp_path, targets=["tp4", "pp4"])
+    found = run("matrix", recipe, "--work", tmp_path / "work", "--output", tmp_path / "docs", "--json")
+    assert found.code == 2
+    assert found.document["evidence"] == [
+        "tp4: num_key_value_heads=2 is not divisible by tp=4",
+        "pp4: num_hidden_layers=2 is less than pp x vpp = 4 x 1 = 4 stages",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("tp3", ["num_key_value_heads=2 is not divisible by tp=3", "vocab_size=128 is not divisible by tp=3"]),
+        (
+            "tp4(ep4)",
+            [
+                "num_attention_heads=6 is not divisible by tp=4",
+                "num_key_value_heads=2 is not divisible by tp=4",
+                "the number of experts=6 is not divisible by ep=4",
+            ],
+        ),
+        ("pp4vpp3", ["num_hidden_layers=8 is less than pp x vpp = 4 x 3 = 12 stages"]),
+        ("sd2s3+tp2", ["stage=3 with tp=2: tensor parallelism goes with the stages 1 and 2 alone"]),
+    ],
+)
+def test_layouts_of_a_recipe_are_refused_as_those_of_the_plan_verb_are(
+    tmp_path: Path, name: str, faults: list[str]
+) -> None:
+    model = {"num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2, "moe_num_experts": 6}
+    recipe = written(tmp_path, model_type="ernie4_5_moe", model=model, sources=["tp2+pp4vpp2", name])
+    with pytest.raises(OptionError) as caught:
+        read_recipe(recipe)
+    assert list(caught.value.evidence[: len(faults)]) == [f"{name}: {fault}" for fault in faults]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"targets": "pp2"}, {"colour": "red"}, {"micro_batch": "1"}, {"model_type": "qwen3_moe"}]
+)
+def test_what_is_no_recipe_is_refused_by_its_file(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(OptionError) as caught:
+        read_recipe(written(tmp_path, **changes))
+    assert caught.value.where == str(tmp_path / "small.yaml")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        (None, ["dp1->pp2", "tp2->pp2"]),
+        ("tp2->*", ["tp2->pp2"]),
+        ("*->pp2", ["dp1->pp2", "tp2->pp2"]),
+        ("dp*", ["dp1->pp2"]),
+    ],
+)
+def test_cells_are_chosen_by_name(tmp_path: Path, pattern: str | None, names: list[str]) -> None:
+    assert [cell.name for cell in chosen(cells_of(read_recipe(written(tmp_path))), pattern)] == names
+
+
+def test_a_choice_that_means_no_cell_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"tp8->\*"):
+        chosen(cells_of(read_recipe(written(tmp_path))), "tp8->*")
+
+
+@pytest.mark.parametrize(
+    ("changes", "right"),
+    [
+        ({}, True),
+        ({"losses": (4.0, 3.0, 2.0000005)}, True),
+        ({"losses": (4.0, 3.0, 2.00001)}, False),
+        ({"losses": (4.0, 3.0, 2.00001), "by_hand": (4.0, 3.0, 2.00001)}, True),
+        ({"losses": (4.0, 3.0, 2.00001), "by_hand": (4.0, 3.0, 2.00002)}, False),
+        ({"losses": (4.0, 3.0, float("nan"))}, False),
+        ({"losses": (), "expected": ()}, False),
+        ({"unequal": ("model_state a under pp2",)}, False),
+        ({"export_equal": False}, False),
+        ({"tensors": 0}, False),
+        ({"error": "A training failed."}, False),
+    ],
+)
+def test_what_is_right_is_decided_by_numbers(changes: dict[str, Any], right: bool) -> None:
+    assert msgspec.structs.replace(RIGHT, **changes).right(1e-6) == right
+
+
+def test_a_matrix_is_run_written_and_gone_on_with(tmp_path: Path) -> None:
+    recipe = written(tmp_path)
+    given = ("matrix", recipe, "--work", tmp_path / "work", "--output", tmp_path / "docs")
+    first = run(*given, "--only", "tp2->*", "--json")
+    assert first.code == 0, first.err
+    (cell,) = first.document["cells"]
+    assert (cell["name"], cell["unequal"], cell["export_equal"], cell["error"]) == ("tp2->pp2", [], True, "")
+    assert cell["tensors"] > 0
+    page = (tmp_path / "docs" / "small.md").read_text()
+    assert "1 of 2 cells: every tensor md5-equal" in page
+    assert "| **dp1** | - |" in page
+    record = tmp_path / "work" / "small" / "cells" / "tp2-to-pp2.json"
+    before = record.stat().st_mtime_ns
+    second = run(*given)
+    assert second.code == 0, second.err
+    assert "2 of 2 cells right" in second.out
+    assert record.stat().st_mtime_ns == before
+    assert "2 of 2 cells: every tensor md5-equal" in (tmp_path / "docs" / "small.md").read_text()
+    assert (tmp_path / "docs" / "small.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_cell_that_fails_keeps_its_logs_and_says_how_to_run_it_again(tmp_path: Path) -> None:
+    # A pipeline of interleaved stages refuses to have fewer than three of them: this fails inside the ranks.
+    recipe = written(tmp_path, sources=["dp1"], targets=["pp2vpp2"], model={**SMALL["model"], "num_hidden_layers": 4})
+    found = run("matrix", recipe, "--work", tmp_path / "work", "--output", tmp_path / "docs")
+    assert found.code == 1
+    assert f"again: paddleformers-fc matrix {recipe} --only 'dp1->pp2vpp2'" in found.out
+    logs = tmp_path / "work" / "small" / "cells" / "dp1-to-pp2vpp2"
+    assert f"logs: {logs}" in found.out
+    assert "AssertionError" in (logs / "there" / "logs" / "rank-00000.log").read_text()
+    assert "**wrong**" in (tmp_path / "docs" / "small.md").read_text()
+
+
+def test_the_document_says_equal_a_number_or_wrong_and_explains_what_is_larger(tmp_path: Path) -> None:
+    recipe = read_recipe(written(tmp_path, sources=["dp1", "tp2", "sd2", "dp2"]))
+    cells = cells_of(recipe)
+    larger = {"losses": (4.0, 3.0, 2.00001), "by_hand": (4.0, 3.0, 2.00001)}
+    outcomes = [
+        RIGHT,
+        msgspec.structs.replace(RIGHT, name="tp2->pp2", losses=(4.0, 3.0, 2.0000005)),
+        msgspec.structs.replace(RIGHT, name="sd2->pp2", **larger),
+        msgspec.structs.replace(RIGHT, name="dp2->pp2", unequal=("model_state a under pp2",)),
+    ]
+    report.write(recipe, cells, {one.name: one for one in outcomes}, [], tmp_path / "page")
+    page = (tmp_path / "page.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| **")]
+    assert rows == [
+        "| **dp1** | equal |",
+        "| **tp2** | 5.0e-07 |",
+        "| **sd2** | 1.0e-05 ¹ |",
+        "| **dp2** | **wrong** |",
+    ]
+    assert "* sd2->pp2: 1.0e-05 resumed, and by hand the same three losses." in page
+
+
+def test_an_experiment_is_a_paragraph_with_its_numbers(tmp_path: Path) -> None:
+    variants: dict[str, Any] = {"as it is": {}, "without": {"arguments": {"max_grad_norm": 0.0}}}
+    experiment = {"title": "Clipping", "text": "Why.", "layouts": ["dp1", "pp2"], "variants": variants}
+    recipe = read_recipe(written(tmp_path, experiments=[experiment]))
+    found = CellDigests("Clipping", "f", {"as it is": ((4.0, 3.0), (4.0, 3.25)), "without": ((4.0,), (4.0,))})
+    report.write(
+        recipe, cells_of(recipe), dict.fromkeys(cell.name for cell in cells_of(recipe)), [found], tmp_path / "x"
+    )
+    page = (tmp_path / "x.md").read_text()
+    assert "## Clipping\n\nWhy." in page
+    assert "| as it is | 2.5e-01 |\n| without | 0.0e+00 |" in page
+
+
+def test_the_published_tables_are_whole_and_right() -> None:
+    for name, total in (("llama2", 100), ("ernie4_5_moe", 64)):
+        page = (RECIPES.parents[1] / "docs" / "verification" / f"{name}.md").read_text()
+        assert f"* {total} of {total} cells: every tensor md5-equal" in page
+        assert f"* {total} of {total} cells: the exports" in page
+        assert "wrong" not in page
+
+
+def test_outcomes_survive_json() -> None:
+    assert msgspec.json.decode(msgspec.json.encode(RIGHT), type=CellOutcome) == RIGHT
+    assert json.loads(msgspec.json.encode(RIGHT))["name"] == "dp1->pp2"
