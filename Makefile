@@ -18,11 +18,13 @@ unexport PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test matrix lint guarantees mutants soak bench bench-mapping bench-planning derive-table format install clean
+.PHONY: help demo test test-all stats matrix lint guarantees mutants soak bench bench-mapping bench-planning derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
-	@echo "make test     all checks and all tests"
+	@echo "make test     all checks, and every test but the slow ones; of tests that start ranks, a third of the cases"
+	@echo "make test-all all checks and all tests"
+	@echo "make stats    lines of code, tests and documents by package, and the imports between packages"
 	@echo "make matrix   the verification matrices again: tables and pictures in docs/verification"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
@@ -56,7 +58,14 @@ lint: $(STAMP)
 
 # The tests of a file stay together: they share the ranks that were started for them.
 test: lint
+	@$(BIN)/pytest -n $(WORKERS) --dist loadfile --sample
+
+# Every case of every test, before a release.
+test-all: lint
 	@$(BIN)/pytest -n $(WORKERS) --dist loadfile
+
+stats: $(STAMP)
+	@$(BIN)/python tools/stats.py
 
 guarantees: $(STAMP)
 	@$(BIN)/python -m pytest -q -p tests.corruption.writing tests/corruption tests/crash

@@ -294,6 +294,7 @@ def test_t16_an_export_has_a_format_in_its_headers_and_nothing_beside(
     )
 
 
+@pytest.mark.slow
 @fault("G20", "a `config.json` that does not describe the weights beside it, in every way in")
 def test_g20_weights_that_do_not_fit_stop_every_way_in(model: Path, tmp_path: Path) -> Observed:
     commands.edit_config(model, intermediate_size=96)

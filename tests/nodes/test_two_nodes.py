@@ -19,10 +19,6 @@ from paddleformers_fc.verification.demo.assets import prepare as prepare_assets
 from tests.nodes.network import BIN, Ended, Node, run, two_nodes
 
 SCRIPT, RECIPE = (Path(__file__).parents[2] / "recipes" / name for name in ("script.py", "two_nodes.yaml"))
-SECONDS = 900
-"""The suite's limit is for a test of one job; these start up to four launchers."""
-
-pytestmark = pytest.mark.timeout(SECONDS)
 
 
 @pytest.fixture
@@ -91,6 +87,7 @@ def test_two_nodes_train_and_each_disk_gets_its_part(nodes: list[Node], config: 
         assert "Saved step 2" in ended[rank].output
 
 
+@pytest.mark.slow
 def test_a_script_under_paddles_launcher_trains_on_two_nodes_without_master_variables(
     nodes: list[Node], config: Path
 ) -> None:
@@ -98,7 +95,9 @@ def test_a_script_under_paddles_launcher_trains_on_two_nodes_without_master_vari
     assert [one.code for one in ended] == [0, 0], "\n".join(one.output for one in ended)
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["named", "by itself"])
+@pytest.mark.parametrize(
+    "named", [pytest.param(True, id="named", marks=pytest.mark.slow), pytest.param(False, id="by itself")]
+)
 def test_a_checkpoint_that_lies_on_another_node_is_resumed(nodes: list[Node], config: Path, named: bool) -> None:
     first = train(nodes, config)
     assert [one.code for one in first] == [0, 0], "\n".join(one.output for one in first)
@@ -111,7 +110,7 @@ def test_a_checkpoint_that_lies_on_another_node_is_resumed(nodes: list[Node], co
     assert all("Resumed step 2" in one.output for one in ended)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_disk_that_cannot_be_written_is_found_before_the_first_step_on_both_nodes(
     nodes: list[Node], config: Path, rank: int
 ) -> None:
@@ -123,6 +122,7 @@ def test_a_disk_that_cannot_be_written_is_found_before_the_first_step_on_both_no
         assert "global_step: 1" not in one.output
 
 
+@pytest.mark.slow
 def test_another_option_on_one_node_is_found_before_the_first_step_on_both_nodes(
     nodes: list[Node], config: Path
 ) -> None:
@@ -133,7 +133,9 @@ def test_another_option_on_one_node_is_found_before_the_first_step_on_both_nodes
         assert "global_step: 1" not in one.output
 
 
-@pytest.mark.parametrize("listens", [True, False], ids=["a rendezvous", "nothing"])
+@pytest.mark.parametrize(
+    "listens", [pytest.param(True, id="a rendezvous"), pytest.param(False, id="nothing", marks=pytest.mark.slow)]
+)
 def test_one_node_trains_whatever_listens_at_its_master_variables(tmp_path: Path, listens: bool) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

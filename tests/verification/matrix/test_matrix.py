@@ -136,6 +136,7 @@ def test_what_is_right_is_decided_by_numbers(changes: dict[str, Any], right: boo
     assert msgspec.structs.replace(RIGHT, **changes).right(1e-6) == right
 
 
+@pytest.mark.slow
 def test_a_matrix_is_run_written_and_gone_on_with(tmp_path: Path) -> None:
     recipe = written(tmp_path)
     given = ("matrix", recipe, "--work", tmp_path / "work", "--output", tmp_path / "docs")

@@ -1,0 +1,63 @@
+"""Select the tests of ``make test``: no slow ones, and a sample of the cases that start processes.
+
+``make test-all`` runs every test. With ``--sample`` a test marked ``slow`` is left out, and of a parametrised test that
+starts ranks, or is marked ``sampled``, a third of the cases runs: the first, the last and others at equal distances;
+of three or fewer, the first. The choice depends on the order of the cases alone, so it is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+OPTION = "--sample"
+EACH = 3
+"""Of so many cases one is run."""
+_FIXTURES = frozenset({"ranks", "bare_ranks", "patient_ranks"})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option to pytest's command line."""
+    parser.addoption(OPTION, action="store_true", help="run a sample: no slow tests, a third of the cases with ranks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers."""
+    config.addinivalue_line("markers", "slow: left out of make test")
+    config.addinivalue_line(
+        "markers", "sampled: a third of the cases is in make test, as of all tests that start ranks"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what is not in the sample."""
+    if not config.getoption(OPTION):
+        return
+    chosen = {id(item) for item in sample(items)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+    items[:] = [item for item in items if id(item) in chosen]
+
+
+def sample(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests of the sample, in their order."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = {
+        id(group[place]) for group in cases.values() for place in _places(len(group), _starts_processes(group[0]))
+    }
+    return [item for item in items if id(item) in chosen]
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    return item.get_closest_marker("sampled") is not None or not _FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def _places(count: int, sampled: bool) -> Sequence[int]:
+    """Return the positions of the cases to run, the first and the last among them."""
+    wanted = -(-count // EACH)
+    if not sampled or count <= wanted:
+        return range(count)
+    return [round(number * (count - 1) / max(1, wanted - 1)) for number in range(wanted)]
