@@ -232,7 +232,7 @@ def cast(net: Net) -> Iterator[Net]:
         for module in loaded:
             if vars(module).get("os") is os:
                 stack.enter_context(mock.patch.object(module, "os", net))
-        stack.enter_context(mock.patch.object(files, "_renameat2", net.all_gather))
+        stack.enter_context(mock.patch.object(files, "_renameat2", net.exchange))
         yield net
 
 
