@@ -1,0 +1,97 @@
+"""Checkpoints of several layouts, read by a reader that was written from ``docs/format.md`` alone."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.families import FAMILIES, Family, ModelDescription, family_for
+from paddleformers_fc.families.registry import tiny_models
+from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.verification import simulate_ranks
+from tests.formats import page_reader
+from tests.harness.tiny import SD2V2
+
+Digests = dict[tuple[str, str], tuple[str, tuple[int, ...], str]]
+
+
+def by_the_page(directory: Path) -> Digests:
+    """dtype, shape and md5 of every canonical tensor, by the reader of the page."""
+    return {
+        key: (str(array.dtype), array.shape, hashlib.md5(np.ascontiguousarray(array).tobytes()).hexdigest())
+        for key, array in page_reader.read_canonical(directory).items()
+    }
+
+
+def by_the_package(directory: Path) -> Digests:
+    """The same by the package."""
+    return {(one.role, one.name): (one.dtype, one.shape, one.md5) for one in canonical_digests(directory, "full")}
+
+
+def save_simulated(directory: Path, grid: str, described: ModelDescription = simulate_ranks.QWEN3_MOE) -> Path:
+    """Save a tiny model under a grid."""
+    model = declared_model(family_for(described.config), described, parse_grid(grid), "bfloat16")
+    ranks = range(model.grid.world_size)
+    held = [simulate_ranks.filled(model.roles(rank), value_of) for rank in ranks]
+    simulate_ranks.save(directory, held, model)
+    return directory
+
+
+def value_of(role: str, shard: Shard) -> np.ndarray[Any, Any]:
+    """Numbers by name, equal for both names of a tied embedding."""
+    name = shard.name.replace("lm_head", "model.embed_tokens")
+    return simulate_ranks.value_of(role, msgspec.structs.replace(shard, name=name))
+
+
+def test_the_reader_of_the_page_imports_nothing_of_the_package() -> None:
+    tree = ast.parse(Path(page_reader.__file__).read_text())
+    named = {one.name for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names}
+    named |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in named} - sys.stdlib_module_names == {"ml_dtypes", "numpy", "xxhash"}
+
+
+@pytest.mark.parametrize("grid", ["dp=1", "tp=2,pp=2", "sharding=4,split=true", "sharding=2,split=true,ep=2"])
+def test_the_page_gives_every_tensor_of_a_simulated_layout(tmp_path: Path, grid: str) -> None:
+    directory = save_simulated(tmp_path / "checkpoint-1", grid)
+    found = by_the_page(directory)
+    assert len(found) == 77 + 74 + 4 * 77
+    assert found == by_the_package(directory)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_page_gives_every_tensor_of_a_family(tmp_path: Path, family: Family) -> None:
+    directory = save_simulated(tmp_path / "checkpoint-1", "tp=2,pp=2", tiny_models(family)[0])
+    assert by_the_page(directory) == by_the_package(directory)
+
+
+def test_the_page_gives_every_tensor_that_a_trainer_has_saved(ranks: ForkServer, tmp_path: Path) -> None:
+    settings = {"layout": SD2V2.to_json(), "output_dir": str(tmp_path), "arguments": {"max_steps": 2, "save_steps": 2}}
+    ranks.run("tests.trainer.jobs:run", SD2V2.nproc, settings)
+    directory = tmp_path / "checkpoint-2"
+    assert by_the_page(directory) == by_the_package(directory)
+
+
+def test_the_page_recognises_a_manifest_and_a_file_that_were_altered(tmp_path: Path) -> None:
+    directory = save_simulated(tmp_path / "checkpoint-1", "dp=1")
+    path = directory / MANIFEST_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "step": 2}) + "\n")
+    with pytest.raises(ValueError, match="seal"):
+        page_reader.read_manifest(directory)
+    directory = save_simulated(tmp_path / "checkpoint-2", "dp=1")
+    weights = next((directory / "model_state").iterdir())
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    with pytest.raises(ValueError, match="model_state"):
+        page_reader.read_manifest(directory)
