@@ -68,8 +68,8 @@ def test_the_facade_has_the_names_that_a_script_needs_and_no_others() -> None:
         _ = paddleformers_fc.FlexTrainers
 
 
-def test_every_name_in_the_readme_can_be_imported() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_every_name_in_the_readme_and_the_training_page_can_be_imported() -> None:
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs/training.md").read_text()
     imported = [f"paddleformers_fc.{name}" for line in IMPORTS.findall(text) for name in line.split(", ")]
     names = sorted({*imported, *re.findall(r"paddleformers_fc(?:\.[A-Za-z_]+)+", text), "paddleformers_fc.runtime"})
     assert {"paddleformers_fc.FlexTrainerMixin", "paddleformers_fc.cpu_runtime"} <= set(names)

@@ -1,0 +1,41 @@
+"""Links and paths in the documents lead to files that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)")
+PATH = re.compile(r"`((?:paddleformers_fc|tests|recipes|docs)/[\w./-]+)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_and_path_of_a_page_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    missing = [link for link in LINK.findall(text) if link and not (page.parent / link).exists()]
+    missing += [path for path in PATH.findall(text) if not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_the_reference_of_options_has_every_option_with_its_default() -> None:
+    from paddleformers_fc.trainer.options import FlexFields
+
+    rows = dict(re.findall(r"^\| `(flex_\w+)` \| .* \| `?([^`|]+)`? \| [^|]+ \|$", _page("options"), re.MULTILINE))
+    fields = {name: str(value) for name, value in vars(FlexFields()).items()}
+    assert rows == {name: "false" if value == "False" else value for name, value in fields.items()}
+
+
+def test_the_reference_of_commands_has_every_command() -> None:
+    import typer
+
+    from paddleformers_fc.cli.main import app
+
+    assert set(re.findall(r"^\| `([\w-]+)", _page("commands"), re.MULTILINE)) == set(typer.main.get_group(app).commands)
+
+
+def _page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
