@@ -1,14 +1,16 @@
-"""How ranks talk about a save or load: bytes to everyone, and one agreed outcome.
+"""Exchange typed messages between all ranks of a job, and raise the same error on all of them.
 
-A :class:`Channel` has two operations. In ``exchange`` every rank gives bytes and gets every rank's bytes; in
-``pass_on`` ranks give bytes to some others, as all have agreed before. Nothing that travels is a pickle.
-:func:`all_gather_checked` and :func:`together` run a piece of work on every rank and let them all go on, or let all
-raise the same error; no rank is left waiting in a collective for one that failed. With the first agreement of an
-operation travels a :class:`ConsistencyFacts`: whether the ranks mean the same at all. :func:`broadcast` gives one
-rank's bytes to some others.
+A :class:`Channel` has two operations. In ``all_gather`` every rank gives bytes and gets the bytes of every rank. In
+``all_to_all`` ranks give bytes to some others, in sizes that all ranks have agreed on. No message is a pickle.
 
-Cost of one exchange: an all-gather of a short frame, in which most of what ranks say has room, and a second one of the
-padded payloads where some rank says more. What is passed on is an all-to-all of just the bytes.
+:func:`gather_and_keep` runs work on every rank, encodes its message, exchanges, and decodes the messages of all ranks.
+If the work fails on any rank, all ranks raise the same error, so no rank waits in a collective for one that failed.
+:func:`all_gather_checked` is the form without a local result, :func:`run_on_all` the form without a message. The first
+exchange of an operation carries :class:`ConsistencyFacts`: digests that must be equal on all ranks. :func:`broadcast`
+gives the bytes of one rank to some others.
+
+Cost of one exchange: an all-gather of a frame of 1 KiB, and a second all-gather of the padded payloads if one is longer
+than a frame. An all-to-all carries exactly the bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -25,8 +27,9 @@ from paddleformers_fc.distributed.rank_format import MOST_VALUES, escape_text, f
 from paddleformers_fc.errors import CheckpointError, FlexError, PeerError, from_wire
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-"""Bytes on their way, one-dimensional."""
+"""Bytes in transit, one-dimensional."""
 
+_M = TypeVar("_M")
 _T = TypeVar("_T")
 
 _LENGTH_BYTES = 8
@@ -34,7 +37,7 @@ _FRAME_ROOM = 1016
 
 
 class Channel(Protocol):
-    """Every rank's way to every other."""
+    """The collectives over all ranks of a job."""
 
     @property
     def rank(self) -> int:
@@ -45,59 +48,66 @@ class Channel(Protocol):
         """Number of ranks."""
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank. Every rank must call."""
+        """Return the payload of every rank, by rank. Every rank must call."""
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """Give bytes to some ranks, and take what some have for this one. Every rank must call.
+        """Send bytes to some ranks and receive bytes from some. Every rank must call.
 
         Args:
-            outgoing: bytes by the rank that gets them.
-            sizes: how many bytes come, by the rank that they come from; what that rank gives, as agreed before.
+            outgoing: bytes by receiver.
+            sizes: number of bytes by sender; equal to what the sender gives.
         Returns:
-            bytes by the rank that they come from.
+            bytes by sender.
         """
 
 
 class ConsistencyFacts(Protocol):
-    """What must be the same on every rank of an operation."""
+    """Facts that must be equal on every rank of an operation."""
 
     @property
     def digest(self) -> bytes:
-        """Of what this rank means, never empty; the same on ranks that mean the same."""
+        """The digest of this rank's facts, never empty."""
 
     def differences(self, channel: Channel) -> FlexError:
-        """What the ranks mean differently, where digests differ. Every rank must call."""
+        """Return the error for ranks whose digests differ. Every rank must call."""
 
 
 class _RankMessage(msgspec.Struct):
-    """What one rank was doing, and its result, or its error in wire form; the digest of its roll, if it has one."""
+    """The message of one rank.
+
+    Args:
+        doing: description of the work.
+        result: the encoded result of the work; empty after an error.
+        error: the error in wire form; empty after success.
+        digest: of the consistency facts; empty without them.
+    """
 
     doing: str
     result: bytes = b""
     error: str = ""
-    roll: bytes = b""
+    digest: bytes = b""
 
 
-_outcomes = msgspec.msgpack.Decoder(_RankMessage)
+_rank_messages = msgspec.msgpack.Decoder(_RankMessage)
 
 
 class LocalChannel:
-    """The channel of a job with one process."""
+    """The channel of a job of one process."""
 
     rank = 0
     world_size = 1
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """This rank's payload alone."""
+        """Return this rank's payload."""
         return [payload]
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """What this rank gives itself."""
+        """Return the bytes that this rank sends to itself."""
         return {rank: outgoing[rank] for rank in sizes}
 
 
 ALONE = LocalChannel()
-"""The channel of one process; it has no state and is shared."""
+"""The channel of one process. It has no state, so it is shared."""
 
 
 class PaddleChannel:
@@ -110,7 +120,7 @@ class PaddleChannel:
         self.world_size = int(dist.get_world_size())
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by one or two all-gathers of bytes."""
+        """Return the payload of every rank, by one or two all-gathers of bytes."""
         length = len(payload).to_bytes(_LENGTH_BYTES, "little")
         frames = self._all_gather(_pad(length + payload[:_FRAME_ROOM], _LENGTH_BYTES + _FRAME_ROOM))
         lengths = [int.from_bytes(frame[:_LENGTH_BYTES].tobytes(), "little") for frame in frames]
@@ -122,11 +132,11 @@ class PaddleChannel:
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """Bytes to and from some ranks, by one all-to-all."""
+        """Send and receive bytes by one all-to-all."""
         import paddle
         import paddle.distributed as dist
 
-        # One byte more to this rank itself: a collective of nothing at all is not defined everywhere.
+        # One extra byte to this rank itself: not every backend defines a collective of zero bytes.
         own = np.zeros(1, np.uint8)
         parts = [np.concatenate([outgoing.get(rank, own[:0]), own[: rank == self.rank]]) for rank in self._ranks]
         coming = [sizes.get(rank, 0) + (rank == self.rank) for rank in self._ranks]
@@ -160,11 +170,11 @@ def _pad(data: bytes, size: int) -> Bytes:
 
 
 class GuardedChannel:
-    """A channel each of whose operations happens within something that guards it.
+    """A channel that enters a context manager for each operation.
 
     Args:
         channel: all ranks.
-        guard: makes what one operation happens within.
+        guard: returns the context manager.
     """
 
     def __init__(self, channel: Channel, guard: Callable[[], AbstractContextManager[None]]) -> None:
@@ -182,93 +192,99 @@ class GuardedChannel:
         return self._channel.world_size
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank; raises what the guard raises."""
+        """Return the payload of every rank; errors are those of the guard."""
         with self._guard():
             return self._channel.all_gather(payload)
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """Bytes to and from some ranks; raises what the guard raises."""
+        """Send and receive bytes; errors are those of the guard."""
         with self._guard():
             return self._channel.all_to_all(outgoing, sizes)
 
 
 def job_channel() -> Channel:
-    """The channel of the running job: all its ranks, or this process alone."""
+    """Return the unguarded channel of the running job."""
     import paddle.distributed as dist
 
     return PaddleChannel() if dist.is_initialized() and dist.get_world_size() > 1 else ALONE
 
 
-def all_gather_checked(
-    channel: Channel, doing: str, work: Callable[[], bytes], roll: ConsistencyFacts | None = None
-) -> list[bytes]:
-    """Do a piece of work on every rank, and go on only if all of them succeeded.
+def gather_and_keep(
+    channel: Channel,
+    doing: str,
+    work: Callable[[], tuple[_M, _T]],
+    kind: type[_M],
+    consistency: ConsistencyFacts | None = None,
+) -> tuple[list[_M], _T]:
+    """Run work on every rank, and return the messages of all ranks if it succeeded on all of them.
 
     Args:
-        channel: the ranks.
-        doing: what the work is, in the same words on every rank: ranks that do different things are told apart by it.
-        work: this rank's part; what it returns goes to every rank.
-        roll: what must be equal, which counts before what became of the work. A work that has one is the first of its
-            operation, and changes nothing that lasts.
+        channel: all ranks; every rank must call.
+        doing: description of the work, equal on every rank; ranks with different descriptions are refused.
+        work: returns this rank's message and its local result.
+        kind: type of the message; anything that msgspec encodes.
+        consistency: facts that must be equal on all ranks. A mismatch takes precedence over other errors. The work must
+            change nothing persistent.
     Returns:
-        every rank's result, by rank.
+        the messages by rank, and this rank's local result.
     Raises:
-        FlexError: the same error on every rank: what the roll tells; that the ranks were doing different things; or the
-            error of the rank that failed, or of all ranks that did.
+        FlexError: the same on every rank: facts differ, descriptions differ, or the errors of the ranks that failed.
     """
-    failure: BaseException | None = None
-    doing = escape_text(doing)
+    failure: Exception | None = None
+    kept: _T | None = None
+    sent = _RankMessage(escape_text(doing))
     try:
-        outcome = _RankMessage(doing, result=work())
-    except FlexError as error:
-        failure, outcome = error, _RankMessage(doing, error=error.to_wire())
-    except Exception as error:  # Every other rank waits in the exchange below, so any fault must travel.
-        failure, outcome = error, _wrap_unexpected(doing, error)
-    if roll is not None and channel.world_size > 1:
+        message, kept = work()
+        sent.result = msgspec.msgpack.encode(message)
+    except Exception as error:  # The other ranks wait in the exchange below, so every error must be sent.
+        failure, sent.error = error, _wire_form(error, sent.doing)
+    if consistency is not None and channel.world_size > 1:
         try:
-            outcome.roll = roll.digest
-        except Exception as error:  # As above; what became of the work came first.
-            if failure is None:
-                failure, outcome = error, _wrap_unexpected(doing, error)
-    outcomes = [_decode(payload) for payload in channel.all_gather(msgspec.msgpack.encode(outcome))]
-    if roll is not None and all(found.roll for found in outcomes) and len({found.roll for found in outcomes}) > 1:
-        raise roll.differences(channel) from failure
-    doings = [found.doing for found in outcomes]
-    if len(set(doings)) > 1:
+            sent.digest = consistency.digest
+        except Exception as error:  # As above; an error of the work takes precedence.
+            failure, sent.error = failure or error, sent.error or _wire_form(error, sent.doing)
+    everyone = [_decode(payload) for payload in channel.all_gather(msgspec.msgpack.encode(sent))]
+    if consistency is not None and all(one.digest for one in everyone) and len({one.digest for one in everyone}) > 1:
+        raise consistency.differences(channel) from failure
+    descriptions = [one.doing for one in everyone]
+    if len(set(descriptions)) > 1:
         raise PeerError(
             "The ranks are not doing the same thing.",
             where=f"a job of {channel.world_size} ranks",
-            evidence=[group_by_value(doings)],
+            evidence=[group_by_value(descriptions)],
             next_step="Start every rank with the same software, arguments and data, so that all save together.",
         ) from failure
-    refuse_failed(channel, [found.error for found in outcomes], failure)
-    return [found.result for found in outcomes]
+    refuse_failed(channel, [one.error for one in everyone], failure)
+    decoder = msgspec.msgpack.Decoder(kind)
+    return [decoder.decode(one.result) for one in everyone], cast("_T", kept)
 
 
-def _wrap_unexpected(doing: str, error: Exception) -> _RankMessage:
-    """What a rank says of an error that is not one of ours."""
-    return _RankMessage(doing, error=PeerError(f"{type(error).__name__} while {doing}: {error}").to_wire())
+def all_gather_checked(
+    channel: Channel, doing: str, work: Callable[[], _M], kind: type[_M], consistency: ConsistencyFacts | None = None
+) -> list[_M]:
+    """Return the messages of all ranks, as :func:`gather_and_keep`."""
+    return gather_and_keep(channel, doing, lambda: (work(), None), kind, consistency)[0]
 
 
-def run_on_all(channel: Channel, doing: str, work: Callable[[], _T], roll: ConsistencyFacts | None = None) -> _T:
-    """As :func:`all_gather_checked`, for work whose result stays on its rank."""
-    made: list[_T] = []
+def run_on_all(channel: Channel, doing: str, work: Callable[[], _T], consistency: ConsistencyFacts | None = None) -> _T:
+    """Return this rank's result if the work succeeded on all ranks, as :func:`gather_and_keep`."""
+    return gather_and_keep(channel, doing, lambda: (None, work()), type(None), consistency)[1]
 
-    def run() -> bytes:
-        made.append(work())
-        return b""
 
-    all_gather_checked(channel, doing, run, roll)
-    return made[0]
+def _wire_form(error: Exception, doing: str) -> str:
+    """Return an error as it is sent; one that is not ours becomes a ``PeerError``."""
+    if not isinstance(error, FlexError):
+        error = PeerError(f"{type(error).__name__} while {doing}: {error}")
+    return error.to_wire()
 
 
 def refuse_failed(channel: Channel, errors: Sequence[str], cause: BaseException | None = None) -> None:
-    """Go on only if no rank failed.
+    """Raise the errors of all ranks that failed as one error.
 
     Args:
-        channel: the ranks.
-        errors: by rank, its error in wire form; empty where it succeeded. The same on every rank.
-        cause: this rank's own error, if it failed.
+        channel: all ranks.
+        errors: by rank, its error in wire form; empty after success. Equal on all ranks.
+        cause: this rank's own error.
     Raises:
         FlexError: the same on every rank.
     """
@@ -278,13 +294,13 @@ def refuse_failed(channel: Channel, errors: Sequence[str], cause: BaseException 
 
 
 def broadcast(channel: Channel, data: bytes, size: int, members: Sequence[int]) -> bytes:
-    """Give one rank's bytes to some others, which hand them on: as many rounds as their number has binary digits.
+    """Send one rank's bytes to some others, along a binary tree.
 
     Args:
-        channel: the ranks; every rank must call.
-        data: the bytes, on the first member; of no meaning elsewhere.
-        size: how many there are, known to every rank.
-        members: the rank that has the bytes, then those that are to get them.
+        channel: all ranks; every rank must call.
+        data: the bytes; read on the first member only.
+        size: number of bytes, equal on all ranks.
+        members: the sender, then the receivers.
     Returns:
         the bytes on every member; empty on other ranks.
     """
@@ -304,15 +320,15 @@ def broadcast(channel: Channel, data: bytes, size: int, members: Sequence[int]) 
 
 
 def _decode(payload: bytes) -> _RankMessage:
-    """What a rank said; a rank that speaks another language is doing something else."""
+    """Decode the message of a rank; one of another version counts as another description."""
     try:
-        return _outcomes.decode(payload)
+        return _rank_messages.decode(payload)
     except msgspec.MsgspecError:
         return _RankMessage("something that cannot be understood here")
 
 
 def _merge_errors(failed: dict[int, FlexError], world_size: int) -> FlexError:
-    """One error for all ranks, equal everywhere; the ranks are named."""
+    """Return one error for all ranks, equal on all of them, that names the ranks that failed."""
     first = failed[min(failed)]
     if world_size == 1:
         return first
@@ -327,19 +343,19 @@ def _merge_errors(failed: dict[int, FlexError], world_size: int) -> FlexError:
         return _merge_path_errors(failed, world_size)
     steps = {error.next_step for error in failed.values()}
     if len(steps) == 1:
-        # Said once for all of them, and not by each.
+        # The common next step is printed once.
         groups = {text.removesuffix(f"\n  next: {first.next_step}"): ranks for text, ranks in groups.items()}
     evidence = [f"{format_ranks(ranks)}: {text}" for text, ranks in groups.items()]
     kind = _common_kind(failed.values())
     return kind(
         f"{len(failed)} of {world_size} ranks failed, for different reasons.",
         evidence=evidence,
-        next_step=first.next_step if len(steps) == 1 else "Do for each of these ranks what is said there.",
+        next_step=first.next_step if len(steps) == 1 else "Follow the advice of each error above.",
     )
 
 
 def _common_kind(errors: Iterable[FlexError]) -> type[FlexError]:
-    """What several errors are: faults of a checkpoint stay that, whatever ranks found wrong with it."""
+    """Return the class of several errors: faults of a checkpoint remain a ``CheckpointError``."""
     kinds = {type(error) for error in errors}
     if len(kinds) == 1:
         return kinds.pop()
@@ -347,7 +363,7 @@ def _common_kind(errors: Iterable[FlexError]) -> type[FlexError]:
 
 
 def _merge_path_errors(failed: dict[int, FlexError], world_size: int) -> FlexError:
-    """One error for ranks that met the same, each at a path of its own."""
+    """Return one error for ranks whose errors differ in their paths only."""
     first = failed[min(failed)]
     kind, what, evidence, next_step = _without_path(first)
     places: dict[str, list[int]] = {}
@@ -361,11 +377,11 @@ def _merge_path_errors(failed: dict[int, FlexError], world_size: int) -> FlexErr
 
 
 def _without_path(error: FlexError) -> tuple[type[FlexError], str, tuple[str, ...], str]:
-    """What an error says, whatever the path that it says it of."""
+    """Return the parts of an error without its path."""
     path = error.where.partition(", byte ")[0]
     if "/" not in path:
         return type(error), error.what, error.evidence, error.next_step
-    # Not where it is the beginning of a longer path.
-    said = re.compile(re.escape(path) + r"(?![\w/-])")
-    what, *evidence = (said.sub("each path below", text) for text in (error.what, *error.evidence))
+    # Longer paths that begin with this one are kept.
+    own_path = re.compile(re.escape(path) + r"(?![\w/-])")
+    what, *evidence = (own_path.sub("each path below", text) for text in (error.what, *error.evidence))
     return type(error), what, tuple(evidence), error.next_step

@@ -1,10 +1,9 @@
-"""Calling the roll: before ranks do anything together, they make sure that they mean the same.
+"""Compare on all ranks the facts that an operation depends on, before it changes anything.
 
-A rank with another version of the software, another configuration, another option or another checkpoint under the same
-name would not fail. It would plan other reads, or take part in another number of exchanges, and the job would hang or
-train on a mixture. So the first exchange of every save and load carries a digest of whatever must be equal, beside what
-the ranks have to say there, and it counts before that. Only where digests differ are the facts themselves exchanged,
-and every rank raises the same table of what differs.
+A rank with another software version, configuration, option or checkpoint would not fail. It would plan other reads or
+take part in another number of exchanges, and the job would hang or train on a mixture. So the first exchange of every
+save and load carries a digest of these facts, and a mismatch takes precedence over other errors. Only if digests differ
+are the facts exchanged, and every rank raises the same table of differences.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 
 NOT_SET = "not set"
 _LONGEST = 200
-# Where the ranks of a pipeline hold different layers, this is the element type of a rank's first parameter.
+# The element type of a rank's first parameter, which differs between pipeline stages.
 _OF_ONE_RANK = frozenset({"dtype", "torch_dtype"})
-_PLACE_OF_A_RANK = "parallel_rank"
+_RANK_KEY_SUFFIX = "parallel_rank"
 
 
 @dataclass(frozen=True)
 class ConsistencyCheck:
-    """A roll, for :func:`~paddleformers_fc.distributed.channel.all_gather_checked`.
+    """Facts that must be equal on all ranks of an operation.
 
     Args:
-        doing: what the ranks are about to do together.
-        facts: what must be equal, by subject; anything that JSON can tell.
+        doing: description of the operation.
+        facts: values that JSON can encode, by subject.
     """
 
     doing: str
@@ -46,29 +45,29 @@ class ConsistencyCheck:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of all facts."""
+        """The digest of all facts."""
         return xxhash.xxh3_128_digest(msgspec.json.encode(self._as_json, order="sorted"))
 
     def differences(self, channel: Channel) -> PeerError:
-        """The same on every rank: each subject that differs, its values, and the ranks that have them."""
-        mine = msgspec.json.encode(self._as_json)
-        payloads = all_gather_checked(channel, f"comparing what differs before {self.doing}", lambda: mine)
-        everyone = [msgspec.json.decode(payload, type=dict[str, str]) for payload in payloads]
+        """Return the same error on every rank: subjects that differ, their values, and the ranks of each value."""
+        everyone = all_gather_checked(
+            channel, f"comparing what differs before {self.doing}", lambda: self._as_json, dict[str, str]
+        )
         return PeerError(
-            f"The ranks are not of one mind about {self.doing}. Nothing was changed.",
+            f"Ranks disagree about {self.doing}. Nothing was changed.",
             where=f"a job of {channel.world_size} ranks",
             evidence=list(_differences(everyone)),
-            next_step="Start every rank with the same software, configuration and options, and show it the same files.",
+            next_step="Start every rank with the same software, configuration and options, on the same files.",
         )
 
     @cached_property
     def _as_json(self) -> dict[str, str]:
-        told = (leaf for subject, value in self.facts.items() for leaf in _flat(value, subject))
-        return {escape_text(path): escape_text(text) for path, text in told}
+        leaves = (leaf for subject, value in self.facts.items() for leaf in _flat(value, subject))
+        return {escape_text(path): escape_text(text) for path, text in leaves}
 
 
 def software_versions() -> dict[str, str]:
-    """The versions that decide what a checkpoint means, of what this process has imported."""
+    """Return the versions of imported packages that a checkpoint depends on."""
     found = {"paddleformers_fc": __version__}
     paddle = sys.modules.get("paddle")
     if paddle is not None:
@@ -80,22 +79,22 @@ def software_versions() -> dict[str, str]:
 
 @lru_cache
 def _installed(name: str) -> str:
-    """A distribution's version, which its metadata says: a file that is parsed once."""
+    """Return the version in a distribution's metadata, a file that is parsed once."""
     return importlib.metadata.version(name)
 
 
 def comparable_config(model: ModelDescription) -> dict[str, object]:
-    """A model's class and configuration without what ranks of one model may differ in."""
+    """Return a model's class and configuration without the keys that may differ between ranks of one model."""
     config = {
         key: value
         for key, value in model.config.items()
-        if key not in _OF_ONE_RANK and not key.endswith(_PLACE_OF_A_RANK)
+        if key not in _OF_ONE_RANK and not key.endswith(_RANK_KEY_SUFFIX)
     }
     return {**config, IS_FLEET: model.is_fleet}
 
 
 def _flat(value: object, subject: str) -> Iterator[tuple[str, str]]:
-    """Every leaf of nested mappings under its path, as text."""
+    """Yield the path and the text of every leaf of nested mappings."""
     if isinstance(value, Mapping) and value:
         for key in value:
             yield from _flat(value[key], f"{subject}.{key}")
@@ -104,14 +103,14 @@ def _flat(value: object, subject: str) -> Iterator[tuple[str, str]]:
 
 
 def _differences(everyone: list[dict[str, str]]) -> Iterator[str]:
-    for subject in sorted({subject for told in everyone for subject in told}):
-        values = [told.get(subject, NOT_SET) for told in everyone]
+    for subject in sorted({subject for facts in everyone for subject in facts}):
+        values = [facts.get(subject, NOT_SET) for facts in everyone]
         if len(set(values)) > 1:
             yield f"{subject}: {group_by_value([_shortened(value) for value in values])}"
 
 
 def _shortened(value: str) -> str:
-    """A long value by its end as well, and by a digest, so that two that begin alike are told apart."""
+    """Return a long value as its beginning, length and digest."""
     if len(value) <= _LONGEST:
         return value
     return (

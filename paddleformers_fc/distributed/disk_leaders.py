@@ -1,16 +1,17 @@
-"""Which ranks write onto the same disk: found out by writing, for a path says nothing about what is behind it.
+"""Find the ranks that write onto the same disk, by writing: equal paths may lead to different disks.
 
-One rank puts something down, the others look whether they see it. Those that do share its disk, and it is the **lead**
-of that disk. Where some do not, the lowest of them on every host puts something down in its turn, until every rank has
-a lead. On one shared disk these are two agreements, on disks of single hosts four.
+Rank 0 creates a token, and the others probe for it. Ranks that see it share its disk, and the creator is the **leader**
+of that disk. Of the other ranks the lowest on every host creates a token in turn, until every rank has a leader. One
+shared disk takes two exchanges, disks of single hosts four.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -22,8 +23,8 @@ class DiskLeaders:
     """The disks of a job.
 
     Args:
-        leads: by rank, the lowest rank that writes onto the same disk.
-        token: what this rank's lead has put down.
+        leads: by rank, the leader of its disk.
+        token: the token of this rank's leader.
     """
 
     leads: tuple[int, ...]
@@ -31,63 +32,53 @@ class DiskLeaders:
 
     @property
     def sorted_leaders(self) -> tuple[int, ...]:
-        """The leads, rising; rank 0 is the first."""
+        """The leaders in ascending order; rank 0 is the first."""
         return tuple(sorted(set(self.leads)))
 
     def sharing(self) -> dict[int, list[int]]:
-        """The ranks of every disk, by its lead."""
+        """Return the ranks of every disk, by its leader."""
         return {lead: [rank for rank, own in enumerate(self.leads) if own == lead] for lead in self.sorted_leaders}
 
 
 class _ProbeMessage(msgspec.Struct, frozen=True):
-    """What a rank saw: the lead whose token it sees, or none, and the host it is on."""
+    """The leader whose token a rank sees, and the rank's host."""
 
     lead: int | None
     host: str
 
 
-_probe = msgspec.msgpack.Decoder(_ProbeMessage)
-
-
 def find_disk_leaders(channel: Channel, doing: str, put: Callable[[], str], sees: Callable[[str], bool]) -> DiskLeaders:
-    """Find out which ranks share a disk.
+    """Find the ranks that share a disk.
 
     Args:
         channel: all ranks; every rank must call.
-        doing: what it is for, for an error that is not one of ours.
-        put: puts something with a fresh name onto this rank's disk, and returns the name; asked of some ranks.
-        sees: whether this rank sees something of that name.
+        doing: description of the operation, for errors.
+        put: creates a token with a new name on this rank's disk and returns the name; called on some ranks.
+        sees: returns whether this rank sees a token.
     Raises:
         FlexError: the same on every rank.
     """
     found: dict[int, tuple[int, str]] = {}
     makers = [0]
     while makers:
-        tokens = _tokens(channel, doing, makers, put)
+        created = all_gather_checked(channel, doing, partial(_create_token, put, channel.rank in makers), bytes)
+        tokens = [os.fsdecode(name) for name in created]
+        probe = partial(_probe, sees, {rank: tokens[rank] for rank in sorted(makers)}, channel.rank)
         left: dict[str, int] = {}
-        for rank, answer in enumerate(_exchange_probes(channel, doing, makers, tokens, sees)):
-            if rank not in found and answer.lead is not None:
-                found[rank] = (answer.lead, tokens[answer.lead])
+        for rank, seen in enumerate(all_gather_checked(channel, doing, probe, _ProbeMessage)):
+            if rank not in found and seen.lead is not None:
+                found[rank] = (seen.lead, tokens[seen.lead])
             elif rank not in found:
-                left.setdefault(answer.host, rank)
+                left.setdefault(seen.host, rank)
         makers = list(left.values())
     return DiskLeaders(tuple(found[rank][0] for rank in range(channel.world_size)), found[channel.rank][1])
 
 
-def _tokens(channel: Channel, doing: str, makers: list[int], put: Callable[[], str]) -> list[str]:
-    """What some ranks have put down, by rank."""
-    payloads = all_gather_checked(channel, doing, lambda: os.fsencode(put()) if channel.rank in makers else b"")
-    return [os.fsdecode(payload) for payload in payloads]
+def _create_token(put: Callable[[], str], asked: bool) -> bytes:
+    return os.fsencode(put()) if asked else b""
 
 
-def _exchange_probes(
-    channel: Channel, doing: str, makers: list[int], tokens: list[str], sees: Callable[[str], bool]
-) -> list[_ProbeMessage]:
-    """Whose token every rank sees: the lowest rank's of several."""
-
-    def look() -> bytes:
-        # A name that nobody has looked for before: a network file system cannot answer from what it remembers.
-        lead = next((maker for maker in sorted(makers) if sees(tokens[maker]) or maker == channel.rank), None)
-        return msgspec.msgpack.encode(_ProbeMessage(lead, socket.gethostname()))
-
-    return [_probe.decode(payload) for payload in all_gather_checked(channel, doing, look)]
+def _probe(sees: Callable[[str], bool], tokens: Mapping[int, str], rank: int) -> _ProbeMessage:
+    # No name was looked up before: a network file system cannot answer from its cache.
+    lead = next((maker for maker, token in tokens.items() if maker == rank or sees(token)), None)
+    return _ProbeMessage(lead, socket.gethostname())

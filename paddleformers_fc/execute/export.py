@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paddleformers_fc.distributed.channel import ALONE, Channel, all_gather_checked, run_on_all
+from paddleformers_fc.distributed.channel import ALONE, Channel, all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import OptionError, StorageError
@@ -70,7 +70,6 @@ TRAINER_DIRECTORY = "trainer"
 RUN_ARGUMENTS = "training_args.json"
 """The training arguments beside an export of a Trainer: of the run and its layout, and not in its checksums."""
 
-_receipts = msgspec.json.Decoder(list[FileChecksum])
 _CACHE_BYTES = 4 * 1024 * 1024
 """Bytes of a batch from files of this machine: few enough to be in the processor's cache until they are written."""
 _BATCH_BYTES = 32 * 1024 * 1024
@@ -158,9 +157,11 @@ def export_checkpoint(
         if canonical.catalog.seen_by:
             written = _write_together(staged.path, canonical, mine, room, channel)
         else:
-            written = all_gather_checked(channel, "exporting", lambda: _write_files(staged.path, canonical, mine, room))
+            written = all_gather_checked(
+                channel, "exporting", lambda: _write_files(staged.path, canonical, mine, room), list[FileChecksum]
+            )
 
-        receipts = [receipt for payload in written for receipt in _receipts.decode(payload)]
+        receipts = [receipt for theirs in written for receipt in theirs]
 
         def finish() -> None:
             if channel.rank == 0:
@@ -325,7 +326,7 @@ class _Batch:
         return arrays
 
 
-def _write_files(staging: Path, source: ReadSource, files: list[_FilePlan], room: int) -> bytes:
+def _write_files(staging: Path, source: ReadSource, files: list[_FilePlan], room: int) -> list[FileChecksum]:
     """Write this rank's files: every thread reads a batch, and writes it while others read and write theirs."""
     # As many read as in a load, if tensors are large; threads that read from a store only wait.
     near = replace(DEFAULT_OPTIONS, threads=DEFAULT_OPTIONS.threads // _READERS)
@@ -343,20 +344,20 @@ def _write_files(staging: Path, source: ReadSource, files: list[_FilePlan], room
 
     with _Output(staging) as output, ThreadPoolExecutor(_READERS, "flex-export") as pool:
         run_workers(pool, _READERS, output.begun(_batches(source, files, room)), lane)
-    return msgspec.json.encode(output.receipts)
+    return output.receipts
 
 
 def _write_together(
     staging: Path, source: ReadSource, files: list[_FilePlan], room: int, channel: Channel
-) -> list[bytes]:
+) -> list[list[FileChecksum]]:
     """As :func:`_write_files`, all ranks in step; every rank's receipts. One with nothing to write reads for others."""
-    batches: list[_Batch] = []
 
-    def plan() -> bytes:
-        batches.extend(_batches(source, files, room))
-        return str(len(batches)).encode()
+    def plan() -> tuple[int, list[_Batch]]:
+        batches = list(_batches(source, files, room))
+        return len(batches), batches
 
-    steps = max(int(count) for count in all_gather_checked(channel, "planning an export", plan))
+    counts, batches = gather_and_keep(channel, "planning an export", plan, int)
+    steps = max(counts)
     storage = ReadContext(source.catalog.root, source.catalog.identities, source.catalog.seen_by)
     memory = _memory(room, files)
     with _Output(staging) as output:
@@ -367,7 +368,7 @@ def _write_together(
             slots = {key: ArraySlot(array) for key, array in arrays.items()}
             read_redistributed(reads, storage, slots, channel)
             run_on_all(channel, "exporting", partial(output.write_all, own, memory))
-        return all_gather_checked(channel, "collecting checksums", lambda: msgspec.json.encode(output.receipts))
+        return all_gather_checked(channel, "collecting checksums", lambda: output.receipts, list[FileChecksum])
 
 
 class _Output:

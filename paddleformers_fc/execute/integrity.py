@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked, refuse_failed
+from paddleformers_fc.distributed.channel import Channel, gather_and_keep, refuse_failed
 from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.formats import Catalog
@@ -35,14 +35,11 @@ _LENGTH = struct.Struct("<Q")
 
 
 class _FaultMessage(msgspec.Struct, frozen=True):
-    """What a rank has found: whether anything is damaged, a line per file, and the refusal of what it may not read."""
+    """The faults that a rank has found: a line per file, and its error in wire form for files that it may not read."""
 
     damaged: bool
     evidence: list[str]
     refusal: str
-
-
-_fault_messages = msgspec.msgpack.Decoder(_FaultMessage)
 
 
 def verify_metadata_blocks(
@@ -134,22 +131,19 @@ def verify_planned_blocks(
 def _compare_on_all(
     directory: AnyPath, channel: Channel, share: Callable[[], BlockComparison], next_step: str = RESTORE
 ) -> int:
-    """Bytes that this rank has hashed, if no rank has found a fault."""
-    found: list[BlockComparison] = []
+    """Return the number of bytes that this rank has hashed, if no rank has found a fault."""
 
-    def work() -> bytes:
-        found.append(share())
-        refusal = found[0].refusal
-        return msgspec.msgpack.encode(
-            _FaultMessage(bool(found[0].faults), found[0].evidence, refusal.to_wire() if refusal else "")
-        )
+    def work() -> tuple[_FaultMessage, int]:
+        found = share()
+        refusal = found.refusal.to_wire() if found.refusal else ""
+        return _FaultMessage(bool(found.faults), found.evidence, refusal), found.bytes
 
-    payloads = all_gather_checked(channel, f"comparing checksums of {directory.name}", work)
-    said = [_fault_messages.decode(payload) for payload in payloads]
-    if not any(one.damaged for one in said):
-        refuse_failed(channel, [one.refusal for one in said])
+    doing = f"comparing checksums of {directory.name}"
+    everyone, hashed = gather_and_keep(channel, doing, work, _FaultMessage)
+    if not any(one.damaged for one in everyone):
+        refuse_failed(channel, [one.refusal for one in everyone])
     finders: dict[str, list[int]] = {}
-    for rank, one in enumerate(said):
+    for rank, one in enumerate(everyone):
         for fault in one.evidence:
             finders.setdefault(fault, []).append(rank)
     if finders:
@@ -159,7 +153,7 @@ def _compare_on_all(
             evidence=[_fault_message(fault, ranks, channel) for fault, ranks in sorted(finders.items())],
             next_step=next_step,
         )
-    return found[0].bytes
+    return hashed
 
 
 def _fault_message(fault: str, ranks: list[int], channel: Channel) -> str:

@@ -8,7 +8,6 @@ exchange makes sure that no rank trains on when another could not read.
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import numpy as np
 import xxhash
 
 from paddleformers_fc.aoa import AoaTensor
-from paddleformers_fc.distributed.channel import Channel, ConsistencyFacts, all_gather_checked
+from paddleformers_fc.distributed.channel import Channel, ConsistencyFacts, all_gather_checked, gather_and_keep
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.integrity import verify_metadata_blocks, verify_planned_blocks
@@ -102,17 +101,6 @@ class _Preflight:
     known: bool = False
 
 
-class _TensorMessage(msgspec.Struct):
-    """A tensor of the live model on its way to the other ranks."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    cuts: tuple[int, ...]
-
-
-_tensor_messages = msgspec.json.Decoder(dict[str, _TensorMessage])
-
-
 class _PreflightMessage(msgspec.Struct):
     """One rank's preflight on its way to the others.
 
@@ -124,12 +112,9 @@ class _PreflightMessage(msgspec.Struct):
     """
 
     report: str
-    touched: dict[str, str]
+    touched: dict[str, bytes]
     once: bool
     compares: bool
-
-
-_preflight_messages = msgspec.json.Decoder(_PreflightMessage)
 
 
 def load_checkpoint(
@@ -180,8 +165,8 @@ def prepare_load(
     started = time.monotonic()
     facts = {"manifest": manifest_seal(checkpoint.manifest), "checks": checkpoint.unread}
     facts |= {"aoa_config": aoa_config or {}, "flex_tied": checkpoint.tied, OPTION: sorted(may_change)}
-    roll = _consistency_check(checkpoint.catalog.root, model, facts)
-    tensors = _whole_model(roles, channel, roll) if aoa_config else {}
+    consistency = _consistency_check(checkpoint.catalog.root, model, facts)
+    tensors = _whole_model(roles, channel, consistency) if aoa_config else {}
 
     def preflight() -> _Preflight:
         shards = describe_roles(roles)
@@ -220,7 +205,7 @@ def prepare_load(
         report.refuse(str(checkpoint.catalog.root), _family_difference(checkpoint.known, model))
         refuse_changes(changes, may_change, str(checkpoint.catalog.root))
 
-    fill = _prepared(checkpoint.catalog, roles, channel, options, preflight, check, refuse, started, roll)
+    fill = _prepared(checkpoint.catalog, roles, channel, options, preflight, check, refuse, started, consistency)
     return lambda: replace(fill(), changes=tuple(changes))
 
 
@@ -254,19 +239,15 @@ def _consistency_check(directory: AnyPath, model: ModelDescription, facts: Mappi
     )
 
 
-def _whole_model(roles: Roles, channel: Channel, roll: ConsistencyFacts) -> dict[str, AoaTensor]:
-    """Every tensor of the model on all ranks: statements speak of the model, and a rank holds a part of it."""
+def _whole_model(roles: Roles, channel: Channel, consistency: ConsistencyFacts) -> dict[str, AoaTensor]:
+    """Return every tensor of the model on all ranks: statements describe the model, and a rank holds a part of it."""
 
-    def describe() -> bytes:
+    def describe() -> dict[str, AoaTensor]:
         shards = describe_roles({MODEL_STATE: roles[MODEL_STATE]})[MODEL_STATE]
-        described = {name: _TensorMessage(one.global_shape, one.dtype, one.cuts) for name, one in shards.items()}
-        return msgspec.json.encode(described)
+        return {name: AoaTensor(one.global_shape, one.dtype, one.cuts) for name, one in shards.items()}
 
-    tensors: dict[str, AoaTensor] = {}
-    for payload in all_gather_checked(channel, "describing the model", describe, roll):
-        for name, one in _tensor_messages.decode(payload).items():
-            tensors[name] = AoaTensor(one.shape, one.dtype, one.cuts)
-    return tensors
+    everyone = all_gather_checked(channel, "describing the model", describe, dict[str, AoaTensor], consistency)
+    return {name: tensor for tensors in everyone for name, tensor in tensors.items()}
 
 
 def load_weights(
@@ -293,8 +274,8 @@ def load_weights(
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
     """
     started = time.monotonic()
-    roll = _consistency_check(directory, model, {"verify": verify})
-    catalog, compared = _opened_weights(directory, channel, verify, options.threads, roll)
+    consistency = _consistency_check(directory, model, {"verify": verify})
+    catalog, compared = _opened_weights(directory, channel, verify, options.threads, consistency)
 
     def preflight() -> _Preflight:
         family, shards = family_for(model.config), describe_roles(roles)
@@ -328,19 +309,17 @@ def load_weights(
 
 
 def _opened_weights(
-    directory: AnyPath, channel: Channel, verify: str, threads: int, roll: ConsistencyFacts
+    directory: AnyPath, channel: Channel, verify: str, threads: int, consistency: ConsistencyFacts
 ) -> tuple[Catalog, bool]:
     """Return the catalog of open weights, and whether the ranks compare recorded checksums of what they read."""
-    opened: list[Catalog] = []
 
-    def work() -> bytes:
-        opened.append(open_huggingface(directory, "size" if verify == "full" else verify))
-        return b"recorded" if opened[0].recorded else b""
+    def work() -> tuple[bool, Catalog]:
+        opened = open_huggingface(directory, "size" if verify == "full" else verify)
+        return bool(opened.recorded), opened
 
-    # Decided by all ranks: a rank that sees no checksums still takes part in comparing.
-    recorded = any(all_gather_checked(channel, f"opening {directory.name}", work, roll))
-    catalog = opened[0]
-    if not recorded or verify != "full":
+    recorded, catalog = gather_and_keep(channel, f"opening {directory.name}", work, bool, consistency)
+    # Decided by all ranks: a rank that sees no checksums still takes part in the comparison.
+    if not any(recorded) or verify != "full":
         return catalog, False
     files, advice = list(catalog.recorded.values()), restore_or_delete(directory)
     verify_metadata_blocks(directory, files, catalog.identities, channel, threads, advice)
@@ -369,26 +348,19 @@ def _prepared(
     check: Callable[[LoadPlan], int],
     refuse: Callable[[Report], None],
     started: float,
-    roll: ConsistencyFacts,
+    consistency: ConsistencyFacts,
 ) -> Fill:
-    done: list[_Preflight] = []
-    slots: dict[Key, Slot] = {}
+    def prepare() -> tuple[_PreflightMessage, tuple[_Preflight, dict[Key, Slot]]]:
+        own, slots = preflight(), slots_of(roles)
+        reads = _bitmaps(catalog, own.plan, roles)
+        return _PreflightMessage(own.report.to_wire(), reads, options.once, bool(own.plan.checks)), (own, slots)
 
-    def prepare() -> bytes:
-        done.append(preflight())
-        slots.update(slots_of(roles))
-        plan, report = done[0].plan, done[0].report
-        verdict = _PreflightMessage(report.to_wire(), _bitmaps(catalog, plan, roles), options.once, bool(plan.checks))
-        return msgspec.json.encode(verdict)
-
-    verdicts = [
-        _preflight_messages.decode(payload) for payload in all_gather_checked(channel, "planning", prepare, roll)
-    ]
+    verdicts, (own, slots) = gather_and_keep(channel, "planning", prepare, _PreflightMessage, consistency)
     _refuse_different_ways(verdicts)
     merged = Report().merge([Report.from_wire(verdict.report) for verdict in verdicts])
     untouched = _untouched(catalog, verdicts)
-    plan = done[0].plan
-    for name in done[0].unexpected(untouched):
+    plan = own.plan
+    for name in own.unexpected(untouched):
         merged.add("unexpected", name)
     refuse(merged)
     dropped = tuple(name for _, name in untouched)
@@ -402,7 +374,7 @@ def _prepared(
         filled = {(item.role, item.name) for item in plan.items}
         fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)
         seconds = time.monotonic() - started
-        return LoadReport(catalog.root, traffic.read, seconds, fresh, dropped, traffic.received, checked, done[0].known)
+        return LoadReport(catalog.root, traffic.read, seconds, fresh, dropped, traffic.received, checked, own.known)
 
     return fill
 
@@ -418,13 +390,13 @@ def _refuse_different_ways(verdicts: list[_PreflightMessage]) -> None:
         )
 
 
-def _bitmaps(catalog: Catalog, plan: LoadPlan, roles: Roles) -> dict[str, str]:
-    """Which stored names this rank reads, one bit each, for the roles it wants."""
-    maps: dict[str, str] = {}
+def _bitmaps(catalog: Catalog, plan: LoadPlan, roles: Roles) -> dict[str, bytes]:
+    """Return which stored names this rank reads, one bit each, by the roles that it wants."""
+    maps: dict[str, bytes] = {}
     for role in roles:
         touched = plan.touched.get(role, frozenset())
         reads = np.array([name in touched for name in catalog.sorted_names.get(role, ())], bool)
-        maps[role] = base64.b64encode(np.packbits(reads).tobytes()).decode()
+        maps[role] = np.packbits(reads).tobytes()
     return maps
 
 
@@ -436,7 +408,7 @@ def _untouched(catalog: Catalog, verdicts: list[_PreflightMessage]) -> list[Stor
         reads = np.zeros(len(names), np.uint8)
         for verdict in verdicts:
             if role in verdict.touched:
-                bits = np.frombuffer(base64.b64decode(verdict.touched[role]), np.uint8)
+                bits = np.frombuffer(verdict.touched[role], np.uint8)
                 reads |= np.unpackbits(bits, count=len(names))
         left.extend((role, names[index]) for index in np.flatnonzero(reads == 0))
     return left

@@ -23,6 +23,7 @@ from paddleformers_fc.distributed.channel import (
     ConsistencyFacts,
     all_gather_checked,
     broadcast,
+    gather_and_keep,
     refuse_failed,
     run_on_all,
 )
@@ -84,9 +85,6 @@ class _ProbeMessage(msgspec.Struct):
     fault: str
 
 
-_probe_messages = msgspec.msgpack.Decoder(_ProbeMessage)
-
-
 @dataclass(frozen=True)
 class _Visibility:
     """What all ranks have told.
@@ -123,7 +121,6 @@ class _ContentsMessage(msgspec.Struct):
     documents: dict[str, bytes]
 
 
-_contents_messages = msgspec.msgpack.Decoder(_ContentsMessage)
 _manifests = msgspec.msgpack.Decoder(Manifest)
 
 
@@ -261,20 +258,17 @@ def _probe(
         alone: what a rank does with its sight where all ranks see the same.
         roll: what must be the same on all ranks.
     """
-    own: list[FileVisibility | None] = []
 
-    def look() -> bytes:
-        own.append(_visibility(directory))
-        fault = ""
+    def look() -> tuple[_ProbeMessage, FileVisibility | None]:
+        seen, fault = _visibility(directory), ""
         try:
-            alone(own[0])
+            alone(seen)
         except FlexError as error:
             fault = error.to_wire()
-        return msgspec.msgpack.encode(_ProbeMessage(_contents_of(directory, own[0]), fault))
+        return _ProbeMessage(_contents_of(directory, seen), fault), seen
 
-    payloads = all_gather_checked(channel, f"opening {directory.name}", look, roll)
-    looks = [_probe_messages.decode(payload) for payload in payloads]
-    return _Visibility(own[0], [one.sight for one in looks], [one.fault for one in looks])
+    looks, own = gather_and_keep(channel, f"opening {directory.name}", look, _ProbeMessage, roll)
+    return _Visibility(own, [one.sight for one in looks], [one.fault for one in looks])
 
 
 def _visibility(directory: AnyPath) -> FileVisibility | None:
@@ -328,18 +322,17 @@ def _open_divided(
     _refuse_invisible(directory, seen_by, sights)
     readers = {path: ranks[index % len(ranks)] for index, (path, ranks) in enumerate(seen_by.items())}
 
-    def tell() -> bytes:
+    def tell() -> _ContentsMessage:
         compared = () if verify == "full" else _documents_of(manifest, seen_by, channel)
         _verify_seen(directory, manifest, seen_by, channel.rank, "size" if verify == "full" else verify, compared)
         mine = [path for path, reader in readers.items() if reader == channel.rank]
         shards = {path: [_encoded(shard) for shard in shards_of(directory, path)] for path in mine if _holds(path)}
         documents = {path: read_document_bytes(directory, manifest, path) for path in mine if path in DOCUMENTS}
-        return msgspec.msgpack.encode(_ContentsMessage(shards, documents))
+        return _ContentsMessage(shards, documents)
 
     told: dict[str, list[_ShardMessage]] = {}
     documents: dict[str, bytes] = {}
-    for payload in all_gather_checked(channel, f"opening {directory.name}", tell):
-        one = _contents_messages.decode(payload)
+    for one in all_gather_checked(channel, f"opening {directory.name}", tell, _ContentsMessage):
         told.update(one.shards)
         documents.update(one.documents)
 

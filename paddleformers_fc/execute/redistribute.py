@@ -99,7 +99,8 @@ class _RangeMessage(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
 
 
-_parts = msgspec.msgpack.Decoder(dict[str, list[tuple[int, _RangeMessage]]])
+_RangeMessages = dict[str, list[tuple[int, _RangeMessage]]]
+"""Ranges and their positions in the order of a rank, by file: a path is sent once."""
 
 
 def agreed_schedule(
@@ -115,8 +116,8 @@ def agreed_schedule(
     Raises:
         StorageError: a range lies in a file that no rank sees.
     """
-    payloads = all_gather_checked(channel, "agreeing on who reads what", lambda: _encoded(wants))
-    moves = assign_transfers([_decoded(payload) for payload in payloads], storage.seen_by)
+    everyone = all_gather_checked(channel, "assigning reads", lambda: _to_messages(wants), _RangeMessages)
+    moves = assign_transfers([_from_messages(messages) for messages in everyone], storage.seen_by)
     return schedule_rounds(moves, channel.rank, limit)
 
 
@@ -231,14 +232,12 @@ def _agreed_digests(
     wanted: Sequence[StoredPart], storage: ReadContext, channel: Channel, options: ReadOptions
 ) -> dict[StoredPart, bytes]:
     """The digests of all ranges that any rank asks for; each is read by one rank."""
-    asked = all_gather_checked(channel, "asking for tied tensors", lambda: _encoded(wanted))
-    parts = (part for payload in asked for part in _decoded(payload))
+    asked = all_gather_checked(channel, "asking for tied tensors", lambda: _to_messages(wanted), _RangeMessages)
+    parts = (part for messages in asked for part in _from_messages(messages))
     owners = readers(parts, storage.seen_by, channel.world_size)
     mine = [part for part, owner in owners.items() if owner == channel.rank]
-    answers = all_gather_checked(
-        channel, "reading tied tensors", lambda: msgspec.msgpack.encode(_digests(mine, storage, options))
-    )
-    left = [iter(msgspec.msgpack.decode(answer, type=list[bytes])) for answer in answers]
+    answers = all_gather_checked(channel, "reading tied tensors", lambda: _digests(mine, storage, options), list[bytes])
+    left = [iter(answer) for answer in answers]
     return {part: next(left[owner]) for part, owner in owners.items()}
 
 
@@ -409,17 +408,17 @@ def _attempt(failures: list[Exception], work: Callable[[], None]) -> None:
         failures.append(error)
 
 
-def _encoded(parts: Iterable[StoredPart]) -> bytes:
-    by_file: dict[str, list[tuple[int, _RangeMessage]]] = {}
+def _to_messages(parts: Iterable[StoredPart]) -> _RangeMessages:
+    by_file: _RangeMessages = {}
     for position, one in enumerate(parts):
         part = _RangeMessage(one.begin, one.shape, one.part.lo, one.part.hi, one.dtype)
         by_file.setdefault(one.file, []).append((position, part))
-    return msgspec.msgpack.encode(by_file)
+    return by_file
 
 
-def _decoded(payload: bytes) -> list[StoredPart]:
+def _from_messages(by_file: _RangeMessages) -> list[StoredPart]:
     found: list[tuple[int, StoredPart]] = []
-    for file, parts in _parts.decode(payload).items():
+    for file, parts in by_file.items():
         for position, one in parts:
             found.append((position, StoredPart(file, one.begin, one.shape, Box(one.lo, one.hi), one.dtype)))
     return [part for _, part in sorted(found, key=itemgetter(0))]

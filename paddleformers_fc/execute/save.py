@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc import __version__
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import OptionError
@@ -123,10 +123,6 @@ class _PlanMessage(msgspec.Struct, array_like=True):
     known: list[bytes]
 
 
-_exchange_write_messages = msgspec.msgpack.Decoder(_WriteMessage)
-_exchange_plan_messages = msgspec.msgpack.Decoder(_PlanMessage)
-
-
 def save_checkpoint(
     directory: Path,
     roles: Roles,
@@ -156,20 +152,16 @@ def save_checkpoint(
         FlexError: the same on every rank; the target is untouched.
     """
     facts = {"step": job.step, "samples": job.consumed_samples, "max_file_bytes": max_file_bytes, "replicas": replicas}
-    roll = ConsistencyCheck(
+    consistency = ConsistencyCheck(
         f"saving {directory.name}", {"versions": software_versions(), "config": comparable_config(model), **facts}
     )
-    own: LiveRoles = {}
     kept = _PLANS.known(channel.rank)
 
-    def introduce() -> bytes:
-        own.update(_without_aliases(roles, model))
-        return msgspec.msgpack.encode(_PlanMessage(_facts(own, model, max_file_bytes), list(kept)))
+    def introduce() -> tuple[_PlanMessage, LiveRoles]:
+        own = _without_aliases(roles, model)
+        return _PlanMessage(_facts(own, model, max_file_bytes), list(kept)), own
 
-    everyone = [
-        _exchange_plan_messages.decode(payload)
-        for payload in all_gather_checked(channel, "looking at the shards", introduce, roll)
-    ]
+    everyone, own = gather_and_keep(channel, "looking at the shards", introduce, _PlanMessage, consistency)
     key = digest(*(one.facts for one in everyone))
     known = all(key in one.known for one in everyone)
     plan = kept[key] if known else _new_plan(own, model, max_file_bytes, channel)
@@ -196,15 +188,13 @@ def _write_together(
     checked: tuple[Replica, ...],
     step: int,
 ) -> _Outcome:
-    hashed: list[ReplicaDigests] = []
-
-    def write() -> bytes:
-        hashed.append(hash_replicas(own, checked, step))
+    def write() -> tuple[_WriteMessage, ReplicaDigests]:
+        hashed = hash_replicas(own, checked, step)
         ties = hash_ties(own, plan.ties, channel.rank)
-        return msgspec.msgpack.encode(_WriteMessage(_write_share(staging, own, plan, files), hashed[0].groups, ties))
+        return _WriteMessage(_write_share(staging, own, plan, files), hashed.groups, ties), hashed
 
-    everyone = [_exchange_write_messages.decode(payload) for payload in all_gather_checked(channel, "writing", write)]
-    differences = compare_replicas(channel, [one.replicas for one in everyone], hashed[0])
+    everyone, hashed = gather_and_keep(channel, "writing", write, _WriteMessage)
+    differences = compare_replicas(channel, [one.replicas for one in everyone], hashed)
     ties = diverged(plan.ties, [one.ties for one in everyone])
     return _Outcome([one.receipts for one in everyone], differences, ties)
 
@@ -246,8 +236,8 @@ def _facts(own: LiveRoles, model: ModelDescription, max_file_bytes: int) -> byte
 
 
 def _new_plan(own: LiveRoles, model: ModelDescription, max_file_bytes: int, channel: Channel) -> SavePlan:
-    payloads = all_gather_checked(channel, "describing shards", lambda: encode_held(describe_roles(own)))
-    # Ranks that hold the same say the same: it is read once, and looked at once.
+    payloads = all_gather_checked(channel, "describing shards", lambda: encode_held(describe_roles(own)), bytes)
+    # Ranks that hold the same shards send the same bytes, which are decoded and checked once.
     held = {payload: decode_held(payload) for payload in set(payloads)}
     everyone = [held[payload] for payload in payloads]
     return run_on_all(

@@ -39,10 +39,10 @@ def locate_best(named: str, resumed: AnyPath, channel: Channel) -> str | None:
     """
     paths = [Path(named), *([resumed.with_name(Path(named).name)] if isinstance(resumed, Path) else [])]
 
-    def look() -> bytes:
-        return bytes([next((place for place, path in enumerate(paths, 1) if exists(path / MANIFEST_NAME)), 0)])
+    def look() -> int:
+        return next((place for place, path in enumerate(paths, 1) if exists(path / MANIFEST_NAME)), 0)
 
-    seen = [payload[0] for payload in all_gather_checked(channel, "looking for the best checkpoint", look)]
+    seen = all_gather_checked(channel, "looking for the best checkpoint", look, int)
     chosen = seen[channel.rank] or max(seen)
     return str(paths[chosen - 1]) if chosen else None
 

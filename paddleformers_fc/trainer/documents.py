@@ -224,7 +224,7 @@ def read_progress(checkpoint: FlexCheckpoint, channel: Channel) -> TrainingProgr
     directory = checkpoint.catalog.root
     listed = {receipt.path for receipt in checkpoint.manifest.files}
 
-    def work() -> bytes:
+    def work() -> dict[str, bytes]:
         missing = sorted({STATE, SCHEDULER, DATA} - listed)
         if missing:
             raise MismatchError(
@@ -237,12 +237,12 @@ def read_progress(checkpoint: FlexCheckpoint, channel: Channel) -> TrainingProgr
         raws = {name: checkpoint.document(name, _MAX_BYTES) for name in mine if name in listed}
         for name, raw in raws.items():
             codecs.decode_object(raw, str(directory / name))
-        return json.dumps({name: raw.decode() for name, raw in raws.items()}).encode()
+        return raws
 
-    texts: dict[str, str] = {}
-    for payload in all_gather_checked(channel, "reading the Trainer's own state", work):
-        texts.update(msgspec.json.decode(payload, type=dict[str, str]))
-    documents = {name: codecs.decode_object(text.encode(), str(directory / name)) for name, text in texts.items()}
+    everyone = all_gather_checked(channel, "reading the Trainer's own state", work, dict[str, bytes])
+    documents = {
+        name: codecs.decode_object(raw, str(directory / name)) for raws in everyone for name, raw in raws.items()
+    }
     return TrainingProgress(
         state=_trainer_state(documents[STATE], directory / STATE),
         scheduler=documents[SCHEDULER],

@@ -33,9 +33,6 @@ class Saved(msgspec.Struct, frozen=True):
     run: RunRecord
 
 
-_saved = msgspec.json.Decoder(list[Saved])
-
-
 def new_run(branches: Sequence[Branch] = ()) -> RunRecord:
     """Return the record of a run that begins now.
 
@@ -53,15 +50,15 @@ def saved_in(output_dir: Path, channel: Channel) -> list[Saved]:
         channel: all ranks of the job; every rank must call.
     """
 
-    def look() -> bytes:
+    def look() -> list[Saved]:
         try:
             found = [_read(path) for path in candidates_in(output_dir) if parse_step(path) is not None]
         except StorageError:
             found = []  # Nothing but a warning depends on it; a save or a resume raises it.
-        return msgspec.json.encode([one for one in found if one is not None])
+        return [one for one in found if one is not None]
 
-    payloads = all_gather_checked(channel, "looking for other runs", look)
-    found = {(one.step, one.run.id): one for payload in payloads for one in _saved.decode(payload)}
+    everyone = all_gather_checked(channel, "looking for other runs", look, list[Saved])
+    found = {(one.step, one.run.id): one for seen in everyone for one in seen}
     return [found[key] for key in sorted(found)]
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import paddle.distributed as dist
 from paddleformers.utils.log import logger
 
@@ -63,8 +62,6 @@ from paddleformers_fc.trainer.job_state import (
     when_active,
 )
 from paddleformers_fc.trainer.saving import degrees_text, parallel_degrees
-
-_told_data = msgspec.json.Decoder(tuple[position.SampleOrder, int | None])
 
 
 @when_active
@@ -202,11 +199,11 @@ def _warn_of_unfrozen(trainer: Any, checkpoint: FlexCheckpoint, channel: Channel
     """Report parameters that are trained and have no states: frozen in the saved run, or never given a gradient."""
     stored = checkpoint.catalog.roles.get(OPTIMIZER_STATE, {})
 
-    def look() -> bytes:
-        return msgspec.json.encode(state.trained_without_states(trainer.model, stored))
+    def look() -> list[str]:
+        return list(state.trained_without_states(trainer.model, stored))
 
-    own = all_gather_checked(channel, "looking for parameters without states", look)
-    names = sorted({name for payload in own for name in msgspec.json.decode(payload, type=list[str])}, key=natural)
+    everyone = all_gather_checked(channel, "looking for parameters without states", look, list[str])
+    names = sorted({name for names in everyone for name in names}, key=natural)
     if names:
         lines = "".join(f"\n  - {line}" for line in fold(names))
         _warn(
@@ -459,18 +456,21 @@ def inner_training_loop(
 
 
 def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.SampleOrder, int | None]:
-    """The order of the data, and the passes of an epoch if they are known.
+    """Return the order of the data, and the passes of an epoch if they are known.
 
-    Where ranks are handed their batches by others, these say it for all: who reads nothing knows neither.
+    Ranks that get their batches from others take both from a rank that reads the data.
     """
     own = batches.order_of(loader), passes
     if not args.distributed_dataloader:
         return own
     reads = not batches.is_handed_its_batches(loader)
-    told = all_gather_checked(
-        channel_of(args), "looking at the data", lambda: msgspec.json.encode(own) if reads else b""
+    everyone = all_gather_checked(
+        channel_of(args),
+        "looking at the data",
+        lambda: [own] if reads else [],
+        list[tuple[position.SampleOrder, int | None]],
     )
-    return _told_data.decode(next(filter(None, told)))
+    return next(order for orders in everyone for order in orders)
 
 
 def _start(trainer: Any, order: position.SampleOrder, passes: int | None) -> position.Start:

@@ -14,7 +14,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import paddle
 from paddleformers.transformers import PretrainedConfig
 from paddleformers.transformers.model_utils import get_common_folder
@@ -32,8 +31,6 @@ from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.job_state import channel_of, read_options
 from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.rank_monitor import patient_channel
-
-_names = msgspec.json.Decoder(tuple[str, ...])
 
 _IGNORED = (
     "from_hf_hub",
@@ -120,11 +117,11 @@ def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, v
     described = run_on_all(channel, "reading what describes the model", lambda: inherited.read_documents(source))
     report = load_weights(source, state.model_roles(model), describe(model), channel, options, verify)
     inherited.take_over(model, *described)
-    kept = all_gather_checked(channel, "reporting what was loaded", lambda: msgspec.json.encode(report.fresh))
+    kept = all_gather_checked(channel, "reporting what was loaded", lambda: list(report.fresh), list[str])
     if not report.fresh:
         origin.clear(model)
     if channel.rank == 0:
-        for name in fold(sorted({name for names in kept for name in _names.decode(names)})):
+        for name in fold(sorted({name for names in kept for name in names})):
             logger.warning(f"{name} is not in {source} and keeps its initial values.")
         for name in fold(report.dropped):
             logger.warning(f"{name} is in {source} and the model has no place for it.")

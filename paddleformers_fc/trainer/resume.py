@@ -13,8 +13,6 @@ from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
-import msgspec
-
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import CheckpointError, Diverged, NotACheckpoint
@@ -80,12 +78,12 @@ def _names(output_dir: Path, channel: Channel) -> list[str]:
 def _listed(output_dir: Path, channel: Channel) -> dict[str, int]:
     """The first rank that sees each candidate, by name."""
 
-    def look() -> bytes:
-        return msgspec.json.encode([path.name for path in candidates_in(output_dir)])
+    def look() -> list[str]:
+        return [path.name for path in candidates_in(output_dir)]
 
     first: dict[str, int] = {}
-    for rank, payload in enumerate(all_gather_checked(channel, "looking for checkpoints", look)):
-        for name in msgspec.json.decode(payload, type=list[str]):
+    for rank, names in enumerate(all_gather_checked(channel, "looking for checkpoints", look, list[str])):
+        for name in names:
             first.setdefault(name, rank)
     return first
 
@@ -122,13 +120,13 @@ def newest_or_begin(output_dir: Path, channel: Channel, warn: Callable[[str], No
 def _held(output_dir: Path, channel: Channel) -> list[str]:
     """What the ranks see in an output directory with nothing to resume from; empty directories do not count."""
 
-    def look() -> bytes:
+    def look() -> list[str]:
         seen = [path for path in candidates_in(output_dir) if is_directory(path) and list_directory(path)]
-        return msgspec.json.encode([_kind_of(path) for path in seen])
+        return [_kind_of(path) for path in seen]
 
     ranks: dict[str, list[int]] = {}
-    for rank, payload in enumerate(all_gather_checked(channel, "looking for checkpoints", look)):
-        for line in msgspec.json.decode(payload, type=list[str]):
+    for rank, lines in enumerate(all_gather_checked(channel, "looking for checkpoints", look, list[str])):
+        for line in lines:
             ranks.setdefault(line, []).append(rank)
     return [
         line if len(seers) == channel.world_size else f"{line} ({format_ranks(seers)})" for line, seers in ranks.items()
@@ -180,9 +178,7 @@ def named(directory: AnyPath, channel: Channel) -> AnyPath:
     Raises:
         NotACheckpoint: it is none; the error says what it is instead, as the first rank sees it.
     """
-    seen = all_gather_checked(
-        channel, f"looking for {directory.name}", lambda: b"yes" if exists(directory / MANIFEST_NAME) else b""
-    )
+    seen = all_gather_checked(channel, f"looking for {directory.name}", lambda: exists(directory / MANIFEST_NAME), bool)
 
     def refuse() -> None:
         if channel.rank == 0:

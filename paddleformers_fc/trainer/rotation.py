@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from paddleformers_fc.distributed.channel import ALONE, Channel, all_gather_checked
+from paddleformers_fc.distributed.channel import ALONE, Channel, gather_and_keep
 from paddleformers_fc.errors import CheckpointError
 from paddleformers_fc.storage.commit import clean_unfinished, remove_checkpoint
 from paddleformers_fc.storage.manifest import Manifest, read_manifest
@@ -75,18 +75,18 @@ def rotate(
         StorageError: the operating system refused.
     """
     is_lead = channel.rank in leads
-    before: dict[Path, Manifest] = {}
 
-    def clean() -> bytes:
+    def clean() -> tuple[bool, dict[Path, Manifest]]:
         if not is_lead:
-            return b""
+            return False, {}
         removed, _ = clean_unfinished(output_dir)
         for leftover in removed:
             say(f"Deleted {leftover.path}. {leftover.why}")
-        before.update(_finished(output_dir) if limit is not None else {})
-        return b"too many" if limit is not None and len(before) > limit else b""
+        finished = _finished(output_dir) if limit is not None else {}
+        return limit is not None and len(finished) > limit, finished
 
-    if not any(all_gather_checked(channel, "cleaning the output directory", clean)) or limit is None:
+    too_many, before = gather_and_keep(channel, "cleaning the output directory", clean, bool)
+    if not any(too_many) or limit is None:
         return
     newest, damaged = resume.newest(output_dir, channel, "full" if level == "full" else "size", threads)
     if not is_lead:

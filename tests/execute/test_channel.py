@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.distributed.channel import ALONE, broadcast, run_on_all
+from paddleformers_fc.distributed.channel import ALONE, broadcast, gather_and_keep, run_on_all
 from paddleformers_fc.errors import FlexError, StorageError
 from paddleformers_fc.storage.files import refused
 from tests.execute.simulated import canonical, job, succeed
@@ -33,6 +34,29 @@ def test_one_ranks_bytes_reach_the_others_that_are_named(ranks_of_the_job: int, 
 
     known = succeed(ranks_of_the_job, work)
     assert known == [b"what all shall know" if rank in members else b"" for rank in range(ranks_of_the_job)]
+
+
+class _Message(msgspec.Struct):
+    rank: int
+    names: list[str]
+
+
+def test_every_rank_gets_the_typed_messages_of_all_and_keeps_its_own_result() -> None:
+    def work(channel: Any) -> object:
+        own = _Message(channel.rank, ["weight"] * channel.rank)
+        return gather_and_keep(channel, "describing", lambda: (own, object), _Message)
+
+    everyone = [_Message(rank, ["weight"] * rank) for rank in range(3)]
+    assert succeed(3, work) == [(everyone, object)] * 3
+
+
+def test_a_message_that_cannot_be_encoded_is_an_error_on_every_rank() -> None:
+    def work(channel: Any) -> None:
+        message: object = {1: object()} if channel.rank == 1 else {}
+        gather_and_keep(channel, "describing", lambda: (message, None), object)
+
+    outcomes = job(3, work)
+    assert all("TypeError while describing" in str(outcome) and "on rank 1" in str(outcome) for outcome in outcomes)
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from paddleformers_fc import __version__
-from paddleformers_fc.distributed.channel import ALONE, all_gather_checked
+from paddleformers_fc.distributed.channel import ALONE, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
 from paddleformers_fc.distributed.rank_format import format_ranks, group_by_value
 from paddleformers_fc.errors import FlexError, PeerError
@@ -35,7 +35,7 @@ def the_one_report(outcomes: list[Any]) -> FlexError:
 
 def call(channel: Any, facts: dict[str, object]) -> None:
     """Work that goes well, with a roll."""
-    all_gather_checked(channel, "working", lambda: b"", ConsistencyCheck("a test", facts))
+    run_on_all(channel, "working", lambda: None, ConsistencyCheck("a test", facts))
 
 
 def test_ranks_are_named_in_runs() -> None:
@@ -86,13 +86,13 @@ def test_a_fact_that_one_rank_lacks_is_told() -> None:
 
 def test_what_differs_counts_before_what_became_of_it() -> None:
     def work(channel: Any) -> None:
-        def fail() -> bytes:
+        def fail() -> None:
             raise FlexError("What came of another configuration.")
 
-        all_gather_checked(
+        run_on_all(
             channel,
             "planning",
-            fail if channel.rank == 1 else lambda: b"",
+            fail if channel.rank == 1 else lambda: None,
             ConsistencyCheck("a test", {"a": channel.rank}),
         )
 
@@ -104,13 +104,12 @@ def test_what_differs_counts_before_what_became_of_it() -> None:
 def test_a_fact_that_cannot_be_told_is_an_error_on_every_rank(works: bool) -> None:
     untold: dict[str, object] = {"statements": [{1: "a", "b": "c"}]}
 
-    def work() -> bytes:
+    def work() -> None:
         if not works:
             raise PeerError("The work failed.")
-        return b""
 
     def call_with(channel: Any) -> None:
-        all_gather_checked(
+        run_on_all(
             channel, "working", work, ConsistencyCheck("a test", untold if channel.rank == 1 else {"statements": []})
         )
 
@@ -150,7 +149,7 @@ def test_the_software_is_that_which_is_imported(monkeypatch: pytest.MonkeyPatch)
 
 def test_ranks_in_different_steps_are_told_apart() -> None:
     error = the_one_report(
-        job(3, lambda channel: all_gather_checked(channel, "saving" if channel.rank == 2 else "loading", lambda: b""))
+        job(3, lambda channel: run_on_all(channel, "saving" if channel.rank == 2 else "loading", lambda: None))
     )
     assert isinstance(error, PeerError)
     assert error.evidence == ("loading on ranks 0-1; saving on rank 2",)
@@ -161,7 +160,7 @@ def test_a_rank_that_speaks_another_language_is_told_apart() -> None:
         if channel.rank == 1:
             channel.all_gather(b"\xc1 of another version")
         else:
-            all_gather_checked(channel, "loading", lambda: b"")
+            run_on_all(channel, "loading", lambda: None)
 
     first, silent, third = job(3, work)
     assert silent is None
@@ -274,9 +273,7 @@ def test_a_rank_whose_file_is_shorter_is_named(tmp_path: Path, odd: int) -> None
     seen = {place: tmp_path / place / "checkpoint-3" for place in ("usual", "odd")}
 
     def work(channel: Any, roles: dict[str, Any]) -> None:
-        all_gather_checked(
-            channel, "opening", lambda: bool(open_checkpoint(place_of(channel), ALONE)).to_bytes(1, "big")
-        )
+        run_on_all(channel, "opening", lambda: open_checkpoint(place_of(channel), ALONE))
 
     def place_of(channel: Any) -> Path:
         return seen["odd" if channel.rank == odd else "usual"]

@@ -199,13 +199,13 @@ MUTANTS = (
     Mutant(
         "execute/load.py",
         "    refuse(merged)",
-        "    refuse(done[0].report)",
+        "    refuse(own.report)",
         SAVE + ROLL,
         "a rank goes on although the model of another does not fit",
     ),
     Mutant(
         "execute/load.py",
-        '    for name in done[0].unexpected(untouched):\n        merged.add("unexpected", name)',
+        '    for name in own.unexpected(untouched):\n        merged.add("unexpected", name)',
         "",
         SAVE,
         "what is stored and read by no rank is dropped without a word",
@@ -369,23 +369,22 @@ MUTANTS = (
     # ---- Agreement.
     Mutant(
         "distributed/channel.py",
-        "    refuse_failed(channel, [found.error for found in outcomes], failure)\n",
-        "    refuse_failed(channel, [outcomes[channel.rank].error], failure)\n",
+        "    refuse_failed(channel, [one.error for one in everyone], failure)\n",
+        "    refuse_failed(channel, [everyone[channel.rank].error], failure)\n",
         CHANNEL,
         "a rank goes on although another has failed",
     ),
     Mutant(
         "distributed/channel.py",
-        "    if len(set(doings)) > 1:",
+        "    if len(set(descriptions)) > 1:",
         "    if False:",
         CHANNEL,
         "ranks that do different things take each other's results",
     ),
     Mutant(
         "distributed/channel.py",
-        "    except Exception as error:  # Every other rank waits in the exchange below, so any fault must travel.\n"
-        "        failure, outcome = error, _wrap_unexpected(doing, error)",
-        "    except ZeroDivisionError as error:\n        failure, outcome = error, _wrap_unexpected(doing, error)",
+        "    except Exception as error:  # The other ranks wait in the exchange below, so every error must be sent.",
+        "    except ZeroDivisionError as error:",
         CHANNEL,
         "an error that is none of ours leaves the other ranks waiting",
     ),
@@ -405,7 +404,7 @@ MUTANTS = (
     ),
     Mutant(
         "distributed/consistency.py",
-        "        if key not in _OF_ONE_RANK and not key.endswith(_PLACE_OF_A_RANK)",
+        "        if key not in _OF_ONE_RANK and not key.endswith(_RANK_KEY_SUFFIX)",
         "        if False",
         ROLL,
         "ranks with different configurations go on together",
@@ -442,7 +441,7 @@ MUTANTS = (
     # ---- Integrity, opening, disks, finishing.
     Mutant(
         "execute/integrity.py",
-        "        refuse_failed(channel, [one.refusal for one in said])",
+        "        refuse_failed(channel, [one.refusal for one in everyone])",
         "        pass",
         INTEGRITY,
         "what may not be read is called damaged",
@@ -484,8 +483,8 @@ MUTANTS = (
     ),
     Mutant(
         "distributed/disk_leaders.py",
-        "        lead = next((maker for maker in sorted(makers) if sees(tokens[maker]) or maker == channel.rank), None)",
-        "        lead = next((maker for maker in sorted(makers) if sees(tokens[maker])), None)",
+        "    lead = next((maker for maker, token in tokens.items() if maker == rank or sees(token)), None)",
+        "    lead = next((maker for maker, token in tokens.items() if sees(token)), None)",
         DISKS,
         "a rank that does not see what it put down itself is asked for ever",
     ),
