@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paddleformers_fc.cpu_runtime import ranks
-from paddleformers_fc.trainer.rank_monitor import DEFAULT_PATIENCE
+from paddleformers_fc.distributed.communicator import DEFAULT_PATIENCE
 from tests.harness.limits import LIMIT, suite_limit
 
 HERE = Path(__file__).parent

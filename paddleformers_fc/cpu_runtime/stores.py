@@ -20,6 +20,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -46,6 +47,9 @@ _PREFIX = "/"
 _COMMAND, _LENGTH, _NUMBER = struct.Struct("=i"), struct.Struct("=Q"), struct.Struct("=q")
 _PROBE_KEY = "flex/probe"
 _LONGEST_PART = 1 << 16
+_PROBE_SECONDS = 60
+_MAX_LOST_PROBES = 30
+"""Lost probes after which a connection counts as broken: half an hour without a network."""
 
 
 def job_store_address() -> tuple[str, int] | None:
@@ -146,6 +150,7 @@ class StoreClient:
             try:
                 connection = socket.create_connection(address, timeout=max(end - time.monotonic(), _POLL_SECONDS))
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _keep_alive(connection)
                 return connection
             except OSError as error:
                 if time.monotonic() >= end:
@@ -175,6 +180,15 @@ class StoreClient:
                     raise ConnectionResetError("the connection was closed")
                 received += part
         return received
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Send probes between saves: firewalls drop connections that are idle for minutes."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MAX_LOST_PROBES)
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -167,39 +166,6 @@ def _pad(data: bytes, size: int) -> Bytes:
     padded = np.zeros(size, np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     return padded
-
-
-class GuardedChannel:
-    """A channel that enters a context manager for each operation.
-
-    Args:
-        channel: all ranks.
-        guard: returns the context manager.
-    """
-
-    def __init__(self, channel: Channel, guard: Callable[[], AbstractContextManager[None]]) -> None:
-        self._channel = channel
-        self._guard = guard
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._channel.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._channel.world_size
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payload of every rank; errors are those of the guard."""
-        with self._guard():
-            return self._channel.all_gather(payload)
-
-    def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """Send and receive bytes; errors are those of the guard."""
-        with self._guard():
-            return self._channel.all_to_all(outgoing, sizes)
 
 
 def job_channel() -> Channel:

@@ -1,22 +1,22 @@
-"""Who has come: ranks meet at a board before every exchange, so that one that died is named and nobody waits in vain.
+"""Let ranks meet before every exchange, so that a dead rank is named and no rank waits for it forever.
 
-Nothing can call a rank back from a collective operation whose other side is dead. So no rank enters one before all have
-come. They meet at counters in the store through which the job's ranks found each other: each rank adds one and looks
-until all have. Who has waited too long gives up for all; then every rank that is alive says that it is present, and all
-raise one error that names those who did not.
+Python cannot interrupt a collective operation whose other side is dead. So no rank enters one before all have arrived.
+They meet at counters in the store of the job: each rank adds one and polls until all have arrived. The first rank to
+time out aborts the operation on all ranks. Then every living rank reports that it is present, and all raise one error
+that names the missing ranks.
 
-Whether a meeting took place must be the same for everybody, and a rank may come in the very moment in which another
-gives up. So arrivals and giving up are one number: arrivals in its low part, the number of those who gave up in its
-high part. A rank whose giving up came after the last arrival takes it back; one whose giving up came before it has
-decided the matter, because from then on the high part is never zero again. A job that has lost a rank stays lost: every
-later meeting raises the same error, so that nothing is saved after a load that failed half way.
+The outcome of a meeting must be equal on all ranks, although a rank may arrive in the moment in which another times
+out. So arrivals and timeouts are one number: arrivals in its low part, the number of timeouts in its high part. A rank
+whose timeout came after the last arrival takes it back. A timeout that came before it is final, because from then on
+the high part is never zero again. A job that has lost a rank stays lost: every later meeting raises the same error, so
+that no save follows a load that failed half way.
 
-The counters are cumulative and say by themselves which meeting this is, so a rank remembers nothing, and the store
-keeps a few numbers and one number per rank, however often they meet.
+The counters are cumulative and identify the meeting, so a rank keeps no state, and the store keeps a few numbers and
+one number per rank, however many meetings there are.
 
-Cost of a meeting: two questions to the store, 60 us each, and up to one interval of looking. Ranks mostly come
-together, so the first interval is short, and each is twice as long as the one before, up to a length at which the
-server sees at most 10,000 questions a second; for many ranks the first is half of that length.
+Cost of a meeting: two requests to the store, 60 us each, and up to one polling interval. Ranks usually arrive together,
+so the first interval is short, and each is twice as long as the one before, up to a length at which the server gets at
+most 10,000 requests a second. For many ranks the first interval is half of that length.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from paddleformers_fc.distributed.channel import Channel, GuardedChannel
 from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import FlexError, PeerError, from_wire
 
 MAX_FINAL_WAIT_SECONDS = 5.0
-"""Seconds that the living may take to say that they are present, once somebody has given up; less of short patience."""
+"""Most seconds for the living ranks to report that they are present after a timeout."""
 
-_ARRIVALS = "flex/arrivals"
-_LOST = "flex/lost"
-_PRESENT = "flex/present"
-_REPORTERS = "flex/reporters"
-_READABLE = "flex/readable"
-_READERS = "flex/readers"
-_REPORT = "flex/report"
-_GAVE_UP = 1 << 40
+KEY_PREFIX = "flex"
+"""The prefix of the keys of a job's first channel."""
+
+_ARRIVALS = "arrivals"
+_LOST = "lost"
+_PRESENT = "present"
+_REPORTERS = "reporters"
+_READABLE = "readable"
+_READERS = "readers"
+_REPORT = "report"
+_TIMEOUT = 1 << 40
 _FIRST_LOOK = 0.0001
 _SHORTEST_LOOK = 0.001
 _LOOK_PER_RANK = 0.0001
@@ -49,117 +51,119 @@ _SERVER = 0
 
 
 class KVStore(Protocol):
-    """Counters and texts that every rank of a job sees; what Paddle calls a store."""
+    """Counters and texts that all ranks of a job share, such as Paddle's TCP store."""
 
     @property
     def name(self) -> str:
-        """How an error names it, with its address."""
+        """The store's name in errors, with its address."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0; its new value. Adding 0 is looking."""
+        """Add to a counter, which begins at 0, and return its new value."""
 
     def set(self, key: str, value: str) -> None:
-        """Put a text up."""
+        """Store a text."""
 
     def get(self, key: str) -> bytes:
-        """A text that has been put up."""
+        """Return a stored text."""
 
 
 class Liveness:
-    """One rank's view of who has come.
+    """The meetings of one rank with the others.
 
     Args:
-        board: what all ranks see. It is used by one thread at a time.
+        store: shared by all ranks. It is used by one thread at a time.
         rank: this rank.
         world_size: number of ranks.
-        patience: seconds after which :meth:`wait_for_all` has ended one way or the other.
+        patience: seconds after which :meth:`wait_for_all` has returned or raised.
+        prefix: prefix of all keys in the store; equal on all ranks, and different for each channel of a job.
     """
 
-    def __init__(self, board: KVStore, rank: int, world_size: int, patience: float) -> None:
-        self._board = board
+    def __init__(self, store: KVStore, rank: int, world_size: int, patience: float, prefix: str = KEY_PREFIX) -> None:
+        self._store = store
+        self._prefix = prefix
         self._lock = threading.Lock()
         self._rank = rank
         self._size = world_size
         self._configured = patience
-        self._muster = min(MAX_FINAL_WAIT_SECONDS, patience / 4)
-        self._patience = patience - self._muster
+        self._final_wait = min(MAX_FINAL_WAIT_SECONDS, patience / 4)
+        self._patience = patience - self._final_wait
         self._interval = max(_SHORTEST_LOOK, world_size * _LOOK_PER_RANK)
         self._first_interval = max(_FIRST_LOOK, world_size * _LOOK_PER_RANK / 2)
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has come.
+        """Wait until every rank has arrived.
 
         Raises:
-            PeerError: the same on every rank that is alive, naming those that did not come in time.
+            PeerError: the same on every living rank, with the ranks that did not arrive in time.
         """
         try:
-            why = self._why_not_all_came()
-        except Exception as error:  # What a store raises whose server has gone is Paddle's affair.
-            raise self._nobody_answers() from error
+            why = self._meet()
+        except Exception as error:  # The class depends on the store.
+            raise self._store_error() from error
         if why:
             raise self.report(f"{why} The job cannot go on.")
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Meet, and then do what all ranks have come for.
+        """Meet, then run the block, which is the exchange.
 
         Raises:
-            PeerError: the same on every rank that is alive: who did not come, or that what they did broke off.
+            PeerError: the same on every living rank: ranks are missing, or the exchange failed.
         """
         self.wait_for_all()
         try:
             yield
-        except Exception as error:  # Whatever ends a collective here leaves the others waiting in theirs.
+        except Exception as error:  # The other ranks are still waiting in the collective.
             self.abort()
             raise self.report(f"An exchange between the ranks broke off: {error}") from error
 
     def is_lost(self) -> bool:
-        """Whether some rank has found that the job cannot go on."""
+        """Return whether any rank has found the job lost."""
         try:
             return self._add(_LOST, 0) > 0
-        except Exception:  # A store that does not answer; whoever was told so asks for the report, which says it.
+        except Exception:  # The store does not answer; the report contains it.
             return True
 
     def abort(self) -> None:
-        """Say that the job cannot go on, although all had come."""
+        """Mark the job as lost, although all ranks had arrived."""
         try:
-            self._add(_ARRIVALS, _GAVE_UP)
+            self._add(_ARRIVALS, _TIMEOUT)
             self._add(_LOST, 1)
-        except Exception:  # As above: the report, which comes next, says that the store does not answer.
+        except Exception:  # As above.
             return
 
     def report(self, what: str) -> FlexError:
-        """Be counted among the living, and the error that all of them raise.
+        """Report this rank as living, and return the error that all living ranks raise.
 
         Args:
-            what: what has happened, in the words of whoever comes to write the report.
+            what: the problem; the text of the first rank is used.
         """
         try:
             return self._report(what)
-        except Exception as failure:  # Paddle's, of whatever kind: with the store the others' words are gone too.
-            error = self._nobody_answers()
+        except Exception as failure:  # The class depends on the store.
+            error = self._store_error()
             error.__cause__ = failure
             return error
 
-    def _why_not_all_came(self) -> str:
-        """Nothing, once every rank has come."""
+    def _meet(self) -> str:
+        """Return why the meeting failed; empty once every rank has arrived."""
         word = self._add(_ARRIVALS, 1)
-        expected = -(-(word % _GAVE_UP) // self._size) * self._size
-        gave_up = False
+        expected = -(-(word % _TIMEOUT) // self._size) * self._size
+        timed_out = False
         interval = self._first_interval
         end = time.monotonic() + self._patience
-        while not (word < _GAVE_UP and word >= expected):
-            if word >= _GAVE_UP and self._add(_LOST, 0) > 0:
+        while not (word < _TIMEOUT and word >= expected):
+            if word >= _TIMEOUT and self._add(_LOST, 0) > 0:
                 return "A rank is lost."
             late = time.monotonic() - end
-            if gave_up and late > self._muster:
-                return "A rank died while it gave up."  # Nobody can know whether its giving up counts.
-            if not gave_up and late > 0:
-                gave_up = True
-                if self._add(_ARRIVALS, _GAVE_UP) % _GAVE_UP < expected:
+            if timed_out and late > self._final_wait:
+                return "A rank died while it timed out."  # No rank can find out whether its timeout counts.
+            if not timed_out and late > 0:
+                timed_out = True
+                if self._add(_ARRIVALS, _TIMEOUT) % _TIMEOUT < expected:
                     self._add(_LOST, 1)
-                    return f"Not every rank has come within flex_timeout: {self._configured:g} s."
-                self._add(_ARRIVALS, -_GAVE_UP)  # The last one came first after all.
+                    return f"Not every rank has arrived within flex_timeout: {self._configured:g} s."
+                self._add(_ARRIVALS, -_TIMEOUT)  # The last rank arrived before the timeout.
             time.sleep(interval)
             interval = min(2 * interval, self._interval)
             word = self._add(_ARRIVALS, 0)
@@ -170,63 +174,53 @@ class Liveness:
         self._add(_PRESENT, 1)
         self._look(lambda: self._add(_PRESENT, 0) >= self._size)
         if self._add(_REPORTERS, 1) == 1:
-            text = self._written(what).to_wire()
+            text = self._error(what).to_wire()
             with self._lock:
-                self._board.set(_REPORT, text)
+                self._store.set(f"{self._prefix}/{_REPORT}", text)
             self._add(_READABLE, 1)
         if not self._look(lambda: self._add(_READABLE, 0) > 0):
-            return self._nobody_answers()
+            return self._store_error()
         with self._lock:
-            error = from_wire(bytes(self._board.get(_REPORT)).decode())
+            error = from_wire(bytes(self._store.get(f"{self._prefix}/{_REPORT}")).decode())
         self._add(_READERS, 1)
         if self._rank == _SERVER:
-            # The store may end with this process, and the others have not read yet.
+            # The store may end with this process before the others have read the report.
             self._look(lambda: self._add(_READERS, 0) >= self._add(_PRESENT, 0))
         return error
 
-    def _written(self, what: str) -> PeerError:
+    def _error(self, what: str) -> PeerError:
         missing = [rank for rank in range(self._size) if self._add(f"{_PRESENT}/{rank}", 0) == 0]
-        said = f"{format_ranks(missing)} did not come and did not say why" if missing else "every rank is alive now"
+        evidence = (
+            f"{format_ranks(missing)} did not arrive and reported no error" if missing else "every rank is alive now"
+        )
         return PeerError(
             what,
             where=f"a job of {self._size} ranks",
-            evidence=[said],
-            next_step="Look into the logs of these ranks, and start the job again from its newest checkpoint; raise "
+            evidence=[evidence],
+            next_step="Read the logs of these ranks, and restart the job from its newest checkpoint; raise "
             f"flex_timeout, which is {self._configured:g} s, if they were only slow.",
         )
 
-    def _nobody_answers(self) -> PeerError:
+    def _store_error(self) -> PeerError:
         return PeerError(
             "The store of the job does not answer. The job cannot go on.",
             where=f"a job of {self._size} ranks",
             evidence=[
-                f"{self._board.name} is served by rank {_SERVER}, which has ended, or which this node cannot reach",
+                f"{self._store.name} is served by rank {_SERVER}, which has ended, or which this node cannot reach",
                 f"flex_timeout: {self._configured:g} s",
             ],
-            next_step=f"Look into the log of rank {_SERVER}, and start the job again from its newest checkpoint.",
+            next_step=f"Read the log of rank {_SERVER}, and restart the job from its newest checkpoint.",
         )
 
     def _add(self, key: str, amount: int) -> int:
         with self._lock:
-            return int(self._board.add(key, amount))
+            return int(self._store.add(f"{self._prefix}/{key}", amount))
 
     def _look(self, condition: Callable[[], bool]) -> bool:
-        """Look until a condition holds; whether it did before the muster was over."""
-        end = time.monotonic() + self._muster
+        """Poll a condition, and return whether it became true within the final wait."""
+        end = time.monotonic() + self._final_wait
         while not condition():
             if time.monotonic() > end:
                 return False
             time.sleep(self._interval)
         return True
-
-
-def with_liveness(channel: Channel, attendance: Liveness) -> Channel:
-    """A channel on which no rank begins an exchange that another will not come to.
-
-    Args:
-        channel: all ranks.
-        attendance: who has come.
-    Returns:
-        a channel that raises as :meth:`Attendance.together` does.
-    """
-    return GuardedChannel(channel, attendance.guard)

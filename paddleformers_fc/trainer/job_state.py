@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.distributed.channel import Channel
+from paddleformers_fc.cpu_runtime import stores
+from paddleformers_fc.distributed.channel import Channel, job_channel
+from paddleformers_fc.distributed.communicator import DEFAULT_PATIENCE, Communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import EnvironmentMismatch
@@ -24,7 +26,6 @@ from paddleformers_fc.trainer import batches, documents, optimizers
 from paddleformers_fc.trainer.best import BestCheckpoint
 from paddleformers_fc.trainer.callback import FlexCheckpointCallback
 from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size
-from paddleformers_fc.trainer.rank_monitor import patient_channel
 
 Native = Callable[..., Any]
 """A method of PaddleFormers' own."""
@@ -116,8 +117,28 @@ def consistency_check_of(args: Any, doing: str) -> ConsistencyCheck:
 
 
 def channel_of(args: Any) -> Channel:
-    """All ranks of the job, none of which waits for another forever."""
-    return patient_channel(args.flex_timeout)
+    """Return the channel of the job with the timeout of a run."""
+    return job_communicator(args.flex_timeout)
+
+
+def job_communicator(patience: float = DEFAULT_PATIENCE) -> Channel:
+    """Return the job's communicator, which is opened once and kept; a process alone has no one to wait for.
+
+    Args:
+        patience: seconds that a rank waits for the others.
+
+    Raises:
+        PeerError: the store of the job does not answer; on this rank alone.
+    """
+    channel = job_channel()
+    return channel if channel.world_size == 1 else _open_communicator(patience, stores.job_store_address())
+
+
+@functools.cache
+def _open_communicator(patience: float, address: tuple[str, int] | None) -> Communicator:
+    """Open a connection of our own: Paddle's client is not safe for two threads, and its waits have no bound."""
+    store = address and stores.StoreClient(address, min(patience, stores.OPENING_SECONDS), patience)
+    return Communicator(job_channel(), patience, store)
 
 
 def read_options(args: Any) -> ReadOptions:

@@ -28,9 +28,8 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.trainer import inherited, origin, state
 from paddleformers_fc.trainer.description import describe
-from paddleformers_fc.trainer.job_state import channel_of, read_options
+from paddleformers_fc.trainer.job_state import channel_of, job_communicator, read_options
 from paddleformers_fc.trainer.options import FlexFields
-from paddleformers_fc.trainer.rank_monitor import patient_channel
 
 _IGNORED = (
     "from_hf_hub",
@@ -74,7 +73,7 @@ def load_open_weights(
         FlexError: the same on every rank, before any weight has changed, where files are missing or damaged, or names,
             shapes or dtypes do not fit.
     """
-    return _fill(model, parse_path(directory), patient_channel(), ReadOptions(threads=threads), verify)
+    return _fill(model, parse_path(directory), job_communicator(), ReadOptions(threads=threads), verify)
 
 
 def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[str, Any]) -> Any:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.distributed import liveness
-from paddleformers_fc.distributed.channel import Channel
-from paddleformers_fc.distributed.liveness import MAX_FINAL_WAIT_SECONDS, Liveness, with_liveness
+from paddleformers_fc.distributed.liveness import KEY_PREFIX, MAX_FINAL_WAIT_SECONDS, Liveness
 from paddleformers_fc.errors import FlexError, PeerError
 from tests.execute.simulated import ThreadChannel, job
 from tests.harness.clocks import ThreadClock
@@ -59,9 +58,21 @@ class Gone(Counters):
         raise ValueError("(InvalidArgument) TCP send error. Details: Broken pipe.")
 
 
-def with_board(channel: ThreadChannel, board: Counters, patience: float = PATIENCE) -> Channel:
+class Met:
+    """A channel whose ranks meet before every exchange, without a thread that watches the clock of the machine."""
+
+    def __init__(self, channel: Any, meeting: Liveness) -> None:
+        self.rank, self._channel, self._meeting = channel.rank, channel, meeting
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload."""
+        with self._meeting.guard():
+            return self._channel.all_gather(payload)
+
+
+def with_board(channel: ThreadChannel, board: Counters, patience: float = PATIENCE, prefix: str = KEY_PREFIX) -> Met:
     """A rank's channel with a board."""
-    return with_liveness(channel, Liveness(board, channel.rank, channel.world_size, patience))
+    return Met(channel, Liveness(board, channel.rank, channel.world_size, patience, prefix))
 
 
 def timed(ranks: int, work: Callable[[ThreadChannel, ThreadClock], Any]) -> list:
@@ -79,7 +90,7 @@ def timed(ranks: int, work: Callable[[ThreadChannel, ThreadClock], Any]) -> list
         return job(ranks, until_the_end)
 
 
-def outcomes(board: Counters, ranks: int, work: Callable[[Channel], Any], patience: float = PATIENCE) -> list:
+def outcomes(board: Counters, ranks: int, work: Callable[[Met], Any], patience: float = PATIENCE) -> list:
     """What every rank returned or raised, whose channel has a board."""
     return timed(ranks, lambda channel, _: work(with_board(channel, board, patience)))
 
@@ -91,6 +102,16 @@ def test_ranks_that_all_come_exchange_as_often_as_they_like(ranks: int) -> None:
         found = outcomes(board, ranks, lambda channel: [channel.all_gather(b"%d" % channel.rank) for _ in range(4)])
         assert found == [[[b"%d" % rank for rank in range(ranks)]] * 4] * ranks
     assert board.numbers == {"flex/arrivals": 12 * ranks}
+
+
+def test_a_lost_channel_leaves_one_with_another_prefix_usable() -> None:
+    board = Counters()
+
+    def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
+        Liveness(board, channel.rank, 2, PATIENCE).abort()
+        return with_board(channel, board, prefix="other").all_gather(b"x")
+
+    assert timed(2, work) == [[b"x", b"x"]] * 2
 
 
 @pytest.mark.parametrize("missing", [{0}, {2}, {1, 3}])
@@ -119,7 +140,7 @@ def test_ranks_that_do_not_come_are_named_to_all_others_and_the_job_stays_lost(m
     assert reports[0][0] == reports[0][1]
     assert all(one == reports[0] for one in reports)
     named = ", ".join(map(str, sorted(missing)))
-    assert f"rank{'s' if len(missing) > 1 else ''} {named} did not come" in reports[0][0]
+    assert f"rank{'s' if len(missing) > 1 else ''} {named} did not arrive" in reports[0][0]
 
 
 def test_a_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
@@ -137,7 +158,7 @@ def test_a_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
 
     first, late = timed(2, work)
     assert isinstance(first, PeerError)
-    assert "rank 1 did not come" in str(first)
+    assert "rank 1 did not arrive" in str(first)
     assert str(late) == str(first)
 
 
@@ -157,7 +178,7 @@ def test_the_least_patient_rank_gives_up_for_all() -> None:
     assert max(ended) < 0.4 + MAX_FINAL_WAIT_SECONDS + SLACK
     assert isinstance(first, PeerError)
     assert str(first) == str(second)
-    assert "rank 2 did not come" in str(first)
+    assert "rank 2 did not arrive" in str(first)
 
 
 def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
@@ -192,7 +213,7 @@ def test_a_rank_that_died_while_it_gave_up_keeps_nobody() -> None:
     first, second = outcomes(board, 3, lambda channel: channel.all_gather(b"") if channel.rank else None, 0.4)[1:]
     assert isinstance(first, PeerError)
     assert str(first) == str(second)
-    assert "rank 0 did not come" in str(first)
+    assert "rank 0 did not arrive" in str(first)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -254,7 +275,7 @@ def test_the_rank_that_serves_the_store_ends_when_all_that_live_have_read_the_re
     board = Served()
     found = timed(4, work)[:3]
     assert len({str(error) for error in found}) == 1
-    assert "rank 3 did not come" in str(found[0])
+    assert "rank 3 did not arrive" in str(found[0])
 
 
 def test_a_rank_that_dies_in_the_exchange_is_named_to_all_others() -> None:
@@ -265,13 +286,13 @@ def test_a_rank_that_dies_in_the_exchange_is_named_to_all_others() -> None:
         if channel.rank == 1:
             meeting.wait_for_all()
             return all_in.wait()
-        return with_liveness(Torn(channel, all_in), meeting).all_gather(b"")
+        return Met(Torn(channel, all_in), meeting).all_gather(b"")
 
     first, _, third = timed(3, work)
     assert isinstance(first, FlexError)
     assert str(first) == str(third)
     assert "Connection reset by peer" in first.what
-    assert "rank 1 did not come" in str(first)
+    assert "rank 1 did not arrive" in str(first)
 
 
 class Torn:

@@ -418,7 +418,7 @@ MUTANTS = (
     ),
     Mutant(
         "distributed/liveness.py",
-        "                self._add(_ARRIVALS, -_GAVE_UP)  # The last one came first after all.",
+        "                self._add(_ARRIVALS, -_TIMEOUT)  # The last rank arrived before the timeout.",
         "                pass",
         ATTENDANCE,
         "a rank that comes in the moment of giving up is waited for in vain",
@@ -432,7 +432,7 @@ MUTANTS = (
     ),
     Mutant(
         "distributed/liveness.py",
-        "        except Exception as error:  # Whatever ends a collective here leaves the others waiting in theirs.\n"
+        "        except Exception as error:  # The other ranks are still waiting in the collective.\n"
         "            self.abort()\n",
         "        except Exception as error:\n",
         ATTENDANCE,

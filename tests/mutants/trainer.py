@@ -272,16 +272,16 @@ MUTANTS = (
     ),
     # ---- Options and patience.
     Mutant(
-        "trainer/rank_monitor.py",
-        "            os._exit(EXIT_CODE)",
-        "            pass",
+        "distributed/communicator.py",
+        "        os._exit(EXIT_CODE)",
+        "        pass",
         WATCH,
         "a rank that is left alone in a collective waits for ever",
     ),
     Mutant(
         "trainer/job_state.py",
-        "    return patient_channel(args.flex_timeout)",
-        "    return patient_channel()",
+        "    return job_communicator(args.flex_timeout)",
+        "    return job_communicator()",
         (f"{TRAINER}test_no_rank_waits_longer_than_it_was_told_to",),
         "flex_timeout has no effect",
     ),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
+from paddleformers_fc.distributed.communicator import EXIT_CODE
 from paddleformers_fc.storage.manifest import newest_checkpoint
-from paddleformers_fc.trainer.rank_monitor import EXIT_CODE
 from tests.harness.tiny import DP2, TP2PP2, MatrixLayout
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, Saved, settings, train_six
 
@@ -106,7 +106,7 @@ def test_a_rank_killed_while_it_reads_is_named_by_all_others_and_nothing_is_trai
     assert len(ended) == layout.nproc - 1
     assert len({one["text"] for one in ended}) == 1
     assert {one["error"] for one in ended} == {"PeerError"}
-    assert f"rank {victim} did not come" in ended[0]["text"]
+    assert f"rank {victim} did not arrive" in ended[0]["text"]
     assert {one["step"] for one in ended} == {0}
     # The others had read their part: these are the half-loaded weights that nobody may train on.
     assert all(one["half"] for one in ended)
@@ -125,7 +125,7 @@ def test_a_rank_killed_while_it_writes_is_named_by_all_others_and_the_step_befor
     ended = endings(out)
     assert len(ended) == layout.nproc - 1
     assert len({one["text"] for one in ended}) == 1
-    assert f"rank {victim} did not come" in ended[0]["text"]
+    assert f"rank {victim} did not arrive" in ended[0]["text"]
     assert sorted(path.name for path in out.glob("*checkpoint*")) == ["checkpoint-3"]
     assert newest_checkpoint(out)[0] == out / "checkpoint-3"
 
@@ -150,7 +150,7 @@ def test_a_rank_killed_in_the_exchange_itself_is_named_and_no_rank_stays_in_it(
     assert len(raised) <= 1
     for rank in (0, 1, 3):
         assert result.returncodes[rank] in (1, EXIT_CODE)
-        assert "rank 2 did not come" in result.logs[rank].read_text()
+        assert "rank 2 did not arrive" in result.logs[rank].read_text()
     assert not list(out.glob("*checkpoint*"))
 
 

@@ -838,5 +838,5 @@ def test_the_loss_scaler_of_a_run_goes_on_where_it_was(ranks: ForkServer, tmp_pa
 
 def test_no_rank_waits_longer_than_it_was_told_to(ranks: ForkServer, tmp_path: Path) -> None:
     told, _ = ranks.run(f"{JOBS}:left_alone", 2, {"output_dir": str(tmp_path)}).values
-    assert "Not every rank has come within flex_timeout: 100 s." in told
-    assert "rank 1 did not come" in told
+    assert "Not every rank has arrived within flex_timeout: 100 s." in told
+    assert "rank 1 did not arrive" in told

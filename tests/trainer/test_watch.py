@@ -1,4 +1,4 @@
-"""An exchange that takes too long ends the process with a message; one that does not leaves no trace."""
+"""An exchange that takes too long ends the process with a report; another one is passed through."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import sys
 
 import pytest
 
-from paddleformers_fc.distributed.channel import LocalChannel
-from paddleformers_fc.trainer.rank_monitor import EXIT_CODE, watched
+from paddleformers_fc.distributed.channel import ALONE
+from paddleformers_fc.distributed.communicator import EXIT_CODE, Communicator
+from paddleformers_fc.trainer.job_state import job_communicator
 from tests.harness.limits import LIMIT
 
 WAITS_FOR_EVER = """
 import threading
-from paddleformers_fc.trainer.rank_monitor import watched
+from paddleformers_fc.distributed.communicator import Communicator
 
 class Deaf:
     rank, world_size = 3, 8
     def all_gather(self, payload):
         threading.Event().wait()
 
-watched(Deaf(), 0.05).all_gather(b"")
+Communicator(Deaf(), 0.05, None).all_gather(b"")
 """
 
 
@@ -40,7 +41,7 @@ def test_a_rank_that_waits_too_long_says_so_and_ends() -> None:
     assert ended.returncode == EXIT_CODE
     assert "Rank 3 has waited 0.05 s for the other ranks and gives up." in ended.stderr
     assert "raise flex_timeout" in ended.stderr
-    assert "in exchange" in ended.stderr
+    assert "in all_gather" in ended.stderr
 
 
 @pytest.mark.parametrize("instead", ["io.StringIO()", "None", "closed()"])
@@ -60,14 +61,13 @@ sys.stderr = {instead}
     )
     assert ended.returncode == EXIT_CODE
     assert "Rank 3 has waited" in ended.stderr
-    assert "in exchange" in ended.stderr
+    assert "in all_gather" in ended.stderr
 
 
 def test_an_exchange_in_time_is_passed_on() -> None:
-    channel = watched(Echo(), LIMIT)
+    channel = Communicator(Echo(), LIMIT, None)
     assert (channel.rank, channel.world_size, channel.all_gather(b"x")) == (1, 2, [b"x", b"x"])
 
 
-def test_a_process_alone_is_not_watched() -> None:
-    alone = LocalChannel()
-    assert watched(alone, LIMIT) is alone
+def test_a_process_alone_opens_no_communicator() -> None:
+    assert job_communicator() is ALONE

@@ -1,0 +1,115 @@
+"""The ranks of a job: one object owns their channel, its liveness and the connection to the job's store.
+
+Ranks meet before every exchange (:mod:`.liveness`), and a missing rank is named in an error that all others raise. A
+rank may still die during the exchange, a matter of milliseconds, and leave the others in a collective operation that
+Python cannot interrupt. So during an exchange a thread watches the clock, and whether another rank has found the job
+lost. Then it prints the report that all ranks print, dumps the stack of every thread, and ends the process. The
+launcher sees a failed rank instead of a job that hangs.
+
+A :class:`Communicator` is used by one thread. A second thread needs a channel over a group of its own, another
+connection to the store and another key prefix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from paddleformers_fc.distributed.channel import Bytes, Channel
+from paddleformers_fc.distributed.liveness import KEY_PREFIX, KVStore, Liveness
+from paddleformers_fc.errors import FlexError, PeerError
+
+EXIT_CODE = 75
+"""The exit code of a process whose exchange has timed out; ``EX_TEMPFAIL``, because a restart may help."""
+
+DEFAULT_PATIENCE = 1800.0
+"""Seconds that a rank waits for the others if no option sets it."""
+
+_LOOK_SECONDS = 1.0
+_STDERR = 2
+
+
+class Communicator:
+    """A channel whose exchanges end: with their result, with an error on all ranks, or with the process.
+
+    Args:
+        channel: all ranks, at least two.
+        patience: seconds that a rank waits for the others.
+        store: a connection to the store of the job, used by this object alone. Without one, a missing rank is not
+            named, and only the clock ends an exchange.
+        prefix: prefix of all keys in the store; each channel of a job needs another one.
+    """
+
+    def __init__(self, channel: Channel, patience: float, store: KVStore | None, prefix: str = KEY_PREFIX) -> None:
+        self.rank, self.world_size = channel.rank, channel.world_size
+        self._channel = channel
+        self._patience = patience
+        self._liveness = None if store is None else Liveness(store, self.rank, self.world_size, patience, prefix)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return the payload of every rank, by rank.
+
+        Raises:
+            PeerError: see :meth:`.Liveness.guard`.
+        """
+        with self._guard():
+            return self._channel.all_gather(payload)
+
+    def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """Send and receive bytes.
+
+        Raises:
+            PeerError: see :meth:`.Liveness.guard`.
+        """
+        with self._guard():
+            return self._channel.all_to_all(outgoing, sizes)
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        with self._liveness.guard() if self._liveness else contextlib.nullcontext():
+            done = threading.Event()
+            thread = threading.Thread(target=self._watch, args=(done,), name="flex-watch", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                done.set()
+                thread.join()
+
+    def _watch(self, done: threading.Event) -> None:
+        end = time.monotonic() + self._patience
+        while not done.wait(min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                _end_process(self._timeout_error())
+            if self._liveness is not None and self._liveness.is_lost():
+                _end_process(self._liveness.report("An exchange between the ranks broke off."))
+
+    def _timeout_error(self) -> FlexError:
+        if self._liveness is not None:
+            self._liveness.abort()
+            return self._liveness.report(
+                f"An exchange between the ranks has not ended within flex_timeout: {self._patience:g} s."
+            )
+        return PeerError(
+            f"Rank {self.rank} has waited {self._patience} s for the other ranks and gives up.",
+            where=f"rank {self.rank} of {self.world_size}",
+            next_step="Find the rank that failed in the other ranks' logs, or raise flex_timeout, which is "
+            f"{self._patience:g} s, if they are slow.",
+        )
+
+
+def _end_process(error: FlexError) -> None:
+    # A program may have closed or redirected its errors; the process ends in any case.
+    try:
+        for file in {sys.stderr, sys.__stderr__}:
+            with contextlib.suppress(Exception):
+                print(error.render(), file=file, flush=True)
+        with contextlib.suppress(Exception):
+            faulthandler.dump_traceback(sys.__stderr__ or _STDERR)
+    finally:
+        os._exit(EXIT_CODE)
