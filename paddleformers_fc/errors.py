@@ -64,7 +64,8 @@ class FlexError(Exception):
         lines = [self.what]
         if self.where:
             lines.append(f"  where: {self.where}")
-        lines.extend(f"  - {line}" for line in self.evidence)
+        # An indented line belongs to the heading above it.
+        lines.extend(f"    {line}" if line.startswith(" ") else f"  - {line}" for line in self.evidence)
         if self.next_step:
             lines.append(f"  next: {self.next_step}")
         return "\n".join(map(_shown, lines))

@@ -59,6 +59,7 @@ _CHECKED = ("vocab_size", "num_attention_heads", "num_key_value_heads")
 _CHECKS_VOCABULARY_ALONE = ("minimax_m2", "deepseek_v3", "kimi_k2")
 """Families whose attention has no heads of keys and values to cut, or does not look whether they divide."""
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OWN_EXPERTS = ("expert_model_parallel_size", "use_expert_parallel")
 _LISTS_OF_PATHS = {"train_dataset_path": "train_dataset_prob", "eval_dataset_path": "eval_dataset_prob"}
 """Of files, each of which may end in ``#`` and how many samples are to be taken of it; and of their probabilities."""
@@ -138,8 +139,12 @@ def _is_nothing(chance: str) -> bool:
 
 
 def _is_local(path: str) -> bool:
-    """Whether this can only be a path; ``owner/name`` may be on a hub."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1
+    """Return whether this can only be a path.
+
+    ``owner/name`` may be on a hub, unless the working directory contains ``owner``.
+    """
+    first, slash, _ = path.partition("/")
+    return bool(slash) and (_HUB_NAME.fullmatch(path) is None or Path(first).is_dir())
 
 
 def refuse_layout(settings: Mapping[str, Any], ranks: int) -> None:
@@ -313,13 +318,17 @@ def refuse_adapters(settings: Mapping[str, Any]) -> None:
     if not settings.get("flex_checkpoint") or _stage(settings) not in _TEXT_STAGES or not settings.get(_PATH):
         return
     written = settings.get("fine_tuning", "LoRA")
-    if str(written).lower() == "lora":
+    said, change = "", "Set fine_tuning: full"
+    if settings.get("lora"):
+        said, change = f"lora: {str(settings['lora']).lower()}", "Remove lora"
+    elif str(written).lower() == "lora":
         said = f"fine_tuning: {written}" if "fine_tuning" in settings else "no fine_tuning, which means LoRA"
+    if said:
         raise OptionError(
             "flex_checkpoint: true contradicts another option.",
             where="training arguments",
             evidence=[f"flex_checkpoint: true and {said}: adapters are not supported yet"],
-            next_step="Set fine_tuning: full, or remove flex_checkpoint.",
+            next_step=f"{change}, or remove flex_checkpoint.",
         )
 
 

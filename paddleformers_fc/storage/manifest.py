@@ -381,9 +381,9 @@ def refuse_as_newest(directory: AnyPath, manifest: Manifest) -> None:
     step = parse_step(directory if beside is None else beside[0])
     if step is not None and step != manifest.step:
         raise Corrupt(
-            f"{directory} holds step {manifest.step}, which its name contradicts.",
+            f"{directory} contains step {manifest.step}: rename it back to checkpoint-{manifest.step}.",
             where=str(directory),
-            next_step=f"Rename it to checkpoint-{manifest.step}, or name it in resume_from_checkpoint.",
+            next_step="Or name it in resume_from_checkpoint.",
         )
     refuse_diverged(directory, manifest)
 

@@ -17,6 +17,8 @@ from paddle.nn import Layer
 from paddleformers.transformers import model_utils
 from paddleformers.transformers.model_utils import PretrainedModel
 
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import origin, pretrained, reader
 
 
@@ -45,6 +47,13 @@ def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         options = reader.options()
         if options is not None:
+            if args:
+                raise OptionError(
+                    "from_pretrained with flex_checkpoint: true does not support positional arguments of the model.",
+                    where=f"{cls.__name__}.from_pretrained",
+                    evidence=[f"{count_text(len(args), 'argument')} after the path"],
+                    next_step="Pass them as keyword arguments.",
+                )
             return pretrained.from_pretrained(cls, pretrained_model_name_or_path, options, kwargs)
         model = original(cls, pretrained_model_name_or_path, *args, **kwargs)
         if isinstance(model, Layer):

@@ -230,6 +230,8 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ),
         ({}, ["save_total_limt=2", "--dry-run"], "save_total_limt: is save_total_limit meant?"),
         ({"model_name_or_path": "./nowhere"}, [], "model_name_or_path: ./nowhere"),
+        ({"model_name_or_path": "tests/nothing"}, [], "- model_name_or_path: tests/nothing"),
+        ({"model_name_or_path": "nowhere/"}, [], "- model_name_or_path: nowhere/"),
         ({"output_dir": 3}, [], "names no output_dir"),
         ({"output_dir": ""}, [], "named by an empty text"),
         ({"train_dataset_path": "/dev/null,/nowhere/a.jsonl"}, [], "- train_dataset_path: /nowhere/a.jsonl"),
@@ -241,8 +243,9 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
-    tmp_path: Path, on: Any, keys: dict[str, Any], overrides: list[str], text: str
+    tmp_path: Path, on: Any, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], overrides: list[str], text: str
 ) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
     outcome = run("train", config(tmp_path, **keys), *overrides)
     assert outcome.code == 2
     assert text in outcome.err
@@ -482,6 +485,13 @@ def test_a_size_that_the_file_or_the_command_line_gives_is_enough(
 ) -> None:
     path = config(tmp_path, model_name_or_path=model_of(tmp_path / "model", **changes), **FULL)
     assert run("train", path, "--dry-run", *overrides).code == 0
+
+
+def test_the_key_lora_alone_is_refused_by_its_name(tmp_path: Path, on: Any) -> None:
+    outcome = run("train", config(tmp_path, model_name_or_path=model_of(tmp_path / "model"), lora=True, **FULL))
+    assert outcome.code == 2
+    assert "flex_checkpoint: true and lora: true: adapters" in outcome.err
+    assert "next: Remove lora, or remove flex_checkpoint." in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,30 @@ from typing import Any
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
-from tests.harness.tiny import DP2
+from tests.corruption.test_trainer_faults import first_line, trained
+from tests.harness.tiny import DP2, SINGLE
 from tests.trainer.test_trainer import JOBS, settings
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 
 
+def flip_in_the_middle(path: Path) -> None:
+    """Change a byte in the middle of a file, which is one of a tensor."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 @fault("G70", "a byte of a tensor has changed in the newest checkpoint, and `resume_from_checkpoint: true` is set")
-def test_g70_the_newest_checkpoint_that_passes_verification_is_resumed(ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_g70_the_newest_checkpoint_that_passes_verification_is_resumed(
+    bare_ranks: ForkServer, ranks: ForkServer, tmp_path: Path
+) -> Observed:
+    (stock,) = trained(bare_ranks, SINGLE, tmp_path / "stock", True)
+    assert stock["error"].startswith("TypeError")
     given: dict[str, Any] = {"max_steps": 3, "save_steps": 1, "flex_verify": "full"}
     ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, **given))
     newest = tmp_path / "checkpoint-3"
-    data = bytearray((newest / WEIGHTS).read_bytes())
-    data[-1] ^= 1
-    (newest / WEIGHTS).write_bytes(data)
+    flip_in_the_middle(newest / WEIGHTS)
     for found in ranks.run(f"{JOBS}:refused", 2, settings(DP2, tmp_path, newest, **given)).values:
         assert (found["error"], found["changed"]) == ("Corrupt", False)
     resumed = ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, True, **given))
@@ -28,7 +38,7 @@ def test_g70_the_newest_checkpoint_that_passes_verification_is_resumed(ranks: Fo
     (line,) = [line for line in resumed.logs[0].read_text().splitlines() if "fails verification" in line]
     assert f"checkpoint-3 fails verification and is skipped: checkpoint-3 is damaged: 1 fault found: {WEIGHTS}" in line
     return Observed(
-        "—",
+        first_line(stock),
         f"every rank skips checkpoint-3 with a warning that names {WEIGHTS}, and resumes checkpoint-2; checkpoint-3 is "
         "refused where it is named: `Corrupt`; nothing changed",
     )

@@ -291,11 +291,11 @@ def refusals(source: str, output_dir: str, calls: Sequence[Mapping[str, Any]]) -
     said: list[str] = []
     for call in calls:
         arguments = dict(call)
-        named = arguments.pop("named", source)
+        named = [arguments.pop("named", source), *arguments.pop("positional", ())]
         if "config" in arguments:
             arguments["config"] = tiny.config("llama", **arguments["config"])
         try:
-            said.append(type(LlamaForCausalLM.from_pretrained(named, dtype="float32", **arguments)).__name__)
+            said.append(type(LlamaForCausalLM.from_pretrained(*named, dtype="float32", **arguments)).__name__)
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
     return said

@@ -169,12 +169,15 @@ def test_heads_and_families_that_no_shape_shows_are_compared_with_the_config_bes
     (source / CHECKSUMS_NAME).unlink()
     calls = [{"config": other}, {"config": {}, "named": str(source)}]
     kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "calls": calls}
-    heads, family = ranks.run(f"{JOBS}:refusals", 1, kwargs).values[0]
+    calls.append({"positional": [1]})
+    heads, family, positional = ranks.run(f"{JOBS}:refusals", 1, kwargs).values[0]
     assert heads.startswith("MismatchError: The open weights and the model do not fit: 2 differences.")
     assert "num_attention_heads: stored 4, wanted 8" in heads
     assert "or correct the config.json beside them" in heads
     assert family.startswith("MismatchError: The open weights and the model do not fit: 1 differences.")
     assert "model_type: stored ernie4_5, wanted llama" in family
+    assert "does not support positional arguments of the model" in positional
+    assert "- 1 argument after the path" in positional
 
 
 def test_a_part_of_a_directory_is_named_by_its_subfolder(ranks: ForkServer, llama: Path, tmp_path: Path) -> None:
