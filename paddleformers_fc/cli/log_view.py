@@ -1,10 +1,10 @@
-"""What a person sees of a running training, and what is remembered of it.
+"""Filter the log of a running training for a terminal, and keep its progress.
 
-PaddleFormers writes a thousand lines before the first step, most of them of level DEBUG; those stay in the log and are
-not shown. Neither are Python's tracebacks, of which a failure has several: the exception's own line is shown, and for
-an error of ours nothing, because it is said at the end. Colours go to terminals alone.
+PaddleFormers writes a thousand lines before the first step, most of them of level DEBUG; those stay in the log file.
+Python tracebacks are reduced to the line of the exception. Errors of this package are omitted, because the command
+prints them at the end. Colours are used on terminals only.
 
-Of every line that passes, shown or not, the few that say how far the training is are remembered. Memory is one line.
+The few lines that contain the progress of the training are kept, shown or not. Memory is one line.
 """
 
 from __future__ import annotations

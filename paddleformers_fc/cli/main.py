@@ -1,18 +1,17 @@
-"""The command line ``paddleformers-fc``: its verbs, and what their exit codes mean.
+"""The command line ``paddleformers-fc``: its commands and exit codes.
 
 ====  ================================================================================================================
 code  meaning
 ====  ================================================================================================================
-0     right: what was asked for was done, or what was checked is as it must be
-1     found wrong: a checkpoint is damaged, unfinished or does not fit, or two are different
-2     misuse, or trouble: an argument that cannot be used, or work that could not be done; nothing is said about a
-      checkpoint
+0     success
+1     a fault was found: a checkpoint is damaged, incomplete or does not fit, or two checkpoints differ
+2     invalid usage, or an operation that failed without a result about a checkpoint
 130   interrupted by Ctrl-C
-141   whoever read the output has closed it, as ``head`` does
+141   the reader of the output has closed it, as ``head`` does
 ====  ================================================================================================================
 
-``train`` returns the code of its job. The declarations of the verbs are here, their work is in a module each, imported
-when the verb runs: only ``train``, ``demo``, ``derive`` and ``matrix`` import Paddle, and ``--help`` takes a fifth of a
+``train`` returns the code of its job. Commands are declared here; each is implemented in a module that is imported when
+the command runs. Only ``train``, ``demo``, ``derive`` and ``matrix`` import Paddle. ``--help`` takes a fifth of a
 second.
 """
 

@@ -1,7 +1,7 @@
 """Jobs of several nodes, as the stock command starts them: ``NNODES``, ``RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-Paddle's launcher waits without a limit for nodes that cannot reach each other. What one node alone can see to be wrong
-with these variables, or with the address that its hostname resolves to, is refused before the launcher starts.
+Paddle's launcher waits without a limit for nodes that cannot reach each other. Faults of these variables, and of the
+address that the hostname resolves to, are refused before the launcher starts if one node can detect them alone.
 """
 
 from __future__ import annotations

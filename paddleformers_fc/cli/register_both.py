@@ -1,4 +1,4 @@
-"""``custom_register_path`` of the ``train`` verb where the YAML has one of its own: that one runs first, then ours."""
+"""``custom_register_path`` of ``train`` for a YAML that has its own: this module runs the YAML's file, then ours."""
 
 from paddleformers_fc.cli.training import register_both
 

@@ -1,6 +1,6 @@
-"""What ``train`` can see to be wrong before it starts a rank: seconds and hundreds of lines earlier than a rank would.
+"""Checks of a training configuration before a rank starts: seconds earlier, and hundreds of log lines shorter.
 
-Only what is sure is refused. A name that may be one of a hub is left to PaddleFormers.
+Only certain faults are refused. A name that may be on a hub is left to PaddleFormers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The keys that PaddleFormers' command line takes, read off its source.
+"""The keys that PaddleFormers' command line accepts, parsed from its source.
 
-A key that it does not know fails in every rank, after half a minute of imports. So the classes that it fills are looked
-at without being imported: the annotated names of their bodies and of their bases', and the names that
-``LlmMetaConfig`` adds. Where these classes are written in another way than is known here, nothing is said.
+An unknown key fails in every rank, after half a minute of imports. The argument classes are therefore parsed without
+being imported: annotated names of their bodies and bases, and the names that ``LlmMetaConfig`` adds. If the classes are
+not written as expected, no key is refused.
 
 Time: two tenths of a second, to parse 700 kB of source. Memory: one syntax tree at a time.
 """

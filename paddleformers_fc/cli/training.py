@@ -1,20 +1,18 @@
-"""``train``: the stock PaddleFormers training of a YAML, with flex checkpoints, on the devices of this machine.
+"""``train``: run the stock PaddleFormers training of a YAML with flex checkpoints on the devices of this machine.
 
-What runs is PaddleFormers' own command line, unchanged. This verb adds two overrides to the YAML: the registration file
-as ``custom_register_path`` (where the YAML names one of its own, both run, the YAML's first), and ``device=cpu`` where
-there is no accelerator and the YAML names no device. Then, on a machine
+PaddleFormers' own command line runs unchanged. This command adds two overrides to the YAML: the registration file as
+``custom_register_path`` (if the YAML names one of its own, both run, the YAML's first), and ``device=cpu`` if there is
+no accelerator and the YAML names no device. On a machine
 
 * without an accelerator, the ranks are local processes over gloo, started and supervised by
-  :mod:`paddleformers_fc.cpu_runtime.launch`; each writes a log, rank 0's is shown while it runs;
-* with one, or in a job of several nodes, PaddleFormers' ``paddleformers-cli`` is called, which starts
-  ``paddle.distributed.launch`` on the visible devices, and which reads ``NNODES``, ``RANK``, ``MASTER_ADDR`` and
-  ``MASTER_PORT`` (:mod:`.nodes`).
+  :mod:`paddleformers_fc.cpu_runtime.launch`; each writes a log, and that of rank 0 is shown while it runs;
+* with one, or in a job of several nodes, ``paddleformers-cli`` is called. It starts ``paddle.distributed.launch`` on
+  the visible devices, and reads ``NNODES``, ``RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` (:mod:`.nodes`).
 
-What can be seen to be wrong is refused before a process is started (:mod:`.starting`). What is shown while the ranks
-run, and what is remembered of it, is in :mod:`.screen`. An error of ours by which ranks ended is said once, at the end:
-the ranks leave it beside their logs. A rank that a signal ended can leave nothing, so the supervisor names it, and a
-training that is told to stop (Ctrl-C, SIGTERM) ends its ranks; both say from where the command goes on. Every start has
-a directory for its logs: ``log``, ``log-2``, ...
+Faults that are detectable earlier are refused before a process starts (:mod:`.start_checks`). :mod:`.log_view` filters
+the output. Ranks leave an error of this package beside their logs, and it is printed once, at the end. The supervisor
+names ranks that a signal ended. A training that is stopped (Ctrl-C, SIGTERM) ends its ranks. In both cases the command
+prints the step at which the next start resumes. Every start has its own log directory: ``log``, ``log-2``, ...
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""YAML as PaddleFormers reads it, but for two things: faults name what was read, and no key may be there twice.
+"""YAML as PaddleFormers reads it, with two differences: errors name the file, and duplicate keys are refused.
 
-PyYAML keeps the last of two equal keys and says nothing, so that a run would have other settings than a reader sees.
+PyYAML silently keeps the last of two equal keys, so that a run would have other settings than a reader sees.
 """
 
 from __future__ import annotations

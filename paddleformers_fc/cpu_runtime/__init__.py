@@ -1,14 +1,23 @@
-"""Hybrid parallelism on a machine without an accelerator, for rehearsal and for tests.
+"""Hybrid parallelism on a machine without an accelerator, for rehearsals and tests.
 
-Paddle's CPU build trains data parallel only. After :func:`activate` tensor, pipeline, sharding (stage 1 both
-versions, 2 and 3) and expert parallelism run on it over gloo, through PaddleFormers' own Trainer: real ranks, real
-collectives, real checkpoints, slowly. On an accelerator this package does nothing.
+Paddle's CPU build trains data parallel only. After :func:`activate`, tensor, pipeline, sharding (stage 1 both
+versions, 2 and 3) and expert parallelism run over gloo through PaddleFormers' own Trainer: real ranks, real
+collectives, real checkpoints, slowly. On an accelerator this package has no effect.
 
-Idea: each fault of the CPU build is mended in one named unit (the table is :mod:`.patches`). What the units replace and
-read is listed in :mod:`paddleformers_fc.upstream`; where it is missing or different, activation refuses.
+===============================  ======================================================================
+``patches``                      the table of patches, one row per fault of the CPU build
+``collectives``, ``p2p``         operations that gloo lacks; point-to-point messages over sockets
+``groups``, ``stores``           one store per process group; an interruptible store client
+``mpu``, ``pipeline``            tensor parallel operators; data of pipelines
+``sharding``, ``half``           sharding stages; bfloat16 training
+``device``, ``formers``          device queries; assumptions of PaddleFormers' Trainer
+``ernie_moe``                    ERNIE 4.5 MoE without fused kernels
+``launch``, ``ranks``            start and supervise ranks of this machine
+``rankmain``, ``forkserver``     the main program of a rank; a server that forks ranks
+===============================  ======================================================================
 
-Importing this package is cheap and does not import Paddle; :func:`activate` does (about 1 s, 2.5 s with
-PaddleFormers). :mod:`.launch` starts ranks, :mod:`.forkserver` starts them fast and often.
+:mod:`paddleformers_fc.upstream` lists what the patches replace and read; activation refuses if any of it is missing or
+different. Importing this package does not import Paddle; :func:`activate` does (1 s, 2.5 s with PaddleFormers).
 """
 
 from __future__ import annotations

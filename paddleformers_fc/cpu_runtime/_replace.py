@@ -1,11 +1,10 @@
-"""Two small tools for mending somebody else's module: rebind a function everywhere, and show a module a changed view.
+"""Two helpers for patches of another package: rebind a function everywhere, and give a module a changed view.
 
-A function that other modules imported by name lives on under all those names; assigning it in its home module mends
-nobody who already has it. :func:`replace_everywhere` finds each of them by identity. A module that asks a question
-about the machine (``paddle.get_device()``) while being mended gets its own answer through a :class:`ModuleView`, so
-that the rest of the process keeps hearing the truth.
+A function that other modules have imported by name exists under all those names; assigning it in its home module does
+not reach them. :func:`replace_everywhere` finds each of them by identity. A :class:`ModuleView` changes the answer of
+``paddle.get_device()`` and the like for one module, and for no other.
 
-Time: one pass over ``sys.modules`` per replaced function (about 1 ms for 3,000 modules). Memory: nothing.
+Time: one pass over ``sys.modules`` per replaced function (about 1 ms for 3,000 modules).
 """
 
 from __future__ import annotations

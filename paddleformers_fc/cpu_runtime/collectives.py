@@ -1,13 +1,13 @@
-"""The collectives that ``ProcessGroupGloo`` lacks or gets wrong.
+"""The collectives that ``ProcessGroupGloo`` lacks or computes wrongly.
 
-Gloo on Paddle has all_reduce, broadcast, reduce, all_gather, scatter and gather. Hybrid parallelism also calls their
+Gloo in Paddle has all_reduce, broadcast, reduce, all_gather, scatter and gather. Hybrid parallelism also calls their
 ``*_on_calc_stream`` twins, reduce_scatter and all_to_all. The twins are the same operation, because a CPU has no
-streams; reduce_scatter is an all_reduce of which each rank keeps its part; all_to_all is made of messages (see
-:mod:`.p2p`). Sums of float16 and bfloat16 are made in float32 and rounded once: gloo's own float16 sum is inf. Every
-collective has finished when it returns, whatever ``sync_op`` says.
+streams. reduce_scatter is an all_reduce of which each rank keeps its part. all_to_all consists of messages
+(:mod:`.p2p`). Sums of float16 and bfloat16 are computed in float32 and rounded once: gloo's own float16 sum is inf.
+Every collective is complete when it returns, whatever the value of ``sync_op``.
 
-Cost: reduce_scatter moves the whole tensor to every rank (n times the bytes that NCCL moves), all_to_all moves
-exactly what is asked for.
+Cost: reduce_scatter moves the whole tensor to every rank (n times the bytes that NCCL moves); all_to_all moves exactly
+the bytes that are requested.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Questions about a device that a CPU build answers with an error.
+"""Device queries that a CPU build answers with an error.
 
-``Tensor.cuda`` raises, ``paddle.device.synchronize`` raises, ``ParallelEnv.device_id`` is an attribute that was
-never set, and the fusion of tensors into one buffer knows alignments for accelerators only. Each gets the answer
-that fits a machine whose one device is its memory.
+``Tensor.cuda`` and ``paddle.device.synchronize`` raise, ``ParallelEnv.device_id`` is never set, and the fusion of
+tensors into one buffer has alignments for accelerators only. Each query returns the answer for a machine whose one
+device is its memory.
 
-Cost: ``Tensor.cuda`` copies, as it does on an accelerator: callers go on to overwrite what they moved.
+Cost: ``Tensor.cuda`` copies, as on an accelerator: callers overwrite what they have moved.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """ERNIE 4.5 MoE without its fused kernels.
 
 ``Ernie4_5_MoeSparseMoeBlock.forward`` calls kernels for routing and dispatch that exist for accelerators only. The
-forward here is the same block written as dense algebra on the **same parameters**: every expert sees every token and
-its output is weighted by the router, with zero for the tokens that did not choose it. What is trained, saved, split
-over tensor, pipeline and expert parallel ranks is therefore exactly the model's own; the numbers differ from those
-of the fused kernels by rounding and by the auxiliary loss, which is a plain one.
+forward here is the same block as dense algebra on the **same parameters**: every expert processes every token, and its
+output is weighted by the router, with zero for tokens that did not choose it. Trained, saved and sharded tensors are
+therefore exactly the model's own. The numbers differ from those of the fused kernels by rounding and by the auxiliary
+loss, which is a plain one.
 
-Some faults have nothing to do with the device but stand in the way of a CPU run as well: multi-token prediction passes
-its arguments in the wrong positions, the forward that is meant for generation calls the loss without the logits that it
-needs, experts do not say over which ranks they are reduced, and the expert parallel optimizer tests ``isinstance``
-against a class that Paddle 3.3.1 lacks. And a pipeline cannot be given the group that shares its experts.
+Some faults are independent of the device and prevent a CPU run as well: multi-token prediction passes its arguments in
+the wrong positions; the forward for generation calls the loss without the required logits; experts lack the group over
+which they are reduced; the expert parallel optimizer tests ``isinstance`` against a class that Paddle 3.3.1 lacks; and
+a pipeline does not accept the group that shares its experts.
 
 Time: experts / top-k times the fused block. Memory: one expert's activations of all tokens at a time.
 """

@@ -1,19 +1,17 @@
 """A server that imports Paddle once and forks the ranks of many jobs.
 
-Importing Paddle and PaddleFormers costs 2.5 s per rank; a fork of a process that has imported them costs
-milliseconds. The server is a process of its own, so that whoever uses it (pytest, the CLI) need not import Paddle
-and may have threads. It runs one job at a time: N forked ranks, each with a fresh parallel environment, a log and a
-result file.
+Importing Paddle and PaddleFormers costs 2.5 s per rank; a fork of a process that has imported them costs milliseconds.
+The server is a separate process, so that its user (pytest, the CLI) need not import Paddle and may have threads. It
+runs one job at a time: N forked ranks, each with a new parallel environment, a log and a result file.
 
-Protocol: one line of JSON per request on the server's standard input, one line per answer on a pipe; results are
-JSON files. No pickle. An empty line, while a job runs, ends that job. The server, and with it every rank, ends when its
-standard input is closed.
+Protocol: one line of JSON per request on the server's standard input, one line per answer on a pipe; results are JSON
+files. No pickle. An empty line ends a running job. The server and all its ranks end when its standard input is closed.
 
-A forked rank is a copy of the server: the preloaded modules must not have computed anything on several threads,
-which is why the server and its ranks run with one thread each.
+A forked rank is a copy of the server. The preloaded modules must not have computed anything on several threads, so the
+server and its ranks run with one thread each.
 
-Time: a job takes 20 ms, with a parallel environment of two ranks 0.15 s, beside what it does. Memory: ranks share the
-pages of the server, about 400 MB, until they write to them.
+Time: a job takes 20 ms, with a parallel environment of two ranks 0.15 s, beside its work. Memory: ranks share the pages
+of the server, about 400 MB, until they write to them.
 """
 
 from __future__ import annotations

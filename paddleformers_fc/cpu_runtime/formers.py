@@ -1,11 +1,11 @@
-"""What PaddleFormers' Trainer takes for granted and a float32 run on a CPU does not have.
+"""Assumptions of PaddleFormers' Trainer that do not hold for a float32 run on a CPU.
 
-Two things. With gradient clipping, the Trainer records the global gradient norm through ``optimizer._inner_opt``,
-which exists only when the optimizer was wrapped for mixed precision. And it accepts sharding stage 1 version 2
-(``split_param``, its default) only together with ``amp_master_grad``, which needs bfloat16 or float16, although the
-optimizer below works in float32. Both refusals are answered by leaving the step out and doing what it guards.
+With gradient clipping, the Trainer records the global gradient norm through ``optimizer._inner_opt``, which exists only
+if the optimizer was wrapped for mixed precision. It accepts sharding stage 1 version 2 (``split_param``, its default)
+only together with ``amp_master_grad``, which needs bfloat16 or float16, although the optimizer works in float32. The
+patches omit the first step and run what the second guards.
 
-Cost: nothing. What is lost: the Trainer's log has no ``global_norm`` in float32 runs; clipping itself is unaffected.
+The Trainer's log has no ``global_norm`` in float32 runs; clipping itself is unaffected.
 """
 
 from __future__ import annotations

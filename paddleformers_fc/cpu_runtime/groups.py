@@ -1,10 +1,10 @@
-"""Process groups that find each other: one store per group.
+"""Process groups with one store per group.
 
 ``ProcessGroupGloo`` ignores its group id when it writes its members' addresses into the store, so two groups that
 are created one after the other read each other's addresses: with four ranks one start in three fails, with eight it
-hangs. Here each group larger than the default one gets a store of its own, served by its first member; the default
-store only carries that store's address, under a key that holds the group id. Paddle numbers groups by a counter that
-every rank advances in the same order, so the id is the same on every member and used once.
+hangs. Here each group larger than the default one has its own store, served by its first member. The default store
+contains only the address of that store, under a key with the group id. Paddle numbers groups by a counter that every
+rank advances in the same order, so the id is the same on every member and used once.
 
 Cost: 0.1 s per group, and in its first member a listening socket with a thread or two of Paddle's.
 """

@@ -1,11 +1,11 @@
-"""The tensor parallel operators whose CPU kernels say "do not support".
+"""The tensor parallel operators without a CPU kernel.
 
 Paddle's tensor parallel layers call ``c_identity``, ``c_concat``, ``c_split`` and ``c_softmax_with_cross_entropy``.
-Each gets a PyLayer in the place where the kernel is looked up (``paddle._C_ops``), so that the layers above it, and
-the autograd code that Paddle already has around them, stay as they are. ``c_split`` alone is replaced one floor
-higher, because the backward of ``c_split_eager`` gathers along axis 0 what its forward split along the last.
+Each is replaced by a PyLayer where the kernel is looked up (``paddle._C_ops``), so that the layers above it and
+Paddle's own autograd code around them stay unchanged. ``c_split`` is replaced one level higher, because the backward of
+``c_split_eager`` gathers along axis 0 what its forward split along the last axis.
 
-Time: what the collectives take; the cross entropy adds three all_reduces of ``[tokens, 1]`` float32 and keeps the
+Time: that of the collectives; the cross entropy adds three all_reduces of ``[tokens, 1]`` float32 and keeps the
 softmax, ``[tokens, vocab / ranks]`` float32, for its backward, as the fused kernel does.
 """
 

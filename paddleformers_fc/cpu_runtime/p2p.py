@@ -1,14 +1,14 @@
-"""Point-to-point messages over sockets of our own, because gloo's do not work inside groups of more than two.
+"""Point-to-point messages over sockets, because gloo's do not work inside groups of more than two ranks.
 
 ``ProcessGroupGloo`` numbers its messages by one counter per group that *every* member is expected to advance, so a
-message between two of three members is never delivered; and its send returns only once the receiver has asked, so
-two ranks that send before they receive wait forever. Here every rank has one **mailbox**: a listening socket whose
-address is published in the default store. A message carries (group id, channel, sender) and is queued at the
-receiver; a send is handed to one writing thread per receiver and returns at once. Inside a coalescing block receives
-are postponed to the end of the block, so that all sends leave first.
+message between two of three members is never delivered. Its send returns only after the receiver has requested the
+message, so two ranks that send before they receive wait forever. Here every rank has one **mailbox**: a listening
+socket whose address is published in the default store. A message carries (group id, channel, sender) and is queued at
+the receiver. One writing thread per receiver sends, and a send returns at once. Inside a coalescing block receives are
+postponed to the end of the block, so that all sends start first.
 
-Time: one copy into bytes, one through loopback, one into the tensor. Memory: messages sent and not yet received are
-held by the receiver, without a bound; a pipeline has a handful of micro-batches under way.
+Time: one copy into bytes, one through loopback, one into the tensor. Memory: messages that are sent and not received
+are kept by the receiver, without a bound; a pipeline has a handful of micro-batches in flight.
 """
 
 from __future__ import annotations

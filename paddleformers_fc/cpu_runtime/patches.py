@@ -1,8 +1,8 @@
-"""The table of everything that is mended, and the versions for which it is known to be needed.
+"""The table of patches, and the versions that are known to need them.
 
-One row per fault: a name, what it mends, whose fault it is. :func:`apply_all` carries the table out, in its order.
-Importing this module imports Paddle, and PaddleFormers if it is installed; :mod:`paddleformers_fc.cpu_runtime` imports
-it when the runtime is activated.
+One row per fault: a name, the fault, and the package that has it. :func:`apply_all` applies the table in its order.
+Importing this module imports Paddle, and PaddleFormers if it is installed;
+:func:`paddleformers_fc.cpu_runtime.activate` imports it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What feeds the ranks of a pipeline and of a tensor parallel group.
+"""Input data of the ranks of a pipeline and of a tensor parallel group.
 
-``broadcast_input_data`` gives every member of a tensor parallel group the first member's batch, and refuses to run
-on a CPU only because it asks for the name of an accelerator. The work behind the question runs anywhere.
+``broadcast_input_data`` sends the first member's batch to every member of a tensor parallel group. It fails on a CPU
+only because it requests the name of an accelerator; the rest runs anywhere.
 
 Cost: one small broadcast per tensor of the batch.
 """

@@ -1,19 +1,27 @@
-"""Bytes on disk: exact ranges in, checked files out, and directories that appear whole or not at all.
+"""Bytes on disk and in stores: ranges in, checked files out, directories that appear as a whole or not at all.
 
 ====================  ================================================================================
-``dtypes``            element types: this package's names, safetensors' names, numpy's dtypes
-``receipts``          what a writer says about a file it finished: size and checksums
-``checksum``          checksums taken block by block while the bytes pass by
-``files``             the only place that writes, syncs, renames and deletes
-``safetensors``       a validating header reader and a streaming writer
-``ranges``            parallel reads of byte ranges into memory that the caller owns
+``paths``             local and remote paths; the parsing of a user's text
+``remote``            files of a store, through fsspec
+``dtypes``, ``casts`` element types under their three names; conversion of arrays
+``checksum``          checksums computed block by block while bytes are written
+``file_checksums``    ``FileChecksum``: size and checksums of a finished file
+``files``             the only module that writes, syncs, renames and deletes
+``json_io``           bounded, strict reading of JSON
+``pickles``           pickles of other formats, parsed as data
+``safetensors``       a validating header reader and streaming writers
+``identity``          identities of files, so that the file that is read is the file that was checked
+``ranges``            parallel reads of byte ranges into memory of the caller
+``prefetch``          ranges of remote files in few large requests
+``vectored_read``     many short ranges in few system calls
 ``regions``           boxes of a stored tensor, read into any strided array
-``names``             how the directories beside a checkpoint are called
-``owner``             which process an unfinished directory belongs to, and whether that process still lives
-``manifest``          ``flex_checkpoint.json``: what a finished checkpoint consists of, and how it is checked
-``export_checksums``  ``flex_checksums.json``: the checksums of an export's files
-``commit``            the life of a checkpoint directory: staged, committed, replaced, cleaned up, removed
+``blocks``            comparison of block checksums
+``names``             names of the directories beside a checkpoint
+``staging_lock``      the process that owns a staging directory, and whether it is alive
+``manifest``          ``flex_checkpoint.json``: content and verification of a checkpoint
+``export_checksums``  ``flex_checksums.json``: checksums of an export
+``commit``            staging, commit, replacement, cleanup and removal of directories
 ====================  ================================================================================
 
-Each module imports only from those above it. Nothing here imports Paddle.
+No module imports Paddle.
 """

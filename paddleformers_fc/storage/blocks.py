@@ -1,10 +1,10 @@
-"""Comparing the recorded checksums of blocks: of whole files, or of just those blocks that somebody is about to read.
+"""Comparison of recorded block checksums, of whole files or of the blocks that are about to be read.
 
-A receipt holds one checksum per block of 4 MiB, so a range of a file is verified by reading the blocks that it touches,
-in any order and by as many threads as there are.
+A :class:`FileChecksum` has one checksum per block of 4 MiB, so a range of a file is verified by reading the blocks that
+it touches, in any order and on any number of threads.
 
-Time: one read and one xxh3 pass over the blocks asked for. Memory: 1 MiB per thread, 4 MiB where a read is a
-request, and the numbers of the blocks.
+Time: one read and one xxh3 pass over the requested blocks. Memory: 1 MiB per thread, 4 MiB per thread for a remote
+file, and the numbers of the blocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Element types under their three names.
 
-This package speaks of ``"bfloat16"``, a safetensors header says ``"BF16"`` and numpy needs a dtype object (which for
-the types numpy lacks comes from ``ml_dtypes``). One table holds all three, so that no other module has to know two.
+The package uses ``"bfloat16"``, a safetensors header contains ``"BF16"``, and numpy needs a dtype object (for types
+that numpy lacks, from ``ml_dtypes``). One table contains all three, so that other modules use one name.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Transformers and other readers ignore this file. Its content depends on the exported files alone, so that exports of
 equal content have equal checksum files under every layout. It carries a checksum of itself.
 
-Another tool that changes the directory does not know it. Every error therefore gives the way out: delete the file.
+Tools that change the directory do not update the file. Every error therefore contains the remedy: delete it.
 """
 
 from __future__ import annotations

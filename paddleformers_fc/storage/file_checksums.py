@@ -1,7 +1,7 @@
-"""What a writer says about a file it finished.
+"""Size and checksums of a finished file.
 
-A receipt is taken while the bytes are written, so it states what *should* be on disk, not what a later read found
-there. Receipts travel from every rank to the coordinator, which puts them into the manifest.
+They are computed while the bytes are written, so they state what *should* be on disk, not what a later read found.
+Every rank sends them to the coordinator, which puts them into the manifest.
 """
 
 from __future__ import annotations

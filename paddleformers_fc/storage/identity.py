@@ -1,10 +1,9 @@
-"""Which file it was: so that the file that is read is the file that was checked.
+"""Identities of files, so that the file that is read is the file that was checked.
 
-A checkpoint is checked by its paths, and read by its paths later. Between the two a file can be replaced: a step saved
-again, a directory moved over another. The operating system's name of a file (device, inode, size, time of the last
-change of its content) is taken before the check and compared on the very descriptor that is read. A remote file has no
-descriptor that would hold on to it: what its store says of it (size and entity tag, or time of change) is compared when
-it is opened, and again after the last read.
+A checkpoint is checked by path and later read by path. Between the two a file can be replaced: a step saved again, a
+directory renamed over another. The identity of a local file (device, inode, size, change time) is recorded before the
+check and compared on the descriptor that is read. A remote file has no descriptor: its size and entity tag, or change
+time, are compared when it is opened and again after the last read.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""JSON that somebody else wrote: read within bounds, refused with a reason, never with a surprise.
+"""JSON from untrusted sources, read within bounds.
 
-Configurations, indices and the Trainer's state come from disks and downloads. Python's reader takes more than JSON
-(other encodings, keys that are there twice, of which it silently keeps the last) and fails in many ways (recursion,
-numbers of thousands of digits). Here there is one reader and one failure: :class:`ValueError`, whose text is the
-reason. NaN and infinity are let through, because the Trainer's state and some published configurations hold them.
+Configurations, indices and the Trainer's state come from disks and downloads. Python's reader accepts more than JSON
+(other encodings, duplicate keys of which it keeps the last) and fails in many ways (recursion, numbers of thousands of
+digits). This module has one reader and one failure: :class:`ValueError` with the reason. NaN and infinity are accepted,
+because the Trainer's state and some published configurations contain them.
 
 A document with a recorded checksum is read by :func:`read_recorded` alone. The file is read whole in any case, so its
 checksum is compared at every verification level.
 
-Time is linear in the text. Memory: the file's bytes, which are bounded, and at most thirty times as much while they are
-parsed.
+Time is linear in the text. Memory: the bytes of the file, which are bounded, and at most thirty times as much while
+they are parsed.
 """
 
 from __future__ import annotations

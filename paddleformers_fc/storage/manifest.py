@@ -1,13 +1,13 @@
-"""``flex_checkpoint.json``: what a finished checkpoint consists of, and how it is checked.
+"""``flex_checkpoint.json``: the content of a finished checkpoint, and its verification.
 
-The manifest is written last. A directory without one is not a checkpoint, whatever else it holds; one with it lists
-every file with its size and checksums, so that a missing, truncated, exchanged or rotten file is found before a single
-number of it reaches a model. The manifest also carries a checksum of itself.
+The manifest is written last. A directory without one is not a checkpoint. It lists every file with its size and
+checksums, so that a missing, truncated, exchanged or altered file is found before a number of it reaches a model. The
+manifest also carries a checksum of itself.
 
-Reading is strict: an unknown version, an unknown field, a path that leaves the directory are refused. Checking has
-three levels: ``off``; ``size`` (one ``stat`` per file, and the checksums of documents, which are all files that hold no
-tensors); ``full`` (every byte is read and hashed by a few threads, with 1 MiB of memory per thread, 4 MiB for a remote
-checkpoint). All faults of a checkpoint come in one error. At every level a document is compared with its checksum when
+Reading is strict: an unknown version, an unknown field and a path that leaves the directory are refused. Verification
+has three levels: ``off``; ``size`` (one ``stat`` per file, and the checksums of documents, which are all files without
+tensors); ``full`` (all bytes are hashed by a few threads, with 1 MiB of memory per thread, 4 MiB for a remote
+checkpoint). One error lists all faults of a checkpoint. At every level a document is compared with its checksum when
 its content is used (:func:`read_listed`).
 """
 

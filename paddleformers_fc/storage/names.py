@@ -1,15 +1,15 @@
-"""How the directories beside a checkpoint are called.
+"""Names of the directories beside a checkpoint.
 
 ====================================  =================================================================================
-``checkpoint-500``                    what everybody reads; 500 is the step
-``.checkpoint-500.unfinished-TOKEN``  being written, or left by a process that died
-``.checkpoint-500.aside-TOKEN``       out of its name while a newer one comes in
-``.checkpoint-500.removed-TOKEN``     being deleted
-``kept-TOKEN.checkpoint-500``         somebody else's files that were found under the name; never deleted here
+``checkpoint-500``                    a checkpoint; 500 is the step
+``.checkpoint-500.unfinished-TOKEN``  a staging directory, of a running save or of a process that died
+``.checkpoint-500.aside-TOKEN``       an older checkpoint while a newer one takes its name
+``.checkpoint-500.removed-TOKEN``     a checkpoint that is being deleted
+``kept-TOKEN.checkpoint-500``         files of other programs that had the name; never deleted here
 ====================================  =================================================================================
 
-The hidden three begin with a dot and the last one with another word, so that nothing which looks for ``checkpoint-*``
-(people, the Trainer's rotation) takes them for checkpoints.
+No name but the first matches ``checkpoint-*``, so that people and the Trainer's rotation do not take the others for
+checkpoints.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Where a checkpoint is: a directory of this machine, or a URL of a store that answers range requests.
+"""The location of a checkpoint: a local directory, or a URL of a store that answers range requests.
 
-A user names either in one text. :func:`parse_path` takes it apart once, at the edge (command line, options, facade);
-from there on a local directory is a ``pathlib.Path`` and a remote one a :class:`RemotePath`, which has the few
-operations that readers of checkpoints use. What asks the store is in ``remote``; here nothing is asked and nothing
-imported.
+:func:`parse_path` parses the text of a user once, at the edge (command line, options, public API). From there on a
+local directory is a ``pathlib.Path`` and a remote one a :class:`RemotePath`, which has the few operations that readers
+of checkpoints use. Requests to stores are in :mod:`.remote`; this module sends none.
 
-Only reading works remotely. A save is a rename, which object stores do not have, so whoever writes calls
+Only reading works remotely. A save is a rename, which object stores do not have, so writers call
 :func:`require_local`.
 """
 

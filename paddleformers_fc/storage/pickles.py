@@ -1,18 +1,18 @@
-"""Old checkpoints are pickles. They are read here as data: nothing is imported, called or allocated on their behalf.
+"""Pickles of old checkpoints, read as data: nothing is imported, called or allocated on their behalf.
 
-A pickle is a program for a small stack machine, and Python's own machine runs whatever it names. The machine here has
-the same stack and other instructions: a name that is looked up becomes one of a few known words or the end of the
-reading, and a call of a known word puts a description where Python would put an object. Arrays are not built either.
-What is kept of one is its element type, its shape, and *where in the file its bytes lie*, so that ranges of it are read
-from the file later, like those of every other format.
+A pickle is a program for a small stack machine, and Python's machine runs everything that it names. The machine here
+has the same stack and other instructions: a name is looked up in a short table or ends the reading, and a call of a
+known name creates a description where Python would create an object. Arrays are not built either. Of an array the
+machine keeps its element type, its shape, and *where in the file its bytes lie*, so that ranges of it are read from
+the file later, as in every other format.
 
-Known words: plain containers and numbers; arrays and numbers of numpy; ``OrderedDict``; and what Paddle's
-FlexCheckpoint writes into its metadata, by name (:class:`Record`). Everything else is refused by its name: other words,
+Known names: plain containers and numbers; arrays and numbers of numpy; ``OrderedDict``; and what Paddle's
+FlexCheckpoint writes into its metadata, by name (:class:`Record`). Everything else is refused by name: other names,
 persistent ids, extensions, protocol 5 and buffers outside the file, big-endian and column-major arrays. Protocols 2 and
-below write an array's bytes as text, in which they cannot be found; such a file is refused as well.
+below write an array's bytes as text, in which they cannot be located; such a file is refused as well.
 
-Bounds: at most :data:`MAX_PROGRAM_BYTES` of instructions are carried out; bytes of arrays are stepped over and never
-read. Memory is at most a hundred times the instructions, which are about 60 bytes per array. Nothing here recurses.
+Bounds: at most :data:`MAX_PROGRAM_BYTES` of instructions are executed; bytes of arrays are skipped. Memory is at most a
+hundred times the instructions, which are about 60 bytes per array. Nothing here recurses.
 """
 
 from __future__ import annotations

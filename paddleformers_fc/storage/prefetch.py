@@ -1,15 +1,15 @@
-"""Ranges of remote files: fetched in few large requests, dealt out of memory in as many small reads as are asked for.
+"""Ranges of remote files: fetched in few large requests, served from memory in many small reads.
 
-A request to a store takes milliseconds, in which megabytes could have come; and what reads a tensor asks for rows, for
-blocks that stay in the processor's cache, and for thousands of norms and powers of beta. Locally the page cache makes
-that cheap. Here it is this module: whoever knows which ranges will be read says so (:meth:`Ahead.expect`). Neighbours
-become one request where the gap between them costs less than a request, long ranges become several, and requests are
-bundled. The first read that falls into a bundle fetches all of it, its requests at the same time.
+A request to a store takes milliseconds, the time of megabytes. A reader of a tensor needs rows, blocks that fit the
+processor's cache, and thousands of norms and powers of beta. Locally the page cache makes that cheap; for stores this
+module does. A caller announces the ranges that will be read (:meth:`Prefetcher.expect`). Neighbours become one request
+if the gap between them costs less than a request, long ranges become several, and requests are bundled. The first read
+in a bundle fetches all of it, its requests in parallel.
 
-Memory: ``bundles`` times ``BUNDLE_BYTES``; then the one that was not used for longest is forgotten, and fetched again
-if it is asked for again. What is announced should therefore be read about in the order of files, or be short.
-Bytes: a gap that is read along is at most ``GAP_BYTES``, and a request of more than ``FREE_BYTES`` is at most
-``MAX_OVER_READ`` times what is wanted of it.
+Memory: ``bundles`` times ``BUNDLE_BYTES``; then the least recently used bundle is dropped, and fetched again when it is
+needed again. Announced ranges should therefore be read roughly in the order of files, or be short. Bytes: a gap that is
+read along has at most ``GAP_BYTES``, and a request of more than ``FREE_BYTES`` has at most ``MAX_OVER_READ`` times the
+wanted bytes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Parallel reads of byte ranges into memory that the caller owns.
+"""Parallel reads of byte ranges into memory of the caller.
 
-A plan names byte ranges; threads fetch them with ``preadv``, which takes the offset along and needs no lock and no
-seek, straight into the tensor's memory. What this module adds is the handling of descriptors: a checkpoint of a
-thousand ranks has thousands of files, and a process may open only so many.
+Threads read the byte ranges of a plan with ``preadv``, which takes the offset and needs neither lock nor seek, directly
+into the tensor's memory. This module manages descriptors: a checkpoint of a thousand ranks has thousands of files, and
+a process may open a limited number.
 
 Memory: none for data. At most ``max_open_files`` descriptors; the least recently used idle one is closed for the next,
-and a thread that finds all of them in use waits for one. Each thread holds one at a time, so waiting always ends.
-Remote files have no descriptor; what is fetched of them is dealt out of memory (``ahead``), which is bounded.
+and a thread waits if all of them are in use. Each thread holds one at a time, so waiting always ends. Remote files have
+no descriptor; their ranges come from bounded memory (:mod:`.prefetch`).
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
-"""Reading a box out of a stored, row-major box, straight into any strided array.
+"""Read a box of a stored, row-major box directly into any strided array.
 
-A region and its target are reduced to the axes that matter: what is one run of bytes on both sides is one axis. Then
-the region is cut into *blocks*, and there are three ways to read one:
+A region and its target are reduced to the axes that matter: one run of bytes on both sides is one axis. Then the region
+is cut into *blocks*. There are three strategies to read one:
 
-- **Direct**: runs of bytes that are the same in the target. They go from the file into the target, one by one or many
-  in a system call (:mod:`.scatter`), with no copy and not a byte too many: same layouts, rows, column slices, and
-  pieces of a file that are dealt out in runs of a KiB or more.
-- **Gathered**: transposes, casts, and interleavings finer than a run. The runs of a block are gathered in a small
-  scratch memory and go on to the target in one strided copy. The scratch memory is reused, and so small that it stays
-  in the cache of the processor: a fresh one of many MiB costs more in page faults than the copy itself. A block of a
-  transpose is as long as the target's runs need (``STRIPE`` elements) and as wide as the file's runs need
-  (``RUN_BYTES``), and its rows lie an odd number of cache lines apart, because rows at a power of two would push one
-  another out of the cache.
-- **Spanned**: runs shorter than ``SHORT_RUN`` that lie close together. They are read with the gaps between them, as
-  long as that is at most ``max_over_read`` times the bytes needed, and picked out.
+- **Direct**: runs of bytes that are contiguous in the target too. They are read from the file into the target, one by
+  one or many in a system call (:mod:`.vectored_read`), without a copy: same layouts, rows, column slices, and parts of
+  a file that are interleaved in runs of a KiB or more.
+- **Gathered**: transposes, casts, and finer interleavings. The runs of a block are gathered in scratch memory and
+  written to the target in one strided copy. The scratch memory is reused, and small enough for the processor's cache:
+  new memory of many MiB costs more in page faults than the copy. A block of a transpose is as long as the target's runs
+  need (``STRIPE`` elements) and as wide as the file's runs need (``RUN_BYTES``). Its rows lie an odd number of cache
+  lines apart, because rows at a power of two would evict one another.
+- **Spanned**: runs shorter than ``SHORT_RUN`` that lie close together. They are read with the gaps between them, up to
+  ``max_over_read`` times the needed bytes, and picked out.
 
-A checkpoint has few kinds of regions and very many regions: how a kind is read is worked out once.
+A checkpoint has very many regions of few kinds: the strategy of a kind is computed once.
 
-Blocks are independent, so that many threads can read one large region. Memory is one scratch memory per thread, of
-the size that the caller chose; what is read does not depend on that size, nor on how blocks are dealt to threads.
+Blocks are independent, so that many threads can read one large region. Memory is one scratch memory per thread, of the
+size that the caller chose. The bytes that are read do not depend on that size or on the assignment of blocks to
+threads.
 """
 
 from __future__ import annotations

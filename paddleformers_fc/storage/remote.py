@@ -1,14 +1,14 @@
-"""Files of a store that answers range requests, through fsspec: S3, GCS, OSS, HTTP, whatever it has a backend for.
+"""Files of a store that answers range requests, through fsspec: S3, GCS, OSS, HTTP and other backends.
 
-Never more of a file is asked for than the range that is wanted. Large ranges are asked for in parts, several at a time,
-because one stream of a store is slower than its network. What a store says of a file (size, entity tag or time of
-change) is its identity; there is no descriptor that would hold on to a file which is replaced.
+Only the wanted range of a file is requested. Large ranges are requested in parts, several at a time, because one stream
+of a store is slower than its network. The size and entity tag, or change time, of a file are its identity; no
+descriptor holds on to a file that is replaced.
 
-Every fault of a backend becomes an error of ours that names URL and offset. The texts of backends may hold credentials
-or signed URLs, so they are masked and no exception of a backend is chained. How to reach a store and with which
-credentials is fsspec's own affair: its configuration files and environment, and those of the backend.
+Every fault of a backend becomes an error of this package with URL and offset. Texts of backends may contain credentials
+or signed URLs, so they are masked, and no exception of a backend is chained. Access and credentials are configured in
+fsspec: its configuration files and environment, and those of the backend.
 
-fsspec and its backends are imported when the first URL is asked for. Their synchronous calls may come from any thread.
+fsspec and its backends are imported when the first URL is used. Their synchronous calls may come from any thread.
 
 Memory of a read: ``PART_BYTES * PARTS`` in a thread, beside the caller's buffer.
 """

@@ -1,10 +1,10 @@
-"""Which process an unfinished directory belongs to, and whether that process still lives.
+"""The process that owns a staging directory, and whether that process is alive.
 
-A directory left by a crash should be cleaned away by the next save; one that another job is writing right now must not
-be. So the first file in every unfinished directory says which process made it. A process number alone does not do: it
-is reused, and means nothing on another machine or in another container. The record therefore also holds the machine's
-boot id, the process-number namespace and the process's start time. Where these do not allow a proof that the process is
-gone, the answer is "unknown", and unknown counts as alive.
+The next save cleans up a directory that a crash has left, but not one that another job is writing. The first file in
+every staging directory therefore records the process that made it. A process number alone is not enough: it is reused,
+and has no meaning on another machine or in another container. The record also contains the machine's boot id, the
+process-number namespace and the start time of the process. If these do not prove that the process is gone, the answer
+is "unknown", and unknown counts as alive.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""Many short ranges of one file, read in few system calls straight to where each belongs.
+"""Many short ranges of one file, read in few system calls directly into their targets.
 
 A column slice is thousands of short rows. One ``preadv`` per row costs more in Python than in the kernel, and threads
-do not help, because the part in Python is done under the interpreter's lock. Linux takes a whole batch of reads, each
-with an offset, a length and an address, in one call: ``io_submit`` (man 2 io_submit, with io_setup, io_getevents and
-io_destroy; the C library does not wrap them, so they go through ``syscall``). The batch is filled as one numpy array,
-and the lock is free while the kernel works. A file in the page cache is read at once, within the call.
+do not help, because the Python part holds the interpreter's lock. Linux accepts a batch of reads, each with an offset,
+a length and an address, in one call: ``io_submit`` (man 2 io_submit, with io_setup, io_getevents and io_destroy; the C
+library does not wrap them, so they go through ``syscall``). The batch is filled as one numpy array, and the lock is
+free while the kernel works. A file in the page cache is read at once, within the call.
 
-Rows that follow one another in the file are cheaper still: they are one read, with a list of places to put it
-(``preadv``), and cost the kernel a tenth of what a request costs. The list, too, is filled as one numpy array.
+Rows that are adjacent in the file are cheaper still: they are one ``preadv`` with a list of targets, at a tenth of the
+kernel's cost of a request. The list, too, is filled as one numpy array.
 
-Whatever the kernel does not do is done here one by one, as any other read: a row that came back short or failed,
-all rows where the calls are missing, forbidden or at the system's limit (``fs.aio-max-nr``). So errors are those of
+What the kernel does not do is read row by row: a row that came back short or failed, or all rows if the calls are
+missing, forbidden or at the system's limit (``fs.aio-max-nr``). So errors are those of
 :func:`~paddleformers_fc.storage.files.read_into`, and name file and offset.
 
-To give a context back takes the kernel 30 ms, so one that has nothing under way is kept for the next thread of this
-process; the kernel takes them all back when the process ends.
+Destroying a context takes the kernel 30 ms, so an idle one is kept for the next thread of this process; the kernel
+frees them all when the process ends.
 
-Memory: 40 KiB of requests, results and places for every thread that reads rows at the same time.
+Memory: 40 KiB of requests, results and targets for every thread that reads rows at the same time.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ def flip_in_the_middle(path: Path) -> None:
 def test_g70_the_newest_checkpoint_that_passes_verification_is_resumed(
     bare_ranks: ForkServer, ranks: ForkServer, tmp_path: Path
 ) -> Observed:
+    assert trained(bare_ranks, SINGLE, tmp_path / "stock")[0]["step"] == 6
     (stock,) = trained(bare_ranks, SINGLE, tmp_path / "stock", True)
     assert stock["error"].startswith("TypeError")
     given: dict[str, Any] = {"max_steps": 3, "save_steps": 1, "flex_verify": "full"}
