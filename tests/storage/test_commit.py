@@ -39,7 +39,18 @@ from paddleformers_fc.storage.manifest import (
 from paddleformers_fc.storage.names import ASIDE, REMOVED, hidden_name, parse_hidden
 from paddleformers_fc.storage.staging_lock import OWNER_NAME, PARTIAL_OWNER_NAME
 from tests.crash.refusals import with_own_mounts
-from tests.storage.support import STATE, WEIGHTS, Machine, a_dead_process, names_in, running_on, save, stage, value_of
+from tests.storage.support import (
+    STATE,
+    WEIGHTS,
+    Crash,
+    Machine,
+    a_dead_process,
+    names_in,
+    running_on,
+    save,
+    stage,
+    value_of,
+)
 
 
 def test_a_committed_checkpoint_holds_what_was_staged_and_nothing_else(tmp_path: Path) -> None:
@@ -379,6 +390,15 @@ def test_recover_gives_a_name_back_only_if_it_is_free(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["checkpoint-5"]
 
 
+def test_recover_gives_no_name_to_half_a_checkpoint(tmp_path: Path) -> None:
+    aside = hidden_name(tmp_path / "checkpoint-5", ASIDE)
+    save(tmp_path / "checkpoint-5", 1)
+    (tmp_path / "checkpoint-5").rename(aside)
+    (aside / MANIFEST_NAME).unlink()
+    assert recover(tmp_path) == []
+    assert names_in(tmp_path) == [aside.name]
+
+
 def test_recover_leaves_alone_what_a_living_process_is_replacing(tmp_path: Path) -> None:
     staging = stage(tmp_path / "checkpoint-5", 1)
     staging.rename(hidden_name(tmp_path / "checkpoint-5", ASIDE))
@@ -590,6 +610,28 @@ def test_a_target_that_nothing_can_stand_in_for_keeps_its_identity(tmp_path: Pat
     before = target.stat().st_ino
     assert replaced(exported(tmp_path / "hf", "new"), tmp_path / "hf") == NEW
     assert target.stat().st_ino == before
+
+
+def test_a_crash_while_an_export_is_replaced_file_by_file_leaves_a_whole_one_or_none(tmp_path: Path) -> None:
+    old = dict.fromkeys((MARK, "config.json", "model-00001-of-00002.safetensors", "notes.txt"), "old")
+    new = {**NEW, "tokenizer.json": "new"}
+    for number in range(10_000):
+        output_dir = tmp_path / str(number)
+        output_dir.mkdir()
+        target = older(output_dir / "hf")
+        (target / "checkpoint-5").mkdir()
+        staging = exported(target, "new")
+        write_file(staging / "tokenizer.json", b"new")
+        try:
+            with running_on(Machine(number)):
+                replaced(staging, target)
+        except Crash:
+            found = {path.name: path.read_text() for path in target.iterdir() if path.is_file()}
+            found.pop(PARTIAL_OWNER_NAME, None)  # No reader takes it for anything.
+            assert MARK not in found or found in (old, new)
+        else:
+            break
+    assert number > 10
 
 
 def test_a_file_that_comes_in_the_moment_of_the_exchange_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

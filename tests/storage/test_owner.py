@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -63,6 +64,14 @@ def test_a_hidden_process_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch)
     recorded = this_process()
     monkeypatch.setattr(staging_lock, "_started", lambda pid: "")
     assert liveness_of(recorded) is Liveness.UNKNOWN
+
+
+def test_a_process_that_may_not_be_signalled_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert liveness_of(this_process()) is Liveness.ALIVE
 
 
 def test_a_program_name_with_spaces_and_parentheses_does_not_confuse(

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -294,22 +294,29 @@ def test_a_thread_waits_for_a_descriptor_instead_of_exceeding_the_bound(
     assert machine.most_open == 1
 
 
-def test_a_reader_closed_during_a_read_closes_the_file_after_it(
+def test_a_reader_closed_during_reads_closes_the_file_after_the_last_of_them(
     data_files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = RangeReader()
+    reader, meeting, first_has_ended = RangeReader(), threading.Barrier(2), threading.Event()
 
     class ClosingOs(WatchedOs):
         def preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            place = meeting.wait(LIMIT)
             reader.close()
+            assert place == 0 or first_has_ended.wait(LIMIT)
             assert self.still_open == 1
             return super().preadv(descriptor, buffers, offset)
 
     machine = ClosingOs()
     monkeypatch.setattr(files, "os", machine)
-    buffer = bytearray(4)
-    reader.read_into(data_files[0], 0, buffer)
-    assert bytes(buffer) == b"\x00\x01\x02\x03"
+    buffers = [bytearray(4), bytearray(4)]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(reader.read_into, data_files[0], 0, buffer) for buffer in buffers]
+        next(as_completed(jobs, LIMIT)).result()
+        first_has_ended.set()
+        for job in jobs:
+            job.result(LIMIT)
+    assert buffers == [b"\x00\x01\x02\x03"] * 2
     assert machine.still_open == 0
 
 

@@ -216,6 +216,7 @@ def test_a_region_just_past_a_bound_is_what_numpy_gives(tmp_path: Path, beside: 
         count = read_region(reader, Region(path, 0, values.shape, (0, 0), out.shape, values.dtype), out, workspace)
     assert (out == values[:, :columns]).all()
     assert out.nbytes <= count <= 2 * out.nbytes
+    assert (count > out.nbytes) == (beside == "runs just short enough to be spanned")
 
 
 def test_a_file_that_ends_early_is_named_with_the_offset(tmp_path: Path) -> None:
