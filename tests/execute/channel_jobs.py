@@ -29,6 +29,13 @@ def pass_on_in_a_ring(nbytes: int) -> list[int]:
     return [value for source, array in arrived.items() for value in (source, array.size, *set(array.tolist()))]
 
 
+def gather_texts(lengths: list[int]) -> list[int]:
+    """Every rank gives as many bytes of its number; their lengths, and whether they are those that were given."""
+    channel = started()
+    texts = channel.all_gather(bytes([channel.rank]) * lengths[channel.rank])
+    return [*map(len, texts), int(all(set(text) <= {rank} for rank, text in enumerate(texts)))]
+
+
 def spread_among(members: list[int], text: str) -> str:
     """What a rank knows after the first member's text went to the others."""
     from paddleformers_fc.distributed.channel import broadcast

@@ -82,7 +82,9 @@ class ThreadChannel:
         """What some ranks have for this one; ranks that do not agree on it fail."""
         everyone = [given for _, given in self._meet("pass_on", dict(outgoing))]
         found = {rank: given[self.rank] for rank, given in enumerate(everyone) if self.rank in given}
-        assert {rank: array.size for rank, array in found.items()} == dict(sizes)
+        if {rank: array.size for rank, array in found.items()} != dict(sizes):
+            self.hub.barrier.abort()  # The other ranks would wait for this one.
+            raise AssertionError(f"rank {self.rank} expects {dict(sizes)}, and not what it is given")
         self.largest = max(self.largest, sum(sizes.values()), sum(array.size for array in outgoing.values()))
         return found
 

@@ -293,6 +293,7 @@ def test_a_rank_that_dies_in_the_exchange_is_named_to_all_others() -> None:
     assert str(first) == str(third)
     assert "Connection reset by peer" in first.what
     assert "rank 1 did not arrive" in str(first)
+    assert Liveness(board, 1, 3, PATIENCE).is_lost(), "a rank that is still in the exchange is ended"
 
 
 class Torn:

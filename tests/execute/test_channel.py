@@ -13,7 +13,7 @@ import pytest
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.distributed.channel import ALONE, broadcast, gather_and_keep, run_on_all
-from paddleformers_fc.errors import FlexError, StorageError
+from paddleformers_fc.errors import FlexError, PeerError, StorageError
 from paddleformers_fc.storage.files import refused
 from tests.execute.simulated import canonical, job, succeed
 from tests.execute.test_save_and_load import save
@@ -91,6 +91,11 @@ def test_ranks_that_fail_alike_at_paths_of_their_own_have_one_reason() -> None:
     assert error.render().count("next:") == 1
 
 
+def test_an_error_of_another_library_travels_with_what_was_being_done() -> None:
+    with pytest.raises(PeerError, match="KeyError while saving: 'step'"):
+        run_on_all(ALONE, "saving", lambda: {}["step"])
+
+
 def test_paths_of_many_ranks_are_told_up_to_a_number() -> None:
     error = failing([refused("write", Path(f"/run/rank-{rank}"), FULL) for rank in range(12)])
     assert error.evidence[-1] == "5 more paths on other ranks"
@@ -120,6 +125,12 @@ def test_a_process_alone_passes_on_to_itself() -> None:
 def test_bytes_pass_between_real_ranks_some_of_which_give_or_get_nothing(ranks: ForkServer, nbytes: int) -> None:
     values = ranks.run(f"{JOBS}:pass_on_in_a_ring", 3, {"nbytes": nbytes}).values
     assert values == ([], [0, nbytes, 1], [1, nbytes, 2])
+
+
+def test_texts_of_any_length_reach_all_real_ranks(ranks: ForkServer) -> None:
+    lengths = [5, 3000, 1016, 0]
+    values = ranks.run(f"{JOBS}:gather_texts", 4, {"lengths": lengths}).values
+    assert values == ([*lengths, 1],) * 4
 
 
 def test_bytes_spread_between_real_ranks(ranks: ForkServer) -> None:

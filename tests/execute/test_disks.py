@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import FlexError, MismatchError, StorageError
 from paddleformers_fc.execute import export
+from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_checkpoint
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
@@ -242,12 +243,12 @@ def test_a_pipeline_whose_middle_stages_hold_nothing_tied_loads_and_compares_wha
     assert f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000" in str(errors[0])
 
 
-def part(places: list[Path]) -> None:
-    """Give a tied weight other numbers under its second name."""
+def part(places: list[Path], at: int = 0) -> None:
+    """Change a byte of a tied weight under its second name."""
     victim = alias_file(places)
     entry = read_header(victim).tensors[LM_HEAD]
     data = bytearray(victim.read_bytes())
-    data[entry.begin] ^= 1
+    data[range(entry.begin, entry.end)[at]] ^= 1
     victim.write_bytes(data)
 
 
@@ -269,15 +270,24 @@ def test_an_export_of_tied_weights_takes_what_is_equal_and_refuses_what_differs(
     assert (targets[0] / "model.safetensors").read_bytes() == before
 
 
-def test_tied_weights_that_differ_between_disks_are_refused_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [0, -1])
+def test_tied_weights_that_differ_between_disks_are_refused_on_every_rank(tmp_path: Path, at: int) -> None:
     places = [tmp_path / "disk-0", tmp_path / "disk-1"]
     tied(places, "pp=2")
-    part(places)
+    part(places, at)
     first, second = tied(places, "pp=2", load_only=True)
     for error in (first, second):
         assert isinstance(error, MismatchError)
         assert f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000" in str(error)
         assert "moment" not in str(error)
+
+
+def test_tied_weights_that_differ_have_no_digests(tmp_path: Path) -> None:
+    tied([tmp_path, tmp_path], "pp=2")
+    assert list(canonical_digests(tmp_path / STEP))
+    part([tmp_path], -1)
+    with pytest.raises(MismatchError, match="model_state/rank-00000"):
+        list(canonical_digests(tmp_path / STEP))
 
 
 @pytest.mark.parametrize("statement", [f"{EMBEDDING} -> {EMBEDDING}", f"{EMBEDDING} -> {LM_HEAD}", f"_ -> {LM_HEAD}"])

@@ -14,6 +14,7 @@ from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.opening import check_complete, open_checkpoint
 from paddleformers_fc.execute.read_pool import ReadOptions
+from paddleformers_fc.storage.manifest import read_manifest
 from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 
@@ -151,6 +152,27 @@ def test_a_damaged_file_is_found_by_the_rank_that_sees_it(tmp_path: Path, level:
     assert isinstance(error, Corrupt)
     assert "model_state/rank-00001.safetensors" in str(error)
     assert "rank 1" in str(error)
+
+
+@pytest.mark.parametrize("stored", ["on one disk", "on two disks"])
+def test_a_full_check_compares_every_file_to_its_last_byte(tmp_path: Path, stored: str) -> None:
+    places = disks(tmp_path, (2, 1)) if stored == "on two disks" else [tmp_path / "shared"] * 2
+    save(tmp_path / "shared" / STEP, ARRAYS, 2, 1)
+    manifest = read_manifest(places[0] / STEP)
+
+    def check(channel: Any) -> None:
+        check_complete(places[channel.rank] / STEP, channel, "full")
+
+    succeed(2, check)
+    for name in [receipt.path for receipt in manifest.files]:
+        damaged = [path for path in {place / STEP / name for place in places} if path.exists()]
+        for path in damaged:
+            raw = path.read_bytes()
+            path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        errors = job(2, check)
+        assert all(isinstance(error, Corrupt) and name in str(error) for error in errors), name
+        for path in damaged:
+            path.write_bytes(raw)
 
 
 def test_a_checkpoint_that_nobody_sees_is_refused_as_ever(tmp_path: Path) -> None:

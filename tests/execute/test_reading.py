@@ -10,6 +10,7 @@ import threading
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import Corrupt, MismatchError, OptionError, StorageError
 from paddleformers_fc.execute.read_jobs import Memory
-from paddleformers_fc.execute.read_pool import ReadOptions, ReadPool
+from paddleformers_fc.execute.read_pool import ReadOptions, ReadPool, run_workers
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads, read_tensors, verify_equal
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -541,6 +542,27 @@ def test_one_task_wakes_no_thread() -> None:
         assert crew.run(iter([[Meeting(threading.Barrier(1), by)] * 3])) == 3
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("flex-read")]
     assert by == [threading.current_thread()] * 3
+
+
+def test_no_thread_begins_another_task_after_one_has_failed() -> None:
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *arguments: Any, **named: Any) -> Future[Any]:
+            started.append(super().submit(*arguments, **named))
+            return started[-1]
+
+    started: list[Future[Any]] = []
+    caller, drawn = threading.current_thread(), []
+
+    def work(draw: Callable[[], int | None]) -> int:
+        if threading.current_thread() is not caller:
+            raise StorageError("a disk is gone")
+        assert started[0].exception(LIMIT) is not None
+        drawn.append(draw())
+        return 0
+
+    with Pool(1) as pool, pytest.raises(StorageError, match="a disk is gone"):
+        run_workers(pool, 2, iter(range(9)), work)
+    assert drawn == [None]
 
 
 @pytest.fixture

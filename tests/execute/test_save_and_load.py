@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import Corrupt, FlexError, MappingError, MismatchError, NotACheckpoint, StorageError
 from paddleformers_fc.execute import export
 from paddleformers_fc.execute.digest import canonical_digests
@@ -95,6 +96,18 @@ def test_the_export_of_every_layout_is_the_same_file(
     again = export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "again")
     assert report.digests() == again.digests()
     assert json.loads((tmp_path / "export/config.json").read_text()) == CONFIG
+
+
+def test_an_export_is_the_same_file_whichever_rank_held_which_part(tmp_path: Path) -> None:
+    def work(channel: Any) -> None:
+        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        held = live(ARRAYS, 2, 1 - channel.rank)
+        save_checkpoint(tmp_path / "checkpoint-3", held, MODEL, files, JobRecord(3, 24, {"tensor": 2}), channel)
+
+    succeed(2, work)
+    export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "export")
+    loaded = load_file(tmp_path / "export/model.safetensors")
+    assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
 
 
 def test_an_export_in_several_files_has_an_index_that_is_right(tmp_path: Path) -> None:
@@ -529,6 +542,22 @@ def test_shards_that_leave_a_hole_are_never_saved(tmp_path: Path) -> None:
     assert "is not stored" in str(first)
     assert str(first) == str(second)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_states_of_a_tied_parameter_are_saved_under_its_owner(tmp_path: Path) -> None:
+    """Of two names of one memory the optimizer names the states after the one that sorts first."""
+    owner, alias = "model.embed_tokens.weight", "lm_head.weight"
+    held = live(ARRAYS, 1, 0)
+    held["model_state"][alias] = held["model_state"][owner]
+    states = held["optimizer_state"]
+    held["optimizer_state"] = {name: state for name, state in states.items() if not name.startswith(owner)}
+    tied = ModelDescription({**CONFIG, "tie_word_embeddings": True})
+    files = {"config.json": config_bytes(tied.config)}
+    save_checkpoint(tmp_path / "checkpoint-3", held, tied, files, JobRecord(3, 24, {}), ALONE)
+    stored = open_checkpoint(tmp_path / "checkpoint-3", ALONE).catalog.roles
+    assert owner in stored["model_state"]
+    assert f"{owner}.moment1_0" in stored["optimizer_state"]
+    assert not [name for names in stored.values() for name in names if name.startswith(alias)]
 
 
 def test_a_second_save_of_a_step_replaces_the_first_whole(tmp_path: Path) -> None:

@@ -208,6 +208,18 @@ def test_a_job_that_lacks_a_part_of_a_state_saves_nothing(tmp_path: Path, role: 
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
+def test_a_state_of_no_parameter_is_never_saved(tmp_path: Path) -> None:
+    def work(channel: ThreadChannel) -> None:
+        held = everything(channel.rank)
+        held["optimizer_state"]["model.ghost.weight.moment1_0"] = held["model_state"]["lm_head.weight"]
+        save_part(tmp_path / "a", held, channel)
+
+    for error in job(2, work):
+        assert isinstance(error, MismatchError)
+        assert error.evidence == ("model.ghost.weight.moment1_0: is a state of no parameter",)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(tmp_path: Path, ranks: int) -> None:
     save(tmp_path / "a", everything, ranks=ranks, max_file_bytes=700)

@@ -36,6 +36,11 @@ def test_one_big_tensor_that_every_rank_holds_is_written_by_all_of_them(ranks: i
     assert max(found) <= 1.01 * sum(found) / ranks
 
 
+def test_a_big_tensor_levels_out_what_its_holders_write_besides() -> None:
+    own, shared = tensor("own", 5 * MEBI), tensor("shared", 15 * MEBI // 4, 4)
+    assert loads(assign_writers([held(own, shared), held(shared)])) == [40 * MEBI, 40 * MEBI]
+
+
 def test_a_big_tensor_is_not_cut_for_slivers() -> None:
     big, own, nearly = tensor("big", 6 * MEBI // 4, 4), tensor("own", 5 * MEBI), tensor("nearly", 5 * MEBI + 100)
     given = assign_writers([held(big, own), held(big, nearly), held(big)])

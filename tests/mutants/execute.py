@@ -378,7 +378,7 @@ MUTANTS = (
         "distributed/channel.py",
         "    if len(set(descriptions)) > 1:",
         "    if False:",
-        CHANNEL,
+        ROLL,
         "ranks that do different things take each other's results",
     ),
     Mutant(
