@@ -8,6 +8,7 @@ leave open is an error. A checkpoint of Paddle, which holds neither rules nor de
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -29,6 +30,7 @@ from paddleformers_fc.families.sizes import names_of
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.codec import decode_rules, encode_rules
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.json_io import ignored_extensions
 
 FORMAT = 2
 """Of ``mapping.json``."""
@@ -52,16 +54,19 @@ class _Document(msgspec.Struct, frozen=True):
     """The parts of ``mapping.json``; a document of format 1 has none of them."""
 
     format: int = 1
-    model: ModelDescription | None = None
+    model: msgspec.Raw = msgspec.Raw(b"null")
     rules: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _documents = msgspec.json.Decoder(_Document)
+_models = msgspec.json.Decoder(ModelDescription | None)
+_RULE_FIELDS = tuple(field.name for field in dataclasses.fields(RuleSet))
+_MODEL_FIELDS = tuple(field.name for field in dataclasses.fields(ModelDescription))
 
 
 def encode_mapping(model: ModelDescription, rules: RuleSet) -> bytes:
     """Return the bytes of ``mapping.json``."""
-    document = _Document(FORMAT, model, msgspec.Raw(encode_rules(rules)))
+    document = _Document(FORMAT, msgspec.Raw(msgspec.json.encode(model)), msgspec.Raw(encode_rules(rules)))
     return msgspec.json.format(msgspec.json.encode(document), indent=1)
 
 
@@ -76,20 +81,26 @@ def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription | None, Ru
     """
     try:
         document = _documents.decode(data)
+        model = _models.decode(document.model)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
             "The mapping of this checkpoint cannot be read.", where=where, evidence=[str(error)]
         ) from error
     if document.format == 1:
+        ignored_extensions(data, _RULE_FIELDS, where)
         return None, decode_rules(data, where)
-    if document.format != FORMAT or document.model is None:
+    if document.format != FORMAT or model is None:
         raise FormatError(
             f"The mapping of this checkpoint has format {document.format}.",
             where=where,
             evidence=[f"this version reads formats 1 and {FORMAT}, the latter with a description of the model"],
             next_step="Read it with the version that wrote it, which the manifest names.",
         )
-    return document.model, decode_rules(bytes(document.rules), where)
+    rules = decode_rules(bytes(document.rules), where)
+    ignored_extensions(data, _Document.__struct_fields__, where)
+    ignored_extensions(document.model, _MODEL_FIELDS, where)
+    ignored_extensions(document.rules, _RULE_FIELDS, where)
+    return model, rules
 
 
 def completed(

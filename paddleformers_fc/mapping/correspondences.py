@@ -33,7 +33,7 @@ from paddleformers_fc.mapping.templates import (
 __all__ = ["NEW_AXIS", "Correspondence", "Mapping", "TensorSources", "TensorSpec", "coalesced"]
 
 
-class TensorSpec(msgspec.Struct, frozen=True, gc=False):
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """What a tensor is, without its numbers.
 
     Args:

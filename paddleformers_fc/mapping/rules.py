@@ -45,8 +45,7 @@ MAX_STRETCHES = 1 << 23
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 
-@dataclass(frozen=True)
-class Slab:
+class Slab(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The stretch of one axis of a target that a rule fills, from ``start`` to before ``stop``."""
 
     axis: int
@@ -67,7 +66,7 @@ class Placement:
     target_box: Box
 
 
-class Rule(msgspec.Struct, frozen=True, gc=False):
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Targets dealt out of sources along one axis.
 
     Args:
@@ -204,8 +203,7 @@ class Rule(msgspec.Struct, frozen=True, gc=False):
         return [pruned(Template(tuple(found))) for found in links]
 
 
-@dataclass(frozen=True)
-class Tie:
+class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Two target names of one tensor. The owner carries it; the alias must be equal to it, bit for bit."""
 
     owner: str

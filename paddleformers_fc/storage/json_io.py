@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
+import msgspec
 import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
@@ -83,6 +85,50 @@ def read_recorded(directory: AnyPath, receipt: FileChecksum, most: int, next_ste
             next_step=next_step,
         )
     return raw
+
+
+class _Extension(msgspec.Struct, frozen=True):
+    """The part of an extension that every reader reads."""
+
+    must_understand: bool = True
+
+
+_extensions = msgspec.json.Decoder(_Extension)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def ignored_extensions(raw: bytes | msgspec.Raw, known: Collection[str], where: str) -> list[str]:
+    """Return the fields of a newer writer that a reader ignores: objects with ``"must_understand": false``.
+
+    Args:
+        raw: a valid JSON object.
+        known: the fields that this version reads.
+        where: path of the document, for the error.
+
+    Raises:
+        FormatError: with every other unknown field. A reader that ignored one could misread the rest.
+    """
+    try:
+        unknown = {name: value for name, value in _fields.decode(raw).items() if name not in known}
+    except _UNREADABLE as error:
+        raise FormatError(f"{where} cannot be read: {error}.", where=where) from error
+    required = [name for name, value in unknown.items() if not _may_be_ignored(value)]
+    if required:
+        raise FormatError(
+            f"{where} has fields that this version cannot read.",
+            where=where,
+            evidence=[f"unknown field `{name}`" for name in required],
+            next_step="Read it with the version of paddleformers_fc that wrote it, or a newer one.",
+        )
+    return list(unknown)
+
+
+def _may_be_ignored(value: msgspec.Raw) -> bool:
+    try:
+        return not _extensions.decode(value).must_understand
+    except _UNREADABLE:
+        return False
 
 
 def parse_json(raw: bytes) -> Any:

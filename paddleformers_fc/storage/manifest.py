@@ -4,10 +4,11 @@ The manifest is written last. A directory without one is not a checkpoint. It li
 checksums, so that a missing, truncated, exchanged or altered file is found before a number of it reaches a model. The
 manifest also carries a checksum of itself.
 
-Reading is strict: an unknown version, an unknown field and a path that leaves the directory are refused. Verification
-has three levels: ``off``; ``size`` (one ``stat`` per file, and the checksums of documents, which are all files without
-tensors); ``full`` (all bytes are hashed by a few threads, with 1 MiB of memory per thread, 4 MiB for a remote
-checkpoint). One error lists all faults of a checkpoint. At every level a document is compared with its checksum when
+Reading is strict: an unknown version, an unknown field and a path that leaves the directory are refused. A newer writer
+may add fields that this version ignores (:func:`.json_io.ignored_extensions`). Verification has three levels: ``off``;
+``size`` (one ``stat`` per file, and the checksums of documents, which are all files without tensors); ``full`` (all
+bytes are hashed by a few threads, with 1 MiB of memory per thread, 4 MiB for a remote checkpoint). One error lists all
+faults of a checkpoint. At every level a document is compared with its checksum when
 its content is used (:func:`read_listed`).
 """
 
@@ -34,7 +35,7 @@ from paddleformers_fc.storage.files import (
     stat_path,
     write_file,
 )
-from paddleformers_fc.storage.json_io import read_document, read_recorded
+from paddleformers_fc.storage.json_io import ignored_extensions, read_document, read_recorded
 from paddleformers_fc.storage.names import ASIDE, parse_hidden, parse_step
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.staging_lock import OWNER_NAME
@@ -189,14 +190,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return next((one for one in self.files if one.path == name), None)
 
 
-class _Sealed(Manifest, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is on disk: the manifest with a checksum of itself, xxh3_128 of its encoding with sorted keys."""
+class _Sealed(Manifest, frozen=True, forbid_unknown_fields=False, kw_only=True):
+    """The document on disk: the manifest and a checksum of it, xxh3_128 of its encoding with sorted keys."""
 
     seal: str
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """The fields that say whether the rest can be understood."""
+    """The fields that determine whether this version reads the others."""
 
     format: str
     version: int
@@ -230,11 +231,13 @@ def read_manifest(directory: AnyPath) -> Manifest:
     _check_head(path, raw)
     sealed = _decode(path, raw)
     manifest = Manifest(**{field: getattr(sealed, field) for field in Manifest.__struct_fields__})
-    if sealed.seal != manifest_seal(manifest):
+    extended = ignored_extensions(raw, _Sealed.__struct_fields__, str(path))
+    seal = _seal_of_document(path, raw) if extended else manifest_seal(manifest)
+    if sealed.seal != seal:
         raise Corrupt(
             f"{path} does not match its own checksum.",
             where=str(path),
-            evidence=[f"recorded {sealed.seal}, computed {manifest_seal(manifest)}"],
+            evidence=[f"recorded {sealed.seal}, computed {seal}"],
             next_step=_ANOTHER,
         )
     faults = [*_faults(manifest), *_escapes(directory, manifest).values()]
@@ -469,6 +472,15 @@ def candidates(directories: Iterable[Path]) -> list[Path]:
 def manifest_seal(manifest: Manifest) -> str:
     """The checksum that a manifest carries of itself: the same for two checkpoints only if they are of one save."""
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest, order="sorted"))
+
+
+def _seal_of_document(path: AnyPath, raw: bytes) -> str:
+    """Return the seal of a document with extensions, which are sealed like the other fields."""
+    try:
+        document = {name: value for name, value in msgspec.json.decode(raw).items() if name != "seal"}
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(document, order="sorted"))
+    except _UNREADABLE as error:
+        raise FormatError(f"{path} is not a valid manifest: {error}.", where=str(path), next_step=_ANOTHER) from error
 
 
 def _check_head(path: AnyPath, raw: bytes) -> None:

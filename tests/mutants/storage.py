@@ -265,8 +265,15 @@ MUTANTS = (
     ),
     # ---- The manifest.
     Mutant(
+        "storage/json_io.py",
+        "        return not _extensions.decode(value).must_understand",
+        "        return True",
+        ("tests/storage/test_manifest.py", "tests/families/test_stored.py"),
+        "a field that a newer writer requires readers to understand is ignored",
+    ),
+    Mutant(
         "storage/manifest.py",
-        "    if sealed.seal != manifest_seal(manifest):",
+        "    if sealed.seal != seal:",
         "    if not sealed.seal:",
         MANIFEST,
         "a manifest that was edited is read",

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError, StorageError
@@ -115,6 +116,40 @@ def test_a_field_that_is_not_as_it_must_be_is_refused(
 ) -> None:
     rewrite(checkpoint, lambda document: document.update({field: value}))
     with pytest.raises(FormatError, match=message):
+        read_manifest(checkpoint)
+
+
+def newer(directory: Path, **added: object) -> None:
+    """Rewrite a manifest as a newer writer does: with more fields, sealed as the page on the format describes."""
+    document = json.loads((directory / MANIFEST_NAME).read_bytes()) | added
+    del document["seal"]
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    document["seal"] = xxhash.xxh3_128_hexdigest(text.encode())
+    (directory / MANIFEST_NAME).write_text(json.dumps(document) + "\n")
+
+
+def test_a_field_that_a_newer_writer_declares_ignorable_is_ignored_and_sealed(checkpoint: Path) -> None:
+    known = read_manifest(checkpoint)
+    newer(checkpoint, ema={"must_understand": False, "decay": 0.999, "größe": [1, {"a": None}]})
+    assert read_manifest(checkpoint) == known
+    path = checkpoint / MANIFEST_NAME
+    path.write_text(path.read_text().replace("0.999", "0.998"))
+    with pytest.raises(Corrupt, match="does not match its own checksum"):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("value", [{"must_understand": True}, {}, {"must_understand": 0}, [], None, "text"])
+def test_a_field_that_a_newer_writer_does_not_declare_ignorable_is_refused(checkpoint: Path, value: object) -> None:
+    newer(checkpoint, ema=value, note={"must_understand": False})
+    with pytest.raises(FormatError, match=r"(?s)cannot read.*unknown field `ema`") as caught:
+        read_manifest(checkpoint)
+    assert len(caught.value.evidence) == 1
+
+
+def test_fields_of_nested_objects_are_fixed(checkpoint: Path) -> None:
+    files = json.loads((checkpoint / MANIFEST_NAME).read_bytes())["files"]
+    newer(checkpoint, files=[{**files[0], "extra": {"must_understand": False}}, *files[1:]])
+    with pytest.raises(FormatError, match=r"unknown field `extra` - at `\$.files"):
         read_manifest(checkpoint)
 
 
