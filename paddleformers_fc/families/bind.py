@@ -7,9 +7,9 @@ off the shards themselves. One dictionary lookup per tensor; a stack of experts 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
@@ -23,21 +23,19 @@ from paddleformers_fc.families.declarations import (
     Numbers,
     Stack,
     Statement,
+    TargetIndex,
+    Tower,
 )
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription
-from paddleformers_fc.families.sizes import Sizes, names_of
+from paddleformers_fc.families.sizes import Sizes, names_of, value_at
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.rules import Slab
 
-NUMBER = re.compile(r"(?<=\.)([0-9]{1,18})(?=\.|\Z)")
-"""A number in a tensor's name."""
-
 MAX_EXPERTS = 1 << 16
 """How many experts may lie in one tensor; each is a rule."""
 
-_HOLE = "{}"
 _HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 _USERS = {"heads": {"heads", "q"}, "kv_heads": {"kv_heads", "kv"}}
 _NO_SHIFTS: dict[str, int] = {}
@@ -92,10 +90,9 @@ def bind(
         targets[tensor.name] = TensorSpec(tensor.shape, tensor.dtype)
         if tensor.name in ties:
             continue
-        pieces = NUMBER.split(tensor.name)
-        kinds = known.get(_HOLE.join(pieces[::2]))
+        kinds, numbers = known.find(tensor.name)
         made = (
-            _made(kinds, tensor, pieces[1::2], sizes)
+            _made(kinds, tensor, numbers, sizes)
             if kinds
             else f"no statement of family {family.name} declares this tensor"
         )
@@ -122,7 +119,7 @@ def bind(
 
 
 def tied_names(family: Family, model: ModelDescription) -> dict[str, str]:
-    """The owner of every name that is another one's alias in a model of this configuration, if the model has it."""
+    """Return the owner of every name that is an alias in models of this configuration."""
     tied = family_sizes(family, model).holds("tie_word_embeddings")
     return {one.alias: one.owner for one in family.tied} if tied else {}
 
@@ -135,54 +132,79 @@ def tied_sources(family: Family, model: ModelDescription) -> dict[str, str]:
 
 
 def family_sizes(family: Family, model: ModelDescription) -> Sizes:
-    """The sizes of one model of a family. Its class comes from its description alone."""
-    config, defaults = ({key: one[key] for key in one if key != IS_FLEET} for one in (model.config, family.defaults))
+    """Return the sizes of one model of a family. Its class is taken from its description alone."""
     unknown = {} if model.is_fleet is not None else {IS_FLEET: _NO_CLASS}
-    return Sizes({**SIZES, **family.sizes}, {**config, IS_FLEET: model.is_fleet}, defaults, unknown)
+    towers: dict[str, Sizes] = {}
+
+    def sizes(part: Family | Tower, config: Mapping[str, Any]) -> Sizes:
+        known, defaults = ({key: one[key] for key in one if key != IS_FLEET} for one in (config, part.defaults))
+        return Sizes({**SIZES, **part.sizes}, {**known, IS_FLEET: model.is_fleet}, defaults, unknown, towers)
+
+    for tower in family.towers:
+        nested = value_at(model.config, tower.key)
+        towers[tower.name] = sizes(tower, nested if isinstance(nested, Mapping) else {})
+    return sizes(family, model.config)
 
 
 def family_keys(family: Family) -> frozenset[str]:
-    """The configuration keys that a family's declaration reads; :data:`IS_FLEET` is among them if it asks for that."""
-    sizes, numbers = {**SIZES, **family.sizes}, family_numbers(family)
+    """Return the configuration keys that a family's declaration reads, of nested configurations with dots.
+
+    :data:`IS_FLEET` is among them if the declaration depends on the class.
+    """
+    numbers = family_numbers(family)
     holes = {hole for one in family.statements for hole in PLACEHOLDER.findall(one.target)}
-    texts = [text for one in family.statements for text in (one.where, *one.shape)]
-    texts += [
-        text for hole in holes & numbers.keys() for one in [numbers[hole]] for text in (one.count, one.start, one.shift)
-    ]
-    texts += ["experts" for one in family.statements if one.stack is not None]
-    found, open_names = {"tie_word_embeddings"}, frozenset[str]().union(*map(names_of, texts)) - holes
-    seen: set[str] = set()
-    while open_names:
-        seen |= open_names
-        # Inside the size ``x`` the name ``x`` is the configuration's.
-        found |= {name for name in open_names if name not in sizes or name in names_of(sizes[name])}
-        open_names = frozenset[str]().union(*(names_of(sizes[name]) for name in open_names if name in sizes)) - seen
-    return frozenset(found)
+    open_names = {
+        (one.tower, name)
+        for one in family.statements
+        for text in (one.where, *one.shape, "experts" if one.stack is not None else "")
+        for name in names_of(text) - holes
+    }
+    counted = [numbers[hole] for hole in holes & numbers.keys()]
+    open_names |= {
+        ("", name) for one in counted for text in (one.count, one.start, one.shift) for name in names_of(text)
+    }
+    towers = {tower.name: tower for tower in family.towers}
+    declared = {"": {**SIZES, **family.sizes}} | {one.name: {**SIZES, **one.sizes} for one in family.towers}
+    keys, seen = {"tie_word_embeddings"}, set[tuple[str, str]]()
+    while open_names - seen:
+        part, name = (open_names - seen).pop()
+        seen.add((part, name))
+        head, _, rest = name.partition(".")
+        if head in towers:
+            open_names.add((head, rest))
+            continue
+        used = names_of(declared[part].get(name, ""))
+        open_names |= {(part, one) for one in used}
+        # Inside the size ``x`` the name ``x`` is a key of the configuration.
+        if not used or name in used:
+            keys.add(f"{towers[part].key}.{name}" if part and name != IS_FLEET else name)
+    return frozenset(keys)
 
 
 def family_heads(family: Family, model: ModelDescription) -> dict[str, int]:
-    """How many heads the attention of a model has, under the keys of its configuration, as far as that says it.
+    """Return the numbers of heads of a model's attention by configuration key, as far as the configuration gives them.
 
-    No tensor tells: two heads of 8 are as long as one of 16.
+    Tensors do not contain them: two heads of 8 are as long as one of 16.
     """
-    sizes = family_sizes(family, model)
-    needed = frozenset[str]().union(*(names_of(size) for one in family.statements for size in one.shape))
-    return {_HEADS[name]: sizes.length(name) for name, users in _USERS.items() if needed & users and sizes.knows(name)}
+    found: dict[str, int] = {}
+    for part, key in {"": "", **{tower.name: f"{tower.key}." for tower in family.towers}}.items():
+        sizes = family_sizes(family, model).within(part)
+        shapes = [size for one in family.statements if one.tower == part for size in one.shape]
+        needed = frozenset[str]().union(*map(names_of, shapes))
+        known = [name for name, users in _USERS.items() if needed & users and sizes.knows(name)]
+        found |= {key + _HEADS[name]: sizes.length(name) for name in known}
+    return found
 
 
 def headed_names(family: Family, names: Iterable[str]) -> list[str]:
-    """The tensors whose numbers belong to heads of attention, of a model's tensors by name."""
+    """Return those names of a model's tensors whose elements are assigned to heads of attention."""
     users = frozenset[str]().union(*_USERS.values())
-    kinds = {
-        PLACEHOLDER.sub(_HOLE, one.target)
-        for one in family.statements
-        if any(users & names_of(size) for size in one.shape)
-    }
-    return [name for name in names if _HOLE.join(NUMBER.split(name)[::2]) in kinds]
+    index = TargetIndex((one, any(users & names_of(size) for size in one.shape)) for one in family.statements)
+    return [name for name in names if any(index.find(name)[0])]
 
 
 def family_numbers(family: Family) -> dict[str, Numbers]:
-    """The numbers of a family by placeholder."""
+    """Return the numbers of a family by placeholder."""
     return {numbers.name: numbers for numbers in (*NUMBERS, *family.numbers)}
 
 
@@ -190,13 +212,20 @@ def family_numbers(family: Family) -> dict[str, Numbers]:
 class _Kind:
     """A statement, ready for tensors of its kind.
 
-    ``sources`` hold positions where the numbers go, ``shifts`` and ``spans`` belong to these positions (a span is None
-    where the configuration does not give it), and ``whole`` is the length of the axis that tensor parallelism cuts,
-    where the configuration gives it. ``layouts`` remembers the layout of every shape and cut that has occurred: all
-    experts of a model have one.
+    Args:
+        statement: the statement.
+        sizes: the sizes of its tower.
+        sources: its canonical names with positions for the numbers.
+        holes: the numbers of its name; ``shifts`` and ``spans`` are in this order.
+        shifts: the differences between numbers of the model and canonical ones.
+        spans: the canonical numbers; None where the configuration does not give them.
+        expert_shift: the shift of ``expert``.
+        whole: the length of the axis that tensor parallelism cuts, where the configuration gives it.
+        layouts: the layout of every shape and cut that has occurred: all experts of a model have one.
     """
 
     statement: Statement
+    sizes: Sizes
     sources: tuple[str, ...]
     holes: tuple[str, ...]
     shifts: tuple[int, ...]
@@ -216,37 +245,37 @@ class _Layout:
     blocks: int = 1
 
 
-def _kinds(family: Family, sizes: Sizes, shifts: Mapping[str, int]) -> dict[str, list[_Kind]]:
-    """Every statement by its target with holes for the numbers."""
+def _kinds(family: Family, sizes: Sizes, shifts: Mapping[str, int]) -> TargetIndex[_Kind]:
+    """Prepare every statement; of several that are bound alike, the first."""
     numbers = family_numbers(family)
     shift_of = {name: sizes.length(one.shift) for name, one in numbers.items()} | dict(shifts)
     span_of = {name: _span(one, sizes) for name, one in numbers.items()}
-    known: dict[str, list[_Kind]] = {}
+    known: dict[tuple[object, ...], _Kind] = {}
     for statement in family.statements:
-        holes = tuple(PLACEHOLDER.findall(statement.target))
-        places = {name: f"{{{index}}}" for index, name in enumerate(holes)}
+        holes, own = statement.numbers, sizes.within(statement.tower)
+        positions = {name: f"{{{index}}}" for index, name in enumerate(holes)}
         if statement.stack is not None:
-            places.setdefault("expert", f"{{{len(holes)}}}")
-        strange = {name for source in statement.sources for name in PLACEHOLDER.findall(source)} - set(places)
+            positions.setdefault("expert", f"{{{len(holes)}}}")
+        strange = {name for source in statement.sources for name in PLACEHOLDER.findall(source)} - set(positions)
         if strange:
             raise MappingError(
-                f"{statement.target}: its canonical names hold {', '.join(sorted(strange))}, which it does not.",
+                f"{statement.target}: its canonical names contain {', '.join(sorted(strange))}, its own name does not.",
                 where=f"family {family.name}",
                 next_step="Every number of a canonical name comes from the model's name.",
             )
         kind = _Kind(
             statement,
-            tuple(_placed(source, places) for source in statement.sources),
+            own,
+            tuple(source.format(**positions) for source in statement.sources),
             holes,
             tuple(shift_of.get(name, 0) for name in holes),
             tuple(span_of.get(name) for name in holes),
             shift_of.get("expert", 0),
-            _whole_length(statement, sizes),
+            _whole_length(statement, own),
         )
-        kinds = known.setdefault(PLACEHOLDER.sub(_HOLE, statement.target), [])
-        if not any(_is_bound_alike(statement, other.statement) for other in kinds):
-            kinds.append(kind)
-    return known
+        bound = (statement.sources, statement.geometry, statement.turned, statement.stack, statement.tower)
+        known.setdefault((PLACEHOLDER.sub("{}", statement.target), *bound), kind)
+    return TargetIndex((kind.statement, kind) for kind in known.values())
 
 
 def _span(numbers: Numbers, sizes: Sizes) -> range | None:
@@ -255,20 +284,6 @@ def _span(numbers: Numbers, sizes: Sizes) -> range | None:
         return None
     start = sizes.length(numbers.start)
     return range(start, start + sizes.length(numbers.count))
-
-
-def _placed(name: str, places: Mapping[str, str]) -> str:
-    return PLACEHOLDER.sub(lambda found: places[found.group(1)], name)
-
-
-def _is_bound_alike(one: Statement, other: Statement) -> bool:
-    """Whether two statements differ only in what binding does not ask for."""
-    return (one.sources, one.geometry, one.turned, one.stack) == (
-        other.sources,
-        other.geometry,
-        other.turned,
-        other.stack,
-    )
 
 
 def _whole_length(statement: Statement, sizes: Sizes) -> int | None:
@@ -293,7 +308,7 @@ def _made(
             f"is described as whole with shape {list(tensor.shape)}, the configuration gives length {kind.whole} on "
             f"axis {kind.statement.cut}: the ranks hold pieces that are not described as pieces"
         )
-    rules = _rules(kind, tensor, numbers, sizes) if kind.sources else []
+    rules = _rules(kind, tensor, numbers, kind.sizes) if kind.sources else []
     return rules if isinstance(rules, str) else (kind.statement, rules)
 
 
@@ -322,9 +337,9 @@ def _chosen(kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: 
     def named(kind: _Kind) -> dict[str, int]:
         return {hole: int(number) - shift for hole, number, shift in zip(kind.holes, numbers, kind.shifts, strict=True)}
 
-    fitting = [kind for kind in kinds if _has_shape(kind.statement, named(kind), tensor.shape, sizes)]
+    fitting = [kind for kind in kinds if has_shape(kind.statement, named(kind), tensor.shape, sizes)]
     # A shape alone does not decide against the configuration: one of the two is not this model's.
-    wanted = [kind for kind in fitting if may_hold(kind.statement.where, named(kind), sizes)]
+    wanted = [kind for kind in fitting if may_hold(kind.statement, named(kind), sizes)]
     if len(wanted) == 1:
         return wanted[0]
     if fitting and not wanted:
@@ -333,17 +348,19 @@ def _chosen(kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: 
     return f"{len(kinds)} statements declare it, and shape {list(tensor.shape)} does not tell which it is"
 
 
-def may_hold(condition: str, numbers: Mapping[str, int], sizes: Sizes) -> bool:
-    """Whether a condition holds, or the configuration does not give what it needs."""
+def may_hold(statement: Statement, numbers: Mapping[str, int], sizes: Sizes) -> bool:
+    """Return whether a statement's condition holds, or depends on what the configuration does not give."""
     try:
-        return sizes.holds(condition, numbers)
+        return sizes.within(statement.tower).holds(statement.where, numbers)
     except MappingError:
         return True
 
 
-def _has_shape(statement: Statement, numbers: Mapping[str, int], shape: Shape, sizes: Sizes) -> bool:
+def has_shape(statement: Statement, numbers: Mapping[str, int], shape: Shape, sizes: Sizes) -> bool:
+    """Return whether a tensor of these numbers is declared with a shape."""
+    own = sizes.within(statement.tower)
     return len(statement.shape) == len(shape) and all(
-        sizes.knows(size, numbers) and sizes.length(size, numbers) == length
+        own.knows(size, numbers) and own.length(size, numbers) == length
         for size, length in zip(statement.shape, shape, strict=True)
     )
 
@@ -408,7 +425,7 @@ def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:
 
     A length that is divisible alone says little: a gate in the layer would be dealt out as parts of wider heads.
     """
-    if not statement.shape or not sizes.is_given("hidden_size") or not sizes.knows(statement.shape[axis]):
+    if not statement.shape or not sizes.is_given("hidden") or not sizes.knows(statement.shape[axis]):
         return None
     return sizes.length(statement.shape[axis])
 

@@ -1,33 +1,51 @@
-"""How a family is declared: one statement per kind of tensor, in the model's own names.
+"""The data of a family declaration: one statement per kind of tensor, in the names of the model.
 
-A statement names a model tensor with ``{layer}``, ``{expert}`` or another placeholder where a number stands, the
-canonical (Hugging Face) tensors that it is made of, its geometry, and what it is in a model: its shape, the axis that
-tensor parallelism cuts, and which configurations have it. Sizes and conditions are texts of
-:mod:`paddleformers_fc.families.sizes`. Curly braces with commas expand, as in a shell: ``{q,k,v}_proj`` are three
-statements.
+A statement contains the name of a model tensor with ``{layer}``, ``{expert}`` or another placeholder for each number,
+the canonical (Hugging Face) tensors that it consists of, and its geometry. It also contains the shape, the axis that
+tensor parallelism cuts, and the condition under which a model has the tensor. Sizes and conditions are expressions of
+:mod:`paddleformers_fc.families.sizes`. Digits in a name are literal: ``mlp.0.weight``. Curly braces with commas expand
+as in a shell: ``{q,k,v}_proj`` gives three statements.
 
-From these lines follow the rules of a real model and their reverse (:mod:`paddleformers_fc.families.bind`), and the
-list of tensors that a configuration gives (:mod:`paddleformers_fc.families.enumerate`). Binding goes by geometry alone:
-it takes a tensor as it is, whatever shape, cut and condition were declared.
+Two results are derived from statements: the rules of a real model and their reverse
+(:mod:`paddleformers_fc.families.bind`), and the list of tensors that a configuration gives
+(:mod:`paddleformers_fc.families.enumerate`). Binding depends on the geometry alone: a tensor is bound whatever shape,
+cut and condition are declared. :mod:`paddleformers_fc.families.language` composes statements into families.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
-"""A placeholder in a declared name; its group is the placeholder's own."""
+"""A placeholder in a declared name; its group is the placeholder itself."""
+
+NUMBER = re.compile(r"(?<=\.)([0-9]{1,18})(?=\.|\Z)")
+"""A number in a tensor name."""
 
 _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
+_ANY_NUMBER = re.compile(r"(?<=\{)\w+(?=\})|(?<=\.)[0-9]{1,18}(?=\.|\Z)")
+_TOKEN = re.compile(r"\{\w+\}|(?<=\.)[0-9]{1,18}(?=\.|\Z)")
+_HOLE = "{}"
+T = TypeVar("T")
+
+
+class ModelClass(Enum):
+    """The two kinds of model classes, which have different names and layouts for the same tensors."""
+
+    FLEET = "PaddleFleet"
+    FORMERS = "PaddleFormers"
+
+
+FLEET, FORMERS = ModelClass.FLEET, ModelClass.FORMERS
 
 
 class Geometry(Enum):
-    """What lies along a tensor's output axis; :mod:`paddleformers_fc.families.bind` turns it into rules."""
+    """The content of a tensor's output axis; :mod:`paddleformers_fc.families.bind` derives rules from it."""
 
     SAME = "same"
     LINEAR = "linear"
@@ -38,11 +56,11 @@ class Geometry(Enum):
 
 @dataclass(frozen=True)
 class Stack:
-    """How the experts of one layer lie in one tensor.
+    """The layout of the experts of one layer in one tensor.
 
     Args:
-        axis: the axis of the target along which they lie, one behind the other.
-        new: whether that axis is their own, of length one each; otherwise they are concatenated along it.
+        axis: the axis of the target along which the experts are placed in order.
+        new: whether the experts are stacked on a new axis; otherwise they are concatenated along an existing one.
     """
 
     axis: int
@@ -51,19 +69,21 @@ class Stack:
 
 @dataclass(frozen=True)
 class Statement:
-    """One kind of model tensor and the canonical tensors that it is made of.
+    """One kind of model tensor and the canonical tensors that it consists of.
 
     Args:
-        target: the model's name, with placeholders for numbers.
-        sources: the canonical names, with the same placeholders; one that holds all parts, or one per part; none where
-            the tensor always keeps its initial values. Of a stack, the names of one expert, with ``{expert}``.
-        geometry: how the sources become the target.
-        turned: whether canonical [out, in] is [in, out] in the model. Says nothing about tensors of one axis.
-        stack: how the experts lie in the target, where it holds those of a whole layer.
+        target: the name in the model, with placeholders for numbers.
+        sources: the canonical names, with the same placeholders: one that holds all parts, or one per part. Empty for
+            a tensor that always keeps its initial values. For a stack, the names of one expert, with ``{expert}``.
+        geometry: the relation of the sources and the target.
+        turned: whether canonical [out, in] is [in, out] in the model. Ignored for tensors of one axis.
+        stack: the layout of the experts in a target that holds those of a whole layer.
         shape: the size of every axis.
         cut: the axis that tensor parallelism cuts, if any.
         where: the condition under which a model has the tensor; empty for always.
-        dtype: the dtype that the tensor has whatever the model's is; empty for the model's.
+        dtype: the dtype of the tensor where it differs from the model's; empty for the model's.
+        model_class: the model class that has the tensor; None for both. ``family`` turns it into a condition.
+        tower: the tower whose sizes the expressions refer to; empty for the family itself.
     """
 
     target: str
@@ -75,6 +95,13 @@ class Statement:
     cut: int | None = None
     where: str = ""
     dtype: str = ""
+    model_class: ModelClass | None = None
+    tower: str = ""
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The numbers of the target in order: names of placeholders, and digits where the number is literal."""
+        return tuple(_ANY_NUMBER.findall(self.target))
 
 
 Statements = tuple[Statement, ...]
@@ -82,13 +109,13 @@ Statements = tuple[Statement, ...]
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers that a placeholder stands for.
+    """The range of numbers of a placeholder.
 
     Args:
         name: the placeholder, without braces.
-        count: how many there are.
-        start: the first one in canonical names.
-        shift: what a model's number is larger by than the canonical one.
+        count: the length of the range.
+        start: the first number in canonical names.
+        shift: the difference between a number in the model and the canonical number.
     """
 
     name: str
@@ -99,10 +126,31 @@ class Numbers:
 
 @dataclass(frozen=True)
 class TiedName:
-    """An alias that is the owner's tensor whenever the model's configuration ties its word embeddings."""
+    """An alias of the owner's tensor if the model's configuration ties its word embeddings."""
 
     alias: str
     owner: str
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A part of a model with sizes of its own, such as a vision tower.
+
+    Args:
+        name: its name; ``vision.hidden`` is the size ``hidden`` of tower ``vision``.
+        key: the path of its nested configuration, such as ``vision_config``.
+        statements: its statements, which the family's contain as well.
+        numbers: the placeholder of its layers.
+        sizes: its sizes, which precede :data:`SIZES`.
+        defaults: the values of the model's class for keys that the nested configuration lacks.
+    """
+
+    name: str
+    key: str
+    statements: Statements
+    numbers: Numbers
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 SIZES: Mapping[str, str] = {
@@ -110,8 +158,8 @@ SIZES: Mapping[str, str] = {
     "hidden": "hidden_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads or num_attention_heads",
-    "head": "head_dim or hidden_size // num_attention_heads",
+    "kv_heads": "num_key_value_heads or heads",
+    "head": "head_dim or hidden // heads",
     "q": "heads * head",
     "kv": "kv_heads * head",
     "ffn": "intermediate_size",
@@ -119,10 +167,10 @@ SIZES: Mapping[str, str] = {
     "experts": "num_experts | num_local_experts | n_routed_experts",
     "mtp_layers": "num_nextn_predict_layers or 0",
 }
-"""Sizes that most families share; a family's own come before them."""
+"""Sizes that most families share; those of a family precede them."""
 
 NUMBERS: tuple[Numbers, ...] = (Numbers("layer", "layers"), Numbers("expert", "experts"))
-"""Numbers that most families share; a family's own come before them."""
+"""Numbers that most families share; those of a family precede them."""
 
 
 @dataclass(frozen=True)
@@ -131,21 +179,21 @@ class Family:
 
     Args:
         name: the family's name.
-        model_types: values of ``config.json``'s ``model_type`` that belong to it.
-        statements: one per kind of tensor; several for one name where models of the family differ in its geometry,
-            which are told apart by shape.
+        model_types: values of ``model_type`` in ``config.json``.
+        statements: one per kind of tensor. Several statements of one name are distinguished by shape and condition.
         tied: aliases under ``tie_word_embeddings``.
-        optional: beginnings of canonical names that a file may hold or lack, with placeholders: what is absent keeps
-            its initial values, what the model does not want is dropped; both are said. The names of one beginning and
-            one number, or of all ``{layer}``, are all there or all absent, and what lies in a file beside a weight that
-            the model reads, as its bias, it wants too. An earlier beginning wins. Where layers of the model itself are
-            called alike, a group is one of these only by a name that no such layer has.
-        sizes: the family's own sizes, beside and before :data:`SIZES`.
-        numbers: the family's own numbers, beside and before :data:`NUMBERS`.
-        defaults: what the model's class takes for configuration keys that a ``config.json`` does not hold.
+        optional: prefixes of canonical names that a file may lack, with placeholders. A tensor that the file lacks
+            keeps its initial values; one that the model lacks is dropped; both are reported. The names of one prefix
+            and one number (of all numbers for ``{layer}``) are present or absent together. A tensor in a file beside
+            one that the model reads, such as its bias, is never dropped. Earlier prefixes take precedence. Where a
+            prefix also matches layers of the model, a group is optional only if it has a name that no such layer has.
+        sizes: the family's sizes, which precede :data:`SIZES`.
+        numbers: the family's numbers, which precede :data:`NUMBERS`.
+        defaults: the values of the model's class for keys that a ``config.json`` lacks.
         tiny: a configuration of a few thousand elements, on which the family is proved when it is registered.
-        exported: keys that an exported ``config.json`` has beside those that PaddleFormers writes, and the expressions
-            that give their values: what other libraries call a size, and what PaddleFormers drops.
+        exported: keys of an exported ``config.json`` beside those that PaddleFormers writes, and the expressions of
+            their values: the names of other libraries for a size, and keys that PaddleFormers drops.
+        towers: parts of the model with sizes of their own.
     """
 
     name: str
@@ -158,12 +206,37 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tiny: Mapping[str, Any] = field(default_factory=dict)
     exported: Mapping[str, str] = field(default_factory=dict)
+    towers: tuple[Tower, ...] = ()
+
+
+class TargetIndex(Generic[T]):
+    """Values by the declared name of a tensor. A name of a model is found by one dictionary lookup."""
+
+    def __init__(self, items: Iterable[tuple[Statement, T]]) -> None:
+        self._values: dict[str, list[T]] = {}
+        self._literal: dict[str, list[tuple[str, ...]]] = {}
+        for statement, value in items:
+            template, numbers = _TOKEN.sub(_HOLE, statement.target), statement.numbers
+            self._values.setdefault(template, []).append(value)
+            self._literal.setdefault(template, []).append(numbers)
+        literal = {name for name, found in self._literal.items() if any(map(str.isdigit, itertools.chain(*found)))}
+        self._literal = {template: self._literal[template] for template in literal}
+
+    def find(self, name: str) -> tuple[list[T], list[str]]:
+        """Return the values of all statements that declare a name, and the numbers of the name."""
+        pieces = NUMBER.split(name)
+        template, numbers = _HOLE.join(pieces[::2]), pieces[1::2]
+        values = self._values.get(template, [])
+        if template in self._literal:
+            declared = self._literal[template]
+            values = [value for value, one in zip(values, declared, strict=True) if _match(one, numbers)]
+        return values, numbers
 
 
 def same(
     name: str, source: str | None = None, shape: tuple[str, ...] = (), cut: int | None = None, dtype: str = ""
 ) -> Statements:
-    """A tensor that is equal in both spaces.
+    """Declare a tensor that is equal in both spaces.
 
     Args:
         name: the model's name.
@@ -178,12 +251,12 @@ def same(
 def linear(
     name: str, source: str | None = None, shape: tuple[str, ...] = (), cut: int | None = None, dtype: str = ""
 ) -> Statements:
-    """A linear layer's weight: [out, in] in canonical files, [in, out] in Paddle. Arguments as of :func:`same`."""
+    """Declare the weight of a linear layer: [out, in] in files, [in, out] in Paddle. Arguments as of :func:`same`."""
     return expanded(Statement(name, (source or name,), Geometry.LINEAR, shape=shape, cut=cut, dtype=dtype))
 
 
 def fresh(name: str, shape: tuple[str, ...] = (), where: str = "") -> Statements:
-    """A tensor that canonical files never hold: it keeps its initial values, and no export has it.
+    """Declare a tensor that canonical files never contain: it keeps its initial values and is not exported.
 
     Args:
         name: the model's name.
@@ -196,12 +269,12 @@ def fresh(name: str, shape: tuple[str, ...] = (), where: str = "") -> Statements
 def fused(
     name: str, sources: Iterable[str], geometry: Geometry, shape: tuple[str, ...] = (), cut: int | None = None
 ) -> Statements:
-    """A tensor whose output axis holds several parts.
+    """Declare a tensor whose output axis holds several parts.
 
     Args:
         name: the model's name.
-        sources: its canonical names: one per part, or one that holds all parts one behind the other.
-        geometry: how the parts lie in the model.
+        sources: its canonical names: one per part, or one that holds all parts in order.
+        geometry: the layout of the parts in the model.
         shape: the size of every axis.
         cut: the axis that tensor parallelism cuts.
     """
@@ -209,36 +282,61 @@ def fused(
 
 
 def declared(*groups: Statements) -> Statements:
-    """All statements of several groups, in order."""
+    """Return all statements of several groups, in order."""
     return tuple(itertools.chain.from_iterable(groups))
 
 
 def only(where: str, *groups: Statements) -> Statements:
-    """The same statements, for models that fulfil a condition as well."""
+    """Add a condition to statements."""
     return tuple(
         replace(statement, where=f"({statement.where}) and ({where})" if statement.where else where)
         for statement in declared(*groups)
     )
 
 
+def choice(condition: str, holds: Statements, otherwise: Statements) -> Statements:
+    """Return statements for models that fulfil a condition, and others for those that do not."""
+    return declared(only(condition, holds), only(f"not ({condition})", otherwise))
+
+
+def of_class(model_class: ModelClass, *groups: Statements) -> Statements:
+    """Restrict statements to one class of models."""
+    return tuple(replace(one, model_class=model_class) for one in declared(*groups))
+
+
+def within(scope: str, *groups: Statements, canonical: str | None = None) -> Statements:
+    """Prefix the names of statements with a scope, such as ``model.layers.{layer}``.
+
+    Args:
+        scope: the prefix in the model.
+        groups: statements with names relative to it.
+        canonical: the prefix of canonical names, if that differs.
+    """
+    other = scope if canonical is None else canonical
+    return tuple(
+        replace(one, target=f"{scope}.{one.target}", sources=tuple(f"{other}.{source}" for source in one.sources))
+        for one in declared(*groups)
+    )
+
+
 def renamed(names: Mapping[str, str], *groups: Statements) -> Statements:
-    """The same statements with other canonical names: every text is replaced where it occurs, in the order given."""
+    """Replace every text in the canonical names of statements, in the order given."""
 
     def canonical(name: str) -> str:
         for text, other in names.items():
             name = name.replace(text, other)
         return name
 
-    return _with_sources(canonical, groups)
+    return tuple(replace(one, sources=tuple(map(canonical, one.sources))) for one in declared(*groups))
 
 
 def stacked(name: str, axis: int, new: bool, group: Statements) -> Statements:
-    """The experts of one layer in one tensor.
+    """Place the experts of one layer in one tensor.
 
     Args:
-        name: the model's name of the stack.
-        axis: its axis along which the experts lie.
-        new: whether the experts do not have that axis themselves.
+        name: the name of the stack in the model.
+        axis: the axis of the stack along which the experts are placed.
+        new: whether the axis is new; otherwise the experts are concatenated along an axis of theirs.
         group: the one statement of a single expert.
     """
     (one,) = group
@@ -251,15 +349,20 @@ def stacked(name: str, axis: int, new: bool, group: Statements) -> Statements:
 
 
 def as_stored(group: Statements) -> Statements:
-    """The same weights kept [out, in] as in canonical files: the parts lie along the first axis."""
+    """Keep weights [out, in] as in canonical files: the parts are placed along the first axis."""
     return tuple(
         replace(one, turned=False, shape=one.shape[::-1], cut=None if one.cut is None else len(one.shape) - 1 - one.cut)
         for one in group
     )
 
 
+def whole(group: Statements) -> Statements:
+    """Exclude layers from tensor parallelism, as routed experts are."""
+    return tuple(replace(one, cut=None) for one in group)
+
+
 def expanded(statement: Statement) -> Statements:
-    """The statements that one with alternatives such as ``{q,k,v}`` stands for."""
+    """Expand alternatives such as ``{q,k,v}`` in the names of a statement."""
     found = _ALTERNATIVES.search(statement.target)
     if found is None:
         return (statement,)
@@ -276,9 +379,5 @@ def expanded(statement: Statement) -> Statements:
     )
 
 
-def _with_sources(change: Callable[[str], str], groups: Iterable[Statements]) -> Statements:
-    return tuple(
-        replace(statement, sources=tuple(change(source) for source in statement.sources))
-        for group in groups
-        for statement in group
-    )
+def _match(declared: Sequence[str], numbers: Sequence[str]) -> bool:
+    return all(one == number for one, number in zip(declared, numbers, strict=True) if one.isdigit())

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import prod
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families.bind import NUMBER, ModelTensor, family_numbers, family_sizes
-from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Statement
+from paddleformers_fc.families.bind import ModelTensor, family_numbers, family_sizes, has_shape
+from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Statement, TargetIndex
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.sizes import Sizes, names_of
 from paddleformers_fc.mapping import Shape, TensorSpec
@@ -78,7 +78,7 @@ def enumerate_tensors(family: Family, model: ModelDescription, dtype: str = "flo
     sizes = family_sizes(family, model)
     spans = _Spans(family, sizes)
     for statement in family.statements:
-        yield from _of_statement(statement, sizes, spans, dtype)
+        yield from _of_statement(statement, sizes.within(statement.tower), spans, dtype)
 
 
 MAX_TENSORS = 1 << 20
@@ -159,25 +159,21 @@ def recognised_tensors(
     """
     sizes = family_sizes(family, model)
     shifts = {name: sizes.length(one.shift) for name, one in family_numbers(family).items() if sizes.knows(one.shift)}
-    kinds: dict[str, list[tuple[Statement, list[str]]]] = {}
-    for statement in family.statements:
-        holes = PLACEHOLDER.findall(statement.target)
-        kinds.setdefault(PLACEHOLDER.sub("{}", statement.target), []).append((statement, holes))
+    index = TargetIndex((one, one) for one in family.statements)
     found: list[DeclaredTensor] = []
     strange: list[str] = []
     for name, spec in specs.items():
-        pieces = NUMBER.split(name)
-        fitting = [one for one in kinds.get("{}".join(pieces[::2]), ()) if len(one[0].shape) == len(spec.shape)]
+        declared, texts = index.find(name)
+        fitting = [
+            (one, {hole: int(text) - shifts.get(hole, 0) for hole, text in zip(one.numbers, texts, strict=True)})
+            for one in declared
+            if len(one.shape) == len(spec.shape)
+        ]
         if not fitting:
             strange.append(name)
             continue
-        numberings = [
-            {hole: int(text) - shifts.get(hole, 0) for hole, text in zip(holes, pieces[1::2], strict=True)}
-            for _, holes in fitting
-        ]
         # Several statements of one name differ in shape; where they do not, in the configurations that have them.
-        best = max(range(len(fitting)), key=lambda index: _fit(fitting[index][0], numberings[index], spec.shape, sizes))
-        statement, numbers = fitting[best][0], numberings[best]
+        statement, numbers = max(fitting, key=lambda one: _fit(one[0], one[1], spec.shape, sizes))
         axis = None if statement.stack is None else statement.stack.axis
         found.append(DeclaredTensor(name, spec.shape, spec.dtype, statement.cut, axis, numbers))
     if strange:
@@ -190,10 +186,9 @@ def recognised_tensors(
 
 
 def _fit(statement: Statement, numbers: Mapping[str, int], shape: Shape, sizes: Sizes) -> tuple[bool, bool]:
-    """Whether a statement gives a tensor's shape, and whether its condition holds."""
-    known = all(sizes.knows(size, numbers) for size in statement.shape)
-    alike = known and tuple(sizes.length(size, numbers) for size in statement.shape) == shape
+    """Return whether a statement gives a tensor's shape, and whether its condition holds."""
+    alike = has_shape(statement, numbers, shape, sizes)
     try:
-        return alike, sizes.holds(statement.where, numbers)
+        return alike, sizes.within(statement.tower).holds(statement.where, numbers)
     except MappingError:
         return alike, False

@@ -12,8 +12,8 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 
-from paddleformers_fc.families.bind import NUMBER, family_numbers, family_sizes
-from paddleformers_fc.families.declarations import PLACEHOLDER, Family
+from paddleformers_fc.families.bind import family_numbers, family_sizes
+from paddleformers_fc.families.declarations import NUMBER, PLACEHOLDER, Family
 from paddleformers_fc.families.description import ModelDescription
 
 Group = tuple[int, ...]

@@ -15,50 +15,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pkgutil import iter_modules
 from typing import Any
 
 from paddleformers_fc.errors import FlexError, MappingError
+from paddleformers_fc.families import models
 from paddleformers_fc.families.bind import bind, family_keys
 from paddleformers_fc.families.declarations import Family
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
-from paddleformers_fc.families.models import (
-    deepseek_v3,
-    ernie4_5,
-    ernie4_5_moe,
-    gemma3_text,
-    glm4_moe,
-    gpt_oss,
-    kimi_k2,
-    llama,
-    minimax_m2,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-)
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.folding import fold
 
-FAMILIES: tuple[Family, ...] = (
-    llama.FAMILY,
-    ernie4_5.FAMILY,
-    ernie4_5_moe.FAMILY,
-    phi3.FAMILY,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    qwen2_moe.FAMILY,
-    qwen3_moe.FAMILY,
-    glm4_moe.FAMILY,
-    deepseek_v3.FAMILY,
-    gpt_oss.FAMILY,
-    gemma3_text.FAMILY,
-    minimax_m2.FAMILY,
-    kimi_k2.FAMILY,
+FAMILIES: tuple[Family, ...] = tuple(
+    import_module(f"{models.__name__}.{module.name}").FAMILY for module in iter_modules(models.__path__)
 )
-"""The families of this package."""
+"""The families of this package: every module of :mod:`paddleformers_fc.families.models` declares one."""
 
 GROUP = "paddleformers_fc.families"
 DEGREES = (1, 2, 4)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -41,6 +41,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 _NO_NUMBERS: dict[str, int] = {}
 _NOTHING_UNKNOWN: dict[str, str] = {}
+_NO_TOWERS: dict[str, Sizes] = {}
 
 
 class Sizes:
@@ -51,6 +52,7 @@ class Sizes:
         config: the model's configuration.
         defaults: what the model's class takes for keys that the configuration does not hold.
         unknown: names without a value, with the reason. An absent key counts as false; one of these is an error.
+        towers: the sizes of the model's towers by name: ``vision.hidden`` is a size of tower ``vision``.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class Sizes:
         config: Mapping[str, Any],
         defaults: Mapping[str, Any] = _NO_NUMBERS,
         unknown: Mapping[str, str] = _NOTHING_UNKNOWN,
+        towers: Mapping[str, Sizes] = _NO_TOWERS,
     ) -> None:
         self._declared = declared
         self._config = config
         self._defaults = defaults
         self._unknown = unknown
+        self._towers = towers
         self._known: dict[str, Any] = {}
         self._open: list[str] = []
 
@@ -106,9 +110,13 @@ class Sizes:
         except MappingError:
             return False
 
-    def is_given(self, key: str) -> bool:
-        """Whether the configuration itself has a key."""
-        return self._config.get(key) is not None
+    def is_given(self, expression: str) -> bool:
+        """Return whether the configuration itself has a key that an expression reads."""
+        return any(value_at(self._config, key) is not None for key in self._keys(expression))
+
+    def within(self, tower: str) -> Sizes:
+        """Return the sizes of a tower; those of the model itself for an empty name."""
+        return self._towers[tower] if tower else self
 
     def _value(self, expression: str, numbers: Mapping[str, int]) -> Any:
         try:
@@ -121,8 +129,8 @@ class Sizes:
     def _walk(self, node: ast.expr, numbers: Mapping[str, int]) -> Any:
         if isinstance(node, ast.Constant):
             return node.value
-        if isinstance(node, ast.Name):
-            return self._named(node.id, numbers)
+        if name := _name(node):
+            return self._named(name, numbers)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
             return self._synonym(synonyms(node), numbers)
         if isinstance(node, ast.BinOp):
@@ -150,8 +158,13 @@ class Sizes:
     def _keys(self, expression: str, within: frozenset[str] = frozenset()) -> set[str]:
         """The configuration keys that an expression reads; a size inside its own expression is a key."""
         names = names_of(expression)
+        towers = {name: name.partition(".") for name in names if name.partition(".")[0] in self._towers}
+        names -= towers.keys()
         inside = {name for name in names - within if name in self._declared}
-        return {*(names - inside)}.union(*(self._keys(self._declared[name], within | {name}) for name in inside))
+        return {*(names - inside)}.union(
+            *(self._keys(self._declared[name], within | {name}) for name in inside),
+            *(self._towers[tower]._keys(rest) for tower, _, rest in towers.values()),
+        )
 
     def _synonym(self, names: tuple[str, ...], numbers: Mapping[str, int]) -> Any:
         """The value of names for one key.
@@ -159,7 +172,8 @@ class Sizes:
         Raises:
             MappingError: the configuration gives several of them, and they differ.
         """
-        given = {name: self._config[name] for name in names if self.is_given(name)}
+        found = {name: value_at(self._config, name) for name in names}
+        given = {name: value for name, value in found.items() if value is not None}
         if any(value != next(iter(given.values())) for value in given.values()):
             raise MappingError(
                 f"{' and '.join(given)} are names of one key, and their values differ.",
@@ -185,6 +199,9 @@ class Sizes:
             return self._known[name]
         if name in self._unknown:
             raise self._refused(name, self._unknown[name])
+        head, _, rest = name.partition(".")
+        if rest and head in self._towers:
+            return self._towers[head].value(rest)
         if name in self._declared and name not in self._open:
             self._open.append(name)
             try:
@@ -192,7 +209,7 @@ class Sizes:
             finally:
                 self._open.pop()
         else:
-            value = self._config.get(name, self._defaults.get(name))
+            value = value_at(self._config, name, self._defaults.get(name))
         if not self._open:
             self._known[name] = value
         return value
@@ -236,7 +253,8 @@ def synonyms(node: ast.expr) -> tuple[str, ...]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         left, right = synonyms(node.left), synonyms(node.right)
         return (*left, *right) if left and right else ()
-    return (node.id,) if isinstance(node, ast.Name) else ()
+    name = _name(node)
+    return (name,) if name else ()
 
 
 @lru_cache(maxsize=4096)
@@ -244,7 +262,33 @@ def names_of(expression: str) -> frozenset[str]:
     """The names that an expression uses; none for an empty one."""
     if not expression:
         return frozenset()
-    return frozenset(node.id for node in ast.walk(parsed(expression)) if isinstance(node, ast.Name))
+    return frozenset(_names(parsed(expression)))
+
+
+def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """Return the value of a key of a configuration, or of a nested one: ``text_config.hidden_size``."""
+    found: Any = config
+    for key in path.split("."):
+        if not isinstance(found, Mapping) or key not in found:
+            return default
+        found = found[key]
+    return found
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    if name := _name(node):
+        yield name
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _names(child)
+
+
+def _name(node: ast.AST) -> str:
+    """Return the name that a node is, with dots for an attribute; empty for other nodes."""
+    if isinstance(node, ast.Attribute):
+        owner = _name(node.value)
+        return owner and f"{owner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_known(node: ast.AST) -> bool:
@@ -252,6 +296,8 @@ def _is_known(node: ast.AST) -> bool:
         return type(node) in _ARITHMETIC or type(node) in _COMPARISONS or isinstance(node, ast.BitOr)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return bool(synonyms(node))
+    if isinstance(node, ast.Attribute):
+        return bool(_name(node))
     if isinstance(node, ast.Constant):
         return node.value is None or isinstance(node.value, (int, str))
     return isinstance(

@@ -16,7 +16,6 @@ import msgspec
 
 from paddleformers_fc.errors import FormatError, MappingError
 from paddleformers_fc.families.bind import (
-    NUMBER,
     ModelTensor,
     bind,
     family_keys,
@@ -24,7 +23,7 @@ from paddleformers_fc.families.bind import (
     family_sizes,
     may_hold,
 )
-from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Statement
+from paddleformers_fc.families.declarations import Family, Statement, TargetIndex
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 from paddleformers_fc.families.sizes import names_of
 from paddleformers_fc.mapping import RuleSet
@@ -46,7 +45,6 @@ _OPEN: Mapping[str, Sequence[object]] = {
 STRIPPED = frozenset({EMPTY_LAYERS, *_OPEN})
 """All keys on which rules depend and which a serialised configuration lacks."""
 
-_HOLE = "{}"
 _LAYER = "layer"
 
 
@@ -156,15 +154,9 @@ def _candidates(family: Family, model: ModelDescription, tensors: Sequence[Model
 
 def _first_layer(family: Family, tensors: Sequence[ModelTensor]) -> int:
     """The number of the first layer of a whole model: as many empty layers are before it."""
-    templates = {
-        PLACEHOLDER.sub(_HOLE, one.target): PLACEHOLDER.findall(one.target).index(_LAYER)
-        for one in family.statements
-        if _LAYER in PLACEHOLDER.findall(one.target)
-    }
-    pieces = (NUMBER.split(tensor.name) for tensor in tensors)
-    numbers = [
-        int(found[1::2][templates[template]]) for found in pieces if (template := _HOLE.join(found[::2])) in templates
-    ]
+    index = TargetIndex((one, one.numbers.index(_LAYER)) for one in family.statements if _LAYER in one.numbers)
+    found = (index.find(tensor.name) for tensor in tensors)
+    numbers = [int(texts[positions[0]]) for positions, texts in found if positions]
     return min(numbers, default=0)
 
 
@@ -175,29 +167,27 @@ def _refuse_contradictions(family: Family, model: ModelDescription, tensors: Seq
     """
     sizes, numbers = family_sizes(family, model), family_numbers(family)
     shifts = {hole: sizes.length(one.shift) for hole, one in numbers.items()}
-    declared: dict[str, list[Statement]] = {}
-    for statement in family.statements:
-        declared.setdefault(PLACEHOLDER.sub(_HOLE, statement.target), []).append(statement)
-    judged: dict[tuple[str, tuple[int, ...]], bool] = {}
+    index = TargetIndex((one, one) for one in family.statements)
+    judged: dict[tuple[str, str, tuple[int, ...]], bool] = {}
 
     def may_have(statement: Statement, found: Sequence[str]) -> bool:
-        asked = names_of(statement.where)
-        if asked.isdisjoint(STRIPPED):
+        needed = names_of(statement.where)
+        if needed.isdisjoint(STRIPPED):
             return True
-        holes = PLACEHOLDER.findall(statement.target)
         named = {
-            hole: int(text) - shifts.get(hole, 0) for hole, text in zip(holes, found, strict=True) if hole in asked
+            hole: int(text) - shifts.get(hole, 0)
+            for hole, text in zip(statement.numbers, found, strict=True)
+            if hole in needed
         }
-        key = statement.where, tuple(named.values())
+        key = statement.tower, statement.where, tuple(named.values())
         if key not in judged:
-            judged[key] = may_hold(statement.where, named, sizes)
+            judged[key] = may_hold(statement, named, sizes)
         return judged[key]
 
     faults = []
     for tensor in tensors:
-        pieces = NUMBER.split(tensor.name)
-        statements = declared.get(_HOLE.join(pieces[::2]), ())
-        if statements and not any(may_have(one, pieces[1::2]) for one in statements):
+        statements, texts = index.find(tensor.name)
+        if statements and not any(may_have(one, texts) for one in statements):
             faults.append(f"{tensor.name}: a model of this class and configuration has no such tensor")
     if faults:
         raise MappingError(

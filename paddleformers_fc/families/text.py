@@ -6,14 +6,13 @@ tensor-parallel ranks, so that text written at one degree holds at every other.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from paddleformers_fc.aoa import Hints, render
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import ModelTensor, bind, family_sizes
-from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Geometry
+from paddleformers_fc.families.declarations import Family, Geometry, TargetIndex
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.registry import tiny_models
@@ -21,8 +20,6 @@ from paddleformers_fc.mapping import Mapping as TensorMapping, RuleSet
 
 FORWARD, REVERSE = DIRECTIONS = ("forward", "reverse")
 _PER_RANK = {Geometry.FUSED_FFN: "fused_ffn", Geometry.FUSED_QKV_PER_RANK: "fused_qkv_old"}
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_HOLE = "{}"
 
 
 def aoa_text(
@@ -103,12 +100,8 @@ def with_ties(rules: RuleSet) -> TensorMapping:
 def _hints(family: Family, model: ModelDescription, rules: RuleSet) -> Hints:
     sizes = family_sizes(family, model)
     known = sizes.knows("heads") and sizes.knows("kv_heads")
-    kinds = {
-        PLACEHOLDER.sub(_HOLE, statement.target): _PER_RANK[statement.geometry]
-        for statement in family.statements
-        if statement.geometry in _PER_RANK and statement.stack is None
-    }
-    per_rank = {name: kinds[template] for name in rules.targets if (template := _NUMBER.sub(_HOLE, name)) in kinds}
+    index = TargetIndex((one, _PER_RANK.get(one.geometry)) for one in family.statements if one.stack is None)
+    per_rank = {name: kind for name in rules.targets for kind in index.find(name)[0] if kind is not None}
     return Hints(
         right=rules.cuts,
         per_rank=per_rank,

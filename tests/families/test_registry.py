@@ -68,9 +68,9 @@ def test_every_family_of_this_package_is_proved(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_family_is_a_file_of_at_most_sixty_lines(family: Family) -> None:
+def test_every_family_is_a_file_of_at_most_seventy_lines(family: Family) -> None:
     path = Path(registry.__file__).parent / "models" / f"{family.name}.py"
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 70
 
 
 def test_a_registered_family_is_found_by_its_model_type() -> None:
@@ -119,7 +119,7 @@ FAULTY: list[tuple[str, tuple[Statement, ...], str]] = [
     (
         "a canonical number that the name does not have",
         declared(STATEMENTS, same("model.norm.weight", "model.norms.{layer}.weight", shape=("hidden",))),
-        "model.norm.weight: its canonical names hold layer",
+        "model.norm.weight: its canonical names contain layer",
     ),
     (
         "an expression that is none",

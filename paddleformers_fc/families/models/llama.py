@@ -1,26 +1,16 @@
-"""Llama: attention and feed-forward as canonical files have them, or fused where the configuration says so."""
+"""Llama: attention and feed-forward as in canonical files, or fused where the configuration says so."""
 
-from paddleformers_fc.families import blocks
-from paddleformers_fc.families.declarations import Family, declared, only
+from paddleformers_fc.families.declarations import FORMERS, only
+from paddleformers_fc.families.language import attention, family, ffn, gate_up, norm
 
-ATTENTION, FFN = blocks.LAYER + ".self_attn", blocks.LAYER + ".mlp"
-
-FAMILY = Family(
-    name="llama",
-    model_types=("llama",),
-    statements=declared(
-        blocks.ends(),
-        blocks.norm(blocks.LAYER + ".{input,post_attention}_layernorm"),
-        only("not fuse_attention_qkv", blocks.qkv(ATTENTION, bias="attention_bias")),
-        only("fuse_attention_qkv", blocks.fused_qkv(ATTENTION, bias="attention_bias")),
-        blocks.attention_output(ATTENTION, bias="attention_bias"),
-        only("not fuse_attention_ffn", blocks.gate_and_up(FFN, bias="mlp_bias")),
-        only("fuse_attention_ffn", blocks.gate_up(FFN, bias="mlp_bias", name="gate_up_fused_proj")),
-        # What other classes of this family call the same layer.
-        only("False", blocks.gate_up(FFN, name="up_gate_proj")),
-        blocks.down(FFN, bias="mlp_bias"),
-    ),
-    tied=(blocks.TIED_HEAD,),
-    optional=(ATTENTION + ".rotary_emb.inv_freq",),
-    tiny=blocks.TINY,
+FAMILY = family(
+    "llama",
+    classes=(FORMERS,),
+    layer=[
+        norm("{input,post_attention}_layernorm"),
+        attention("self_attn", "attention_bias", "attention_bias", fused_where="fuse_attention_qkv"),
+        ffn("mlp", bias="mlp_bias", fused_where="fuse_attention_ffn", name="gate_up_fused_proj"),
+        only("False", gate_up("mlp")),  # The name of the same layer in other classes of this family.
+    ],
+    optional=("model.layers.{layer}.self_attn.rotary_emb.inv_freq",),
 )

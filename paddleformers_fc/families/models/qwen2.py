@@ -1,17 +1,14 @@
-"""Qwen 2: fused qkv with a bias, fused [gate | up]; of PaddleFleet's or of PaddleFormers' classes."""
+"""Qwen 2: fused qkv with a bias, fused [gate | up]."""
 
-from paddleformers_fc.families import blocks
-from paddleformers_fc.families.declarations import Family, declared
+from paddleformers_fc.families.declarations import FLEET, FORMERS
+from paddleformers_fc.families.language import family, fused_attention, fused_ffn, norm
 
-FAMILY = Family(
-    name="qwen2",
-    model_types=("qwen2",),
-    statements=declared(
-        blocks.either_ends(),
-        blocks.norm(blocks.LAYER + ".{input,post_attention}_layernorm"),
-        blocks.fused_attention(blocks.LAYER + ".self_attn", bias="True"),
-        blocks.fused_ffn(blocks.LAYER + ".mlp"),
-    ),
-    tied=(blocks.TIED_HEAD, blocks.TIED_FLEET_HEAD),
-    tiny=blocks.TINY,
+FAMILY = family(
+    "qwen2",
+    classes=(FLEET, FORMERS),
+    layer=[
+        norm("{input,post_attention}_layernorm"),
+        fused_attention("self_attn", bias="True"),
+        fused_ffn("mlp"),
+    ],
 )

@@ -1,35 +1,31 @@
-"""Qwen 2 MoE: routed experts and one shared expert with a gate; of PaddleFleet's or of PaddleFormers' classes."""
+"""Qwen 2 MoE: routed experts and one shared expert with a gate, which PaddleFleet's class names in another way."""
 
-from paddleformers_fc.families import blocks
-from paddleformers_fc.families.declarations import Family, declared, linear, only, renamed
+from paddleformers_fc.families.declarations import FLEET, FORMERS, choice, declared, linear, of_class, renamed
+from paddleformers_fc.families.language import STEPPED, family, fused_attention, fused_ffn, norm, routed_ffn
 
-FFN = blocks.LAYER + ".mlp"
-SPARSE = blocks.STEPPED
-GATE = FFN + ".shared_expert_gate.weight"
-
-FAMILY = Family(
-    name="qwen2_moe",
-    model_types=("qwen2_moe",),
-    statements=declared(
-        blocks.either_ends(),
-        blocks.norm(blocks.LAYER + ".{input,post_attention}_layernorm"),
-        blocks.fused_attention(blocks.LAYER + ".self_attn", bias="qkv_bias"),
-        only(f"not ({SPARSE})", blocks.fused_ffn(FFN)),
-        only(
-            SPARSE,
-            blocks.either_router(FFN + ".gate"),
-            blocks.either_experts(FFN),
-            only("not is_fleet", blocks.fused_ffn(FFN + ".shared_expert", "shared_ffn")),
-            only("not is_fleet", linear(GATE, shape=("hidden", "1"))),
-            only(
-                "is_fleet",
-                renamed({"shared_experts": "shared_expert"}, blocks.fused_ffn(FFN + ".shared_experts", "shared_ffn")),
-                linear(FFN + ".shared_experts.gate_weight", GATE, shape=("hidden", "1")),
-            ),
-        ),
+GATE = "mlp.shared_expert_gate.weight"
+SHARED = {FORMERS: ("mlp.shared_expert", GATE), FLEET: ("mlp.shared_experts", "mlp.shared_experts.gate_weight")}
+SPARSE = declared(
+    routed_ffn("mlp"),
+    *(
+        of_class(
+            model_class,
+            renamed({"shared_experts": "shared_expert"}, fused_ffn(scope, "shared_ffn")),
+            linear(gate, GATE, shape=("hidden", "1")),
+        )
+        for model_class, (scope, gate) in SHARED.items()
     ),
-    tied=(blocks.TIED_HEAD, blocks.TIED_FLEET_HEAD),
+)
+
+FAMILY = family(
+    "qwen2_moe",
+    classes=(FLEET, FORMERS),
+    layer=[
+        norm("{input,post_attention}_layernorm"),
+        fused_attention("self_attn", bias="qkv_bias"),
+        choice(STEPPED, SPARSE, fused_ffn("mlp")),
+    ],
     sizes={"shared_ffn": "shared_expert_intermediate_size"},
     defaults={"qkv_bias": True, "decoder_sparse_step": 1},
-    tiny=dict(blocks.TINY, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=24),
+    tiny={"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
 )

@@ -1,19 +1,16 @@
-"""Qwen 3: as Qwen 2, with norms over heads; of PaddleFleet's or of PaddleFormers' classes."""
+"""Qwen 3: as Qwen 2, with norms over heads."""
 
-from paddleformers_fc.families import blocks
-from paddleformers_fc.families.declarations import Family, declared
+from paddleformers_fc.families.declarations import FLEET, FORMERS
+from paddleformers_fc.families.language import family, fused_attention, fused_ffn, head_norms, norm
 
-FAMILY = Family(
-    name="qwen3",
-    model_types=("qwen3",),
-    statements=declared(
-        blocks.either_ends(),
-        blocks.norm(blocks.LAYER + ".{input,post_attention}_layernorm"),
-        blocks.fused_attention(blocks.LAYER + ".self_attn", bias="attention_bias", output_bias="attention_bias"),
-        blocks.either_head_norms(blocks.LAYER + ".self_attn"),
-        blocks.fused_ffn(blocks.LAYER + ".mlp"),
-    ),
-    tied=(blocks.TIED_HEAD, blocks.TIED_FLEET_HEAD),
+FAMILY = family(
+    "qwen3",
+    classes=(FLEET, FORMERS),
+    layer=[
+        norm("{input,post_attention}_layernorm"),
+        fused_attention("self_attn", bias="attention_bias", output_bias="attention_bias"),
+        head_norms("self_attn"),
+        fused_ffn("mlp"),
+    ],
     defaults={"head_dim": 128},
-    tiny=dict(blocks.TINY, head_dim=8),
 )

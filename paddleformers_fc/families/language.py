@@ -1,0 +1,389 @@
+"""The language of family declarations: :func:`family` and the layers that many families have in common.
+
+Layer functions return a few statements under a given name, with shapes, tensor-parallel axes and conditions. Names are
+relative: :func:`family` places the statements of ``layer`` in every layer of the model, :func:`tower` those of a
+tower in its scope. In a *column* linear layer tensor parallelism cuts the outputs, in a *row* linear layer the inputs.
+``bias`` is the condition under which a layer has a bias, empty for never.
+
+PaddleFormers' and PaddleFleet's classes differ in names and layouts. The layer functions declare both; :func:`family`
+selects those of the classes that the family supports. Declarations do not depend on the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from paddleformers_fc.families.declarations import (
+    FLEET,
+    FORMERS,
+    PLACEHOLDER,
+    SIZES,
+    Family,
+    Geometry,
+    ModelClass,
+    Numbers,
+    Statements,
+    TiedName,
+    Tower,
+    as_stored,
+    choice,
+    declared,
+    fused,
+    linear,
+    of_class,
+    only,
+    same,
+    stacked,
+    whole,
+    within,
+)
+
+LAYER, PREDICTION = "model.layers.{layer}", "model.layers.{mtp}"
+
+STEPPED = "layer not in (mlp_only_layers or ()) and (layer + 1) % decoder_sparse_step == 0"
+"""Layers with experts, where a configuration excludes some layers and takes every n-th of the others."""
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+}
+"""Part of every tiny configuration; every size is divisible by 4 ranks."""
+
+TINY_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+}
+"""The tiny configuration of a latent attention."""
+
+TINY_MOE = {"n_routed_experts": 4, "moe_intermediate_size": 16}
+"""The tiny configuration of routed experts."""
+
+MTP_LAYERS = "mtp_num_layers or num_nextn_predict_layers or 0"
+"""The number of prediction layers where a configuration has two keys for it."""
+
+PREDICTION_KEY = {"num_nextn_predict_layers": "mtp_layers"}
+"""A key of canonical configurations. PaddleFormers drops it as a setting of a run."""
+
+_CONDITIONS = {FLEET: "is_fleet", FORMERS: "not is_fleet"}
+_TIED = {
+    FORMERS: TiedName("lm_head.weight", "model.embed_tokens.weight"),
+    FLEET: TiedName("model.lm_head.weight", "model.embedding.embed_tokens.weight"),
+}
+
+
+def ends(embedding_cut: int | None = 0, head_bias: str = "lm_head_bias") -> Statements:
+    """Declare embedding, last norm and head.
+
+    Args:
+        embedding_cut: the axis of a PaddleFormers embedding that tensor parallelism cuts.
+        head_bias: the condition under which a PaddleFormers head has a bias.
+    """
+    shape, embedding, head = ("vocab", "hidden"), "model.embed_tokens.weight", "lm_head.weight"
+    return declared(
+        norm("model.norm"),
+        of_class(FORMERS, same(embedding, shape=shape, cut=embedding_cut), same(head, shape=shape, cut=0)),
+        of_class(FORMERS, only(head_bias, same("lm_head.bias", shape=("vocab",), cut=0))),
+        of_class(FLEET, same("model.embedding.embed_tokens.weight", embedding, shape, cut=0)),
+        of_class(FLEET, same("model.lm_head.weight", head, shape, cut=0)),
+    )
+
+
+_NONE: Mapping[str, Any] = {}
+
+
+def family(
+    name: str,
+    *,
+    classes: tuple[ModelClass, ...],
+    layer: Iterable[Statements] = (),
+    prediction: Iterable[Statements] = (),
+    outside: Iterable[Statements] | None = None,
+    towers: tuple[Tower, ...] = (),
+    optional: tuple[str, ...] = (),
+    sizes: Mapping[str, str] = _NONE,
+    numbers: tuple[Numbers, ...] = (),
+    defaults: Mapping[str, Any] = _NONE,
+    tiny: Mapping[str, Any] = _NONE,
+    exported: Mapping[str, str] = _NONE,
+) -> Family:
+    """Declare a family.
+
+    Args:
+        name: its name, which is the ``model_type`` of its configurations.
+        classes: the model classes that the family has.
+        layer: the parts of every layer, named relative to it.
+        prediction: the parts of the transformer layer in PaddleFleet's multi-token prediction layers, which follow the
+            last layer. Files may lack these layers.
+        outside: the parts outside of layers; by default embedding, last norm and head.
+        towers: towers of :func:`tower`.
+        optional: prefixes of canonical names that a file may lack, as in :class:`Family`.
+        sizes: sizes that differ from :data:`SIZES`.
+        numbers: placeholders beside ``layer`` and ``expert``.
+        defaults: the values of the model's class for keys that a ``config.json`` lacks.
+        tiny: changes of :data:`TINY`, the configuration on which the family is proved. Where the class has a default
+            head size, the tiny one is 8.
+        exported: keys of an exported ``config.json`` and the expressions of their values.
+    """
+    outside = (ends(),) if outside is None else outside
+    statements = _for_classes(classes, declared(*outside, within(LAYER, *layer), *(one.statements for one in towers)))
+    sizes, numbers = dict(sizes), (*numbers, *(one.numbers for one in towers))
+    if prediction := tuple(prediction):
+        statements += _for_classes((FLEET,), _prediction(prediction))
+        numbers += _fleet_numbers(classes)
+        optional, exported = (*optional, f"{PREDICTION}."), {**PREDICTION_KEY, **exported}
+        if FORMERS in classes:
+            # PaddleFormers' classes of such families build no prediction layer.
+            sizes["mtp_layers"] = f"({sizes.get('mtp_layers', SIZES['mtp_layers'])}) * is_fleet"
+    return Family(
+        name,
+        (name,),
+        statements,
+        tied=tuple(_TIED[one] for one in (FORMERS, FLEET) if one in classes),
+        optional=optional,
+        sizes=sizes,
+        numbers=numbers,
+        defaults=defaults,
+        tiny={**TINY, **({"head_dim": 8} if "head_dim" in defaults else {}), **tiny},
+        exported=exported,
+        towers=towers,
+    )
+
+
+def tower(
+    name: str,
+    key: str,
+    scope: str,
+    *,
+    layers: str,
+    layer: Iterable[Statements],
+    outside: Iterable[Statements] = (),
+    canonical: str | None = None,
+    sizes: Mapping[str, str] = _NONE,
+    defaults: Mapping[str, Any] = _NONE,
+) -> Tower:
+    """Declare a tower: a part of a model with layers, sizes and a nested configuration of its own.
+
+    Args:
+        name: its name, by which other expressions of the family refer to its sizes: ``vision.hidden``.
+        key: the path of its nested configuration.
+        scope: the prefix of its tensors in the model.
+        layers: the scope of one layer within the tower, with its own placeholder: ``blocks.{block}``.
+        layer: the parts of every layer, named relative to it.
+        outside: the parts of the tower outside of layers, named relative to the tower.
+        canonical: the prefix of its canonical tensors, if that differs.
+        sizes: sizes that differ from :data:`SIZES`; ``layers`` is the number of layers.
+        defaults: the values of the model's class for keys that the nested configuration lacks.
+    """
+    statements = within(scope, *outside, within(layers, *layer), canonical=canonical)
+    (placeholder,) = PLACEHOLDER.findall(layers)
+    numbers = Numbers(placeholder, f"{name}.layers")
+    return Tower(name, key, tuple(replace(one, tower=name) for one in statements), numbers, sizes, defaults)
+
+
+def _for_classes(classes: tuple[ModelClass, ...], statements: Statements) -> Statements:
+    """Select the statements of these classes; of several classes, the condition tells which model has a statement."""
+    known = [one for one in statements if one.model_class is None or one.model_class in classes]
+    return tuple(
+        replace(only(_CONDITIONS[one.model_class], (one,))[0], model_class=None)
+        if one.model_class is not None and len(classes) > 1
+        else replace(one, model_class=None)
+        for one in known
+    )
+
+
+def _fleet_numbers(classes: tuple[ModelClass, ...]) -> tuple[Numbers, ...]:
+    """Return the numbers of layers and prediction layers; only PaddleFleet's classes count empty layers as well."""
+    shift = "num_empty_layers_add_in_head or 0"
+    if FORMERS in classes:
+        shift = f"({shift}) * is_fleet"
+    return (Numbers("layer", "layers", shift=shift), Numbers("mtp", "mtp_layers", start="layers", shift=shift))
+
+
+def _prediction(parts: Iterable[Statements]) -> Statements:
+    """Declare a multi-token prediction layer of PaddleFleet around the parts of a transformer layer."""
+    return declared(
+        within(f"{PREDICTION}.transformer_layer", *parts, canonical=PREDICTION),
+        within(
+            PREDICTION,
+            column("eh_proj", "2 * hidden", "hidden"),
+            norm("{enorm,hnorm}"),
+            same("norm.weight", "shared_head.norm.weight", shape=("hidden",)),
+        ),
+    )
+
+
+def norm(name: str, size: str = "hidden", bias: str = "") -> Statements:
+    """Declare a norm over ``size``; it is not cut."""
+    return declared(same(f"{name}.weight", shape=(size,)), _bias(bias, same(f"{name}.bias", shape=(size,))))
+
+
+def column(name: str, inputs: str, outputs: str, bias: str = "") -> Statements:
+    """Declare a linear layer whose outputs are cut."""
+    weight = linear(f"{name}.weight", shape=(inputs, outputs), cut=1)
+    return declared(weight, _bias(bias, same(f"{name}.bias", shape=(outputs,), cut=0)))
+
+
+def row(name: str, inputs: str, outputs: str, bias: str = "") -> Statements:
+    """Declare a linear layer whose inputs are cut; its bias is whole on every rank."""
+    weight = linear(f"{name}.weight", shape=(inputs, outputs), cut=0)
+    return declared(weight, _bias(bias, same(f"{name}.bias", shape=(outputs,))))
+
+
+def replicated(name: str, inputs: str, outputs: str, bias: str = "") -> Statements:
+    """Declare a linear layer that is whole on every rank."""
+    return whole(column(name, inputs, outputs, bias))
+
+
+def _bias(condition: str, statements: Statements) -> Statements:
+    # A bias that is declared for no configuration still has a name that binding accepts.
+    return only(condition or "False", statements)
+
+
+def attention(prefix: str, bias: str = "", output_bias: str = "", fused_where: str = "") -> Statements:
+    """Declare query, key, value and output, each a layer, or fused as :func:`fused_qkv` where ``fused_where`` holds."""
+    separate = declared(
+        column(f"{prefix}.q_proj", "hidden", "q", bias), column(f"{prefix}.{{k,v}}_proj", "hidden", "kv", bias)
+    )
+    inputs = choice(fused_where, fused_qkv(prefix, bias=bias), separate) if fused_where else separate
+    return declared(inputs, row(f"{prefix}.o_proj", "q", "hidden", output_bias))
+
+
+def fused_attention(prefix: str, bias: str = "", output_bias: str = "") -> Statements:
+    """Declare query, key and value in one layer, as [q..q k v] per kv head, and the output."""
+    return declared(fused_qkv(prefix, bias=bias), row(f"{prefix}.o_proj", "q", "hidden", output_bias))
+
+
+def fused_qkv(
+    prefix: str,
+    canonical: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+    bias: str = "",
+    geometry: Geometry = Geometry.FUSED_QKV,
+    name: str = "qkv_proj",
+) -> Statements:
+    """Declare the fused layer ``name`` of the layers ``canonical`` in the same scope: three, or one that is fused."""
+    return _fused(prefix, name, canonical, geometry, "q + 2 * kv", bias)
+
+
+def _fused(prefix: str, name: str, canonical: tuple[str, ...], geometry: Geometry, width: str, bias: str) -> Statements:
+    weights, biases = ([f"{prefix}.{part}.{leaf}" for part in canonical] for leaf in ("weight", "bias"))
+    weight = fused(f"{prefix}.{name}.weight", weights, geometry, ("hidden", width), 1)
+    return declared(weight, _bias(bias, fused(f"{prefix}.{name}.bias", biases, geometry, (width,), 0)))
+
+
+def head_norms(prefix: str) -> Statements:
+    """Declare norms over the heads of query and key, which PaddleFleet's classes call ``layernorm``."""
+    canonical = f"{prefix}.{{q,k}}_norm.weight"
+    return declared(
+        of_class(FORMERS, same(canonical, shape=("head",))),
+        of_class(FLEET, same(f"{prefix}.{{q,k}}_layernorm.weight", canonical, shape=("head",))),
+    )
+
+
+def latent_attention(prefix: str, down_bias: str = "") -> Statements:
+    """Declare attention whose query, key and value pass through a narrow layer that is whole on every rank."""
+    query = "heads * (qk_nope_head_dim + qk_rope_head_dim)"
+    narrow = declared(
+        replicated(f"{prefix}.q_a_proj", "hidden", "q_lora_rank", down_bias),
+        column(f"{prefix}.q_b_proj", "q_lora_rank", query),
+        norm(f"{prefix}.q_a_layernorm", "q_lora_rank"),
+    )
+    return declared(
+        choice("q_lora_rank", narrow, column(f"{prefix}.q_proj", "hidden", query)),
+        replicated(f"{prefix}.kv_a_proj_with_mqa", "hidden", "kv_lora_rank + qk_rope_head_dim", down_bias),
+        norm(f"{prefix}.kv_a_layernorm", "kv_lora_rank"),
+        column(f"{prefix}.kv_b_proj", "kv_lora_rank", "heads * (qk_nope_head_dim + v_head_dim)"),
+        row(f"{prefix}.o_proj", "heads * v_head_dim", "hidden", down_bias),
+    )
+
+
+def ffn(
+    prefix: str, size: str = "ffn", bias: str = "", fused_where: str = "", name: str = "up_gate_proj"
+) -> Statements:
+    """Declare gate, up and down, each a layer, or gate and up fused as ``name`` where ``fused_where`` holds."""
+    separate = column(f"{prefix}.{{gate,up}}_proj", "hidden", size, bias)
+    inputs = choice(fused_where, gate_up(prefix, size, bias=bias, name=name), separate) if fused_where else separate
+    return declared(inputs, row(f"{prefix}.down_proj", size, "hidden", bias))
+
+
+def fused_ffn(prefix: str, size: str = "ffn", bias: str = "") -> Statements:
+    """Declare gate and up in one layer, as [gate | up] per tensor-parallel rank, and down."""
+    return declared(gate_up(prefix, size, bias=bias), row(f"{prefix}.down_proj", size, "hidden", bias))
+
+
+def gate_up(
+    prefix: str,
+    size: str = "ffn",
+    canonical: tuple[str, ...] = ("gate_proj", "up_proj"),
+    bias: str = "",
+    name: str = "up_gate_proj",
+) -> Statements:
+    """Declare the fused layer ``name`` of the layers ``canonical`` in the same scope: two, or one that is fused."""
+    return _fused(prefix, name, canonical, Geometry.FUSED_FFN, f"2 * {size}", bias)
+
+
+def routed_ffn(prefix: str, shared: str = "", correction: bool = False, turned: bool = True) -> Statements:
+    """Declare a router and routed experts.
+
+    Args:
+        prefix: the scope of router and experts.
+        shared: how many shared experts the configuration gives, as one wide feed-forward; empty for none.
+        correction: as of :func:`router`.
+        turned: as of :func:`router`.
+    """
+    return declared(
+        router(f"{prefix}.gate", turned, correction),
+        experts(prefix),
+        fused_ffn(f"{prefix}.shared_experts", f"expert_ffn * {shared}") if shared else (),
+    )
+
+
+def router(name: str, turned: bool = True, correction: bool = False) -> Statements:
+    """Declare a router, in float32 whatever the model's dtype is.
+
+    Args:
+        name: the scope of the router.
+        turned: whether PaddleFormers' class transposes the weight; PaddleFleet's keeps [experts, hidden].
+        correction: whether the router has a load-balancing bias.
+    """
+    kept = same(f"{name}.weight", shape=("experts", "hidden"), dtype="float32")
+    formers = linear(f"{name}.weight", shape=("hidden", "experts"), dtype="float32") if turned else kept
+    bias = same(f"{name}.e_score_correction_bias", shape=("experts",), dtype="float32")
+    return declared(of_class(FLEET, kept), of_class(FORMERS, formers), bias if correction else ())
+
+
+def experts(prefix: str, formers: Statements = ()) -> Statements:
+    """Declare routed experts: one per tensor, or those of a layer in two tensors.
+
+    PaddleFleet has grouped experts, also kept [out, in]; PaddleFormers has grouped ones under ``fd_fallback``.
+
+    Args:
+        prefix: the scope of ``experts`` in both spaces.
+        formers: a single expert of PaddleFormers; by default gate and up are fused, and tensor parallelism cuts it.
+    """
+    single = fused_ffn(f"{prefix}.experts.{{expert}}", "expert_ffn")
+    fallback = _grouped(f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj", single)
+    names = f"{prefix}.grouped_gemm_experts.weight1", f"{prefix}.grouped_gemm_experts.weight2"
+    return declared(
+        of_class(FORMERS, choice("fd_fallback", fallback, formers or single)),
+        of_class(
+            FLEET,
+            only("not moe_expert_fusion and not using_sonic_moe", whole(single)),
+            only("moe_expert_fusion and not using_sonic_moe", _grouped(*names, single)),
+            only("using_sonic_moe", _grouped(*names, as_stored(single))),
+        ),
+    )
+
+
+def _grouped(first: str, second: str, single: Statements) -> Statements:
+    """Place all experts of a layer in two tensors, in order along the first axis: gate and up, and down."""
+    up, down = (one for one in whole(single) if one.target.endswith(".weight"))
+    return declared(stacked(first, 0, False, (up,)), stacked(second, 0, False, (down,)))

@@ -1,0 +1,53 @@
+"""The mapping of every family is the one of earlier versions: checkpoints and open weights keep their meaning."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from paddleformers_fc.families import Family, ModelDescription, bind, enumerate_tensors
+from paddleformers_fc.families.registry import tiny_models
+from tests.families.spaces import BY_NAME
+
+CHANGES = (
+    {},
+    {"tie_word_embeddings": True},
+    {"fd_fallback": True},
+    {"moe_expert_fusion": True, "num_hidden_layers": 4},
+)
+DIGESTS = {
+    "deepseek_v3": "f71a562b5dc8f811",
+    "ernie4_5": "5dfc0bed309a3f09",
+    "ernie4_5_moe": "fc9cf0c259fc19a6",
+    "gemma3_text": "ff19d5c171f8ff1d",
+    "glm4_moe": "830460589e967061",
+    "gpt_oss": "af8885655937c950",
+    "kimi_k2": "d5ad0815a42fed13",
+    "llama": "e243574e47130477",
+    "minimax_m2": "e43af952f1c46d3c",
+    "phi3": "21832729e2e11060",
+    "qwen2": "008891843bf0e8e0",
+    "qwen2_moe": "6b6d542cd89ad14d",
+    "qwen3": "87f8e2dce4cf995f",
+    "qwen3_moe": "4a7c871d25704adf",
+}
+
+
+def digest(family: Family) -> str:
+    """A digest of all tensors and rules of the family's tiny models, under 1, 2 and 4 tensor-parallel ranks."""
+    lines = []
+    for tiny in tiny_models(family):
+        for change in CHANGES:
+            model = ModelDescription({**tiny.config, **change}, tiny.is_fleet)
+            declared = sorted(enumerate_tensors(family, model), key=lambda one: one.name)
+            lines += [f"{one.name} {one.shape} {one.dtype} {one.cut} {one.expert_axis}" for one in declared]
+            for tp in (1, 2, 4):
+                rules = bind(family, model, [one.under(tp) for one in declared])
+                lines += [repr(one) for one in (*sorted(rules.rules, key=repr), rules.ties, sorted(rules.fresh))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_mapping_of_a_family_does_not_change(name: str) -> None:
+    assert digest(BY_NAME[name]) == DIGESTS[name]

@@ -1,0 +1,171 @@
+"""A family of two towers: nested configurations, layers and sizes of their own, literal digits, names in two scopes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families import ModelDescription, ModelTensor, bind, enumerate_tensors, prove_family
+from paddleformers_fc.families.bind import family_heads, family_keys
+from paddleformers_fc.families.declarations import FLEET, FORMERS, Geometry, same
+from paddleformers_fc.families.language import (
+    column,
+    ends,
+    family,
+    fused_attention,
+    fused_ffn,
+    fused_qkv,
+    norm,
+    routed_ffn,
+    row,
+    tower,
+)
+from paddleformers_fc.families.text import aoa_text
+from tests.families.spaces import differing, spaces
+from tests.mapping.numbers import moved
+
+VISION = tower(
+    "vision",
+    "vision_config",
+    "model.visual",
+    canonical="visual",
+    layers="blocks.{block}",
+    layer=[
+        norm("norm{1,2}", bias="True"),
+        fused_qkv("attn", ("qkv",), "True", Geometry.FUSED_QKV_PER_RANK, name="qkv"),
+        row("attn.proj", "hidden", "hidden", "True"),
+    ],
+    outside=[
+        same("patch_embed.proj.weight", shape=("hidden", "3 * patch_size * patch_size")),
+        column("merger.mlp.0", "hidden", "2 * hidden", "True"),
+        row("merger.mlp.2", "2 * hidden", "text.hidden", "True"),
+    ],
+    sizes={"hidden": "embed_dim | hidden_size", "layers": "depth", "heads": "num_heads"},
+    defaults={"patch_size": 2},
+)
+TEXT = tower(
+    "text",
+    "text_config",
+    "model.language_model",
+    layers="layers.{layer}",
+    layer=[norm("input_layernorm"), fused_attention("self_attn"), fused_ffn("mlp")],
+    outside=[same("embed_tokens.weight", shape=("vocab", "hidden"), cut=0)],
+)
+TINY: dict[str, Any] = {
+    "vision_config": {"embed_dim": 16, "depth": 3, "num_heads": 4},
+    "text_config": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 24,
+        "vocab_size": 64,
+    },
+}
+TOY = family("toy_vl", classes=(FORMERS,), outside=(), towers=(VISION, TEXT), tiny=TINY)
+MODEL = ModelDescription({"model_type": "toy_vl", **TINY})
+
+
+def test_both_towers_are_enumerated_with_their_own_layers_and_sizes() -> None:
+    found = {one.name: one.shape for one in enumerate_tensors(TOY, MODEL)}
+    assert len(found) == 3 * 8 + 5 + 2 * 5 + 1
+    assert found["model.visual.blocks.2.attn.qkv.weight"] == (16, 48)
+    assert found["model.visual.merger.mlp.2.weight"] == (32, 32)
+    assert found["model.visual.patch_embed.proj.weight"] == (16, 12)
+    assert found["model.language_model.layers.1.self_attn.qkv_proj.weight"] == (32, 64)
+
+
+def test_two_towers_are_proved_forward_and_reversed() -> None:
+    assert prove_family(TOY) == 40
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_numbers_of_both_towers_come_back_and_fused_layers_use_the_heads_of_their_tower(tp: int) -> None:
+    rules, canonical, model = spaces(TOY, MODEL.config, tp)
+    assert differing(canonical, moved(rules.mapping().reversed(), model)) == []
+    query, key, value = np.split(canonical["visual.blocks.0.attn.qkv.weight"].T, 3, axis=1)
+    parts = zip(*(np.split(part, tp, axis=1) for part in (query, key, value)), strict=True)
+    per_rank = np.concatenate([np.concatenate(part, axis=1) for part in parts], axis=1)
+    assert np.array_equal(model["model.visual.blocks.0.attn.qkv.weight"], per_rank)
+    of_text = {rule.targets[0]: rule.target_blocks for rule in rules.rules}
+    assert of_text["model.language_model.layers.0.self_attn.qkv_proj.weight"] == 4
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_statements_of_two_towers_are_rendered(reverse: bool) -> None:
+    tensors = [one.under(tp=2) for one in enumerate_tensors(TOY, MODEL)]
+    assert any("visual.merger.mlp." in line for line in aoa_text(TOY, MODEL, tensors, reverse=reverse))
+
+
+def test_a_literal_number_is_no_other_number() -> None:
+    with pytest.raises(MappingError, match="no statement of family toy_vl declares this tensor"):
+        bind(TOY, MODEL, [ModelTensor("model.visual.merger.mlp.1.weight", (16, 32), "float32", (1, 1))])
+
+
+def test_a_layer_beyond_those_of_its_own_tower_is_refused() -> None:
+    tensor = ModelTensor("model.visual.blocks.3.norm1.weight", (16,), "float32", (1,))
+    with pytest.raises(MappingError) as caught:
+        bind(TOY, MODEL, [tensor])
+    assert "its block 3 is the canonical 3, and the configuration has 0 to 2" in caught.value.evidence[0]
+
+
+def test_a_missing_key_of_a_nested_configuration_is_not_taken_from_another_tower() -> None:
+    config = {**TINY, "vision_config": {"embed_dim": 16, "num_heads": 4}, "depth": 3}
+    with pytest.raises(MappingError, match="depth"):
+        list(enumerate_tensors(TOY, ModelDescription(config)))
+
+
+def test_names_of_one_nested_key_with_different_values_are_refused() -> None:
+    config = {**TINY, "vision_config": {**TINY["vision_config"], "hidden_size": 8}}
+    with pytest.raises(MappingError, match="embed_dim and hidden_size are names of one key"):
+        list(enumerate_tensors(TOY, ModelDescription(config)))
+
+
+def test_keys_and_heads_of_nested_configurations_are_known_by_their_paths() -> None:
+    keys = family_keys(TOY)
+    assert {"vision_config.num_heads", "vision_config.depth", "text_config.intermediate_size"} <= keys
+    assert "hidden_size" not in keys
+    assert family_heads(TOY, MODEL) == {
+        "text_config.num_attention_heads": 8,
+        "text_config.num_key_value_heads": 4,
+        "vision_config.num_attention_heads": 4,
+        "vision_config.num_key_value_heads": 4,
+    }
+
+
+def test_a_size_is_read_from_a_nested_configuration_by_its_path() -> None:
+    nested = family(
+        "nested",
+        classes=(FORMERS,),
+        layer=[norm("norm")],
+        sizes={"hidden": "text_config.hidden_size | hidden_size", "layers": "text_config.num_hidden_layers"},
+        tiny={"text_config": {"hidden_size": 32, "num_hidden_layers": 1}},
+    )
+    assert prove_family(nested) == 4
+    assert {"text_config.hidden_size", "hidden_size"} <= family_keys(nested)
+
+
+def test_a_tower_has_the_statements_of_the_classes_that_the_family_has() -> None:
+    part = tower("text", "text_config", "model", layers="layers.{layer}", layer=[routed_ffn("mlp")])
+    config = {"text_config": {"hidden_size": 8, "moe_intermediate_size": 4, "num_experts": 2, "num_hidden_layers": 1}}
+    both = family(
+        "both", classes=(FLEET, FORMERS), outside=(), towers=(part,), sizes={"experts": "text.experts"}, tiny=config
+    )
+    gate = {
+        is_fleet: next(iter(enumerate_tensors(both, ModelDescription(config, is_fleet)))).shape
+        for is_fleet in (True, False)
+    }
+    assert gate == {True: (2, 8), False: (8, 2)}
+    assert prove_family(both) == 2 * 5
+    assert "is_fleet" in family_keys(both)
+
+
+def test_one_class_leaves_no_condition_on_the_class() -> None:
+    formers, fleet = (family("one", classes=(one,), layer=[norm("norm")], outside=[ends()]) for one in (FORMERS, FLEET))
+    assert "is_fleet" not in family_keys(formers) | family_keys(fleet)
+    names = {statement.target for statement in fleet.statements}
+    assert "model.lm_head.weight" in names
+    assert "lm_head.weight" not in names
