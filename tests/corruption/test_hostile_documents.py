@@ -11,10 +11,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.errors import Corrupt, FlexError, FormatError, PeerError, from_wire
+from paddleformers_fc.distributed.channel import ALONE
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, PeerError, from_wire
+from paddleformers_fc.execute.opening import check_complete
 from paddleformers_fc.families.stored import decode_mapping
 from paddleformers_fc.formats import open_flex, open_huggingface
 from paddleformers_fc.layout.codec import decode_shards
+from paddleformers_fc.plan.sources import stored_mapping
 from paddleformers_fc.storage.json_io import MAX_DEPTH, MAX_DIGITS, MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files, write_manifest
 from paddleformers_fc.storage.pickles import MAX_PROGRAM_BYTES, read_pickle
@@ -191,6 +194,8 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(name: str, place: Pa
     try:
         with pytest.raises(Corrupt, match=f"without {name}"):
             open_flex(place)
+        with pytest.raises(Corrupt, match=f"without {name}"):
+            check_complete(place, ALONE)
     finally:
         (place / MANIFEST_NAME).write_bytes(original)
 
@@ -202,6 +207,16 @@ def test_rules_that_know_a_tensor_as_another_than_its_file_are_refused(place: Pa
     with hostile.forged(place, "mapping.json", json.dumps(document).encode()):
         with pytest.raises(Corrupt, match=r"model\.norm\.weight: stored as float32 \[16\], the rules know it as"):
             open_flex(place, "off")
+
+
+def test_rules_that_take_a_key_for_a_value_are_refused_though_they_can_be_proved(place: Path) -> None:
+    document = json.loads((place / "mapping.json").read_bytes())
+    (rule, *_) = [one for one in document["rules"]["rules"] if len(one["sources"]) == 3]
+    query, key, value = rule["sources"]
+    rule["sources"] = [query, value, key]
+    with hostile.forged(place, "mapping.json", json.dumps(document).encode()):
+        with pytest.raises(MappingError, match="is not what its family declares"):
+            stored_mapping(open_flex(place, "off"))
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

@@ -195,6 +195,12 @@ def _swapped(copy: Path) -> None:
     other.write_bytes(content)
 
 
+def _shortened(copy: Path) -> None:
+    arrays = pickle.loads((copy / WEIGHTS).read_bytes())
+    name = next(name for name, array in arrays.items() if isinstance(array, np.ndarray) and array.ndim == 2)
+    (copy / WEIGHTS).write_bytes(pickle.dumps({**arrays, name: arrays[name][:-1]}, 4))
+
+
 DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
     "no metadata": (lambda copy: (copy / METADATA).unlink(), Corrupt, "no finished checkpoint"),
     "empty metadata": (lambda copy: (copy / METADATA).write_bytes(b""), Corrupt, "0.metadata is empty"),
@@ -208,6 +214,7 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
     "a file cut off": (cut(WEIGHTS, 40), FormatError, "truncated"),
     "a file that is missing": (lambda copy: (copy / WEIGHTS).unlink(), Corrupt, "1_0.distcp"),
     "files of two roles": (_swapped, Corrupt, "does not hold what the metadata says"),
+    "an array without its last row": (_shortened, Corrupt, "does not hold what the metadata says"),
     "a link that leads out": (_linked, FormatError, "links to somewhere else"),
     "a file outside": (forged(lambda fields: _renamed(fields, "../../0_0.distcp")), FormatError, r"\.\./\.\./0_0"),
     "a file by its whole path": (forged(lambda fields: _renamed(fields, "/etc/passwd")), FormatError, "passwd"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.layout import Shard, split_state_name
 from paddleformers_fc.layout.codec import decode_shards, encode_shards
-from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.layout.live import describe, describe_roles, facts_of
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.storage.safetensors import TensorEntry
 
@@ -91,14 +91,49 @@ def test_weights_that_say_the_same_impossible_thing_are_all_named() -> None:
     assert shards == {name: Shard(name, "float32", (8, 4), Box((4, 0), (8, 4))) for name in ("x", "y")}
 
 
+UNLIKE: dict[str, dict[str, object]] = {
+    "a shard at another place": {"global_offset": (2, 0)},
+    "a shard of another shape": {"local_shape": (4, 2)},
+    "a shard of a larger tensor": {"global_shape": (8, 4)},
+    "a range": {"is_flattened": True, "flattened_range": slice(0, 8)},
+    "the next range": {"local_shape": (4, 4), "is_flattened": True, "flattened_range": slice(8, 16)},
+}
+
+
+def test_each_of_several_weights_is_described_as_itself() -> None:
+    usual = weight((2, 4), global_shape=(4, 4))
+    weights = {"usual": usual, **{name: SimpleNamespace(**{**vars(usual), **one}) for name, one in UNLIKE.items()}}
+    assert describe_roles({"model_state": weights})["model_state"] == {
+        name: describe(one, name) for name, one in weights.items()
+    }
+
+
+@pytest.mark.parametrize("one", UNLIKE)
+def test_the_facts_of_weights_differ_where_their_shards_do(one: str) -> None:
+    usual = weight((2, 4), global_shape=(4, 4))
+    other = SimpleNamespace(**{**vars(usual), **UNLIKE[one]})
+    assert facts_of({"model_state": {"w": other}}) != facts_of({"model_state": {"w": usual}})
+    assert facts_of({"model_state": {"v": usual}}) != facts_of({"model_state": {"w": usual}})
+    assert facts_of({"master_weight": {"w": usual}}) != facts_of({"model_state": {"w": usual}})
+
+
+def test_ranges_of_one_box_have_facts_of_their_own() -> None:
+    ranges = [weight((8,), local_shape=(4, 4), is_flattened=True, flattened_range=slice(at, at + 8)) for at in (0, 8)]
+    assert len({facts_of({"master_weight": {"w": one}}) for one in ranges}) == 2
+
+
 def test_shards_survive_json() -> None:
     shards = {
         "a": Shard("a", "bfloat16", (4, 8), shifted((4, 2), (0, 6)), (1, 5)),
         "b": Shard("b", "float32", (), whole(())),
+        "c": Shard("c", "bfloat16", (4, 8), shifted((4, 2), (0, 4)), (1, 5)),
+        "d": Shard("d", "bfloat16", (4, 8), shifted((4, 2), (0, 4)), (4, 8)),
+        "e": Shard("e", "bfloat16", (8, 8), shifted((4, 2), (0, 4)), (4, 8)),
     }
     text = encode_shards(shards)
     tensors = {"b": TensorEntry("F32", (), 100, 104), "a": TensorEntry("BF16", (4,), 104, 112)}
-    assert decode_shards(text, tensors, "here") == [(shards[key], tensors[key]) for key in "ab"]
+    tensors |= {key: TensorEntry("BF16", (4,), 112 + 8 * at, 120 + 8 * at) for at, key in enumerate("cde")}
+    assert decode_shards(text, tensors, "here") == [(shards[key], tensors[key]) for key in "abcde"]
 
 
 @pytest.mark.parametrize(

@@ -255,14 +255,17 @@ MUTANTS = (
         "plan/sources.py",
         '    prove(mapping, "The checkpoint\'s mapping")\n',
         "",
-        ("tests/corruption/test_mappings.py", "tests/corruption/test_mutations.py"),
+        BUILD,
         "a checkpoint's mapping is not proved",
     ),
     Mutant(
         "plan/sources.py",
         "    if declared.rules != rules.rules:",
         "    if False:",
-        ("tests/corruption/test_mappings.py", "tests/corruption/test_mutations.py"),
+        (
+            "tests/corruption/test_hostile_documents.py"
+            "::test_rules_that_take_a_key_for_a_value_are_refused_though_they_can_be_proved",
+        ),
         "a checkpoint's mapping that takes a query for a key is used",
     ),
     Mutant(
@@ -280,7 +283,7 @@ MUTANTS = (
         "plan/sources.py",
         "        if spec is not None and spec.shape != tensor.shape:",
         "        if False:",
-        ("tests/corruption/test_open_weights.py", "tests/execute/test_save_and_load.py"),
+        BUILD,
         "open weights of another shape are not reported by their names",
     ),
     Mutant(

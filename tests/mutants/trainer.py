@@ -39,10 +39,7 @@ MUTANTS = (
         "trainer/loading.py",
         "    documents.refuse_unlike(progress.scheduler, trainer.lr_scheduler.state_dict(), directory / documents.SCHEDULER)",
         "    pass",
-        (
-            "tests/corruption/test_trainer_faults.py::test_t8_a_missing_state_of_the_trainer_is_refused",
-            "tests/trainer/test_altered_documents.py",
-        ),
+        ("tests/trainer/test_altered_documents.py::test_the_state_of_another_scheduler_is_refused_on_every_rank",),
         "a state of another scheduler is set",
     ),
     Mutant(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
 from paddleformers_fc.formats import FlexCheckpoint
@@ -19,6 +19,7 @@ from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.plan import LoadPlan, ReadSource, plan_reads, resume_source
 from paddleformers_fc.plan.report import Report
+from paddleformers_fc.plan.sources import huggingface_source, stored_mapping
 from paddleformers_fc.storage.manifest import Manifest
 from tests.mapping.numbers import moved, numbered, slices
 from tests.plan.stored import stored_tensor
@@ -78,6 +79,11 @@ def plan_of(catalog: Catalog, mapping: Mapping, shard: Shard, role: str = "model
     return plan_reads(ReadSource(catalog, mapping), {role: {shard.name: shard}})
 
 
+def reported(report: Report) -> dict[str, set[str]]:
+    """The lines of a report by kind, without the kinds that have none."""
+    return {kind: lines for kind, lines in report.lines.items() if lines}
+
+
 def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
     specs = {f"layers.{i}.w": TensorSpec((4, 2), "float32") for i in range(4)}
     rules = RuleSet(specs, tuple(Rule((name,), (name,), (2,), 1, (0, 1)) for name in specs))
@@ -97,6 +103,12 @@ def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
     assert "layers.2.w: stored float16, wanted float32" in text
 
 
+def test_a_tensor_that_nothing_is_mapped_to_is_missing(tmp_path: Path) -> None:
+    catalog = stored(tmp_path, {"q": np.zeros((8, 6), np.float32)}, 1)
+    plan = plan_of(catalog, RuleSet({}, ()).mapping(), Shard("q", "float32", (8, 6), whole((8, 6))))
+    assert reported(plan.report) == {"missing": {"q"}}
+
+
 def test_a_hole_in_what_is_stored_is_found_before_anything_is_read(tmp_path: Path) -> None:
     catalog = stored(tmp_path, {"q": np.zeros((8, 6), np.float32)}, 2)
     tensor = catalog.roles["model_state"]["q"]
@@ -108,6 +120,16 @@ def test_a_hole_in_what_is_stored_is_found_before_anything_is_read(tmp_path: Pat
     assert "w: [0:6, 4:8] of [0:6, 0:8] is not written" in plan.report.lines["coverage"]
 
 
+def test_a_hole_is_reported_under_every_name_that_it_is_met_under(tmp_path: Path) -> None:
+    half = [StoredFragment("file", 0, whole((4, 6)))]
+    catalog = Catalog(tmp_path, {"model_state": {name: stored_tensor(name, "float32", (8, 6), half) for name in "kq"}})
+    specs = {name: TensorSpec((8, 6), "float32") for name in "kq"}
+    mapping = RuleSet(specs, tuple(Rule((name,), (name,), (6,), 1, (0, 1)) for name in specs)).mapping()
+    wanted = {name: Shard(name, "float32", (8, 6), whole((8, 6))) for name in specs}
+    plan = plan_reads(ReadSource(catalog, mapping), {"model_state": wanted})
+    assert plan.report.lines["coverage"] == {f"{name}: [4:8, 0:6] of [0:8, 0:6] is not written" for name in "kq"}
+
+
 def test_a_cast_never_reaches_a_master_weight(tmp_path: Path) -> None:
     rule = Rule(("w",), ("w",), (2,), 1, (0, 1), cast="bfloat16")
     mapping = RuleSet({"w": TensorSpec((4, 2), "bfloat16")}, (rule,)).mapping({"w": "float32"})
@@ -116,6 +138,11 @@ def test_a_cast_never_reaches_a_master_weight(tmp_path: Path) -> None:
     wanted = Shard("w.w_0", "bfloat16", (4, 2), whole((4, 2)))
     plan = plan_of(masters, mapping, wanted, "master_weight")
     assert plan.report.lines["dtype"] == {"w.w_0: stored float32, wanted bfloat16"}
+    weights = stored(tmp_path, {"w": np.zeros((4, 2), np.float32)}, 1)
+    both = Catalog(tmp_path, {**weights.roles, **masters.roles})
+    shards = {"model_state": {"w": Shard("w", "bfloat16", (4, 2), whole((4, 2)))}, "master_weight": {"w.w_0": wanted}}
+    plan = plan_reads(ReadSource(both, mapping), shards)
+    assert reported(plan.report) == {"dtype": {"w.w_0: stored float32, wanted bfloat16"}}
 
 
 def test_an_alias_that_is_stored_too_must_equal_its_owner(tmp_path: Path) -> None:
@@ -126,6 +153,36 @@ def test_an_alias_that_is_stored_too_must_equal_its_owner(tmp_path: Path) -> Non
     plan = plan_reads(source, {"model_state": {"embed": Shard("embed", "float32", (4, 2), whole((4, 2)))}})
     assert len(plan.checks) == 2
     assert plan.touched == {"model_state": frozenset({"embed", "head"})}
+
+
+@pytest.mark.parametrize("copy", [np.zeros((4, 2), np.float16), np.zeros((2, 4), np.float32)], ids=["dtype", "shape"])
+def test_an_alias_of_another_form_than_its_owner_is_reported(tmp_path: Path, copy: np.ndarray[Any, Any]) -> None:
+    catalog = stored(tmp_path, {"embed": np.zeros((4, 2), np.float32), "head": copy}, 1)
+    rules = RuleSet({"embed": TensorSpec((4, 2), "float32")}, (Rule(("embed",), ("embed",), (2,), 1, (0, 1)),))
+    source = ReadSource(catalog, rules.mapping(), stored_aliases={"head": "embed"})
+    plan = plan_reads(source, {"model_state": {"embed": Shard("embed", "float32", (4, 2), whole((4, 2)))}})
+    assert reported(plan.report) == {"unequal": {f"head: {copy.dtype} {list(copy.shape)} is not embed's form"}}
+
+
+def test_open_weights_of_another_shape_are_reported_by_the_names_in_their_files(tmp_path: Path) -> None:
+    arrays = {name: array.astype(np.float32) for name, array in numbered(FUSED.mapping()).items()}
+    _, report = huggingface_source(stored(tmp_path, {**arrays, "k": arrays["k"][:3]}, 1), FUSED)
+    assert reported(report) == {"shape": {"k: stored [3, 6], wanted [4, 6]"}}
+
+
+def acorn(rules: RuleSet) -> FlexCheckpoint:
+    """A checkpoint without tensors, of a model whose family is not known here."""
+    manifest = Manifest(
+        written_by="", step=1, consumed_samples=1, world_size=1, parallel={}, family="acorn", aoa={}, files=[]
+    )
+    return FlexCheckpoint(Catalog(Path("none"), {}), manifest, rules, {"model_type": "acorn"})
+
+
+def test_the_mapping_of_a_checkpoint_is_proved_where_its_family_is_not_known() -> None:
+    assert stored_mapping(acorn(FUSED)).targets == FUSED.targets
+    hole = RuleSet({**FUSED.targets, "bias": TensorSpec((6,), "float32")}, FUSED.rules)
+    with pytest.raises(MappingError, match="The checkpoint's mapping"):
+        stored_mapping(acorn(hole))
 
 
 def test_trouble_with_dtypes_alone_is_answered_with_the_options_that_set_them() -> None:

@@ -39,7 +39,7 @@ PAIRS = (
     ("tp=2", "sharding=4,split=true"),
     ("sharding=2,split=true,ep=2", "tp=4"),
     ("tp=2,pp=2", "ep=4,sharding=4,split=true"),
-    ("sharding=3", "sharding=2,stage=3,slice_above=100"),
+    ("sharding=2", "sharding=3,stage=3,slice_above=100"),
 )
 
 

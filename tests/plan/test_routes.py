@@ -148,4 +148,5 @@ def test_a_box_is_cut_into_boxes_that_tile_it(case: tuple[tuple[int, ...], int])
     found = list(boxes_within(box, most))
     assert all(one.volume <= most for one in found)
     assert not list(cover_faults(box, found))
+    assert sum(one.volume for one in found) == box.volume, "none reaches beyond the box"
     assert found == sorted(found, key=lambda one: one.lo)

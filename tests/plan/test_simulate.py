@@ -205,6 +205,8 @@ def test_a_layout_is_known_by_who_owns_which_box_and_not_by_its_name() -> None:
     assert print_of(LLAMA, "pp=2") != print_of({**LLAMA, "pp_seg_method": "[0, 3, 9]"}, "pp=2")
     assert print_of(LLAMA, "pp=2") == print_of({**LLAMA, "pp_seg_method": "[0, 4, 9]"}, "pp=2")
     assert print_of(LLAMA, "dp=2") != print_of(LLAMA, "sharding=2")
+    even = {**LLAMA, "num_key_value_heads": 6}
+    assert print_of(even, "dp=2") != print_of(even, "tp=2")
     assert print_of(LLAMA, "dp=2") == print_of({**LLAMA, "rms_norm_eps": 1}, "dp=2,pp_first=true")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from tests.cli.support import alter
+from tests.cli.support import alter, seal
 from tests.harness.tiny import DP2
 from tests.trainer.test_disks import disks, run as run_on_disks
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
@@ -52,6 +53,20 @@ def test_an_altered_document_is_refused_on_every_rank_at_every_level(
     given = settings(DP2, tmp_path / "out", broken, **SIX_STEPS, flex_verify=level)
     text = the_one_refusal(ranks.run(f"{JOBS}:refused", 2, given).values)
     assert re.search(rf"{name} does not match its checksum", text)
+
+
+def test_the_state_of_another_scheduler_is_refused_on_every_rank(
+    ranks: ForkServer, third: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(third, tmp_path / "checkpoint-3")
+    scheduler = tmp_path / "checkpoint-3/trainer/scheduler.json"
+    scheduler.write_text(json.dumps({**json.loads(scheduler.read_bytes()), "last_epoch": "3"}))
+    seal(tmp_path / "checkpoint-3")
+    given = settings(DP2, tmp_path / "out", tmp_path / "checkpoint-3", **SIX_STEPS)
+    first, second = ranks.run(f"{JOBS}:refused", 2, given).values
+    assert first == second
+    assert (first["error"], first["changed"]) == ("FormatError", False)
+    assert "last_epoch: str in place of int" in first["text"]
 
 
 def test_all_altered_documents_come_in_one_error_under_size(ranks: ForkServer, third: Path, tmp_path: Path) -> None:

@@ -24,6 +24,13 @@ def test_a_state_with_steps_that_nobody_can_have_made_is_refused(steps: float) -
         refuse_unlike({**CURRENT, "last_epoch": steps}, CURRENT, Path("scheduler.json"))
 
 
+@pytest.mark.parametrize("name", CURRENT)
+def test_a_state_that_lacks_a_value_is_refused(name: str) -> None:
+    saved = {key: value for key, value in CURRENT.items() if key != name}
+    with pytest.raises(FormatError, match=f"{name}: NoneType in place of {type(CURRENT[name]).__name__}"):
+        refuse_unlike(saved, CURRENT, Path("scheduler.json"))
+
+
 @pytest.mark.parametrize("other", [{"last_epoch": "3"}, {"last_lr": [0.1]}, {"use_dynamic_loss_scaling": 1}])
 def test_a_state_of_another_kind_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(FormatError, match=f"{next(iter(other))}: "):

@@ -77,6 +77,15 @@ def test_the_newest_whole_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
     assert "checkpoint-4" in left(tmp_path)
 
 
+def test_where_none_is_whole_none_is_deleted(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        (make_checkpoint(tmp_path, step) / "config.json").write_bytes(b"longer than it was")
+    said: list[str] = []
+    rotate(tmp_path, 1, (), said.append)
+    assert left(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert "checkpoint-6 is not whole, so no whole checkpoint is deleted" in said[0]
+
+
 def rot(checkpoint: Path) -> None:
     """Let a bit flip in a file of tensors, whose size stays."""
     (checkpoint / WEIGHTS).write_bytes(b"{|")
