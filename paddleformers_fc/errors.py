@@ -1,4 +1,4 @@
-"""Every error a user can meet, in one tree.
+"""The tree of all errors that a user can meet.
 
 ::
 
@@ -13,15 +13,15 @@
     │   └── Diverged         copies of a tied tensor were saved with different values
     ├── StorageError         the operating system refused a read, write, sync or rename
     ├── PeerError            another rank failed, or the ranks disagree
-    └── EnvironmentMismatch  a version, a method or a Trainer class of Paddle or PaddleFormers that is not the known one
+    └── EnvironmentMismatch  a version, method or Trainer class of Paddle or PaddleFormers is not the expected one
 
-Every error says what went wrong, where, on which evidence, and what to do next. All problems of one
+Every error contains the problem, the place, the evidence and the next step. All problems of one
 checkpoint are collected in one error: ``evidence`` is a list of lines, already folded for a reader.
 Errors travel between ranks as plain JSON (:meth:`FlexError.to_wire`), so that every rank raises the same text.
 
-An error quotes what it found on a disk: names, values, lines. They may be of any length and hold anything. So an error
-keeps of each :data:`LONGEST_LINE` characters, and of its evidence as many lines as have :data:`MOST_EVIDENCE`, however
-it is shown or sent; and the message that a person reads shows control characters as escapes.
+Errors quote names, values and lines from disks, of any length and content. Each line is therefore bounded by
+:data:`LONGEST_LINE` characters and the evidence by :data:`MOST_EVIDENCE`, in messages and on the wire. Messages show
+control characters as escapes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FlexError(Exception):
         what: one sentence that states the fault.
         where: the file, directory, rank, option or tensor it was found in.
         evidence: the facts, one per line; empty when ``what`` already holds them.
-        next_step: one sentence that says what the reader can do.
+        next_step: one imperative sentence.
     """
 
     def __init__(self, what: str, *, where: str = "", evidence: Sequence[str] = (), next_step: str = "") -> None:
@@ -60,7 +60,7 @@ class FlexError(Exception):
         return (from_wire, (self.to_wire(),))
 
     def render(self) -> str:
-        """The whole message as a person reads it, several lines of text."""
+        """Return the whole message in several lines."""
         lines = [self.what]
         if self.where:
             lines.append(f"  where: {self.where}")
@@ -71,7 +71,7 @@ class FlexError(Exception):
         return "\n".join(map(_shown, lines))
 
     def in_one_line(self) -> str:
-        """What went wrong and the evidence, as it may stand in a log.
+        """Return the problem and the evidence in one line for a log.
 
         The line that this ends names the place already, so what is wrong begins with the last part of its path alone.
         """
@@ -104,7 +104,7 @@ def cut(line: str) -> str:
 
 
 def _bounded(lines: Iterable[str]) -> list[str]:
-    """Lines of bounded length, as many as there is room for; what is bounded already stays as it is."""
+    """Return lines of bounded length and bounded number; bounded input is unchanged."""
     kept = [cut(line) for line in lines]
     if sum(map(len, kept)) <= MOST_EVIDENCE:
         return kept
@@ -117,7 +117,7 @@ def _bounded(lines: Iterable[str]) -> list[str]:
 
 
 def _shown(line: str) -> str:
-    """A line as it may stand in a terminal or a log; evidence of a statement has line breaks of its own."""
+    """Escape a line for a terminal or a log; line breaks stay, because evidence may contain statements."""
     return line if line.isprintable() else "".join(map(_character, line))
 
 
@@ -166,7 +166,7 @@ class PeerError(FlexError):
 
 
 class EnvironmentMismatch(FlexError):
-    """A version, a method or a Trainer class of Paddle or PaddleFormers that is not the one this package knows."""
+    """A version, method or Trainer class of Paddle or PaddleFormers differs from the expected one."""
 
 
 _BY_NAME = {
@@ -196,7 +196,7 @@ def from_wire(text: str) -> FlexError:
         fields = None
     if not _is_wire(fields):
         return PeerError(
-            "Another rank has sent an error that cannot be read.",
+            "Invalid error message from another rank.",
             evidence=[text[:LONGEST_LINE]],
             next_step="Run the same version of paddleformers_fc on every rank.",
         )

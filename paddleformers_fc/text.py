@@ -1,7 +1,4 @@
-"""Numbers as a person reads them, in messages, logs and tables alike.
-
-Nothing is looked up or remembered: time and memory are those of one short string.
-"""
+"""Numbers as text for messages, logs and tables."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size_text(count: int) -> str:
-    """A number of bytes with three digits, in powers of 1000: ``1.5 GB``."""
+    """Format a number of bytes with three digits, in powers of 1000: ``1.5 GB``."""
     size, unit = float(count), 0
     while size >= 999.5 and unit + 1 < len(_UNITS):
         size, unit = size / 1000, unit + 1
@@ -17,5 +14,5 @@ def size_text(count: int) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """A count with its noun: ``1 tensor``, ``1,024 tensors``."""
+    """Format a count with its noun: ``1 tensor``, ``1,024 tensors``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

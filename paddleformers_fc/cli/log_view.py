@@ -58,7 +58,7 @@ class LogView:
             try:
                 self._stream.flush()
             except BrokenPipeError:
-                self._stream = None  # Nobody looks any more, as under | head; the training goes on.
+                self._stream = None  # The reader is gone, as under | head; the training continues.
 
     def close(self) -> None:
         """Pass on the last line, which may have no end. The stream stays open."""

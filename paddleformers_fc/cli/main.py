@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from paddleformers_fc.storage.paths import AnyPath
 
 PROGRAM = "paddleformers-fc"
-_HELP = f"Run {PROGRAM} --help, or a verb with --help."
+_HELP = f"Run {PROGRAM} --help, or a command with --help."
 RIGHT, WRONG, MISUSE, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 
 _T = TypeVar("_T")
 
 app = typer.Typer(
-    help="Flex checkpoints for PaddleFormers: train, look at, check, compare and export them.",
+    help="Flex checkpoints for PaddleFormers: train, inspect, verify, compare and export.",
     add_completion=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -58,14 +58,14 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def program(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Flex checkpoints for PaddleFormers: train, look at, check, compare and export them."""
+    """Flex checkpoints for PaddleFormers: train, inspect, verify, compare and export."""
 
 
-class NameMatch(str, Enum):
-    """How much of a checkpoint's files is checked."""
+class Level(str, Enum):
+    """Verification level."""
 
     off = "off"
     size = "size"
@@ -96,7 +96,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List stored tensors: all, or those that match.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Show what a checkpoint holds: who saved it, its roles, dtypes and files, and its tensors."""
+    """Show the content of a checkpoint: its run, roles, dtypes, files and tensors."""
     from paddleformers_fc.cli import inspection
 
     found = inspection.inspect(_named(directory), pattern or ("*" if tensors else None))
@@ -108,14 +108,14 @@ def inspect(
 def verify(
     directory: Directory,
     level: Annotated[
-        NameMatch,
+        Level,
         typer.Option(
-            help="off: manifest and headers. size: also that files are there, and documents. full: every byte."
+            help="off: manifest and headers. size: also presence and size of files, and documents. full: every byte."
         ),
-    ] = NameMatch.full,
+    ] = Level.full,
     as_json: Json = False,
 ) -> int:
-    """Check a checkpoint: files and checksums, headers, coverage, the proof of its mapping, tied tensors."""
+    """Verify a checkpoint: files and checksums, headers, coverage, the proof of its mapping, tied tensors."""
     import msgspec
 
     from paddleformers_fc.cli import verification
@@ -152,7 +152,7 @@ def diff(
     with output.working(f"comparing {one} and {other}"):
         try:
             found = difference.diff(one, other, role)
-        except NotACheckpoint as error:  # Nothing was compared: 1 would say that they are different.
+        except NotACheckpoint as error:  # Nothing was compared: 1 would mean that they differ.
             output.print_error(error, as_json)
             return MISUSE
     _present(found, difference.show, as_json)
@@ -165,10 +165,10 @@ def aoa(
         str, typer.Argument(metavar="MODEL", help="A family, such as llama, or a directory with config.json.")
     ],
     reverse: Annotated[bool, typer.Option("--reverse", help="From the model to open weights.")] = False,
-    toy: Annotated[bool, typer.Option("--toy", help="Of a family: its statements for the sizes of a toy.")] = False,
+    toy: Annotated[bool, typer.Option("--toy", help="Print the statements of a family for toy sizes.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Print a model's mapping as AOA statements, which stock FlexCheckpoint reads.
+    """Print a model's mapping as AOA statements, as Paddle's FlexCheckpoint reads them.
 
     They follow from the sizes in the model's config.json. A family alone has none, and takes --toy.
     """
@@ -190,9 +190,9 @@ def plan(
     dtype: Annotated[str | None, typer.Option(help="The target model's dtype; by default the stored one.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Show what loading onto other ranks would do, for each of them: bytes, reads, memory, what is fresh or dropped.
+    """Show what a load onto other ranks would do, rank by rank: bytes, reads, memory, dropped tensors.
 
-    Nothing is loaded, and no rank is needed. A grid that the model cannot have is refused with the numbers.
+    Nothing is loaded, and no rank is needed. A grid that does not fit the model is refused with the sizes.
     """
     from paddleformers_fc.cli import planning
 
@@ -210,14 +210,14 @@ def export(
     max_shard_size: Annotated[
         str,
         typer.Option(
-            help="Bound on the tensors of one file: 500MB, 5GB, 4GiB, ... A header comes on top, and a larger tensor "
+            help="Maximum bytes of tensors in one file: 500MB, 5GB, 4GiB, ... The header is extra, and a larger tensor "
             "has a file of its own."
         ),
     ] = "5GB",
     verify: Annotated[
-        NameMatch, typer.Option(help="How the checkpoint is checked first; only full finds flipped bits.")
-    ] = NameMatch.full,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace a model that is in the directory.")] = False,
+        Level, typer.Option(help="How the checkpoint is verified first; only full detects flipped bits.")
+    ] = Level.full,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an older export in the directory.")] = False,
     tied: Annotated[
         Tied, typer.Option(help="Which copy of a tied tensor is exported, by pipeline stage, where copies differ.")
     ] = Tied.refuse,
@@ -242,13 +242,13 @@ def rederive(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A finished flex checkpoint on this machine.")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Values of keys that config.json lacks and the tensors leave open."),
+        typer.Argument(metavar="KEY=VALUE", help="Values of keys that neither config.json nor the tensors determine."),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Derive the mapping of a checkpoint again that an older version saved; only mapping.json and the manifest change.
+    """Derive the mapping of a checkpoint of an older version again; only mapping.json and the manifest change.
 
-    Needed where a checkpoint is refused because its mapping was derived from an incomplete configuration.
+    Needed if a checkpoint is refused because its mapping was derived from an incomplete configuration.
     """
     from paddleformers_fc.cli import rederiving
     from paddleformers_fc.storage.paths import require_local
@@ -262,14 +262,14 @@ def rederive(
 
 @app.command()
 def clean(
-    directory: Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="The directory that holds the checkpoints.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Remove all that may be removed, without asking.")] = False,
+    directory: Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="The directory of the checkpoints.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Remove all leftovers without confirmation.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Remove what interrupted saves left beside the checkpoints: asks for each, never removes a checkpoint.
+    """Remove leftovers of interrupted saves, after a confirmation for each; checkpoints are never removed.
 
     Make sure that no job on another host saves in this directory. --json without
-    --yes lists and removes nothing.
+    --yes lists the leftovers and removes none.
     """
     from paddleformers_fc.cli import cleaning
     from paddleformers_fc.storage.paths import require_local
@@ -303,13 +303,13 @@ def train(
 ) -> int:
     """Run the stock PaddleFormers training of a YAML, with flex checkpoints.
 
-    Without an accelerator: on --nproc require_local processes over gloo.
+    Without an accelerator: on --nproc local processes over gloo.
 
-    With one: handed over to paddleformers-cli, which starts
+    With one: through paddleformers-cli, which starts
     paddle.distributed.launch on the visible devices.
 
-    Logs go to output_dir/log (then log-2, ...); what is worth reading of rank
-    0's is shown, under --json on the error stream. The exit code is the job's.
+    Logs go to output_dir/log (then log-2, ...); a filtered log of rank 0 is
+    shown, under --json on the error stream. The exit code is the job's.
     """
     from paddleformers_fc.cli import training
 
@@ -319,7 +319,8 @@ def train(
         return RIGHT
     if not job.flex:
         idle = f", and without effect: {', '.join(job.idle)}" if job.idle else ""
-        sys.stderr.write(f"{PROGRAM}: flex_checkpoint is not true, so checkpoints are PaddleFormers' own{idle}.\n")
+        text = "flex_checkpoint is not true, so checkpoints are saved in PaddleFormers' own format"
+        sys.stderr.write(f"{PROGRAM}: {text}{idle}.\n")
     ended, problem = training.run(job, echo=sys.stderr if as_json else sys.stdout)
     if as_json:
         import msgspec
@@ -340,11 +341,11 @@ def train(
 @app.command()
 def demo(
     directory: Annotated[
-        Path, typer.Option("--output", file_okay=False, help="The directory to work in; an earlier demo is replaced.")
+        Path, typer.Option("--output", file_okay=False, help="Output directory; an earlier demo is replaced.")
     ] = Path("demo_out"),
     as_json: Json = False,
 ) -> int:
-    """Train tiny models, resume them under other layouts, export them, and show that the numbers are the same."""
+    """Train tiny models, resume them under other layouts, export them, and compare the numbers."""
     from paddleformers_fc.cli.start_checks import require_paddleformers
     from paddleformers_fc.verification.demo import demo as run_demo
 
@@ -362,18 +363,18 @@ def derive(
         bool, typer.Option(help="Use the AOA statements of the model's class where they can be proved.")
     ] = True,
     family: Annotated[
-        Path | None, typer.Option(metavar="FILE.py", help="Also write what was derived as a family to be registered.")
+        Path | None, typer.Option(metavar="FILE.py", help="Also write the result as a family that can be registered.")
     ] = None,
     fused: Annotated[
         list[str] | None,
-        typer.Option(metavar="LAYER=GEOMETRY", help="How a layer is cut that is fused in files too; for --family."),
+        typer.Option(metavar="LAYER=GEOMETRY", help="Geometry of a layer that is fused in files too; for --family."),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Derive how the model of a config.json is made of open weights, where no family declares it.
+    """Propose the mapping of the model of a config.json from open weights, if no family declares it.
 
     Builds the model's layers without their numbers, compares names and shapes, and
-    proves the result. What is not clear is asked, with the lines that settle it.
+    proves the result. Open questions are printed with the lines that answer them.
     """
     from paddleformers_fc.cli import deriving
 
@@ -392,17 +393,17 @@ def matrix(
         Path, typer.Argument(metavar="RECIPE.yaml", exists=True, dir_okay=False, help="A matrix of layouts.")
     ],
     only: Annotated[
-        str | None, typer.Option(metavar="'FROM->TO'", help="Run these cells alone; * stands for any layout.")
+        str | None, typer.Option(metavar="'FROM->TO'", help="Run these cells only; * matches any layout.")
     ] = None,
     work: Annotated[
-        Path, typer.Option(file_okay=False, help="Where it trains; what an earlier run found there is kept.")
+        Path, typer.Option(file_okay=False, help="Working directory; results of an earlier run in it are kept.")
     ] = Path("out/matrix"),
     documents: Annotated[
-        Path, typer.Option("--output", file_okay=False, help="Where the table and the picture go.")
+        Path, typer.Option("--output", file_okay=False, help="Output directory of the table and the picture.")
     ] = Path("docs/verification"),
     as_json: Json = False,
 ) -> int:
-    """Verify that every layout resumes what every other saved: md5 there and back, exports, losses; a table of it."""
+    """Verify that every layout resumes every other: md5 there and back, exports, losses, as a table."""
     from paddleformers_fc.verification.matrix import run_matrix
 
     return run_matrix(recipe, only, work, documents, as_json)
@@ -410,7 +411,7 @@ def matrix(
 
 @app.command()
 def register_path(as_json: Json = False) -> int:
-    """Print the file that a YAML for the stock paddleformers-cli names as its custom_register_path."""
+    """Print the path for custom_register_path in a YAML of the stock paddleformers-cli."""
     from paddleformers_fc.trainer.register import PATH
 
     if as_json:
@@ -421,7 +422,7 @@ def register_path(as_json: Json = False) -> int:
 
 
 def exit_code(error: FlexError) -> int:
-    """1 where the error says that a checkpoint is wrong, else 2."""
+    """Return 1 for a fault of a checkpoint, else 2."""
     return WRONG if isinstance(error, (CheckpointError, MappingError, MismatchError)) else MISUSE
 
 
@@ -461,7 +462,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        # A traceback would end in code 1, which says that a checkpoint is wrong. Nothing was found out about it.
+        # A traceback would end in code 1, which means a fault of a checkpoint.
         traceback.print_exc()
         if as_json:
             output.print_error(FlexError(f"{type(error).__name__}: {error}", next_step="Report this fault."), as_json)
@@ -469,7 +470,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _named(text: str) -> AnyPath:
-    """The directory of an argument. One of a store is looked at when it is opened: not every store knows directories.
+    """Return the directory of an argument. Remote ones are not checked here: not every store has directories.
 
     Raises:
         OptionError: the URL cannot be that of a directory, or the argument is empty.

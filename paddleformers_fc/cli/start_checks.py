@@ -81,7 +81,7 @@ def require_paddleformers(doing: str) -> None:
 
 
 def refuse_unknown_keys(settings: Mapping[str, Any], may_be_more: bool) -> None:
-    """Refuse keys that neither PaddleFormers nor this package knows.
+    """Refuse keys that are unknown to PaddleFormers and this package.
 
     Args:
         settings: the configuration with its overrides.
@@ -118,11 +118,11 @@ def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
     missing = [f"{key}: {path}" for key, path in named if _is_local(path) and not Path(expand_user(path)).exists()]
     if missing:
         raise OptionError(
-            "The configuration names what does not exist.",
+            "The configuration names missing files or directories.",
             where=str(Path.cwd()),
             evidence=missing,
-            next_step="Relative paths begin in the directory you start from, named above. What lies in demo_out is "
-            "made by make demo.",
+            next_step="Relative paths begin in the working directory above. The files of demo_out are "
+            "created by make demo.",
         )
 
 
@@ -233,7 +233,7 @@ def refuse_fused_norm(settings: Mapping[str, Any]) -> None:
     if is_known(config) and config.get("fuse_rms_norm", True):
         written = "fuse_rms_norm: true" if "fuse_rms_norm" in config else "no fuse_rms_norm, which means true"
         raise OptionError(
-            "The model asks for a fused norm, and Paddle has no kernel for it on a CPU.",
+            "The model has a fused norm, and Paddle has no kernel for it on a CPU.",
             where=f"{model}/config.json",
             evidence=[written],
             next_step='Add "fuse_rms_norm": false to this config.json.',
@@ -279,7 +279,7 @@ def refuse_resume_without_the_key(settings: Mapping[str, Any]) -> None:
             f"{found} is a flex checkpoint, and without flex_checkpoint: true PaddleFormers would resume from it.",
             where="flex_checkpoint",
             evidence=["PaddleFormers resumes from the newest checkpoint in output_dir, or from what is named"],
-            next_step="Set flex_checkpoint: true; or to begin anew, name another output_dir and resume from nothing, "
+            next_step="Set flex_checkpoint: true; or to start a new run, set another output_dir and nothing to resume, "
             "or set overwrite_output_dir: true.",
         )
 

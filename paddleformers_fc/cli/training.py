@@ -58,11 +58,11 @@ if TYPE_CHECKING:
 REGISTER_KEY = "custom_register_path"
 REGISTER_BOTH = Path(__file__).resolve().with_name("register_both.py")
 OWN_REGISTRATION = "PADDLEFORMERS_FC_OWN_REGISTRATION"
-"""The environment variable that tells :func:`register_both` which file the YAML names."""
+"""The environment variable with the YAML's own registration file, for :mod:`.register_both`."""
 
 CPU = "cpu"
 _TAIL_LINES = 25
-_OUTSIDE = {"SIGKILL": ": somebody killed it, or the system did, which it does when memory runs out"}
+_OUTSIDE = {"SIGKILL": ": killed by a user, or by the system because memory ran out"}
 _MAX_ERROR_BYTES = 256 * 1024 * 1024
 
 
@@ -76,8 +76,8 @@ class TrainingJob:
         environment: variables on top of this process' environment.
         log_dir: gets the logs of all ranks.
         flex: whether the run saves flex checkpoints.
-        output_dir: where it saves; None where nobody will ask.
-        to_go_on: what to add to the same command so that it goes on from the newest checkpoint; mostly nothing.
+        output_dir: where it saves; None if it is not needed.
+        to_go_on: overrides that make the same command resume the newest checkpoint; mostly none.
         idle: keys of this package that are set and mean nothing, because the run does not use it.
     """
 
@@ -97,12 +97,12 @@ class TrainingJob:
 
 
 class LaunchPlan(msgspec.Struct, frozen=True):
-    """What ``--dry-run`` says.
+    """The output of ``--dry-run``.
 
     Attributes:
         command: of every rank, or of the launcher.
         environment: variables that all ranks get on top of the caller's.
-        ranks: by rank the variables that place it; ports are chosen anew at every start. None where
+        ranks: by rank the variables that place it; ports are chosen at every start. None where
             ``paddle.distributed.launch`` decides.
         log_dir: where the logs will be.
     """
@@ -133,7 +133,7 @@ class Ended(msgspec.Struct, frozen=True):
         step: the last step; None when none was made.
         loss: the last one that was logged; None before the first.
         checkpoint: the last one that was saved; None before the first.
-        stopped_by: the signal by which the training itself was told to stop; else None.
+        stopped_by: the signal that stopped the training; else None.
         signalled: the ranks that signals ended, the first of them first, where that is how the failure began.
         goes_on: how to go on after such an end, as a sentence; else None.
     """
@@ -224,7 +224,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
         # PaddleFormers starts its ranks as plain `python`, which must be this one.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
-    # On several nodes this one's disk does not tell from which checkpoint the job goes on.
+    # On several nodes this node's disk does not determine the checkpoint that the job resumes.
     seen = output_dir if node.count == 1 else None
     return TrainingJob(
         ("-m", "paddleformers.cli.cli", *arguments), None, environment, log_dir, flex, seen, to_go_on, idle
@@ -246,14 +246,14 @@ def read_settings(config: Path) -> dict[str, Any]:
             settings = parse_json(raw)
         else:
             raise OptionError(
-                "PaddleFormers takes a configuration that ends in .yaml, .yml or .json.",
+                "The name of a configuration must end in .yaml, .yml or .json.",
                 where=str(config),
                 next_step="Name a configuration; recipes/ has some.",
             )
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise OptionError("The configuration cannot be read.", where=str(config), evidence=[str(error)]) from error
     if not isinstance(settings, dict):
-        raise OptionError("The configuration holds no keys.", where=str(config))
+        raise OptionError("The configuration contains no keys.", where=str(config))
     return settings
 
 
@@ -267,18 +267,18 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     wrong = [text for text, key, equals, _ in pairs if not key or not equals]
     if wrong:
         raise OptionError(
-            "An override is written key=value.",
+            "Invalid override: the form is key=value.",
             evidence=[repr(text) for text in wrong],
-            next_step="Write for instance max_steps=10.",
+            next_step="Write an override such as max_steps=10.",
         )
     try:
         return {key: load_yaml(value, key) for _, key, _, value in pairs}
     except (yaml.YAMLError, RecursionError) as error:
-        raise OptionError("The value of an override is no YAML.", evidence=[str(error)]) from error
+        raise OptionError("The value of an override is not valid YAML.", evidence=[str(error)]) from error
 
 
 def local_device() -> str:
-    """What Paddle computes on when nobody tells it: ``cpu``, ``gpu:0``, ..."""
+    """Return Paddle's default device: ``cpu``, ``gpu:0``, ..."""
     import paddle
 
     return str(paddle.device.get_device())
@@ -292,7 +292,7 @@ def register_both() -> None:
     path = Path(os.environ[OWN_REGISTRATION])
     spec = importlib.util.spec_from_file_location("custom_template", path)
     if spec is None or spec.loader is None:
-        raise OptionError(f"{REGISTER_KEY} names a file that is no Python.", where=str(path))
+        raise OptionError(f"{REGISTER_KEY} names a file that is not Python.", where=str(path))
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     register.register()
 
@@ -304,7 +304,7 @@ def _device(named: Any) -> str:
     found = local_device().partition(":")[0]
     if named and found == CPU:
         raise OptionError(
-            f"The configuration asks for {named}, and Paddle finds no accelerator here.",
+            f"The configuration asks for {named}, and this machine has no accelerator for Paddle.",
             where="device",
             next_step="Add device=cpu to run on local processes.",
         )
@@ -331,7 +331,7 @@ def _output_dir(settings: Mapping[str, Any], config: Path) -> Path:
     named = settings.get("output_dir")
     if not isinstance(named, str) or not named:
         raise OptionError(
-            "The configuration names no output_dir.",
+            "Missing output_dir in the configuration.",
             where=str(config),
             next_step="Add output_dir: the directory for checkpoints and logs.",
         )
@@ -339,7 +339,7 @@ def _output_dir(settings: Mapping[str, Any], config: Path) -> Path:
 
 
 def _to_go_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """PaddleFormers goes on by itself from what is in ``output_dir``, unless it is told otherwise."""
+    """Return overrides for a resume: PaddleFormers resumes from ``output_dir`` by default."""
     named = settings.get("resume_from_checkpoint")
     anew = ["overwrite_output_dir=false"] if settings.get("overwrite_output_dir") else []
     by_itself = named is True or (named is None and settings.get("do_train"))
@@ -464,7 +464,7 @@ def _signal_name(number: int) -> str:
 
 
 def _goes_on(job: TrainingJob) -> str | None:
-    """From where the command goes on; None for checkpoints that are none of ours, or that cannot be looked at."""
+    """Describe where the command resumes; None for checkpoints of other formats or without access."""
     if not job.flex or job.output_dir is None:
         return None
     try:
@@ -473,9 +473,9 @@ def _goes_on(job: TrainingJob) -> str | None:
     except FlexError:
         return None
     if step is None:
-        return "start the same command again; it begins anew, for no checkpoint was finished"
+        return "run the same command again; it starts from the beginning, because no checkpoint was finished"
     added = f" with {' '.join(job.to_go_on)}" if job.to_go_on else ""
-    return f"start the same command again{added}; it goes on from step {step}"
+    return f"run the same command again{added}; it resumes at step {step}"
 
 
 def _run_launcher(job: TrainingJob, screen: LogView) -> int:
@@ -524,7 +524,7 @@ def _shell_lines(planned: LaunchPlan) -> list[str]:
         if own:
             lines.append(f"# rank {rank}: " + " ".join(_assignment(*pair) for pair in sorted(own.items())))
     if ranks:
-        lines.append(f"# {count_text(len(ranks), 'rank')} on this machine; ports are chosen anew at every start")
+        lines.append(f"# {count_text(len(ranks), 'rank')} on this machine; ports are chosen at every start")
     lines.append(f"# logs in {planned.log_dir}")
     return [*lines, shlex.join(planned.command)]
 
@@ -556,7 +556,7 @@ def show(ended: Ended, console: Console) -> None:
         console.print(Text(f"  next: {ended.goes_on}"), soft_wrap=True)
     if ended.returncode == 0 and not ended.steps and ended.resumed is not None:
         console.print(
-            Text("  next: raise max_steps to train on; overwrite_output_dir=true or another output_dir begins anew")
+            Text("  next: raise max_steps to continue; another output_dir or overwrite_output_dir=true: a new run")
         )
 
 

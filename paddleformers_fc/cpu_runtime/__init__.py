@@ -33,13 +33,13 @@ _applied: tuple[str, ...] | None = None
 
 
 def activate() -> tuple[str, ...]:
-    """Mend Paddle and PaddleFormers so that hybrid parallelism runs on this process' CPU.
+    """Patch Paddle and PaddleFormers so that hybrid parallelism runs on this process' CPU.
 
     Call it before ``fleet.init`` and before the Trainer's arguments are made. A second call does nothing and returns
     what the first returned.
 
     Returns:
-        The names of the patches in force; empty when Paddle computes on an accelerator, where nothing is mended.
+        The names of the patches in force; empty on an accelerator, where nothing is patched.
 
     Raises:
         EnvironmentMismatch: what the patches replace or read is missing or different; nothing was patched. A version

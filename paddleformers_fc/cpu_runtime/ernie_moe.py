@@ -142,7 +142,7 @@ def dense_forward(block: Any, input: Any) -> tuple[Any, None, Any, Any]:
         seen, seen_weights = enter.apply(tokens, group), enter.apply(weights, group)
     mixed = paddle.zeros_like(seen)
     for index, expert in enumerate(block.experts):
-        if expert is not None:  # The list is global: None stands for an expert of another rank.
+        if expert is not None:  # The list is global: None is an expert of another rank.
             mixed = mixed + expert(seen) * seen_weights[:, index : index + 1].astype(seen.dtype)
     if spread:
         mixed = leave.apply(mixed, group)
@@ -242,7 +242,7 @@ def expert_groups_in_pipelines() -> None:
 
 
 def expert_parallel_optimizer() -> None:
-    """A class that Paddle 3.3.1 lacks stands in the ``isinstance`` test as one of which nothing is an instance."""
+    """Put a class without instances in the ``isinstance`` test for the class that Paddle 3.3.1 lacks."""
 
     class AbsentOptimizer:
         pass

@@ -42,7 +42,7 @@ PRELOAD = (
     "paddleformers.transformers.llama.modeling",
     "paddleformers.transformers.ernie4_5_moe.modeling",
 )
-"""What a server imports unless told otherwise; ``module:function`` entries are called as well."""
+"""Default imports of a server; ``module:function`` entries are called as well."""
 
 _ABANDON = b"\n"
 
@@ -133,7 +133,7 @@ class ForkServer:
     def attempt(
         self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> JobResult:
-        """As :meth:`run`, for a job of which ranks may fail: the result says which.
+        """As :meth:`run`, for a job whose ranks may fail: the result lists them.
 
         An exception that interrupts the waiting (an interrupt, the time limit of a test) ends the job and prints the
         stacks of its ranks. The server then takes the next one.
@@ -236,7 +236,7 @@ def _failure(job: str, result: JobResult) -> errors.PeerError:
     return errors.PeerError(
         f"The job {job} {what} after {result.seconds:.1f} s.",
         evidence=lines,
-        next_step="Read the first rank that failed by itself; the others were waiting for it.",
+        next_step="Read the log of the first rank that failed; the others were waiting for it.",
     )
 
 
@@ -344,7 +344,7 @@ class _Server:
 
 
 def _lead_own_group(pid: int) -> None:
-    """Both parent and child say it, so that it holds whoever runs first."""
+    """Set the process group in parent and child, because either may run first."""
     try:
         os.setpgid(pid, pid)
     except (PermissionError, ProcessLookupError):

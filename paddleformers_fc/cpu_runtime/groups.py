@@ -89,7 +89,7 @@ def _serve(group_id: int) -> tuple[Any, str]:
             port = probe.getsockname()[1]
         try:
             return stores.open_store(host, port, is_master=True), f"{host}:{port}"
-        except Exception as refusal:  # Paddle says in no type of its own that a port is taken.
+        except Exception as refusal:  # Paddle has no exception type for a port that is in use.
             refusals.append(f"port {port}: {refusal}")
     raise errors.PeerError(
         f"No port could be bound for the store of process group {group_id}.",

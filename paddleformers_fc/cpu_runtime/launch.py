@@ -2,8 +2,8 @@
 
 ``launch(["train.py", "--steps", "3"], nproc=2, ...)`` starts two processes with the environment that Paddle expects
 over gloo, writes one log per rank, and returns when all have ended or one has failed. Ranks start through
-:mod:`.rankmain`, which makes them dump their stacks when they hang. Nothing is mended here: the script, or the file
-that its ``custom_register_path`` names, calls :func:`paddleformers_fc.cpu_runtime.activate`.
+:mod:`.rankmain`, which makes them dump their stacks when they hang. No patch is applied here: the script, or the
+file that its ``custom_register_path`` names, calls :func:`paddleformers_fc.cpu_runtime.activate`.
 
 This module does not import Paddle.
 
@@ -36,7 +36,7 @@ class LaunchResult:
         returncodes: by rank, negative for a signal.
         logs: by rank, output and errors of that rank.
         seconds: from start to end.
-        alone: the ranks that ended by themselves or by somebody else's hand, in the order in which they did.
+        alone: the ranks that ended on their own or were killed from outside, in order.
     """
 
     returncode: int

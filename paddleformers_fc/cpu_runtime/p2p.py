@@ -138,10 +138,10 @@ class Mailbox:
         """To be called when this rank's work is done: send what is left, and stay until the others are done as well.
 
         The others may still be connecting to this rank, or asking rank 0 for an address. Everybody bids rank 0 farewell
-        and waits for the end of its process, which waits for everybody's farewell or end; nobody waits for ever.
+        and waits for the end of its process, which waits for the farewell or end of all ranks. No rank waits forever.
         """
         if self.rank != 0:
-            with suppress(errors.PeerError):  # Rank 0 has ended already: there is nobody to stay for.
+            with suppress(errors.PeerError):  # Rank 0 has ended already: no rank needs this one.
                 self._writer(0).put(_HEADER.pack(0, _FAREWELL, self.rank, 0), b"")
         self.flush()
         if self.rank != 0:
@@ -172,7 +172,7 @@ class Mailbox:
             threading.Thread(target=self._read, args=(connection,), name="mailbox-reader", daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
-        # A stranger on the network does not know the token and is not listened to.
+        # Connections without the token are closed.
         introduction = _receive(connection, _TOKEN_BYTES + _RANK.size)
         if introduction is None or introduction[:_TOKEN_BYTES] != self._token:
             connection.close()
@@ -190,7 +190,7 @@ class Mailbox:
             group_id, channel, source, size = _HEADER.unpack(header)
             payload = _receive(connection, size)
             if payload is None:
-                return  # The sender died in mid-message; whoever waits for it is told by the timeout.
+                return  # The sender died in mid-message; its receiver times out.
             if channel == _FAREWELL:
                 self._note_departure(source)
             else:
@@ -287,7 +287,7 @@ def leave() -> None:
 
 
 def register(process_group: Any, group_id: int) -> None:
-    """Remember the number of a process group, which gloo's own object does not tell."""
+    """Remember the number of a process group, which gloo's own object does not expose."""
     _group_ids[id(process_group)] = (process_group, group_id)
 
 
@@ -363,7 +363,7 @@ def exchanged_array(process_group: Any, source: int, dtype: np.dtype[Any]) -> np
 
 
 class _Receive:
-    """The task of a receive, which happens when somebody waits for it.
+    """The task of a receive, which happens when it is waited for.
 
     Messages of one sender are delivered in the order in which they were asked for, whichever is waited for first.
     """
@@ -396,7 +396,7 @@ class _Receive:
         self._done = True
 
 
-# By (group id, global rank of the sender): receives that nobody has waited for yet.
+# By (group id, global rank of the sender): receives that were not waited for yet.
 _asked_for: defaultdict[tuple[int, int], deque[_Receive]] = defaultdict(deque)
 
 

@@ -16,17 +16,17 @@ from . import collectives, device, groups, half, mpu, p2p, pipeline, sharding, s
 
 @dataclass(frozen=True)
 class Patch:
-    """One fault that is mended.
+    """A patch of one fault.
 
     Args:
         name: by which :func:`paddleformers_fc.cpu_runtime.activate` reports it.
-        mends: the fault, in one sentence.
+        fault: in one sentence.
         package: whose it is, ``paddle`` or ``paddleformers``.
-        apply: mends it; called once per process.
+        apply: patches it; called once per process.
     """
 
     name: str
-    mends: str
+    fault: str
     package: str
     apply: Callable[[], None]
 
@@ -63,7 +63,10 @@ def _paddleformers() -> tuple[Patch, ...]:
         Patch("ernie-mtp-loss", "Multi-token prediction forgets its logits.", package, ernie_moe.prediction_loss),
         Patch("expert-gradients", "Different experts are averaged.", package, ernie_moe.expert_gradients),
         Patch(
-            "expert-groups", "Pipelines know expert groups by name only.", package, ernie_moe.expert_groups_in_pipelines
+            "expert-groups",
+            "Pipelines refer to expert groups by name only.",
+            package,
+            ernie_moe.expert_groups_in_pipelines,
         ),
         Patch("expert-optimizer", "isinstance is asked about None.", package, ernie_moe.expert_parallel_optimizer),
     )
@@ -73,7 +76,7 @@ PATCHES: tuple[Patch, ...] = _PADDLE + _paddleformers()
 
 
 def apply_all() -> tuple[str, ...]:
-    """Mend everything in the table; the names, in order."""
+    """Apply the table and return the names in order."""
     for patch in PATCHES:
         patch.apply()
     return tuple(patch.name for patch in PATCHES)

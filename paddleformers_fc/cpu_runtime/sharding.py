@@ -7,7 +7,7 @@ the views.
 
 Stages 2 and 3 work on a CPU once three questions get another answer: whether Paddle was built for an accelerator
 (asserted), what number the device has (parsed out of its name), and whether parameters must first be moved off the
-accelerator. The dispatcher ``group_sharded_parallel`` is written anew, because its first line refuses the device.
+accelerator. The dispatcher ``group_sharded_parallel`` is replaced, because its first line refuses the device.
 
 Cost: nothing beside the work itself.
 """
@@ -77,7 +77,7 @@ def stages_two_and_three() -> None:
 
     @functools.wraps(original)
     def add_rank_params(self: Any, trainable_params: Any, param2align: Any, convert_gpu: bool = True) -> None:
-        # The buffer is where it has to be; False says that it need not be moved.
+        # The buffer is in its place; False means that it need not be moved.
         original(self, trainable_params, param2align, False)
 
     group_sharded_storage.ParamStorage.add_rank_params = add_rank_params
@@ -102,7 +102,7 @@ def group_sharded_parallel(
 
     Args:
         level: ``os`` or ``os_g`` for stage 2, ``p_g_os`` for stage 3.
-        segment_size: parameters with more elements are sliced in stage 3; by default what :func:`slice_above` was told.
+        segment_size: parameters with more elements are sliced in stage 3; by default the value of :func:`slice_above`.
 
     Raises:
         OptionError: another level.

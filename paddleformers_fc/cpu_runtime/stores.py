@@ -7,8 +7,8 @@ and only then lets Paddle connect. And the client writes each question in severa
 the option is set on the store's sockets once they are open.
 
 Paddle's client also waits without a bound for every answer. It hangs if another service listens at the address, and
-after a power failure of the node that serves the store. :class:`StoreClient` speaks the same protocol over a connection
-of its own, with a bound on every wait. The agreement of ranks before each exchange uses it on every device.
+after a power failure of the node that serves the store. :class:`StoreClient` implements the same protocol over a
+connection of its own, with a bound on every wait. The agreement of ranks before each exchange uses it on every device.
 
 Time: eight ranks with all groups of tp2 pp2 sharding2 find each other in 1 s instead of 9 s. Memory: nothing.
 """
@@ -208,7 +208,7 @@ def _settings() -> list[str]:
 
 
 def send_at_once() -> None:
-    """Set ``TCP_NODELAY`` on this process' open TCP sockets; Paddle does not tell which is a store's."""
+    """Set ``TCP_NODELAY`` on this process' open TCP sockets; Paddle does not expose which is a store's."""
     for descriptor in _open_sockets():
         with suppress(OSError):  # Closed meanwhile, or not TCP.
             with socket.socket(fileno=os.dup(descriptor)) as duplicate:

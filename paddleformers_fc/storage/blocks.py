@@ -73,7 +73,7 @@ def compare_blocks(
     threads: int,
     identities: Identities = NO_IDENTITIES,
 ) -> BlockComparison:
-    """Compare blocks with their checksums, and say what differs.
+    """Compare blocks with their checksums and return the differences.
 
     Args:
         directory: what the receipts' paths are relative to.

@@ -6,7 +6,7 @@ every byte it writes to a :class:`BlockHasher`, in file order.
 
 Time is that of two xxh3 passes over data which is still in the processor's cache (each several GiB/s, the interpreter
 lock released); memory is two hash states and 16 characters per block. xxh3 guards against accidents, not against a
-forger: whoever can rewrite the files can rewrite the manifest too.
+forger, who can rewrite the manifest too.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Committed:
 
     Attributes:
         path: the checkpoint under its final name.
-        kept: where somebody else's files, found under that name, are now.
+        kept: where the files of other programs that had that name are now.
         left: what is no longer needed and could not be deleted; the next save tries again.
     """
 
@@ -107,8 +107,8 @@ class Leftover:
         path: the directory.
         target: the name it was meant for.
         why: what it is, one sentence for the reader.
-        disposable: whether it is proved that nobody needs it.
-        nameless: whether it is empty and its maker, who may live, has not yet said whose it is.
+        disposable: whether it is proved to be unused.
+        nameless: whether it is empty and has no owner record yet; its process may be alive.
         removable: whether it may be deleted when a user confirms: no process of this machine writes it, and it is no
             checkpoint that has only lost its name.
     """
@@ -125,7 +125,7 @@ def staging_parent(target: Path) -> Path:
     """The name beside which an export to ``target`` is staged, so that its files can be renamed to where they belong.
 
     Links are followed: what is staged beside a link may be on another file system than what it leads to. For a
-    directory that is mounted, or whose parent belongs to somebody else, it is a name inside of it.
+    mounted directory, or one whose parent is not writable, it is a name inside of it.
 
     Raises:
         StorageError: the operating system refused to look.
@@ -241,7 +241,7 @@ def replace(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[
     Where the target holds nothing but files, it and the staging directory are exchanged in one step, and at every
     instant one of the two is there as a whole. A target that holds directories (a run's output, with its checkpoints)
     keeps its name: then the old export loses its mark first, and the new one gets its own last, so that a crash in the
-    midst leaves a directory that nobody takes for an export.
+    midst leaves a directory that is not mistaken for an export.
 
     Args:
         staging: from :func:`create_staging`, with all files written and synced.
@@ -303,7 +303,7 @@ def unfinished(output_dir: Path) -> list[Leftover]:
 
 
 def leftovers(output_dir: Path) -> list[Leftover]:
-    """Every directory beside the checkpoints that a save has left, or has moved somebody's files to.
+    """List the directories beside the checkpoints that saves have left, or moved files of other programs to.
 
     Raises:
         StorageError: the operating system refused to look into ``output_dir``.
@@ -326,7 +326,7 @@ def remove_leftover(path: Path) -> bool:
 
 
 def clean_unfinished(output_dir: Path) -> tuple[list[Leftover], list[Leftover]]:
-    """Delete the hidden directories that are proved to be needed by nobody.
+    """Delete the hidden directories that are proved to be unused.
 
     Args:
         output_dir: where the checkpoints are.
@@ -406,7 +406,7 @@ def _displacing(staging: Path, target: Path) -> list[Path]:
     for attempt in range(_ATTEMPTS):
         if _is_taken(target):
             if _is_finished(target):
-                # A mark left in an old checkpoint would make it look like somebody's unfinished directory.
+                # A record left in an old checkpoint would make it look like a staging directory.
                 remove_file(target / OWNER_NAME)
             if exchange(staging, target):
                 return [*displaced, staging]
@@ -453,7 +453,7 @@ def _exchanged(staging: Path, target: Path, own: set[str], is_old: Callable[[str
     if not all(link(path, staging / path.name) for path in stay):
         return False
     fsync_directory(staging)
-    # From the exchange on the old one has the name of an unfinished directory; it must say whose it is, to be cleaned.
+    # From the exchange on the old one has the name of a staging directory; cleanup needs its owner record.
     remove_file(target / PARTIAL_OWNER_NAME)  # A crash has left it.
     write_owner(target)
     if not exchange(staging, target):
@@ -462,13 +462,13 @@ def _exchanged(staging: Path, target: Path, own: set[str], is_old: Callable[[str
     try:
         _settle(target)
     except StorageError:
-        # The old one may be what is there after a crash; without its mark nobody deletes it.
+        # The old one may be what is there after a crash; without an owner record it is never deleted.
         remove_file(staging / OWNER_NAME)
         raise
     for path in list_directory(staging):
         known = path.name in own or is_old(path.name) or path.name in (OWNER_NAME, PARTIAL_OWNER_NAME)
         if not known and not _is_same(path, target / path.name):
-            rename(path, target / path.name)  # Somebody has put it there since the directory was listed.
+            rename(path, target / path.name)  # Another process has put it there since the directory was listed.
     _try_remove(staging)
     return True
 
@@ -526,7 +526,7 @@ def _is_taken(target: Path) -> bool:
 
 
 def _made_visible(foreign: Path, target: Path) -> Path:
-    """Give somebody else's files, which had the target's name, a name that people see."""
+    """Give files of other programs, which had the target's name, a visible name."""
     place = backup_name(target)
     try:
         rename(foreign, place)
@@ -570,7 +570,7 @@ def _remove_unless_gone(directory: Path) -> bool:
 
 
 def _remove_nameless(directory: Path) -> bool:
-    """Delete a directory only if nobody has put his name into it since; whether it was deleted.
+    """Delete a directory only if it still has no owner record; return whether it was deleted.
 
     Not by renaming it first, for its maker may be just about to write his name. Without the partial record, or the
     directory, he fails and starts again; once the record has its name, the directory is not empty and stays.
@@ -590,7 +590,7 @@ def _is_gone(error: StorageError) -> bool:
 
 
 def _is_in_the_way(error: StorageError) -> bool:
-    """Whether a rename failed because its new name is somebody's."""
+    """Return whether a rename failed because its new name exists."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _IN_THE_WAY
 
 
@@ -647,4 +647,4 @@ def _judge_life(path: Path, target: Path, state: str) -> Leftover:
         return Leftover(path, target, "Its process died before it was finished.", True)
     if state == UNFINISHED and all(entry.name == PARTIAL_OWNER_NAME for entry in list_directory(path)):
         return Leftover(path, target, "It is empty.", True, nameless=True)
-    return Leftover(path, target, "It does not say whose it is.", False)
+    return Leftover(path, target, "It has no owner record.", False)

@@ -45,7 +45,7 @@ def to_safetensors(name: str) -> str:
     """The safetensors code of a dtype name: ``"bfloat16"`` -> ``"BF16"``.
 
     Raises:
-        FormatError: safetensors has no such type, or this package does not know it.
+        FormatError: safetensors has no such type, or it is unknown here.
     """
     return _look_up(_CODE_OF, name)
 
@@ -80,5 +80,5 @@ def item_size(code: str) -> int:
 def _look_up(table: dict[str, _T], key: str) -> _T:
     value = table.get(key)
     if value is None:
-        raise FormatError(f"{key!r} is not a tensor dtype known here.", evidence=[f"known: {', '.join(sorted(table))}"])
+        raise FormatError(f"{key!r} is an unknown tensor dtype.", evidence=[f"known: {', '.join(sorted(table))}"])
     return value

@@ -15,7 +15,7 @@ import msgspec
 from paddleformers_fc.storage.remote import RemoteStatus
 
 DEFAULT_BLOCK_BYTES = 4 * 1024 * 1024
-"""How many bytes one block checksum covers, unless a writer is told otherwise."""
+"""Default number of bytes that one block checksum covers."""
 
 
 class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ def is_document(path: str) -> bool:
 
 
 def receipt_faults(receipt: FileChecksum) -> Iterator[str]:
-    """Yield what is invalid about a receipt that was read from a disk."""
+    """Yield the faults of a record that was read from a disk."""
     if not _is_plain(receipt.path):
         yield "is not a plain relative path"
     if receipt.size < 0 or receipt.block_bytes < 1:
@@ -64,7 +64,7 @@ def _is_hex(text: str, length: int) -> bool:
 
 
 def size_fault(status: os.stat_result | RemoteStatus | None, size: int) -> str:
-    """Return what the status of a file says against its recorded size; empty if nothing."""
+    """Return how the status of a file contradicts its recorded size; empty if it does not."""
     if status is None:
         return "is missing"
     if isinstance(status, RemoteStatus):

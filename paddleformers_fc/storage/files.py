@@ -1,11 +1,10 @@
 """The only place that writes, syncs, renames and deletes.
 
 Every call that changes the file system goes through a function of this module. They do three things the bare calls do
-not: a refusal of the operating system becomes a :class:`StorageError` that names the path; a write goes on until every
-byte is accepted; and nothing counts as written before it is synced.
+not: a refusal of the operating system becomes a :class:`StorageError` that names the path; a write continues until
+every byte is accepted; and nothing counts as written before it is synced.
 
-What reads takes a :data:`~paddleformers_fc.storage.paths.Place` and asks ``remote`` where that is one of a store. What
-writes takes a path of this machine.
+Readers take a local or remote path (:mod:`.paths`); writers take a local one.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def refused(action: str, path: Path | str, error: OSError, offset: int | None = 
         action: a verb: "write", "rename".
         path: the name that the call was for.
         error: what the system said.
-        offset: the byte of the file at which it said so, where there is one.
+        offset: the byte of the file at which it failed, if any.
     """
     reason = error.strerror or type(error).__name__
     number = error.errno or 0
@@ -191,12 +190,12 @@ def _opened(path: Path) -> int:
     # O_NONBLOCK: a pipe in place of a file is refused later instead of waiting for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        # To see whether the time of access is due takes 8 % of a read of a few KiB, and nobody asks for it.
+        # Checking whether the access time is due takes 8 % of a read of a few KiB, and the time is not used.
         return os.open(path, flags | _NO_TIME)
     except PermissionError:
         if not _NO_TIME:
             raise
-    return os.open(path, flags)  # The file is somebody else's.
+    return os.open(path, flags)  # The file belongs to another user.
 
 
 def read_into(file: OpenFile | RemoteFile, offset: int, buffer: Any) -> None:
@@ -259,8 +258,8 @@ def read_range(file: OpenFile | RemoteFile, offset: int, length: int) -> bytes:
 class RandomAccessWriter:
     """A new file whose pieces come in any order, from several threads at once; synced when it is closed.
 
-    Nobody hashes it, and nobody knows whether all of it was written but the caller. Closing on an error leaves what was
-    written, so that the fault can be looked at.
+    It computes no checksum, and only the caller can tell whether all of it was written. Closing on an error leaves
+    what was written, so that the fault can be looked at.
 
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
@@ -290,7 +289,7 @@ class RandomAccessWriter:
         while done < view.nbytes:
             try:
                 # In one call: of two threads that write a file one waits for the other, and then reads while that one
-                # waits. An interrupted call is repeated by Python itself; a short one goes on here.
+                # waits. Python repeats an interrupted call; a short one continues here.
                 count = os.pwrite(self._descriptor, view[done:], offset + done)
                 if count == 0:
                     raise OSError(errno.EIO, "no byte was accepted")
@@ -299,7 +298,7 @@ class RandomAccessWriter:
             done += count
 
     def close(self) -> None:
-        """Sync and close, once nobody writes any more.
+        """Sync and close, after the last write.
 
         Raises:
             StorageError: the bytes could not be brought to the device, or the file is closed already.
@@ -400,7 +399,7 @@ def read_file(path: AnyPath) -> bytes:
 
 
 def fsync_file(path: Path) -> None:
-    """Bring a file that somebody else wrote to the device.
+    """Sync a file that other code wrote.
 
     Raises:
         Corrupt: it is missing.
@@ -450,7 +449,7 @@ def make_directories(path: Path) -> None:
 def check_writable(path: Path) -> None:
     """See whether a directory can be made and written into, without leaving a trace.
 
-    Only the system knows, so a directory with a name that nobody else has is made, and deleted, in what there is of it.
+    Only the system can tell, so a directory with a unique name is created, and deleted, in the existing part of it.
 
     Raises:
         StorageError: what :func:`make_directories` would meet, or a directory that takes nothing new.
@@ -520,8 +519,8 @@ def rename(source: Path, target: Path) -> None:
 def exchange(one: Path, other: Path) -> bool:
     """Swap two names atomically; False, with nothing changed, if the system did not do it.
 
-    Platforms, file systems and sandboxes that cannot exchange names say so with several different error numbers. The
-    caller falls back on plain renames, and they report what is really wrong, if anything is.
+    Platforms, file systems and sandboxes that cannot exchange names report that with several different error numbers.
+    The caller falls back on plain renames, and they report what is really wrong, if anything is.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -571,7 +570,7 @@ def remove_tree(path: Path) -> None:
     if is_link(path):
         remove_file(path)
         return
-    # Not by recursion: somebody's files may be nested more deeply than Python's stack is high.
+    # Not by recursion: files of other programs may be nested more deeply than Python's stack allows.
     waiting, emptied = [path], []
     while waiting:
         emptied.append(waiting.pop())
@@ -636,7 +635,7 @@ def is_file(path: AnyPath) -> bool:
 
 
 def stat_path(path: AnyPath) -> os.stat_result | RemoteStatus | None:
-    """What the operating system or the store says of a name; None if there is none, or a link that leads to nothing.
+    """Return the status of a name from the system or the store; None if it is missing, or a link to nothing.
 
     Raises:
         StorageError: it refused to look.

@@ -40,7 +40,7 @@ Identities = Mapping[AnyPath, Identity]
 
 
 def identities_of(paths: Iterable[AnyPath]) -> dict[AnyPath, Identity]:
-    """The identities of files; one that is missing has none, which a check will say.
+    """Return the identities of files; a missing file has none, which a later check reports.
 
     Raises:
         StorageError: the operating system refused to look.

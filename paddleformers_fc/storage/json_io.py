@@ -28,7 +28,7 @@ from paddleformers_fc.storage.files import open_regular, read_range
 from paddleformers_fc.storage.paths import AnyPath
 
 MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
-"""The longest document that is read unless its reader says otherwise; a configuration has a few kilobytes."""
+"""The default bound on the length of a document; a configuration has a few kilobytes."""
 
 MAX_DEPTH = 32
 """How deeply a document may be nested."""
@@ -135,7 +135,7 @@ def parse_json(raw: bytes) -> Any:
     """The value of a JSON text in UTF-8.
 
     Raises:
-        ValueError: it is none, or goes beyond a bound of this module; the text says which.
+        ValueError: invalid JSON, or a bound of this module is exceeded; with the reason.
     """
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer)

@@ -141,7 +141,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Attributes:
         format: always ``"flex_checkpoint"``.
-        version: of this layout; a reader refuses one it does not know.
+        version: of this format; readers refuse unknown versions.
         written_by: program and version that saved it.
         step: optimizer steps done.
         consumed_samples: training samples seen.
@@ -242,11 +242,9 @@ def read_manifest(directory: AnyPath) -> Manifest:
         )
     faults = [*_faults(manifest), *_escapes(directory, manifest).values()]
     if faults:
-        raise FormatError(
-            f"{path} describes files that cannot be.", where=str(path), evidence=faults, next_step=_ANOTHER
-        )
+        raise FormatError(f"{path} lists invalid files.", where=str(path), evidence=faults, next_step=_ANOTHER)
     if not raw.endswith(_END):
-        # What the JSON says is whole, and yet the file is not what was written.
+        # The JSON is complete, but the file is not what was written.
         raise Corrupt(f"{path} is truncated: its last byte is missing.", where=str(path), next_step=_ANOTHER)
     return manifest
 
@@ -267,7 +265,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     _check_head(path, raw)
     faults = _faults(_decode(path, raw))
     if faults:
-        raise FormatError(f"{path} would describe files that cannot be.", where=str(path), evidence=faults)
+        raise FormatError(f"{path} would list invalid files.", where=str(path), evidence=faults)
     partial = directory / _PARTIAL_NAME
     remove_file(partial)
     write_file(partial, msgspec.json.format(raw, indent=1) + _END)
@@ -361,7 +359,7 @@ def refuse_level(level: str) -> None:
 
 
 def _repair_advice(strangers: bool, damaged: bool) -> str:
-    """What can be done about files that do not belong to a checkpoint, and about those of it that are not whole."""
+    """Return the advice for files that do not belong to a checkpoint, and for its damaged files."""
     if not strangers:
         return RESTORE
     if not damaged:
@@ -413,7 +411,7 @@ def refuse_diverged(directory: AnyPath, manifest: Manifest) -> None:
 def newest_checkpoint(
     output_dir: Path, level: str = "size", *, threads: int = 4
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest checkpoint that can be resumed from.
+    """Return the newest checkpoint that can be resumed.
 
     Candidates are ``checkpoint-N`` by falling N. One is taken if its manifest can be read, its files have the right
     sizes and its documents, or under ``full`` all files, the right bytes. A crash while a checkpoint was replaced by a
@@ -421,7 +419,7 @@ def newest_checkpoint(
     Nothing is changed on disk.
 
     What is wrong with the checkpoint itself, a file that is missing or a link that leads to nothing, is a reason to
-    pass over it. That this user may not look, or that a device fails, is none: it says nothing of the checkpoint.
+    skip it. Missing permissions and failing devices are not: they are no evidence about the checkpoint.
 
     Args:
         output_dir: where the checkpoints are; it need not exist.
@@ -429,7 +427,7 @@ def newest_checkpoint(
         threads: as for :func:`verify_files`.
 
     Returns:
-        The path, or None; and every newer candidate that was passed over, with the reason.
+        The path, or None; and every newer candidate that was skipped, with the reason.
 
     Raises:
         StorageError: the operating system refused to look. Falling back to an older checkpoint because of a passing
@@ -449,7 +447,7 @@ def newest_checkpoint(
 
 
 def candidates_in(output_dir: Path) -> list[Path]:
-    """As :func:`candidates`, of what is in a directory: also links that lead to nothing, which somebody should know of.
+    """As :func:`candidates`, for the entries of a directory, including dangling links, which are reported.
 
     Raises:
         StorageError: the operating system refused to look.
@@ -458,7 +456,7 @@ def candidates_in(output_dir: Path) -> list[Path]:
 
 
 def candidates(directories: Iterable[Path]) -> list[Path]:
-    """Those that are named as checkpoints are, highest step first; of one step the plain name first."""
+    """Return the directories with names of checkpoints, highest step first; of one step the plain name first."""
     ranked: list[tuple[int, int, str, Path]] = []
     for path in directories:
         beside = parse_hidden(path)
@@ -470,7 +468,7 @@ def candidates(directories: Iterable[Path]) -> list[Path]:
 
 
 def manifest_seal(manifest: Manifest) -> str:
-    """The checksum that a manifest carries of itself: the same for two checkpoints only if they are of one save."""
+    """Return the manifest's checksum of itself: equal for two checkpoints only if they are of one save."""
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest, order="sorted"))
 
 
@@ -558,7 +556,7 @@ def _file_faults(directory: AnyPath, manifest: Manifest) -> dict[str, str]:
 
 
 def _extra_files(directory: AnyPath, manifest: Manifest) -> list[str]:
-    """Files of a save that nobody lists: left by another one, they would be taken for part of this one."""
+    """Files of a save that the manifest does not list: remains of another save."""
     listed = {receipt.path for receipt in manifest.files}
     own = [(name, suffix) for name, suffix in _OWN_FILES.items() if is_directory(directory / name)]
     names = [

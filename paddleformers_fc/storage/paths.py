@@ -60,7 +60,7 @@ class RemotePath:
 
     @property
     def protocol(self) -> str:
-        """What stands before ``://``."""
+        """The scheme, before ``://``."""
         return self.url.partition("://")[0]
 
     @property
@@ -88,7 +88,7 @@ AnyPath: TypeAlias = Path | RemotePath
 
 
 def parse_path(named: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """What a user's text stands for. Nothing is looked at; a ``file://`` URL is a path of this machine.
+    """Parse the path or URL of a user without accessing it; a ``file://`` URL is a local path.
 
     Raises:
         OptionError: the URL cannot be that of a directory, or there is no text: it would be the current directory.

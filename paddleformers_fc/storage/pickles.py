@@ -91,7 +91,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class _KnownGlobal:
-    """A global name that is known here."""
+    """A global name of the table."""
 
     kind: str
     name: str
@@ -141,7 +141,7 @@ def read_pickle(path: Path) -> Any:
 
     Raises:
         Corrupt: there is no such file.
-        FormatError: it is no pickle, it asks for something that is not data, or it goes beyond a bound.
+        FormatError: it is no pickle, it names something that is not data, or a bound is exceeded.
         StorageError: the operating system refused.
     """
     with open_local(path) as file:
@@ -149,7 +149,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def quoted(value: Any) -> str:
-    """What an error says of a value that a pickle holds: of a text its beginning, of anything else what it is.
+    """Describe a value of a pickle for an error: the beginning of a text, the type of anything else.
 
     A list that holds another one twice, which does the same, is written out in no memory that there is.
     """

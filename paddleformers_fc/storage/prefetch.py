@@ -118,7 +118,7 @@ class Prefetcher:
         self._lock = threading.Lock()
 
     def expect(self, path: RemotePath, wanted: Iterable[ExpectedRange]) -> None:
-        """Say what will be read of a file, in place of what was said before."""
+        """Announce the ranges of a file that will be read, in place of earlier ones."""
         with self._lock:
             before = self._expected.get(path)
             for bundle in before.bundles if before is not None else ():

@@ -29,7 +29,7 @@ from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
 
 _MOST_BUNDLES = 64
 NO_IDENTITIES: Identities = MappingProxyType({})
-"""For files that nobody has checked."""
+"""For files without an earlier check."""
 
 
 @dataclass
@@ -78,7 +78,8 @@ class RangeReader:
         Args:
             path: the file.
             offset: of the first byte, from the start of the file.
-            buffer: writable and C-contiguous: memoryview, bytearray or numpy array; its length says how much is read.
+            buffer: writable and C-contiguous: memoryview, bytearray or numpy array; its length is the number of bytes
+            read.
 
         Raises:
             Corrupt: the file is missing, was replaced after it was checked, or ends before the buffer is full.
@@ -158,7 +159,7 @@ class RangeReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # What went wrong inside says more than a file that cannot be closed after it.
+        # The first error is more specific than a file that cannot be closed after it.
         with contextlib.suppress(*[] if kind is None else [StorageError]):
             self.close()
         if kind is None:

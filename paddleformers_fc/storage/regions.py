@@ -176,7 +176,7 @@ def row_major(shape: Sizes, width: int) -> Sizes:
 
 
 def span_of(walk: StridedAxes, scratch_bytes: int, max_over_read: float) -> int:
-    """How many short runs are read as one span, with the gaps between them; 1 where every run is read by itself."""
+    """How many short runs are read as one span, with the gaps between them; 1 if every run is read alone."""
     axes, run = walk.run
     if axes == len(walk.sizes) or run >= SHORT_RUN:
         return 1
@@ -288,7 +288,7 @@ def blocks_of(
     way = _read_strategy(
         region.size, strides, out.strides, (width, out.dtype.itemsize), cast, scratch_bytes, max_over_read
     )
-    # As plain bits: numpy copies them fast, and knows their type everywhere. To set a shape copies nothing, or fails.
+    # As plain bits: numpy copies them fast and has their type everywhere. Setting a shape copies nothing, or fails.
     target = out.view(_BITS[out.itemsize])
     target.shape = way.walk.sizes
     dtype = region.dtype if cast else target.dtype
@@ -442,7 +442,7 @@ class Direct(_Cut):
 
 @dataclass(frozen=True, slots=True)
 class Gathered(_Cut):
-    """Runs that are gathered in scratch memory, and from there transposed, cast or dealt out.
+    """Runs that are gathered in scratch memory, and from there transposed, cast or interleaved.
 
     Args:
         room: bytes of the scratch memory that may be used.

@@ -46,12 +46,12 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class RemoteStatus:
-    """What a store says of a name.
+    """The status of a name in a store.
 
     Args:
         kind: ``file``, ``directory``, or what else the backend calls it.
         size: of a file, in bytes; 0 for anything else.
-        tag: changes when the file does; empty where the backend tells nothing but the size.
+        tag: changes when the file does; empty if the backend reports only the size.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class RemoteFile:
 
     Args:
         path: its URL.
-        status: what the store said when it was opened.
+        status: the status when it was opened.
     """
 
     path: RemotePath
@@ -163,7 +163,7 @@ def open_remote(path: RemotePath) -> RemoteFile:
     Raises:
         Corrupt: there is no such file.
         FormatError: it is no file.
-        StorageError: the store refused, or does not say how long the file is.
+        StorageError: the store refused, or reports no size of the file.
     """
     status = stat_remote(path)
     if status is None:
@@ -174,10 +174,10 @@ def open_remote(path: RemotePath) -> RemoteFile:
 
 
 def stat_remote(path: RemotePath) -> RemoteStatus | None:
-    """What the store says of a name now; None if there is no such name.
+    """Return the present status of a name; None if there is no such name.
 
     Raises:
-        StorageError: the store refused to say.
+        StorageError: the store refused.
     """
     with _asking("look at", path) as (system, inner):
         try:
@@ -192,7 +192,7 @@ def stat_remote(path: RemotePath) -> RemoteStatus | None:
     size = facts.get("size")
     if kind == "file" and size is None:
         raise StorageError(
-            f"The store does not say how long {path} is.",
+            f"The store reports no size of {path}.",
             where=str(path),
             next_step="Download the directory, and name the copy.",
         )
@@ -225,7 +225,7 @@ def is_remote_directory(path: RemotePath) -> bool:
     """Whether there is anything below this name.
 
     Raises:
-        StorageError: the store refused to say.
+        StorageError: the store refused.
     """
     with _asking("look at", path) as (system, inner):
         try:
@@ -340,7 +340,7 @@ def _secrets(system: Any) -> list[str]:
             gather(value, shortest)
 
     gather(getattr(system, "storage_options", {}), 4)
-    # The environment has switches too whose names speak of keys and tokens; a credential is longer than "false".
+    # Switches in the environment have names with key and token too; a credential is longer than "false".
     gather(dict(os.environ), 8)
     # One may be the beginning of another, whose end would be left.
     return sorted(found, key=len, reverse=True)

@@ -3,12 +3,12 @@
 The file: 8 bytes of little-endian header length, a JSON object, the tensors' bytes. This module never touches the
 tensors' bytes when it reads: it returns where they are, and ``ranges`` reads them. Everything the header claims is
 checked before it is returned, at least as strictly as the safetensors library does, because a wrong claim accepted
-here would become wrong numbers in somebody's model. What follows from the checks: every tensor lies inside the file,
+here would become wrong numbers in a model. What follows from the checks: every tensor lies inside the file,
 no two overlap, no byte is unaccounted for, and no name is there twice.
 
-Nearly every header is sound and spelled as writers spell it. One that is, is decoded by types and in bulk: what was
-understood, spelled again, must be the very text, so that nothing was passed over. Every other header is taken apart
-piece by piece, to be refused by name, or to be taken if it is sound all the same.
+Nearly every header is valid and formatted as common writers format it. Such a header is decoded in bulk by types: the
+decoded entries, encoded again, must give the same text, so that nothing was skipped. Every other header is parsed entry
+by entry, and is refused with the name of the entry or accepted.
 
 The writers take names, dtypes and shapes first and the bytes afterwards, straight from the caller's memory: one in the
 declared order, with checksums; the other in any order, from many threads. The tensors start at a whole page: where a
@@ -66,7 +66,7 @@ _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
 class _RawEntry(msgspec.Struct, frozen=True, gc=False):
-    """What a header says of one tensor, its fields in the order of all writers; none of it is checked."""
+    """The unchecked header entry of one tensor, its fields in the order of all writers."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class Header:
-    """All that a safetensors file says about itself.
+    """The header of a safetensors file.
 
     Attributes:
         tensors: every tensor by name, in the order of their bytes.
@@ -307,7 +307,7 @@ class RandomAccessTensorWriter:
             raise
 
     def write(self, begin: int, buffer: Any) -> bool:
-        """Write some bytes of the tensors; nobody else may have written, or write, the same ones.
+        """Write some bytes of the tensors; each byte may be written once.
 
         Args:
             begin: where they are among the bytes of all tensors, in the order of the layout.

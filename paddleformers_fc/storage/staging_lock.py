@@ -136,7 +136,7 @@ def _started(pid: int) -> str:
 
 
 def _status(pid: int) -> list[str]:
-    """What the system says of a process, from its state on; empty where it says nothing."""
+    """Return the fields of a process in ``/proc`` from its state on; empty if there are none."""
     # The second field is the program's name in parentheses, which may hold spaces and parentheses itself.
     return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 

@@ -115,7 +115,7 @@ class VectoredReader:
             _SPARE.append(queue)
 
     def _read_piece(self, vector: Callable[..., int], file: OpenFile, rows: ScatterList) -> None:
-        """Rows that follow one another in the file: a piece of it, dealt to many places."""
+        """Adjacent rows of the file: one range of it with many targets."""
         if self._pieces is None:
             self._pieces = np.zeros(MOST_BUFFERS, _PIECE)
         pieces, count = self._pieces, len(rows.offsets)
@@ -200,7 +200,7 @@ class _Queue:
 
 
 class _Calls:
-    """The system calls by their numbers on x86-64; -1 says that ``errno`` is set."""
+    """The system calls by their numbers on x86-64; -1 means that ``errno`` is set."""
 
     def __init__(self) -> None:
         number, pointer = ctypes.c_long, ctypes.c_void_p
@@ -223,7 +223,7 @@ class _Calls:
         return int(self._results(208, context, count, count, results, None))
 
     def submit(self, context: int, count: int, pointers: int) -> int:
-        """Hand over so many requests, whose addresses stand at an address."""
+        """Submit requests, given the address of the array of their addresses."""
         return int(self._submit(209, context, count, pointers))
 
 

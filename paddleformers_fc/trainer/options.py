@@ -175,7 +175,7 @@ def check_options(options: Any) -> None:
     faults = list(_range_faults(options))
     if faults:
         raise OptionError(
-            "An option of paddleformers_fc has a value that is not possible.",
+            "Invalid value of an option of paddleformers_fc.",
             where="training arguments",
             evidence=faults,
             next_step="Correct the value, or remove the key to use its default.",
@@ -226,7 +226,7 @@ def unknown_keys(unknown: Iterable[str], stock: Iterable[str]) -> OptionError:
     """
     known = (*FIELD_NAMES, *sorted(stock))
     return OptionError(
-        "The configuration has a key that does not exist.",
+        "Unknown key in the configuration.",
         where="training arguments",
         evidence=[_suggestion(name, known) for name in sorted(unknown)],
         next_step=f"Correct the key or remove it. This package has {', '.join(FIELD_NAMES)}.",

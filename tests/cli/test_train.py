@@ -66,7 +66,7 @@ def test_the_registration_and_the_device_are_added(tmp_path: Path, on: Any) -> N
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path, on: Any) -> None:
-    with pytest.raises(OptionError, match="asks for gpu, and Paddle finds no accelerator here"):
+    with pytest.raises(OptionError, match="asks for gpu, and this machine has no accelerator"):
         prepare(config(tmp_path, device="gpu"), 2, [])
 
 
@@ -153,7 +153,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal_and_the_step_to_go_on_fr
     assert ended.signalled == (training.Signalled(1, "SIGKILL"),)
     lines = shown(ended)
     assert lines[-2].startswith("  rank 1 was ended by SIGKILL: ")
-    assert lines[-1] == "  next: start the same command again; it goes on from step 3"
+    assert lines[-1] == "  next: run the same command again; it resumes at step 3"
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_a_training_that_is_told_to_stop_says_from_where_it_goes_on(tmp_path: Pa
     assert lines[0].startswith(f"stopped by {name}; ")
     assert lines[1:3] == [f"  log: {tmp_path / 'out/log' / f'rank-0000{rank}.log'}" for rank in (0, 1)]
     added = "with resume_from_checkpoint=true"
-    assert lines[3:] == [f"  next: start the same command again {added}; it goes on from step 3"]
+    assert lines[3:] == [f"  next: run the same command again {added}; it resumes at step 3"]
 
 
 def test_a_rank_that_aborts_because_another_raised_is_not_taken_for_the_cause(tmp_path: Path) -> None:
@@ -212,10 +212,10 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
     [
         ({"save_checkpoint_format": "unified_checkpoint"}, [], "save_checkpoint_format: unified_checkpoint"),
         ({}, ["flex_verify=twice"], "flex_verify: 'twice'"),
-        ({"output_dir": None}, [], "names no output_dir"),
+        ({"output_dir": None}, [], "Missing output_dir"),
         ({"custom_register_path": "nowhere.py"}, [], "names a file that does not exist"),
         ({}, ["max_steps", "=3", "save_steps=1"], "- 'max_steps'\n  - '=3'\n"),
-        ({}, ["max_steps=[3"], "The value of an override is no YAML."),
+        ({}, ["max_steps=[3"], "The value of an override is not valid YAML."),
         ({}, ["flex_verfy=full"], "flex_verfy: is flex_verify meant?"),
         ({"flexcheckpoint": True}, [], "flexcheckpoint: is flex_checkpoint meant?"),
         (
@@ -232,7 +232,7 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({"model_name_or_path": "./nowhere"}, [], "model_name_or_path: ./nowhere"),
         ({"model_name_or_path": "tests/nothing"}, [], "- model_name_or_path: tests/nothing"),
         ({"model_name_or_path": "nowhere/"}, [], "- model_name_or_path: nowhere/"),
-        ({"output_dir": 3}, [], "names no output_dir"),
+        ({"output_dir": 3}, [], "Missing output_dir"),
         ({"output_dir": ""}, [], "named by an empty text"),
         ({"train_dataset_path": "/dev/null,/nowhere/a.jsonl"}, [], "- train_dataset_path: /nowhere/a.jsonl"),
         ({"tensor_model_parallel_size": 4}, ["--nproc", "2"], "2 ranks cannot be divided into groups of 4"),
@@ -281,7 +281,7 @@ def test_data_that_is_never_drawn_may_be_missing(tmp_path: Path, on: Any) -> Non
     drawn = config(tmp_path, eval_dataset_path="/nowhere/off.jsonl", eval_dataset_prob=0, train_dataset_path=str(data))
     assert prepare(drawn, 1, []).ranks == 1
     for chances in ("0,1", "0", "1,none"):
-        with pytest.raises(OptionError, match="names what does not exist"):
+        with pytest.raises(OptionError, match="names missing files"):
             prepare(config(tmp_path, train_dataset_path=paths, train_dataset_prob=chances), 1, [])
 
 
@@ -334,7 +334,7 @@ def test_what_paddleformers_alone_would_resume_from_is_no_flex_checkpoint(tmp_pa
         outcome = run("train", path, *refused, "--dry-run")
         assert outcome.code == 2, refused
         assert outcome.err.startswith(f"{checkpoint} is a flex checkpoint, and without flex_checkpoint: true ")
-        assert "  next: Set flex_checkpoint: true; or to begin anew, name another output_dir" in outcome.err
+        assert "  next: Set flex_checkpoint: true; or to start a new run, set another output_dir" in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def test_a_directory_without_owner_is_cleaned_only_if_it_is_empty(tmp_path: Path
     (full / "something").write_text("?")
     removed, left = clean_unfinished(tmp_path)
     assert {one.path for one in removed} == {empty, barely}
-    assert [one.why for one in left] == ["It does not say whose it is."]
+    assert [one.why for one in left] == ["It has no owner record."]
     assert names_in(tmp_path) == [full.name]
 
 
