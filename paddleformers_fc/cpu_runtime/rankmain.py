@@ -1,8 +1,8 @@
-"""The first thing that a launched rank runs.
+"""The main program of a launched rank.
 
-``python -m paddleformers_fc.cpu_runtime.rankmain LIFELINE (SCRIPT | -m MODULE) ARGS...`` arranges for stack dumps and
-for the rank's end when its launcher vanishes (see :mod:`.ranks`), and then becomes the script, as if ``python SCRIPT
-ARGS...`` had been typed. A rank whose script has succeeded stays until the other ranks are done.
+``python -m paddleformers_fc.cpu_runtime.rankmain LIFELINE (SCRIPT | -m MODULE) ARGS...`` prepares stack dumps and the
+end of the rank when its launcher vanishes (:mod:`.ranks`), and then becomes the script, as with ``python SCRIPT
+ARGS...``. A rank whose script has succeeded stays until the other ranks are done.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What every way of starting ranks on this machine has in common: environment, ports, supervision, life line.
+"""The common part of all ways to start ranks on this machine: environment, ports, supervision, life line.
 
-A job is a set of rank processes, each the leader of a process group of its own and writing to a log of its own. The
-supervisor polls them until all have ended. When one fails, the others get a few seconds to fail by themselves (they
-usually notice, and their message is worth reading); when time is over, or they do not, each writes its Python stacks
-into its log and ends (SIGUSR1), and what is left of its process group is killed. Ranks hold the read end of a pipe, the
-life line, whose write end only their starter has: a starter that vanishes, however it ends, takes its ranks along.
+A job is a set of rank processes, each the leader of its own process group and with its own log. The supervisor polls
+them until all have ended. When one fails, the others get a few seconds to fail on their own (they usually notice, and
+their message is useful). After that, or on a timeout, each writes its Python stacks into its log and ends (SIGUSR1),
+and the rest of its process group is killed. Ranks hold the read end of a pipe, the life line, whose write end only
+their starter has: if the starter vanishes, its ranks end.
 
-This module imports neither Paddle nor anything else beyond the standard library.
+This module imports only the standard library.
 
-Time: one ``waitpid`` per rank every 20 ms. Memory: nothing that grows with the job.
+Time: one ``waitpid`` per rank every 20 ms.
 """
 
 from __future__ import annotations

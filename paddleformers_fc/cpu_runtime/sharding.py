@@ -2,14 +2,11 @@
 
 Stage 1 version 2 keeps gradients as views of one fused buffer. On a CPU, ``Tensor.clear_gradient(True)`` marks a
 gradient as empty instead of zeroing it, and the next backward puts a new tensor in its place: from the second step
-on the buffer is no longer what backward writes to, and training goes wrong without an error. Zeroing in place keeps
-the views.
+on backward does not write to the buffer, and training is silently wrong. Zeroing in place keeps the views.
 
-Stages 2 and 3 work on a CPU once three questions get another answer: whether Paddle was built for an accelerator
-(asserted), what number the device has (parsed out of its name), and whether parameters must first be moved off the
-accelerator. The dispatcher ``group_sharded_parallel`` is replaced, because its first line refuses the device.
-
-Cost: nothing beside the work itself.
+Stages 2 and 3 work on a CPU once three answers change: whether Paddle was built for an accelerator (asserted), the
+device number (parsed out of its name), and whether parameters must first be moved off the accelerator. The dispatcher
+``group_sharded_parallel`` is replaced, because its first line refuses the device.
 """
 
 from __future__ import annotations

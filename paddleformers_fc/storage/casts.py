@@ -1,8 +1,8 @@
-"""Copies between arrays of different element types, exactly as numpy casts, and faster where that is slow.
+"""Copies between arrays of different element types, exactly as numpy casts, and faster where numpy is slow.
 
-Numbers of 8 bits are cast by looking them up: there are 256, and the table is made by the very cast that it replaces.
-That is seven times as fast as the cast of ``ml_dtypes`` for float8. Every other cast is numpy's own. float16 ends at
-65504, where float32 and bfloat16 go on; a number that would become infinite there is refused.
+Numbers of 8 bits are cast by a table of their 256 values, which the replaced cast itself computes. That is seven times
+as fast as the cast of ``ml_dtypes`` for float8. Every other cast is numpy's own. float16 ends at 65504, below float32
+and bfloat16; a number that would become infinite is refused.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Checksums taken while the bytes pass by.
+"""Checksums computed while bytes are written.
 
 A whole-file checksum finds a flipped bit only after the last byte and can be computed by one thread only. Block
-checksums name the place and can be recomputed by as many threads as there are. Both come from one pass: a writer feeds
-every byte it writes to a :class:`BlockHasher`, in file order.
+checksums locate it and can be recomputed by many threads. Both come from one pass: a writer feeds every byte it writes
+to a :class:`BlockHasher`, in file order.
 
-Time is that of two xxh3 passes over data which is still in the processor's cache (each several GiB/s, the interpreter
-lock released); memory is two hash states and 16 characters per block. xxh3 guards against accidents, not against a
-forger, who can rewrite the manifest too.
+Time is that of two xxh3 passes over data that is still in the processor's cache (each several GiB/s, the interpreter
+lock released); memory is two hash states and 16 characters per block. xxh3 detects accidents, not a forger, who can
+rewrite the manifest too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The life of a checkpoint directory: staged, committed, replaced, cleaned up, removed.
 
-A checkpoint appears under its name whole or not at all. It is written into a hidden sibling directory (*staging*), and
-one rename gives it its name once every file, every directory and the manifest are on the device. What a crash, at any
-instant, leaves behind:
+A checkpoint appears under its name as a whole or not at all. It is written into a hidden sibling directory (*staging*),
+and one rename gives it its name once every file, every directory and the manifest are on the device. After a crash at
+any instant there is:
 
 ================  ================================================================
 up to the rename  the target as it was; a directory named ``unfinished``
@@ -10,20 +10,20 @@ after the rename  the new checkpoint
 ================  ================================================================
 
 Saving a step again (after a resume) must replace a finished checkpoint, which is never written into. Both are complete
-directories then, and where the system can do it, staging and target are exchanged atomically. A crash right after
+directories then, and if the system supports it, staging and target are exchanged atomically. A crash right after
 leaves the new checkpoint under its name and the old one named ``unfinished``, without an owner: it was replaced and can
-be cleaned away.
+be cleaned up.
 
-Where names cannot be exchanged it takes two renames, target to ``aside`` and staging to target. A crash between them
-leaves no target, but the old checkpoint aside: ``newest_checkpoint`` returns that one, and :func:`recover` gives it its
-name back. So at every instant a complete checkpoint of the step can be found.
+Otherwise it takes two renames, target to ``aside`` and staging to target. A crash between them leaves no target, but
+the old checkpoint aside: ``newest_checkpoint`` returns that one, and :func:`recover` restores its name. So at every
+instant a complete checkpoint of the step can be found.
 
-Files of somebody else found under the target's name (another program's checkpoint, notes) are moved to a visible
+Files of other programs found under the target's name (another checkpoint format, notes) are moved to a visible
 ``kept-...`` name and never deleted.
 
-Other jobs may work in the same directory, even on the same step. Nothing is decided by what was seen before: a name is
-taken with one operation, and only then is it looked at what had it; a name that meanwhile is somebody else's is taken
-from that one in its turn. The last to commit has the name, each time whole.
+Other jobs may work in the same directory, even on the same step. No decision uses an earlier look: a name is taken with
+one operation, and only then its former content is inspected. A name that another job has taken meanwhile is taken from
+it in turn. The last to commit has the name, each time with a complete checkpoint.
 
 One process per save and disk, the coordinator, calls the functions of this module; the other ranks only write files
 into the directory that :func:`create_staging` returned. If a save fails, the coordinator calls :func:`discard`.

@@ -1,8 +1,7 @@
-"""The only place that writes, syncs, renames and deletes.
+"""The only module that writes, syncs, renames and deletes.
 
-Every call that changes the file system goes through a function of this module. They do three things the bare calls do
-not: a refusal of the operating system becomes a :class:`StorageError` that names the path; a write continues until
-every byte is accepted; and nothing counts as written before it is synced.
+Its functions add three properties to the bare calls: a refusal of the operating system becomes a :class:`StorageError`
+with the path; a write continues until every byte is accepted; and nothing counts as written before it is synced.
 
 Readers take a local or remote path (:mod:`.paths`); writers take a local one.
 """

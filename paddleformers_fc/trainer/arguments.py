@@ -1,12 +1,12 @@
-"""PaddleFormers' argument classes with our options laid over them.
+"""PaddleFormers' argument classes with the options of this package.
 
 ``FlexTrainingArguments`` is for scripts. The command line parses into a class of its own; :func:`with_flex_fields`
-gives, for a class of PaddleFormers, the one that also has our options. Both are declared, not generated, so that they
-can be pickled and read like any other.
+returns, for a class of PaddleFormers, the one with our options. Both are declared, not generated, so that they can be
+pickled and read like any other.
 
-Arguments are where ``flex_checkpoint: true`` first appears, whatever the way in, and before a process group exists. So
-making them checks the installed packages and attaches this package to the stock Trainer: :func:`attach`. They also
-decide who reads open weights from then on (:mod:`.reader`).
+``flex_checkpoint: true`` first appears in the arguments, before a process group exists. Constructing them therefore
+checks the installed packages and attaches this package to the stock Trainer (:func:`attach`). They also choose the
+reader of open weights (:mod:`.reader`).
 """
 
 from __future__ import annotations

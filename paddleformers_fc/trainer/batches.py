@@ -1,7 +1,7 @@
-"""The data of a run: where the loop stands in it, and a loader that begins in the middle of an epoch.
+"""The data of a run: the position of the loop in it, and a loader that starts in the middle of an epoch.
 
-PaddleFormers' loop is not told that it resumes; it is given a loader whose first epoch begins where the checkpoint
-ended. What the loop would do to a loader's sampler is done there.
+PaddleFormers' loop runs as if from the beginning; its loader starts the first epoch where the checkpoint ended, and
+does to its sampler what the loop would do.
 
 Cost: a sampler skips by index. A stream (no index) is read and dropped up to the position.
 """

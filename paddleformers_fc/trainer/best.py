@@ -1,11 +1,11 @@
-"""The best checkpoint so far, which PaddleFormers' training loop must not see.
+"""The best checkpoint so far, hidden from PaddleFormers' training loop.
 
 At the end of a training with ``load_best_model_at_end`` that loop unpickles ``model_state.pdparams`` in the directory
-which the Trainer's state names as the best. A flex checkpoint has no such file, and its weights are loaded by this
-package; but whoever puts the file there would have his code run. So the name is out of the state while the loop runs,
-and in it whenever anybody else looks: callbacks, and this package when it saves.
+that the Trainer's state names as the best. A flex checkpoint has no such file, and this package loads its weights; but
+a file put there would be executed. The name is therefore absent from the state while the loop runs, and present for
+callbacks and saves.
 
-A resumed run takes over that name, which says where the directory was for the run that saved: :func:`locate_best`.
+A resumed run takes over the name, which is a path of the run that saved: :func:`locate_best`.
 """
 
 from __future__ import annotations

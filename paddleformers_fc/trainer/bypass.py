@@ -1,9 +1,9 @@
-"""Stop a run whose training loop goes around this package.
+"""Stop a run whose training loop bypasses this package.
 
 The replaced methods of a Trainer can be bypassed: by a subclass that overrides one of them without ``super()``, or by a
-PaddleFormers that calls another method. The run would then save in PaddleFormers' own format, or train on without the
-weights of the checkpoint that it was to resume. So each replaced method notes that it ran (:attr:`.run.Run.ran`,
-:attr:`.run.Run.saved`), and the notes are compared at the start of training, in every save and after it.
+PaddleFormers that calls another method. The run would then save in PaddleFormers' own format, or continue without the
+weights of the checkpoint that it resumes. So each replaced method records that it ran (:attr:`.job_state.Run.ran`,
+:attr:`.job_state.Run.saved`), and the records are checked at the start of training, in every save and after it.
 """
 
 from __future__ import annotations

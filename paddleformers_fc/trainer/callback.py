@@ -1,7 +1,7 @@
-"""What a run says about its checkpoints.
+"""Log lines and events of saves and loads.
 
-PaddleFormers has an event after a save, but none after a load, and neither tells where the checkpoint is. This callback
-gets both with a report, writes one line for each, and can be subclassed by whoever wants to do more.
+PaddleFormers has an event after a save, but none after a load, and neither contains the path of the checkpoint. This
+callback receives both with a report, writes one line for each, and can be subclassed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Differences between the run that saved a checkpoint and the run that resumes it, beside those of the model.
+"""Differences between the run that saved a checkpoint and the run that resumes it, other than those of the model.
 
-Another learning rate, corpus, tokenizer or batch is often intended, and never changes what is loaded. So these changes
-are reported, in one table with those of the model's configuration, and none of them is refused here.
+Another learning rate, corpus, tokenizer or batch is often intended, and never changes what is loaded. These differences
+are reported in one table with those of the model's configuration, and none of them is refused here.
 
 Nothing here imports Paddle.
 """

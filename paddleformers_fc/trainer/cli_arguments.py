@@ -1,4 +1,4 @@
-"""The argument class of ``paddleformers-cli`` with our options.
+"""The argument class of ``paddleformers-cli`` with the options of this package.
 
 It is a module of its own because importing it imports the whole command line.
 """

@@ -1,11 +1,11 @@
-"""The Trainer's own state as JSON: exact, readable, and never a pickle.
+"""The Trainer's own state as JSON: exact, readable, without pickle.
 
-What PaddleFormers pickles (trainer state, scheduler, loss scaler, random generators, training arguments) is a few
-kilobytes of numbers. Here each is a JSON document. Numbers come back bit for bit: Python writes the shortest decimal
-text that reads back as the same float, an array carries its dtype, and what JSON has no number for (infinity, NaN) is
-Python's extension of it. What cannot be written exactly is refused at save time, not found missing at resume time.
+PaddleFormers pickles trainer state, scheduler, loss scaler, random generators and training arguments: a few kilobytes
+of numbers. Here each is a JSON document. Numbers are restored bit for bit: Python writes the shortest decimal text that
+reads back as the same float, an array carries its dtype, and infinity and NaN use Python's extension of JSON. A value
+that cannot be written exactly is refused at save time.
 
-Nothing here imports Paddle; :mod:`.rng` and :mod:`.documents` know where the values come from and go to.
+Nothing here imports Paddle; :mod:`.rng` and :mod:`.documents` read and restore the values.
 """
 
 from __future__ import annotations

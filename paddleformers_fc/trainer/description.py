@@ -1,8 +1,8 @@
-"""What a live model was built from: its resolved configuration, and its class.
+"""Describe a live model: its resolved configuration, and its class.
 
-PaddleFormers leaves keys out when it serialises a configuration: those that its training arguments may set, among them
-ones on which the names and the layout of tensors depend, and those that have their default. So nothing here goes
-through a file: every value is read from the live object.
+PaddleFormers omits keys when it serialises a configuration: those that its training arguments may set, some of which
+determine names and layouts of tensors, and those with their default value. So every value is read from the live
+object, not from a file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Flex checkpoints for the stock ``Trainer`` class and the stock command line, without a subclass.
 
-:func:`install` replaces methods of PaddleFormers' ``Trainer`` class by ones that ask the arguments first, and lets
-PaddleFormers' argument parser know our options. Open weights are read through this package until training arguments
-decide otherwise (:mod:`.reader`). :func:`uninstall` puts the originals back. A Trainer whose arguments do not say
+:func:`install` replaces methods of PaddleFormers' ``Trainer`` class by ones that test the arguments first, and adds the
+options to PaddleFormers' argument parser. Open weights are read through this package until training arguments decide
+otherwise (:mod:`.reader`). :func:`uninstall` restores the originals. A Trainer whose arguments lack
 ``flex_checkpoint: true`` runs the originals.
 
 Nothing is replaced before the table of :mod:`paddleformers_fc.upstream` has been checked, so the modules that import

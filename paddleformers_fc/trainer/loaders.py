@@ -1,7 +1,7 @@
 """Patches of the loaders that put weights into models: PaddleFormers' ``from_pretrained`` and Paddle's own.
 
-:func:`watch` replaces them once per process. They do what they did, and mark what they have filled (:mod:`.origin`).
-Where :mod:`.reader` has chosen this package, ``from_pretrained`` reads through it instead (:mod:`.pretrained`).
+:func:`watch` replaces them once per process by loaders that mark what they fill (:mod:`.origin`). If :mod:`.reader` has
+chosen this package, ``from_pretrained`` reads through it instead (:mod:`.pretrained`).
 """
 
 from __future__ import annotations

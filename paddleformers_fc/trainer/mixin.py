@@ -1,7 +1,6 @@
-"""The Trainer of a script: PaddleFormers' Trainer, or a subclass of it, whose checkpoints are flex checkpoints.
+"""The Trainer of a script: PaddleFormers' Trainer, or a subclass of it, with flex checkpoints.
 
-Every method hands over to its function (:mod:`.seam`), which hands over to PaddleFormers where ``flex_checkpoint`` is
-false.
+Every method calls its function in :mod:`.trainer_init`, which calls PaddleFormers if ``flex_checkpoint`` is false.
 """
 
 from __future__ import annotations

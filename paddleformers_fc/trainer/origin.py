@@ -1,10 +1,9 @@
-"""Where a model's weights come from: marks of loaders other than ours, and the refusal of what they have loaded.
+"""The origin of a model's weights: marks of other loaders, and the refusal of models with marks.
 
-PaddleFormers' and Paddle's loaders skip what does not fit: a tensor of another shape is cut or left out, and the job
-trains. So each of them leaves a mark on the layer or tensor that it has filled (:mod:`.loaders`), our reader removes
-the marks of what it has filled (:mod:`.pretrained`), and a Trainer with ``flex_checkpoint: true`` refuses a model with
-marks. A model that was built from a configuration alone has none. Values that a script assigns tensor by tensor are
-its own initialisation and leave none either.
+PaddleFormers' and Paddle's loaders skip what does not fit: a tensor of another shape is cut or omitted, and the job
+trains. So each of them marks the layer or tensor that it fills (:mod:`.loaders`), our reader removes the marks of what
+it fills (:mod:`.pretrained`), and a Trainer with ``flex_checkpoint: true`` refuses a model with marks. A model that was
+built from a configuration alone has none. Values that a script assigns tensor by tensor leave none either.
 
 Marks are attributes, so that they survive a copy of the model and a model that is put into another one.
 """

@@ -1,15 +1,15 @@
-"""How far into the data a run is, counted in samples, and how a resumed run goes on from exactly there.
+"""The position of a run in its data, counted in samples, at which a resumed run continues.
 
 PaddleFormers counts optimizer steps. Resumed with another global batch (another data-parallel degree, micro batch or
 accumulation) it multiplies old steps by the new batch, and repeats or loses samples. Here the position is ``(epoch,
-samples of it)``: a checkpoint holds it, and a resumed run skips those samples, however many steps they took.
+samples of it)``: a checkpoint contains it, and a resumed run skips those samples, however many steps they took.
 
-Skipping by samples is right because every sampler of PaddleFormers deals batches from the front of one order: after k
-batches, the first ``k * micro batch * data ranks`` samples have been trained, whoever trained them. That order must be
-the same before and after. It is a permutation of a length that the number of data ranks divides, seeded with ``seed``
-and the epoch: where seed or length differ, nobody can say which samples were seen, and resuming is refused.
+Skipping by samples is correct because every sampler of PaddleFormers takes batches from the front of one order: after k
+batches, the first ``k * micro batch * data ranks`` samples have been trained, on any ranks. That order must be the same
+before and after. It is a permutation of a length that the number of data ranks divides, seeded with ``seed`` and the
+epoch. If seed or length differ, the trained samples are unknown, and resuming is refused.
 
-Nothing here imports Paddle; :mod:`.batches` follows a training loop and begins one in the middle of an epoch.
+Nothing here imports Paddle; :mod:`.batches` follows a training loop and starts one in the middle of an epoch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Starting from open weights: a directory of safetensors files straight into a live model, under any layout.
+"""Start from open weights: read a directory of safetensors files into a live model, under any layout.
 
-:func:`load_open_weights` fills a model that exists already. :func:`from_pretrained` takes the place of PaddleFormers'
-``PretrainedModel.from_pretrained`` (see :mod:`.loaders`): it builds the model as PaddleFormers does, with the same
-random numbers, and fills it in the same way. Every rank reads the ranges that its own shards are made of, through the
-family's mapping; nothing changes unless all of the weights fit. Floating dtypes are cast to the model's.
+:func:`load_open_weights` fills an existing model. :func:`from_pretrained` replaces PaddleFormers'
+``PretrainedModel.from_pretrained`` (:mod:`.loaders`): it builds the model as PaddleFormers does, with the same random
+numbers, and fills it in the same way. Every rank reads the ranges of its own shards, through the family's mapping;
+nothing changes unless all weights fit. Floating dtypes are cast to the model's.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def load_open_weights(
 
     Args:
         model: the model as it was built, before or after its parallel wrapper.
-        directory: safetensors files in canonical names, with their index: a path, or a URL such as ``s3://bucket/model``.
-        threads: how many tensors are filled at a time.
-        verify: what is compared with the ``flex_checksums.json`` of an export: ``full`` all that this rank reads,
+        directory: safetensors files in canonical names, with their index: a path, or a URL such as
+        ``s3://bucket/model``. threads: how many tensors are filled at a time. verify: what is compared with the
+        ``flex_checksums.json`` of an export: ``full`` all that this rank reads,
             ``size`` sizes and small files; without that file nothing is.
 
     Raises:

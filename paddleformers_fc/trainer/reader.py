@@ -1,8 +1,8 @@
-"""Who reads open weights in this process: this package or PaddleFormers.
+"""The choice of the reader of open weights in this process: this package or PaddleFormers.
 
-``from_pretrained`` runs before there is a Trainer that could be asked, so the process remembers what was decided last:
-training arguments with ``flex_checkpoint: true`` choose this package, arguments with ``false`` choose PaddleFormers.
-Until a script has created arguments, :func:`.install.install` has chosen this package. :mod:`.loaders` asks.
+``from_pretrained`` runs before a Trainer exists, so the process stores the last choice: training arguments with
+``flex_checkpoint: true`` choose this package, arguments with ``false`` choose PaddleFormers. Until a script has created
+arguments, :func:`.install.install` has chosen this package. :mod:`.loaders` reads the choice.
 
 Nothing here imports Paddle.
 """

@@ -1,7 +1,7 @@
-"""The file for ``custom_register_path``: it teaches the stock ``paddleformers-cli`` flex checkpoints.
+"""The file for ``custom_register_path``: adds flex checkpoints to the stock ``paddleformers-cli``.
 
-The command line runs it in every worker process, by its path and under another module's name, before it parses the
-YAML. Its path, for the YAML, is printed by::
+The command line runs it in every worker process, by its path and under another module name, before it parses the YAML.
+This command prints the path for the YAML::
 
     python -m paddleformers_fc.trainer.register
 """

@@ -1,8 +1,8 @@
 """The state of every random generator of a process, to and from JSON.
 
-Python's, numpy's, Paddle's for this device and for the CPU, and those of the hybrid-parallel tracker, which dropout
-under tensor parallelism draws from. Paddle's generator state is a device number, a seed, an offset and the engine's
-state as text; pickling it yields those four, and here they are taken without the pickle.
+Python's, numpy's, Paddle's for this device and for the CPU, and those of the hybrid-parallel tracker for dropout under
+tensor parallelism. Paddle's generator state is a device number, a seed, an offset and the engine's state as text; its
+pickle contains those four, and here they are read without the pickle.
 
 About 30 kB per process.
 """

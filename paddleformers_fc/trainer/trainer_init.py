@@ -1,12 +1,11 @@
-"""The seam: what PaddleFormers' Trainer does differently when ``flex_checkpoint`` is true, and how it is made.
+"""The replaced methods of PaddleFormers' Trainer, and the checks of its construction.
 
-One function per method that changes; :mod:`.install` lists them. Each takes the Trainer, the native method,
-and the method's arguments. :mod:`.mixin` calls them from a subclass, :mod:`.install` from the patched class; there is
-no third implementation. Without ``flex_checkpoint`` each one calls the native method with the arguments it was given
-and does nothing else.
+One function per method that changes; :mod:`.install` lists them. Each takes the Trainer, the native method, and the
+method's arguments. :mod:`.mixin` calls them from a subclass, :mod:`.install` from the patched class; there is no third
+implementation. Without ``flex_checkpoint`` each one only calls the native method with its arguments.
 
-Loading (:mod:`.loading`), saving, rotation and export (:mod:`.saving`) are replaced. Here is what happens when a
-Trainer is made: what cannot be saved is refused before hours of training.
+Loading (:mod:`.loading`), saving, rotation and export (:mod:`.saving`) are replaced. The checks here run when a Trainer
+is constructed: what cannot be saved is refused before hours of training.
 """
 
 from __future__ import annotations

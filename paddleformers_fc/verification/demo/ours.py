@@ -1,9 +1,8 @@
-"""``custom_register_path`` of the demo's own runs: what a user names there, and a witness.
+"""``custom_register_path`` of the demo's own runs: the file that a user names, and a witness.
 
-A training goes on as soon as it has resumed, and its weights are no longer those that were saved. So the witness
-writes, before the first step, a checkpoint of everything the resumed run holds: model, master weights and moments, as
-its own layout holds them. If loading is exact, this checkpoint has the same tensors as the one it was loaded from,
-bit for bit.
+A training continues as soon as it has resumed, and its weights are no longer those that were saved. So the witness
+writes, before the first step, a checkpoint of everything the resumed run holds: model, master weights and moments in
+its own layout. If loading is exact, this checkpoint has the same tensors as the one it was loaded from, bit for bit.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""The demo's results: what was found, the tables a person reads, and the picture.
+"""The results of the demo: the tables and the picture.
 
-This module only shows. What is right and what is wrong is decided in :class:`LossComparison`, from numbers alone.
+This module only presents. :class:`LossComparison` decides what is equal, from numbers alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The settings of the demo's trainings: one set that every run shares, and what each parallel layout adds to it.
+"""The settings of the demo's trainings: one set that every run shares, and the keys of each parallel layout.
 
 They are the keys of a PaddleFormers YAML. ``recipes/llama_pt.yaml`` and ``recipes/ernie_moe_pt.yaml`` are the same
-settings with a comment on each, for people; a test holds the two together.
+settings with a comment on each; a test compares them.
 """
 
 from __future__ import annotations

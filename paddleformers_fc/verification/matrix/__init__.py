@@ -1,9 +1,9 @@
-"""The verification matrices: every layout saves, every layout resumes, and a table says how equal it was.
+"""The verification matrices: every layout saves, every layout resumes, and a table shows how equal the results are.
 
-What is trained is a tiny model on a machine without an accelerator, through PaddleFormers' own Trainer, on real ranks
-with real collectives; what a cell asks is in :mod:`.running`, and what a recipe says in :mod:`.recipe`. The result is a
-document with a table and a picture for every recipe. A matrix whose model cannot be built here has simulated layouts
-and no losses: :mod:`.simulated`.
+A tiny model is trained on a machine without an accelerator, through PaddleFormers' own Trainer, on real ranks with real
+collectives. :mod:`.running` defines a cell, :mod:`.recipe` a recipe. The result is a document with a table and a
+picture for every recipe. A matrix whose model cannot be built here has simulated layouts and no losses:
+:mod:`.simulated`.
 
 Time: see :mod:`.running`; a matrix of 64 cells takes 3 to 5 minutes on two cores.
 """

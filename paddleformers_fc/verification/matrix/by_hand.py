@@ -1,11 +1,11 @@
-"""Weights and states set by hand: the experiment that tells a loader's fault from rounding.
+"""Weights and states set by hand: the experiment that separates a fault of a load from rounding.
 
 A checkpoint's files are read with the public safetensors package, its shards are put together with numpy slices, and
-every live tensor of the run is overwritten with its part. The fused gate and up projections are dealt out again for the
-target's number of cuts; everything else is the same tensor in both models. No mapping, no plan and no executor of this
-package takes part: if a run goes on from here exactly as it does from a load, the load is not what makes it differ.
+every live tensor of the run is overwritten with its part. The fused gate and up projections are interleaved again for
+the target's number of cuts; everything else is the same tensor in both models. No mapping, plan or executor of this
+package takes part: if a run continues from here exactly as from a load, the load does not cause the difference.
 
-Time and memory: all of the checkpoint, in every rank; it is for tiny models.
+Time and memory: all of the checkpoint, in every rank; for tiny models.
 """
 
 from __future__ import annotations

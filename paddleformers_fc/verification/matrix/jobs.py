@@ -1,7 +1,7 @@
-"""What the ranks of one training of a matrix do: a source's, a conversion's, the way back's, and the one by hand.
+"""The jobs of the ranks of one training of a matrix: a source, a conversion, the way back, and one set by hand.
 
 A training is described by one JSON document, :class:`Training`, and always goes through PaddleFormers' Trainer with
-this package's checkpoints. One that resumes saves what it has loaded before its first step, so that what is compared is
+this package's checkpoints. One that resumes saves what it has loaded before its first step, so that the comparison uses
 what the model and the optimizer hold, not what was read.
 
 Importing this module imports no Paddle; :func:`run` is a job of the fork server. Time: 0.5 to 6 s per training on two

@@ -1,7 +1,7 @@
-"""What a verification matrix is made of: a YAML file, read and checked before anything runs.
+"""Recipes of verification matrices: YAML files, validated before anything runs.
 
-Idea: a recipe names layouts (:mod:`.layouts`) for rows and columns and gives one tiny model; every cell follows from
-them. A layout that the model cannot have is refused with the numbers, all of them in one error.
+A recipe names layouts (:mod:`.layouts`) for rows and columns and one tiny model; every cell follows from them. Layouts
+that do not fit the model are refused in one error with the sizes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a matrix shows: a bar while it runs, and a document with a table and a picture at its end.
+"""Progress of a matrix while it runs, and its document with a table and a picture.
 
-This module only shows. What is right is decided in :mod:`.running`, from numbers alone. The document is a function of
-the outcomes: it has neither a date nor a duration, so that a run that finds the same writes the same.
+This module only presents; :mod:`.running` decides what is equal. The document is a function of the outcomes, without
+date or duration, so that equal results give equal documents.
 """
 
 from __future__ import annotations

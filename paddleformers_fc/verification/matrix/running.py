@@ -1,14 +1,14 @@
-"""Running a matrix: sources once, then every cell, on fork servers side by side, going on where it stopped.
+"""Run a matrix: sources once, then every cell, on fork servers in parallel, resuming after an interruption.
 
-A cell is three questions. A's checkpoint is loaded under B and saved before the first step, B's is loaded under A and
+A cell has three questions. A's checkpoint is loaded under B and saved before the first step, B's is loaded under A and
 saved: is every canonical tensor of every role md5-equal to A's, there and back? Are A and B exported to md5-equal
-files? And are the losses of B's next three steps those of A, which went on?
+files? Are the losses of B's next three steps those of the uninterrupted A?
 
-What a cell found is a JSON file, written when it is finished; a second run takes those of this recipe that were right
-as they are. A cell that was wrong keeps its directory with the ranks' logs.
+The result of a cell is a JSON file, written when it is finished; a second run keeps the equal results of this recipe. A
+cell that was not equal keeps its directory with the ranks' logs.
 
 Time: 2 to 6 s per cell and server on one core each. Memory: 400 MB per server and about 50 MB per rank beside it. Disk:
-the sources, 5 MB each, and what cells leave that were wrong.
+the sources, 5 MB each, and the directories of cells that were not equal.
 """
 
 from __future__ import annotations

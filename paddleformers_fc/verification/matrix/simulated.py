@@ -1,6 +1,6 @@
 """A matrix whose model cannot be built here: simulated layouts, real bytes, no losses.
 
-Its recipe names the model in place of layouts; the rows and columns, and what a cell asks, are those of
+Its recipe names the model in place of layouts. Rows, columns and the question of a cell are those of
 :mod:`paddleformers_fc.verification.simulate_ranks`. The document has the same form as the others'.
 
 Time: about a second per cell. Memory: one tiny model per simulated rank.
