@@ -7,7 +7,7 @@ checkpoint, which then takes its place in one step, as a save of the same step d
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from paddleformers_fc.errors import MappingError, OptionError, StorageError
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stored import STRIPPED, completed, encode_mapping
-from paddleformers_fc.families.text import aoa_texts
 from paddleformers_fc.formats.flex import MAPPING_NAME, FlexCheckpoint, open_flex
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.agreement import disagreements
@@ -77,7 +76,7 @@ def rederive(directory: Path, settings: Sequence[str]) -> Rederived:
     prove(mapping, "The mapping that was derived again")
     prove(mapping.reversed(), "The reverse of the mapping that was derived again")
     changed = sum(1 for _ in disagreements(checkpoint.rules.mapping(), mapping))
-    _store(real_path(directory), checkpoint, encode_mapping(model, rules), aoa_texts(family, model, rules))
+    _store(real_path(directory), checkpoint, encode_mapping(model, rules))
     config = {key: model.config.get(key) for key in sorted(STRIPPED - {IS_FLEET}) if key in model.config}
     return Rederived(str(directory), {IS_FLEET: model.is_fleet, **config}, changed)
 
@@ -100,7 +99,7 @@ def _with_settings(known: ModelDescription, settings: Sequence[str]) -> ModelDes
     return ModelDescription({**known.config, **values}, None if is_fleet is None else bool(is_fleet))
 
 
-def _store(directory: Path, checkpoint: FlexCheckpoint, mapping: bytes, aoa: Mapping[str, list[str]]) -> None:
+def _store(directory: Path, checkpoint: FlexCheckpoint, mapping: bytes) -> None:
     """Put the same checkpoint with another mapping in the place of the one that was opened."""
     staging = create_staging(directory)
     try:
@@ -117,7 +116,7 @@ def _store(directory: Path, checkpoint: FlexCheckpoint, mapping: bytes, aoa: Map
                 )
         receipt = write_file(staging / MAPPING_NAME, mapping, root=staging)
         files = [receipt if one.path == MAPPING_NAME else one for one in checkpoint.manifest.files]
-        write_manifest(staging, msgspec.structs.replace(checkpoint.manifest, files=files, aoa=dict(aoa)))
+        write_manifest(staging, msgspec.structs.replace(checkpoint.manifest, files=files, aoa={}))
         commit(staging, directory)
     except BaseException:
         with contextlib.suppress(StorageError):

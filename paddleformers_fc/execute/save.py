@@ -281,7 +281,7 @@ def _describe(
         world_size=world_size,
         parallel=dict(job.parallel),
         family=model.family,
-        aoa=dict(model.aoa),
+        aoa={},
         files=sorted([*receipts, mapping], key=lambda receipt: receipt.path),
         differing_replicas=list(written.differences) or msgspec.UNSET,
         diverged_ties=list(written.ties) or msgspec.UNSET,

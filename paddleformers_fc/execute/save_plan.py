@@ -1,6 +1,6 @@
 """What a save works out before its first byte, and keeps for the next save of the same job.
 
-The files of this rank, with their headers; on the coordinator also ``mapping.json`` and the AOA text, proved. All of it
+The files of this rank, with their headers; on the coordinator also ``mapping.json``, proved. All of it
 follows from the model's configuration and from how every rank describes its shards, and a job describes the same shards
 at every save. So a plan is kept under a digest of the descriptions of *all* ranks, and a later save exchanges digests
 alone. A rank whose description differs in anything has another digest, and then every rank works everything out anew:
@@ -31,7 +31,6 @@ from paddleformers_fc.execute.ties import Ties, ties_of
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for
 from paddleformers_fc.families.bind import tied_names
 from paddleformers_fc.families.stored import encode_mapping
-from paddleformers_fc.families.text import aoa_texts
 from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.codec import HEADER_KEY, encode_shards
@@ -85,12 +84,10 @@ class ModelRecord:
     Args:
         family: the family's name.
         mapping: the bytes of ``mapping.json``.
-        aoa: the AOA text by direction.
     """
 
     family: str
     mapping: bytes
-    aoa: Mapping[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -212,7 +209,7 @@ def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:
     family, rules = family_for(model.config), model_rules(model, parameters)
     prove(rules.mapping(), "The model's mapping")
     _refuse_partial(distinct, parameters)
-    return ModelRecord(family.name, encode_mapping(model, rules), aoa_texts(family, model, rules))
+    return ModelRecord(family.name, encode_mapping(model, rules))
 
 
 def _refuse_partial(everyone: list[RankShards], parameters: Mapping[str, Shard]) -> None:

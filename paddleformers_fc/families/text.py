@@ -1,16 +1,15 @@
-"""A model's mapping as AOA text, as a person would write it for Paddle's own FlexCheckpoint.
+"""The mapping of a model as AOA text for Paddle's own FlexCheckpoint.
 
-The text follows from the rules of the real tensors; what the family adds is only which layouts follow the number of
-tensor-parallel ranks, so that text written at one degree holds at every other.
+The text is derived from the rules of the real tensors. The family adds only the layouts that depend on the number of
+tensor-parallel ranks, so that text rendered at one degree holds at every other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from paddleformers_fc.aoa import Hints, render
-from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import ModelTensor, bind, family_sizes
 from paddleformers_fc.families.declarations import Family, Geometry, TargetIndex
 from paddleformers_fc.families.description import ModelDescription
@@ -18,14 +17,13 @@ from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.mapping import Mapping as TensorMapping, RuleSet
 
-FORWARD, REVERSE = DIRECTIONS = ("forward", "reverse")
 _PER_RANK = {Geometry.FUSED_FFN: "fused_ffn", Geometry.FUSED_QKV_PER_RANK: "fused_qkv_old"}
 
 
 def aoa_text(
     family: Family, model: ModelDescription, tensors: Iterable[ModelTensor], *, reverse: bool = False
 ) -> list[str]:
-    """The AOA statements from canonical tensors to a model's.
+    """Render the AOA statements from canonical tensors to those of a model.
 
     Args:
         family: the model's family.
@@ -33,7 +31,7 @@ def aoa_text(
         tensors: every tensor of the model.
         reverse: write the statements from the model's tensors to canonical ones instead.
     Raises:
-        MappingError: for tensors that the family does not declare, and where the language cannot say their mapping.
+        MappingError: for tensors that the family does not declare, and where the language cannot express their mapping.
     """
     known = list(tensors)
     rules = replace(bind(family, model, known), cuts={tensor.name: tensor.cuts for tensor in known})
@@ -41,56 +39,20 @@ def aoa_text(
 
 
 def tiny_aoa_text(family: Family, *, tp: int = 1, reverse: bool = False) -> list[str]:
-    """The AOA statements of a family's tiny configuration, on ``tp`` tensor-parallel ranks.
+    """Render the AOA statements of a family's tiny configuration, on ``tp`` tensor-parallel ranks.
 
-    Where the family has a class of PaddleFleet beside PaddleFormers' own, it is that of PaddleFleet.
+    Of a family with both classes, the model is that of PaddleFleet.
 
     Raises:
-        MappingError: where the language cannot say them, or the degree does not divide the tensors.
+        MappingError: where the language cannot express them, or the degree does not divide the tensors.
     """
     model = tiny_models(family)[0]
     tensors = [tensor.under(tp=tp) for tensor in enumerate_tensors(family, model)]
     return aoa_text(family, model, tensors, reverse=reverse)
 
 
-def aoa_texts(family: Family, model: ModelDescription, rules: RuleSet) -> dict[str, list[str]]:
-    """The statements in both directions, for the manifest; none for a direction that the language cannot say.
-
-    The mapping itself is kept in ``mapping.json`` whatever the language can say.
-
-    Args:
-        family: the model's family.
-        model: what the model was built from.
-        rules: the model's rules, with the cuts of its tensors.
-    """
-    hints = _hints(family, model, rules)
-    if _latest.hints != hints or _latest.rules != rules:
-        mapping = with_ties(rules)
-        texts = {direction: _text_or_none(mapping, hints, reverse=direction == REVERSE) for direction in DIRECTIONS}
-        _latest.rules, _latest.hints, _latest.texts = rules, hints, texts
-    return {direction: list(text) for direction, text in _latest.texts.items()}
-
-
-class _Latest:
-    """The texts that were asked for last: a job saves the same model again and again."""
-
-    rules: RuleSet | None = None
-    hints: Hints | None = None
-    texts: Mapping[str, list[str]] = {}
-
-
-_latest = _Latest()
-
-
-def _text_or_none(mapping: TensorMapping, hints: Hints, *, reverse: bool) -> list[str]:
-    try:
-        return render(mapping, hints, reverse=reverse)
-    except MappingError:
-        return []
-
-
 def with_ties(rules: RuleSet) -> TensorMapping:
-    """The mapping of a model, with tied aliases as tensors that no statement fills: they are their owner's memory."""
+    """Return the mapping of a model, with tied aliases as unfilled targets: they share their owner's memory."""
     mapping = rules.mapping()
     aliases = {tie.alias for tie in rules.ties}
     specs = {name: rules.targets[name] for name in sorted(aliases)}

@@ -148,7 +148,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         world_size: number of ranks that saved it.
         parallel: degree per parallel axis, for the reader; loading does not need it.
         family: model family whose mapping was used.
-        aoa: the mapping as AOA text, by direction.
+        aoa: empty; earlier versions wrote the mapping as AOA text here and require the key.
         files: every file but the manifest itself.
         differing_replicas: where ranks held different numbers of the same part of a tensor, one line each; not there
             where they did not.

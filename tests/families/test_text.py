@@ -1,4 +1,4 @@
-"""AOA text of models: what the manifest carries, and what the language cannot say."""
+"""AOA text of models, in both directions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paddleformers_fc.aoa import AoaTensor, normal, parse, uncut
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.registry import tiny_models
-from paddleformers_fc.families.text import aoa_text, aoa_texts, tiny_aoa_text, with_ties
+from paddleformers_fc.families.text import aoa_text, tiny_aoa_text, with_ties
 from paddleformers_fc.mapping import RuleSet
 
 LLAMA = family_for({"model_type": "llama"})
@@ -26,27 +26,22 @@ def tiny(family: Family, tp: int, **changes: object) -> tuple[ModelDescription, 
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_the_texts_of_the_manifest_are_read_back_as_the_mapping(family: Family) -> None:
-    model, rules = tiny(family, tp=2)
-    texts = aoa_texts(family, model, rules)
+def test_the_text_in_both_directions_is_read_back_as_the_mapping(family: Family) -> None:
+    _, rules = tiny(family, tp=2)
     mapping = with_ties(rules)
     canonical = {name: uncut(spec.shape, spec.dtype) for name, spec in mapping.sources.items()}
     live = {
         name: AoaTensor(spec.shape, spec.dtype, rules.cuts.get(name, (1,) * len(spec.shape)))
         for name, spec in mapping.targets.items()
     }
-    assert normal(parse(texts["forward"], canonical, live)) == normal(mapping)
-    assert normal(parse(texts["reverse"], live, canonical)) == normal(mapping.reversed())
-    assert texts == {
-        "forward": tiny_aoa_text(family, tp=2),
-        "reverse": tiny_aoa_text(family, tp=2, reverse=True),
-    }
+    assert normal(parse(tiny_aoa_text(family, tp=2), canonical, live)) == normal(mapping)
+    assert normal(parse(tiny_aoa_text(family, tp=2, reverse=True), live, canonical)) == normal(mapping.reversed())
 
 
 def test_a_model_of_many_layers_has_as_many_statements_as_one_of_few() -> None:
     def count(layers: int) -> int:
-        model, rules = tiny(LLAMA, 1, num_hidden_layers=layers)
-        return len(aoa_texts(LLAMA, model, rules)["forward"])
+        model, _ = tiny(LLAMA, 1, num_hidden_layers=layers)
+        return len(aoa_text(LLAMA, model, [one.under() for one in enumerate_tensors(LLAMA, model)]))
 
     assert count(2) == count(9) == 7
 
@@ -58,17 +53,6 @@ def test_a_tied_head_is_said_to_keep_its_owners_memory() -> None:
         tensors.append(structs.replace(next(one for one in tensors if "embed" in one.name), name="lm_head.weight"))
     assert "_ -> lm_head.weight" in aoa_text(LLAMA, model, tensors)
     assert "lm_head.weight -> _" in aoa_text(LLAMA, model, tensors, reverse=True)
-
-
-def test_a_direction_that_the_language_cannot_say_is_empty_in_the_manifest_and_an_error_elsewhere() -> None:
-    model, rules = tiny(LLAMA, tp=1)
-    rule = rules.rules[0]
-    strange = replace(
-        rules,
-        rules=(structs.replace(rule, sources=tuple(f"{name}-old" for name in rule.sources)), *rules.rules[1:]),
-    )
-    assert aoa_texts(LLAMA, model, strange) == {"forward": [], "reverse": []}
-    assert aoa_texts(LLAMA, model, rules)["forward"]
 
 
 def test_a_tensor_that_the_family_does_not_declare_is_an_error() -> None:
