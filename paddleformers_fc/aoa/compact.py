@@ -26,43 +26,43 @@ Numbers = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """Statements with placeholders, and the numbers that make one block's statements of them."""
+    """Statements with placeholders, and the numbers that make one component's statements of them."""
 
     texts: tuple[Text, ...]
     numbers: Numbers
 
 
-def compacted(blocks: Sequence[Said], index: NameIndex) -> list[str]:
-    """The statements of all blocks, as few as possible.
+def compacted(components: Sequence[Said], index: NameIndex) -> list[str]:
+    """The statements of all components, as few as possible.
 
     Args:
-        blocks: the statements of every block.
+        components: the statements of every component.
         index: the names of the left side.
     Returns:
-        statements, in the order of the blocks; those of one block keep their order.
+        statements, in the order of the components; those of one component keep their order.
     """
     placed: dict[int, list[str]] = {}
-    waiting = [number for number, block in enumerate(blocks) if block]
+    waiting = [number for number, component in enumerate(components) if component]
     for positions in _CHOICES:
         groups: dict[tuple[Text, ...], list[tuple[int, Numbers]]] = {}
         for number in waiting:
-            pattern = _pattern(blocks[number], positions)
+            pattern = _pattern(components[number], positions)
             if pattern is not None:
                 groups.setdefault(pattern.texts, []).append((number, pattern.numbers))
         done: set[int] = set()
         for texts, members in groups.items():
             numbers = {entry for _, entry in members}
             if _exact(texts[0], numbers, index):
-                placed[members[0][0]] = _group(texts, members, blocks, index)
+                placed[members[0][0]] = _group(texts, members, components, index)
                 done.update(number for number, _ in members)
         waiting = [number for number in waiting if number not in done]
     for number in waiting:
-        placed[number] = [str(text) for text in blocks[number]]
+        placed[number] = [str(text) for text in components[number]]
     return [text for number in sorted(placed) for text in placed[number]]
 
 
 def _group(
-    texts: tuple[Text, ...], members: list[tuple[int, Numbers]], blocks: Sequence[Said], index: NameIndex
+    texts: tuple[Text, ...], members: list[tuple[int, Numbers]], components: Sequence[Said], index: NameIndex
 ) -> list[str]:
     """A group's statements; one whose first name tells other numbers is spelled out for every member."""
     numbers = {entry for _, entry in members}
@@ -71,7 +71,7 @@ def _group(
         if _exact(text, numbers, index):
             said.append(str(text))
         else:
-            said += [str(blocks[number][at]) for number, _ in members]
+            said += [str(components[number][at]) for number, _ in members]
     return said
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from paddleformers_fc.aoa.runs import AxisBlock, Hints
+from paddleformers_fc.aoa.runs import AxisComponent, Hints
 from paddleformers_fc.mapping.boxes import Shape
 
 FFN, QKV = "fused_ffn", "fused_qkv_old"
@@ -33,7 +33,7 @@ class FusedLayout:
     by_shards: bool = False
 
 
-def layout_of(row: AxisBlock, hints: Hints, taken: frozenset[str]) -> FusedLayout | None:
+def layout_of(row: AxisComponent, hints: Hints, taken: frozenset[str]) -> FusedLayout | None:
     """The layout of a row, or None where no single statement says it.
 
     Args:
@@ -49,7 +49,7 @@ def layout_of(row: AxisBlock, hints: Hints, taken: frozenset[str]) -> FusedLayou
     return None if by_lengths is None else FusedLayout(by_lengths, sources, targets)
 
 
-def _plain(row: AxisBlock) -> str | None:
+def _plain(row: AxisComponent) -> str | None:
     """Whole tensors behind each other, or one tensor in equal lengths."""
     sources, targets = row.sources, row.targets
     if len(targets) == 1 and len(sources) > 1 and row.is_interleaving(tuple(sources.values()), 1, 1):
@@ -60,14 +60,14 @@ def _plain(row: AxisBlock) -> str | None:
     return None
 
 
-def _per_rank(row: AxisBlock, hints: Hints) -> str | None:
+def _per_rank(row: AxisComponent, hints: Hints) -> str | None:
     """Gate and up, or query, key and value, in as many rounds as there are shards."""
     sources, targets = list(row.sources), list(row.targets)
     if len(sources) > 1 and len(targets) > 1:
         return None
     read = written = 1
     if len(sources) == 1:
-        read = _shards(hints.left.get(sources[0]), row.block.facings[sources[0]].axes[row.axis])
+        read = _shards(hints.left.get(sources[0]), row.component.views[sources[0]].axes[row.axis])
     if len(targets) == 1:
         written = _shards(hints.right.get(targets[0]), row.axis)
     kinds = [hints.per_rank[side[0]] for side in (sources, targets) if len(side) == 1 and side[0] in hints.per_rank]
@@ -89,7 +89,7 @@ def _per_rank(row: AxisBlock, hints: Hints) -> str | None:
     return _with_axis(f"{QKV}, num_heads={heads}, num_key_value_groups={groups}", row.axis)
 
 
-def _per_head(row: AxisBlock, taken: frozenset[str]) -> str | None:
+def _per_head(row: AxisComponent, taken: frozenset[str]) -> str | None:
     """Query, key and value in one round per kv head."""
     sources, targets = list(row.sources), list(row.targets)
     lengths = _lengths(row)
@@ -114,7 +114,7 @@ def _per_head(row: AxisBlock, taken: frozenset[str]) -> str | None:
     return _with_axis(f"fused_qkv, num_heads={heads}, num_key_value_groups={rounds}", row.axis)
 
 
-def _lengths(row: AxisBlock) -> Shape:
+def _lengths(row: AxisComponent) -> Shape:
     """Lengths of the parts: of the side that has several names, or of the single tensor."""
     sources, targets = row.sources, row.targets
     return tuple((sources if len(sources) > 1 else targets).values())

@@ -11,11 +11,10 @@ import contextlib
 from collections.abc import Iterable, Mapping as MappingABC
 from dataclasses import replace
 
-from paddleformers_fc.aoa.blocks import Block, Inexpressible, SourceView, components, oriented
 from paddleformers_fc.aoa.compact import compacted
+from paddleformers_fc.aoa.components import Component, Inexpressible, SourceView, connected, ordered, oriented
 from paddleformers_fc.aoa.layers import reduce_layers
 from paddleformers_fc.aoa.names import NameIndex
-from paddleformers_fc.aoa.order import ordered
 from paddleformers_fc.aoa.parsing import parse
 from paddleformers_fc.aoa.runs import Hints
 from paddleformers_fc.aoa.statement_text import StatementWriter, Text, name_fault
@@ -62,12 +61,12 @@ def _directed(mapping: Mapping, hints: Hints, reverse: bool) -> list[str]:
 
 
 def _rendered(mapping: Mapping, hints: Hints) -> list[str]:
-    """The statements of a mapping, from its sources to its targets, read back."""
-    blocks, refused = _blocks(mapping)
+    """Render the statements of a mapping, from its sources to its targets, and verify them by parsing."""
+    components, refused = _components(mapping)
     statements = [f"{name} -> _" for name in sorted(mapping.dropped)]
     statements += [f"_ -> {name}" for name in sorted(mapping.fresh)]
     refused += [fault for name in sorted(mapping.dropped | mapping.fresh) if (fault := name_fault(name)) is not None]
-    statements += _said(blocks, mapping, hints, refused)
+    statements += _said(components, mapping, hints, refused)
     _raise_refused(refused)
     _verify(statements, mapping, hints)
     return statements
@@ -78,54 +77,54 @@ def normal(mapping: Mapping) -> set[Correspondence]:
     return {item for items in mapping.by_target.values() for item in coalesced(items)}
 
 
-def _blocks(mapping: Mapping) -> tuple[list[Block], list[str]]:
-    blocks: list[Block] = []
+def _components(mapping: Mapping) -> tuple[list[Component], list[str]]:
+    found: list[Component] = []
     refused: list[str] = []
-    for items in components(mapping):
+    for items in connected(mapping):
         try:
-            blocks.append(oriented(items, mapping))
+            found.append(oriented(items, mapping))
         except Inexpressible as reason:
             refused.append(str(reason))
-    return blocks, refused
+    return found, refused
 
 
-def _said(blocks: list[Block], mapping: Mapping, hints: Hints, refused: list[str]) -> list[str]:
-    """The statements of all blocks, in an order in which no name is overwritten before it is read."""
-    order = ordered(blocks)
+def _said(components: list[Component], mapping: Mapping, hints: Hints, refused: list[str]) -> list[str]:
+    """Render all components, in an order in which no name is overwritten before it is read."""
+    order = ordered(components)
     taken = frozenset((*mapping.sources, *mapping.targets))
     index = NameIndex(mapping.sources)
     wording = StatementWriter(hints, taken)
-    copies = [_copies(wording, blocks[place], taken, refused) for place in order.aside]
+    copies = [_copies(wording, components[place], taken, refused) for place in order.copied]
     statements = compacted(copies, index)
     for rank in (order.free, *order.ranks):
-        statements += compacted([_words(wording, blocks[place], refused) for place in rank], index)
-    for place in order.aside:
-        block = blocks[place]
-        words = _words(StatementWriter(_aside_hints(hints, block), taken), _aside(block), refused)
+        statements += compacted([_words(wording, components[place], refused) for place in rank], index)
+    for place in order.copied:
+        component = components[place]
+        words = _words(StatementWriter(_aside_hints(hints, component), taken), _aside(component), refused)
         statements += [str(text) for text in words]
     return statements
 
 
-def _words(wording: StatementWriter, block: Block, refused: list[str]) -> list[Text]:
-    faults = [fault for name in (*block.sources, *block.targets) if (fault := name_fault(name)) is not None]
+def _words(wording: StatementWriter, component: Component, refused: list[str]) -> list[Text]:
+    faults = [fault for name in (*component.sources, *component.targets) if (fault := name_fault(name)) is not None]
     if faults:
         refused += faults
         return []
     try:
-        return wording.said(block)
+        return wording.said(component)
     except Inexpressible as reason:
         refused.append(str(reason))
         return []
 
 
-def _copies(wording: StatementWriter, block: Block, taken: frozenset[str], refused: list[str]) -> list[Text]:
-    """Copies of a block's sources under names of their own, seen as the block sees them."""
+def _copies(wording: StatementWriter, component: Component, taken: frozenset[str], refused: list[str]) -> list[Text]:
+    """Write oriented copies of a component's sources under other names."""
     said: list[Text] = []
-    for name, facing in block.facings.items():
+    for name, orientation in component.views.items():
         if name + _ASIDE in taken:
             refused.append(f"{name}: is overwritten before it is read, and {name}{_ASIDE} is not free")
         try:
-            view = wording.seen(name, facing, said)
+            view = wording.seen(name, orientation, said)
         except Inexpressible as reason:
             refused.append(str(reason))
             continue
@@ -133,23 +132,23 @@ def _copies(wording: StatementWriter, block: Block, taken: frozenset[str], refus
     return said
 
 
-def _aside(block: Block) -> Block:
-    """The block, reading copies of its sources."""
-    return Block(
-        {name + _ASIDE: shape for name, shape in block.sources.items()},
-        block.targets,
-        {name + _ASIDE: SourceView(tuple(range(len(shape)))) for name, shape in block.sources.items()},
-        tuple(replace(piece, source=piece.source + _ASIDE) for piece in block.pieces),
+def _aside(component: Component) -> Component:
+    """Return the component with copies of its sources."""
+    return Component(
+        {name + _ASIDE: shape for name, shape in component.sources.items()},
+        component.targets,
+        {name + _ASIDE: SourceView(tuple(range(len(shape)))) for name, shape in component.sources.items()},
+        tuple(replace(piece, source=piece.source + _ASIDE) for piece in component.pairs),
     )
 
 
-def _aside_hints(hints: Hints, block: Block) -> Hints:
+def _aside_hints(hints: Hints, component: Component) -> Hints:
     cuts = {
-        name + _ASIDE: tuple(hints.left[name][axis] for axis in facing.axes)
-        for name, facing in block.facings.items()
+        name + _ASIDE: tuple(hints.left[name][axis] for axis in view.axes)
+        for name, view in component.views.items()
         if name in hints.left
     }
-    per_rank = {name + _ASIDE: hints.per_rank[name] for name in block.sources if name in hints.per_rank}
+    per_rank = {name + _ASIDE: hints.per_rank[name] for name in component.sources if name in hints.per_rank}
     return replace(hints, left={**hints.left, **cuts}, per_rank={**hints.per_rank, **per_rank})
 
 

@@ -1,6 +1,6 @@
 """Blocks that lie along one axis, and the layouts of the language that they follow.
 
-Along the axis a block is a list of *runs*: so many elements of this source, from here, become elements of that
+Along the axis a component is a list of *runs*: so many elements of this source, from here, become elements of that
 target, from there. Which layout it is, is found by dealing parts in rounds and comparing; names tell nothing.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd
 
-from paddleformers_fc.aoa.blocks import Block
+from paddleformers_fc.aoa.components import Component
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.rules import interleave
 
@@ -46,40 +46,40 @@ class AxisRun:
 
 
 @dataclass(frozen=True)
-class AxisBlock:
-    """A block along one axis.
+class AxisComponent:
+    """A component along one axis.
 
     Args:
-        block: the block.
+        component: the component.
         axis: the axis, the same for all its tensors as they are seen.
         runs: ordered by target and place in it, neighbours joined.
     """
 
-    block: Block
+    component: Component
     axis: int
     runs: tuple[AxisRun, ...]
 
     @property
     def is_move(self) -> bool:
         """Whether, all in all, one whole tensor becomes one whole tensor."""
-        return len(self.runs) == len(self.block.sources) == len(self.block.targets) == 1
+        return len(self.runs) == len(self.component.sources) == len(self.component.targets) == 1
 
     @property
     def sources(self) -> dict[str, int]:
         """Length of every source along the axis, in the order in which they are first written."""
         order = dict.fromkeys(run.source for run in self.runs)
-        return {name: self.block.sources[name][self.axis] for name in order}
+        return {name: self.component.sources[name][self.axis] for name in order}
 
     @property
     def targets(self) -> dict[str, int]:
         """Length of every target along the axis, in the order in which the sources hold them."""
         order = dict.fromkeys(run.target for run in sorted(self.runs, key=lambda run: (run.source, run.source_at)))
-        return {name: self.block.targets[name][self.axis] for name in order}
+        return {name: self.component.targets[name][self.axis] for name in order}
 
     def unit(self, source: str) -> int:
         """The longest length in which all runs of a source begin and end."""
         places = [place for run in self.runs if run.source == source for place in (run.source_at, run.length)]
-        return gcd(self.block.sources[source][self.axis], *places)
+        return gcd(self.component.sources[source][self.axis], *places)
 
     def is_interleaving(self, parts: Shape, source_rounds: int, target_rounds: int) -> bool:
         """Whether the runs are what dealing these parts in these rounds makes."""
@@ -99,14 +99,14 @@ class AxisBlock:
         return _joined(made) == self.runs
 
 
-def axis_block(block: Block) -> AxisBlock | None:
-    """The block along the one axis on which its boxes do not span their tensors, or None where there is no such."""
+def axis_component(component: Component) -> AxisComponent | None:
+    """The component along the one axis on which its boxes do not span their tensors, or None where there is no such."""
     spans = {
         axis
-        for piece in block.pieces
+        for piece in component.pairs
         for box, shape in (
-            (piece.source_box, block.sources[piece.source]),
-            (piece.target_box, block.targets[piece.target]),
+            (piece.source_box, component.sources[piece.source]),
+            (piece.target_box, component.targets[piece.target]),
         )
         for axis, length in enumerate(shape)
         if box.lo[axis] or box.hi[axis] != length
@@ -122,9 +122,9 @@ def axis_block(block: Block) -> AxisBlock | None:
             piece.target_box.lo[axis],
             piece.target_box.hi[axis] - piece.target_box.lo[axis],
         )
-        for piece in block.pieces
+        for piece in component.pairs
     ]
-    return AxisBlock(block, axis, _joined(runs))
+    return AxisComponent(component, axis, _joined(runs))
 
 
 def _joined(runs: list[AxisRun]) -> tuple[AxisRun, ...]:

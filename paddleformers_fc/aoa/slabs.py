@@ -1,11 +1,11 @@
-"""Blocks with a tensor that is a stack: cut along one axis into slabs, each of which is a block of its own."""
+"""Components with a stack: cut along one axis into slabs, each of which is a component of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from paddleformers_fc.aoa.blocks import Block, BlockPiece, Inexpressible, SourceView
+from paddleformers_fc.aoa.components import BoxPair, Component, Inexpressible, SourceView
 from paddleformers_fc.mapping.boxes import Box, Shape
 
 
@@ -16,39 +16,39 @@ class Slabs:
     Args:
         stack: the name of the tensor that holds the slabs.
         axis: the axis along which they lie.
-        facing: how the stack is seen where it is the source; None where it is the target.
-        blocks: the slabs, in order; in each the stack is replaced by ``<stack>_<index>``.
+        view: how the stack is seen where it is the source; None where it is the target.
+        components: the slabs, in order; in each the stack is replaced by ``<stack>_<index>``.
     """
 
     stack: str
     axis: int
-    facing: SourceView | None
-    blocks: tuple[Block, ...]
+    view: SourceView | None
+    components: tuple[Component, ...]
 
 
-def slabs_of(block: Block) -> Slabs | None:
-    """The stack of a block, or None where it has none.
+def slabs_of(component: Component) -> Slabs | None:
+    """The stack of a component, or None where it has none.
 
     Raises:
         Inexpressible: where a stacked source has slabs of several lengths.
     """
-    for side in (len(block.targets) == 1, False):
-        if side or len(block.sources) == 1:
-            rank = len(next(iter(block.targets.values())))
+    for side in (len(component.targets) == 1, False):
+        if side or len(component.sources) == 1:
+            rank = len(next(iter(component.targets.values())))
             for axis in range(rank):
-                groups = _groups(block.pieces, axis, of_target=side)
+                groups = _groups(component.pairs, axis, of_target=side)
                 if len(groups) > 1 and _apart(groups, of_target=side):
-                    return _target_slabs(block, axis, groups) if side else _source_slabs(block, axis, groups)
+                    return _target_slabs(component, axis, groups) if side else _source_slabs(component, axis, groups)
     return None
 
 
-def _box(piece: BlockPiece, of_target: bool) -> Box:
+def _box(piece: BoxPair, of_target: bool) -> Box:
     return piece.target_box if of_target else piece.source_box
 
 
-def _groups(pieces: Iterable[BlockPiece], axis: int, *, of_target: bool) -> list[list[BlockPiece]]:
+def _groups(pieces: Iterable[BoxPair], axis: int, *, of_target: bool) -> list[list[BoxPair]]:
     """Pieces whose boxes overlap along the axis, together."""
-    groups: list[list[BlockPiece]] = []
+    groups: list[list[BoxPair]] = []
     end = 0
     for piece in sorted(pieces, key=lambda piece: _box(piece, of_target).lo[axis]):
         box = _box(piece, of_target)
@@ -60,40 +60,40 @@ def _groups(pieces: Iterable[BlockPiece], axis: int, *, of_target: bool) -> list
     return groups
 
 
-def _apart(groups: list[list[BlockPiece]], *, of_target: bool) -> bool:
+def _apart(groups: list[list[BoxPair]], *, of_target: bool) -> bool:
     """Whether every tensor of the other side belongs to one slab."""
     names = [{piece.source if of_target else piece.target for piece in group} for group in groups]
     return sum(map(len, names)) == len(set[str]().union(*names))
 
 
-def _span(group: list[BlockPiece], axis: int, *, of_target: bool) -> tuple[int, int]:
+def _span(group: list[BoxPair], axis: int, *, of_target: bool) -> tuple[int, int]:
     boxes = [_box(piece, of_target) for piece in group]
     return min(box.lo[axis] for box in boxes), max(box.hi[axis] for box in boxes)
 
 
-def _target_slabs(block: Block, axis: int, groups: list[list[BlockPiece]]) -> Slabs:
-    ((stack, shape),) = block.targets.items()
-    blocks = []
+def _target_slabs(component: Component, axis: int, groups: list[list[BoxPair]]) -> Slabs:
+    ((stack, shape),) = component.targets.items()
+    components = []
     for index, group in enumerate(groups):
         begin, end = _span(group, axis, of_target=True)
         name = f"{stack}_{index}"
         sources = dict.fromkeys(piece.source for piece in group)
         pieces = [replace(piece, target=name, target_box=_moved(piece.target_box, axis, -begin)) for piece in group]
-        blocks.append(
-            Block(
-                {source: block.sources[source] for source in sources},
+        components.append(
+            Component(
+                {source: component.sources[source] for source in sources},
                 {name: _with(shape, axis, end - begin)},
-                {source: block.facings[source] for source in sources},
+                {source: component.views[source] for source in sources},
                 tuple(pieces),
             )
         )
-    return Slabs(stack, axis, None, tuple(blocks))
+    return Slabs(stack, axis, None, tuple(components))
 
 
-def _source_slabs(block: Block, axis: int, groups: list[list[BlockPiece]]) -> Slabs:
-    ((stack, shape),) = block.sources.items()
-    facing = SourceView(tuple(range(len(shape))))
-    blocks = []
+def _source_slabs(component: Component, axis: int, groups: list[list[BoxPair]]) -> Slabs:
+    ((stack, shape),) = component.sources.items()
+    view = SourceView(tuple(range(len(shape))))
+    components = []
     for index, group in enumerate(groups):
         begin, end = _span(group, axis, of_target=False)
         if (end - begin) * len(groups) != shape[axis]:
@@ -101,15 +101,15 @@ def _source_slabs(block: Block, axis: int, groups: list[list[BlockPiece]]) -> Sl
         name = f"{stack}_{index}"
         targets = dict.fromkeys(piece.target for piece in group)
         pieces = [replace(piece, source=name, source_box=_moved(piece.source_box, axis, -begin)) for piece in group]
-        blocks.append(
-            Block(
+        components.append(
+            Component(
                 {name: _with(shape, axis, end - begin)},
-                {target: block.targets[target] for target in targets},
-                {name: facing},
+                {target: component.targets[target] for target in targets},
+                {name: view},
                 tuple(pieces),
             )
         )
-    return Slabs(stack, axis, block.facings[stack], tuple(blocks))
+    return Slabs(stack, axis, component.views[stack], tuple(components))
 
 
 def _moved(box: Box, axis: int, by: int) -> Box:

@@ -1,4 +1,4 @@
-"""From a block to the statements that say it.
+"""From a component to the statements that say it.
 
 A statement is chosen by what it is exact for: a rename, a layout that one statement has, or, where there is none,
 lengths in which everything begins and ends: split into equal parts, named as an array, and joined anew.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from paddleformers_fc.aoa.blocks import Block, Inexpressible, SourceView
+from paddleformers_fc.aoa.components import Component, Inexpressible, SourceView
 from paddleformers_fc.aoa.layouts import layout_of
 from paddleformers_fc.aoa.operations import DTYPES
-from paddleformers_fc.aoa.runs import AxisBlock, AxisRun, Hints, axis_block
+from paddleformers_fc.aoa.runs import AxisComponent, AxisRun, Hints, axis_component
 from paddleformers_fc.aoa.slabs import Slabs, slabs_of
 from paddleformers_fc.aoa.syntax import KEYWORDS, NOTHING
 
@@ -40,7 +40,7 @@ class Text:
 
 
 class StatementWriter:
-    """Says blocks.
+    """Says components.
 
     Args:
         hints: shards and heads.
@@ -51,68 +51,68 @@ class StatementWriter:
         self._hints = hints
         self._taken = taken
 
-    def said(self, block: Block) -> list[Text]:
-        """The statements of a block; none where equal names say it.
+    def said(self, component: Component) -> list[Text]:
+        """The statements of a component; none where equal names say it.
 
         Raises:
             Inexpressible: where the language cannot say it.
         """
-        row = None if block.is_move else axis_block(block)
-        if block.is_move or (
-            row is not None and row.is_move and not self._hints.per_rank.keys() & block.targets.keys()
+        row = None if component.is_move else axis_component(component)
+        if component.is_move or (
+            row is not None and row.is_move and not self._hints.per_rank.keys() & component.targets.keys()
         ):
-            return self._move(block)
+            return self._move(component)
         if row is not None:
             return self._row(row)
-        slabs = slabs_of(block)
+        slabs = slabs_of(component)
         if slabs is None:
-            raise Inexpressible(f"{block.names}: the boxes lie along several axes in a way that no statements make")
+            raise Inexpressible(f"{component.names}: the boxes lie along several axes in a way that no statements make")
         return self._slabs(slabs)
 
-    def _move(self, block: Block) -> list[Text]:
-        piece = block.pieces[0]
-        facing = block.facings[piece.source]
-        if piece.source == piece.target and facing.straight and facing.cast is None:
+    def _move(self, component: Component) -> list[Text]:
+        piece = component.pairs[0]
+        view = component.views[piece.source]
+        if piece.source == piece.target and view.straight and view.cast is None:
             return []
-        if facing.straight or facing.reversed:
-            return [Text((_view(piece.source, facing),), (piece.target,), _cast(facing))]
-        if facing.cast is None:
-            return [Text((piece.source,), (piece.target,), _permute(facing))]
+        if view.straight or view.reversed:
+            return [Text((_view(piece.source, view),), (piece.target,), _cast(view))]
+        if view.cast is None:
+            return [Text((piece.source,), (piece.target,), _permute(view))]
         return [
-            Text((piece.source,), (piece.source,), _permute(facing)),
-            Text((piece.source,), (piece.target,), _cast(facing)),
+            Text((piece.source,), (piece.source,), _permute(view)),
+            Text((piece.source,), (piece.target,), _cast(view)),
         ]
 
-    def _row(self, row: AxisBlock) -> list[Text]:
+    def _row(self, row: AxisComponent) -> list[Text]:
         layout = layout_of(row, self._hints, self._taken)
         if layout is None:
             return self._parts(row)
         # Paddle loses the number of shards of a tensor that such a statement reads transposed: turn it first.
         turned_first = layout.by_shards and len(layout.sources) == 1
         said: list[Text] = []
-        left = [self.seen(name, row.block.facings[name], said, plain=turned_first) for name in layout.sources]
+        left = [self.seen(name, row.component.views[name], said, plain=turned_first) for name in layout.sources]
         return [*said, Text(tuple(left), layout.targets, layout.attributes)]
 
-    def seen(self, name: str, facing: SourceView, said: list[Text], *, plain: bool = False) -> str:
+    def seen(self, name: str, view: SourceView, said: list[Text], *, plain: bool = False) -> str:
         """How a source is read; what has to be said before is added to ``said`` and done under its own name."""
-        if facing.straight or facing.reversed:
-            if facing.cast is None and not (plain and facing.reversed):
-                return _view(name, facing)
-            said.append(Text((_view(name, facing),), (name,), _cast(facing)))
+        if view.straight or view.reversed:
+            if view.cast is None and not (plain and view.reversed):
+                return _view(name, view)
+            said.append(Text((_view(name, view),), (name,), _cast(view)))
             return name
-        said.append(Text((name,), (name,), _permute(facing)))
-        if facing.cast is not None:
-            said.append(Text((name,), (name,), _cast(facing)))
+        said.append(Text((name,), (name,), _permute(view)))
+        if view.cast is not None:
+            said.append(Text((name,), (name,), _cast(view)))
         return name
 
-    def _parts(self, row: AxisBlock) -> list[Text]:
+    def _parts(self, row: AxisComponent) -> list[Text]:
         """The general case: equal parts as long as possible, named as arrays, and joined anew."""
         said: list[Text] = []
         spelled: dict[str, str] = {}
         units: dict[str, int] = {}
         for name, length in row.sources.items():
             unit = units[name] = row.unit(name)
-            spelled[name] = view = self.seen(name, row.block.facings[name], said)
+            spelled[name] = view = self.seen(name, row.component.views[name], said)
             if unit < length:
                 said.append(Text((view,), (self._array(name, length // unit),), _axis(row)))
         for target in dict.fromkeys(run.target for run in row.runs):
@@ -132,14 +132,14 @@ class StatementWriter:
 
     def _slabs(self, slabs: Slabs) -> list[Text]:
         """Slabs one by one, and one statement that joins or splits the tensor that holds them."""
-        array = self._array(slabs.stack, len(slabs.blocks))
+        array = self._array(slabs.stack, len(slabs.components))
         said: list[Text] = []
-        if slabs.facing is not None:
-            view = self.seen(slabs.stack, slabs.facing, said)
+        if slabs.view is not None:
+            view = self.seen(slabs.stack, slabs.view, said)
             said.append(Text((view,), (array,), f"axis={slabs.axis}"))
-        for block in slabs.blocks:
-            said += self.said(block)
-        if slabs.facing is None:
+        for component in slabs.components:
+            said += self.said(component)
+        if slabs.view is None:
             said.append(Text((array,), (slabs.stack,), f"axis={slabs.axis}"))
         return said
 
@@ -153,24 +153,24 @@ def name_fault(name: str) -> str | None:
     return None
 
 
-def _view(name: str, facing: SourceView) -> str:
-    return name + "^T" if facing.reversed else name
+def _view(name: str, view: SourceView) -> str:
+    return name + "^T" if view.reversed else name
 
 
-def _permute(facing: SourceView) -> str:
-    return f'permute="{list(facing.axes)}"'
+def _permute(view: SourceView) -> str:
+    return f'permute="{list(view.axes)}"'
 
 
-def _cast(facing: SourceView) -> str:
-    if facing.cast is None:
+def _cast(view: SourceView) -> str:
+    if view.cast is None:
         return ""
-    for dtype in facing.cast:
+    for dtype in view.cast:
         if dtype not in DTYPES:
             raise Inexpressible(f"a cast with {dtype}: the language knows {', '.join(DTYPES)}")
-    return f"src_dtype='{facing.cast[0]}', dst_dtype='{facing.cast[1]}'"
+    return f"src_dtype='{view.cast[0]}', dst_dtype='{view.cast[1]}'"
 
 
-def _axis(row: AxisBlock) -> str:
+def _axis(row: AxisComponent) -> str:
     return f"axis={row.axis}"
 
 
