@@ -120,21 +120,20 @@ def order(key: str) -> tuple[int, int]:
 HEAD = """\
 # Guarantees
 
-Made by `make guarantees` from what the tests in `tests/corruption/` and `tests/crash/` saw; every run of the tests
-compares each line with what it sees. *Stock* is paddlepaddle 3.3.1 and paddleformers 1.2.0, reproduced by the same test
-that shows what this package does. "Nothing changed" means that every target was compared, bit by bit, with what it held
-before.
+Written by `make guarantees` from observations of the tests in `tests/corruption/` and `tests/crash/`; every run of the
+tests compares each line with its observations. *Stock* is paddlepaddle 3.3.1 and paddleformers 1.2.0, observed in the
+same test. "Nothing changed" means that every target was compared, bit by bit, with its earlier content.
 
-Unless a row says otherwise, a checkpoint is read as by default, with `flex_verify: size`. What `size` cannot see, a
-changed byte of a tensor in a file of the right length, `full` sees: a load hashes all that it will read, the `verify`
-verb everything. Documents are compared with their checksums at every level.
+Unless a row states another value, a checkpoint is read with the default `flex_verify: size`. Only `full` detects a
+changed byte of a tensor in a file of the right length: a load hashes everything that it will read, the `verify` command
+all bytes. Documents are compared with their checksums at every level.
 """
 HOSTILE = """\
 ## Hostile input
 
-Whatever comes from a disk or from a user, nothing but an error of this package comes out of reading it; no code that it
-names is run, no file outside its directory is read, and no more memory is taken than is said here. Checksums guard
-against accidents and not against whoever rewrites them too; what follows holds for files that were forged with care.
+Reading any file or setting ends in success or in an error of this package: no code that it names is run, no file
+outside its directory is read, and memory stays within the bounds below. Checksums guard against accidents, not against
+forgers who rewrite them too; the following holds for carefully forged files.
 
 """
 TITLES = {

@@ -44,7 +44,7 @@ def test_g40_diverged_copies_of_a_tied_weight_cost_no_whole_checkpoint(ranks: Fo
     assert [len(outcome["losses"]) for outcome in resumed] == [2, 2]
     assert len({bits for outcome in resumed for bits in outcome["copies"].values()}) == 1
     return Observed(
-        "the last checkpoint with equal copies is deleted; a resume goes on with two different copies, without an "
+        "the last checkpoint with equal copies is deleted; a resume continues with two different copies, without an "
         "error",
         f"saved with the record “{line}”, under every option; the whole checkpoint-1 stays, and is the one that "
         "`resume_from_checkpoint: true` resumes; checkpoint-3 is refused unless `flex_tied` chooses a copy",

@@ -88,7 +88,7 @@ def test_t19_a_resume_runs_no_pickle(ranks: ForkServer, tmp_path: Path) -> Obser
     assert ended["step"] == 3
     assert ended["at_end"] == pytest.approx(ended["best"], abs=1e-6)
     run_by_stock = ", ".join(f"`{name}`" for name in sorted({name.rpartition("-")[2] for name in stock}))
-    return Observed(f"runs {run_by_stock}", "runs none; goes on, and ends with the best weights")
+    return Observed(f"runs {run_by_stock}", "runs none; continues, and ends with the best weights")
 
 
 VERBS = (

@@ -199,7 +199,7 @@ def test_s16_statements_that_cannot_be_read_are_refused(bare_ranks: ForkServer, 
     error = ours.refusal(ours.load(tmp_path / "checkpoint-3", ours.empty(), aoa=nonsense))
     assert isinstance(error, MappingError)
     return Observed(
-        f"the statement `{nonsense['aoa_statements'][0]}` is never read, and the load goes on; no error",
+        f"the statement `{nonsense['aoa_statements'][0]}` is never read, and the load continues; no error",
         refused(error, "statement 1"),
     )
 

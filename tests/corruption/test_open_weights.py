@@ -204,7 +204,7 @@ def test_t12_a_file_that_the_index_does_not_list_is_ignored(
     add(model)
     assert trained_from(model, tmp_path / "out", expected)
     return Observed(
-        "its tensors win over those of the index; no error", "loads right: the index says which files count"
+        "its tensors win over those of the index; no error", "loads right: the index lists the files that count"
     )
 
 
@@ -331,7 +331,7 @@ def test_g21_a_model_that_another_loader_has_filled_is_refused(ranks: ForkServer
     error = from_wire(found["error"])
     assert isinstance(error, OptionError)
     return Observed(
-        "trains; the tensor keeps its initial values, said by a warning of Python",
+        "trains; the tensor keeps its initial values, with a warning of Python",
         refused(error, "set_state_dict"),
     )
 

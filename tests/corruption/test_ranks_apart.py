@@ -79,7 +79,7 @@ def test_t17_another_checkpoint_under_the_same_name_is_refused(ranks: ForkServer
     assert "rank 0: step 3" in first["text"]
     assert "rank 1: step 3" in first["text"]
     return Observed(
-        "training goes on, and the two ranks have different weights; no error",
+        "training continues, and the two ranks have different weights; no error",
         "refused on every rank: `Corrupt`, with the checkpoints and the ranks that see them; nothing changed",
     )
 
@@ -104,5 +104,5 @@ def test_t18_replicas_that_differ_are_told(ranks: ForkServer, tmp_path: Path) ->
     assert not list((tmp_path / "refused").glob("*checkpoint*"))
     return Observed(
         "one of them is saved; no error",
-        f"said once in the log and in the checkpoint: “{line}”; refused under `flex_check_replicas: refuse`",
+        f"recorded once in the log and in the checkpoint: “{line}”; refused under `flex_check_replicas: refuse`",
     )

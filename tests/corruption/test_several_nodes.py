@@ -12,7 +12,7 @@ from tests.harness.tiny import DP2
 JOBS = "tests.trainer.disk_jobs"
 
 
-@fault("G100", "one of two nodes comes back with a fresh disk, and the command line resumes by itself")
+@fault("G100", "one of two nodes comes back with a fresh disk, and the command line resumes automatically")
 def test_g100_the_rank_of_a_fresh_disk_joins_the_decision(ranks: ForkServer, tmp_path: Path) -> Observed:
     places = [tmp_path / "first", tmp_path / "second"]
     for place in places:

@@ -33,6 +33,6 @@ def test_g31_a_save_that_goes_around_stops_every_rank(ranks: ForkServer, tmp_pat
     assert "_save_checkpoint of paddleformers_fc did not run" in found[0]["text"]
     written = sorted(path.name for path in (tmp_path / "checkpoint-2" / "model_state").glob("*.metadata"))
     return Observed(
-        f"`checkpoint-2/model_state/{written[0]}`, and the run goes on",
+        f"`checkpoint-2/model_state/{written[0]}`, and the run continues",
         f"every rank stops after that save: `{found[0]['error']}`, “_save_checkpoint of paddleformers_fc did not run”",
     )

@@ -32,12 +32,20 @@ SUFFIXES = {
 }
 
 
+MANIFEST = ("format", "version", "written_by", "step", "consumed_samples", "world_size", "parallel", "family", "aoa")
+MANIFEST += ("files", "seal")
+OPTIONAL = ("differing_replicas", "diverged_ties", "run")
+
+
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest after comparing all of its checksums."""
     raw = (directory / "flex_checkpoint.json").read_bytes()
     manifest: dict[str, Any] = json.loads(raw)
     sealed = {key: value for key, value in manifest.items() if key != "seal"}
     text = json.dumps(sealed, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    unknown = [value for key, value in manifest.items() if key not in (*MANIFEST, *OPTIONAL)]
+    ignored = [isinstance(value, dict) and value.get("must_understand") is False for value in unknown]
+    expect(all(ignored) and manifest.keys() >= set(MANIFEST), "fields")
     expect(raw.endswith(b"}\n"), "line feed")
     expect((manifest["format"], manifest["version"]) == ("flex_checkpoint", 1), "format")
     expect(xxhash.xxh3_128_hexdigest(text.encode()) == manifest["seal"], "seal")

@@ -90,6 +90,9 @@ def test_the_page_recognises_a_manifest_and_a_file_that_were_altered(tmp_path: P
     path.write_text(json.dumps({**json.loads(path.read_text()), "step": 2}) + "\n")
     with pytest.raises(ValueError, match="seal"):
         page_reader.read_manifest(directory)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "compression": "zstd"}) + "\n")
+    with pytest.raises(ValueError, match="fields"):
+        page_reader.read_manifest(directory)
     directory = save_simulated(tmp_path / "checkpoint-2", "dp=1")
     weights = next((directory / "model_state").iterdir())
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
