@@ -28,7 +28,8 @@ from paddleformers_fc.execute.save import config_bytes
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.stored import decode_mapping, encode_mapping
-from paddleformers_fc.formats.flex import DOCUMENTS, FlexCheckpoint, build_catalog, open_flex, probe, shards_of
+from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
+from paddleformers_fc.formats.flex import DOCUMENTS, build_catalog, open_flex, probe, shards_of
 from paddleformers_fc.layout.codec import HEADER_KEY, encode_shards
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
@@ -186,7 +187,7 @@ def measure(directory: Path, job: Job, layers: int, rounds: int) -> tuple[dict[s
     return times.seconds, stored, items
 
 
-def _open(directory: Path, times: Timings) -> FlexCheckpoint:
+def _open(directory: Path, times: Timings) -> OpenedCheckpoint:
     sight = times.of("manifest and files' sizes", lambda: probe(directory))
     times.of("headers", lambda: build_catalog(directory, sight.manifest, lambda path: shards_of(directory, path)))
     mapping = directory / DOCUMENTS[0]
@@ -194,7 +195,7 @@ def _open(directory: Path, times: Timings) -> FlexCheckpoint:
     return times.of("**open**, the above and that every tensor is whole", lambda: open_flex(directory))
 
 
-def _plan(checkpoint: FlexCheckpoint, model: SimulatedModel, wanted: list[Roles], times: Timings, plans: Path) -> int:
+def _plan(checkpoint: OpenedCheckpoint, model: SimulatedModel, wanted: list[Roles], times: Timings, plans: Path) -> int:
     times.of("stored mapping: denote, prove, agree with the family", lambda: stored_mapping(checkpoint))
     everything = {name: shard for roles in wanted for name, shard in roles[MODEL_STATE].items()}
     rules = times.of("live model: bind", lambda: model_rules(model.model, everything))

@@ -16,3 +16,13 @@ def size_text(count: int) -> str:
 def count_text(count: int, noun: str) -> str:
     """Format a count with its noun: ``1 tensor``, ``1,024 tensors``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key under which ``layers.2`` comes before ``layers.10``."""
+    return [(0, int(piece), "") if _is_number(piece) else (1, 0, piece) for piece in name.split(".")]
+
+
+def _is_number(piece: str) -> bool:
+    # Some characters are digits and no number, and a number may be too long for one.
+    return piece.isascii() and piece.isdigit() and len(piece) <= 18

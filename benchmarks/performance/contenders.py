@@ -24,13 +24,13 @@ from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import host_view, slots_of
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS
 from paddleformers_fc.execute.reading import execute_reads
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for
-from paddleformers_fc.formats import open_huggingface
+from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
@@ -219,8 +219,8 @@ class Ours:
         save_checkpoint(directory / "checkpoint-1", held.weights, model, files, JobRecord(1, 1, {}), held.channel)
 
     def load(self, directory: Path, held: Held) -> int:
-        """``open_checkpoint`` and ``load_checkpoint``."""
-        opened = open_checkpoint(directory / "checkpoint-1", held.channel)
+        """``open_on_all_ranks`` and ``load_checkpoint``."""
+        opened = open_on_all_ranks(directory / "checkpoint-1", held.channel)
         return load_checkpoint(
             opened, held.weights, ModelDescription(MODELS[held.model].config), held.channel
         ).bytes_read
@@ -228,7 +228,7 @@ class Ours:
     def start(self, directory: Path, held: Held) -> int:
         """What ``load_weights`` does, for the ranks of one pipeline stage, the other stages not being there."""
         model = ModelDescription(MODELS[held.model].config)
-        catalog = open_huggingface(directory)
+        catalog = open_huggingface(directory).catalog
         shards = describe_roles(held.weights)
         optional = OptionalNames(family_for(model.config), model)
         source, report = huggingface_source(catalog, model_rules(model, shards[MODEL_STATE]), optional)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paddleformers_fc.aoa import render
-from paddleformers_fc.cli.opening import required_config
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.families import ModelTensor
 from paddleformers_fc.families.declarations import Geometry
 from paddleformers_fc.families.text import with_ties
-from paddleformers_fc.formats import open_huggingface
-from paddleformers_fc.formats.flex import CONFIG_NAME
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME
+from paddleformers_fc.formats.huggingface import open_huggingface
+from paddleformers_fc.formats.registry import require_config
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
@@ -67,9 +67,9 @@ def derive(directory: Path, settled: Sequence[str], native: bool, target: Path |
     told = dict(_told(text) for text in fused)
     if target is not None and target.exists():
         raise OptionError(f"{target} exists.", next_step="Name another file for the family, or remove this one.")
-    stored = open_huggingface(directory).roles[MODEL_STATE]
+    stored = open_huggingface(directory).catalog.roles[MODEL_STATE]
     canonical = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
-    config = required_config(directory)
+    config = require_config(directory)
     tensors, hint = _model(directory, native)
     found = derive_rules(tensors, canonical, config, hint=hint, settled=settled)
     found.refuse_questions()

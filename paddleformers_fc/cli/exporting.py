@@ -5,6 +5,7 @@ The number costs one more pass over the files, which the system's cache mostly s
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Sequence
@@ -13,16 +14,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paddleformers_fc.cli.opening import FLEX, refuse_open_weights
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.export import described_files, export_checkpoint
-from paddleformers_fc.formats import open_huggingface
-from paddleformers_fc.formats.flex import CONFIG_NAME
-from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.execute.export import described_files, export_opened
+from paddleformers_fc.formats import open_checkpoint
+from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME, open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import real_path
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
+from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.text import count_text, size_text
@@ -77,10 +76,10 @@ def export(source: AnyPath, target: Path, max_shard_bytes: int, verify: str, rep
         FlexError: the source cannot be opened, proved or read, or the target not be written.
     """
     started = time.monotonic()
-    kind = refuse_open_weights(source)
-    small = described_files(read_manifest(source)) if kind == FLEX else [CONFIG_NAME]
-    _refuse_target(target, small, replace)
-    report = export_checkpoint(source, target, max_shard_bytes, verify=verify, tied=tied)
+    opened = open_checkpoint(source, "size" if verify == "full" else verify)
+    refuse_target(target, described_files(opened), replace)
+    chosen = dataclasses.replace(opened, tied=tied, unread=verify == "full")
+    report = export_opened(chosen, target, max_shard_bytes)
     return Exported(
         source=str(source),
         path=str(target),
@@ -92,7 +91,7 @@ def export(source: AnyPath, target: Path, max_shard_bytes: int, verify: str, rep
     )
 
 
-def _refuse_target(target: Path, small: Sequence[str], replace: bool) -> None:
+def refuse_target(target: Path, small: Sequence[str], replace: bool) -> None:
     inside = next((path for path in (target, *real_path(target).parents) if (path / MANIFEST_NAME).exists()), None)
     if inside is not None:
         raise OptionError(
@@ -129,7 +128,7 @@ def weights_md5(directory: Path) -> str:
     """
     digest = hashlib.md5()
     buffer = memoryview(bytearray(_READ_BYTES))
-    tensors = open_huggingface(directory).roles[MODEL_STATE]
+    tensors = open_huggingface(directory).catalog.roles[MODEL_STATE]
     with RangeReader() as reader:
         for name in sorted(tensors):
             digest.update(name.encode())

@@ -1,27 +1,23 @@
-"""``inspect``: what a checkpoint holds, from its manifest and headers alone.
+"""``inspect``: what a checkpoint contains, from its manifest and headers alone.
 
-No tensor byte is read; the cost is one small read per file. The facts are one Struct, which ``--json`` prints as it is
-and :func:`show` turns into text.
+No tensor byte is read; the cost is one small read per file. The facts are one Struct, which ``--json`` prints and
+:func:`show` formats as text.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from paddleformers_fc.cli import outputs
-from paddleformers_fc.cli.listing import TensorFacts, list_tensors, show_tensors
-from paddleformers_fc.cli.opening import FLEX, HUGGINGFACE, PADDLE, CheckpointKind, Opened, open_directory
+from paddleformers_fc.cli.listing import show_tensors
 from paddleformers_fc.cli.outputs import OutputFacts, output_facts
 from paddleformers_fc.errors import NotACheckpoint, OptionError
-from paddleformers_fc.formats import StoredTensor
+from paddleformers_fc.formats import FORMATS, open_checkpoint
+from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, TensorFacts, job_facts, list_tensors, role_facts
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
-from paddleformers_fc.storage.files import map_paths, size_of
-from paddleformers_fc.storage.manifest import Branch
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text, size_text
 
@@ -49,67 +45,17 @@ _CONFIG_KEYS = (
 _MOST_DIFFERENCES = 20
 """How many lines about replicas that differ are shown as text."""
 
-_KINDS = {
-    FLEX: "flex checkpoint",
-    HUGGINGFACE: "open weights (Hugging Face)",
-    PADDLE: "checkpoint of Paddle's FlexCheckpoint",
-}
-
-
-class JobFacts(msgspec.Struct, frozen=True):
-    """The job that saved a flex checkpoint.
-
-    Attributes:
-        step: optimizer steps done.
-        consumed_samples: training samples seen.
-        world_size: number of ranks.
-        parallel: degree per parallel axis.
-        family: the model family whose mapping was used.
-        written_by: program and version.
-        differing_replicas: where its ranks held different numbers of the same part of a tensor, one line each.
-        diverged_ties: where copies of tied tensors differ, one line each; such a checkpoint is not whole.
-        run: id of the run; empty in checkpoints of earlier versions.
-        branches: the runs and steps that it goes back to, first to last.
-    """
-
-    step: int
-    consumed_samples: int
-    world_size: int
-    parallel: dict[str, int]
-    family: str
-    written_by: str
-    differing_replicas: list[str]
-    diverged_ties: list[str]
-    run: str
-    branches: list[Branch]
-
-
-class RoleFacts(msgspec.Struct, frozen=True):
-    """What is stored in one role.
-
-    Attributes:
-        tensors: how many.
-        elements: numbers in them; for ``model_state`` these are the parameters.
-        bytes: of those numbers.
-        dtypes: number of tensors by element type.
-        files: how many files hold them.
-    """
-
-    tensors: int
-    elements: int
-    bytes: int
-    dtypes: dict[str, int]
-    files: int
+_OUTPUT_DIRECTORY = "output_directory"
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """Everything that ``inspect`` says.
+    """The facts that ``inspect`` reports.
 
     Attributes:
-        kind: ``flex_checkpoint``, ``huggingface``, ``paddle`` or ``output_directory``.
+        kind: name of the format, or ``output_directory``.
         path: the directory as it was named.
         job: who saved it; None for open weights.
-        model: the keys of ``config.json`` that tell a model's size.
+        model: the keys of ``config.json`` that determine a model's size.
         files: how many files count.
         bytes: their sizes together.
         roles: what is stored, by role.
@@ -117,7 +63,7 @@ class Inspection(msgspec.Struct, frozen=True):
         output: the checkpoints and leftovers in it; None where there are none.
     """
 
-    kind: CheckpointKind | Literal["output_directory"]
+    kind: str
     path: str
     job: JobFacts | None
     model: dict[str, Any]
@@ -129,7 +75,7 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 def inspect(directory: AnyPath, pattern: str | None = None) -> Inspection:
-    """The facts about a directory.
+    """Return the facts about a directory.
 
     Args:
         directory: a flex checkpoint, a directory of open weights, or an output directory.
@@ -140,12 +86,12 @@ def inspect(directory: AnyPath, pattern: str | None = None) -> Inspection:
     """
     output = output_facts(directory) if isinstance(directory, Path) else None
     try:
-        opened = open_directory(directory, "size")
+        opened = open_checkpoint(directory)
     except NotACheckpoint:
         if output is None or pattern is not None:
             raise
-        return Inspection("output_directory", str(directory), None, {}, 0, 0, {}, output=output)
-    sizes = _file_sizes(opened)
+        return Inspection(_OUTPUT_DIRECTORY, str(directory), None, {}, 0, 0, {}, output=output)
+    sizes = opened.file_sizes
     tensors = None if pattern is None else list_tensors(opened, pattern)
     if tensors == []:
         raise OptionError(
@@ -154,70 +100,20 @@ def inspect(directory: AnyPath, pattern: str | None = None) -> Inspection:
             next_step="Quote the pattern, as in '*q_proj*'; optimizer states end in a suffix such as .moment1_0.",
         )
     return Inspection(
-        kind=opened.kind,
+        kind=opened.format.name,
         path=str(directory),
-        job=_job(opened),
+        job=job_facts(opened),
         model={key: opened.config[key] for key in _CONFIG_KEYS if key in opened.config},
         files=len(sizes),
         bytes=sum(sizes.values()),
-        roles={role: _role_facts(list(stored.values())) for role, stored in opened.catalog.roles.items()},
+        roles=role_facts(opened),
         tensors=tensors,
         output=output,
     )
 
 
-def _file_sizes(opened: Opened) -> dict[str, int]:
-    """Size by name of every file that counts."""
-    if opened.checkpoint is not None:
-        return {receipt.path: receipt.size for receipt in opened.checkpoint.manifest.files}
-    names = {
-        fragment.file
-        for stored in opened.catalog.roles.values()
-        for tensor in stored.values()
-        for fragment in tensor.fragments
-    }
-    ordered = sorted(names)
-    return dict(
-        zip(
-            ordered,
-            map_paths(size_of, (opened.catalog.root / name for name in ordered), opened.catalog.root),
-            strict=True,
-        )
-    )
-
-
-def _job(opened: Opened) -> JobFacts | None:
-    if opened.checkpoint is None:
-        return None
-    manifest = opened.checkpoint.manifest
-    return JobFacts(
-        manifest.step,
-        manifest.consumed_samples,
-        manifest.world_size,
-        manifest.parallel,
-        manifest.family,
-        manifest.written_by,
-        manifest.differences,
-        [line for tie in manifest.ties for line in tie.differences],
-        manifest.saved_by.id,
-        manifest.saved_by.branches,
-    )
-
-
-def _role_facts(tensors: list[StoredTensor]) -> RoleFacts:
-    dtypes: dict[str, int] = {}
-    elements = size = 0
-    for tensor in tensors:
-        count = math.prod(tensor.shape)
-        elements += count
-        size += count * item_size(to_safetensors(tensor.dtype))
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + 1
-    files = {fragment.file for tensor in tensors for fragment in tensor.fragments}
-    return RoleFacts(len(tensors), elements, size, dtypes, len(files))
-
-
 def show(found: Inspection, console: Console) -> None:
-    """The facts as text."""
+    """Print the facts."""
     from rich.table import Table
     from rich.text import Text
 
@@ -239,9 +135,9 @@ def show(found: Inspection, console: Console) -> None:
 
 
 def _headline(found: Inspection) -> list[tuple[str, str]]:
-    if found.kind == "output_directory":
+    if found.kind == _OUTPUT_DIRECTORY:
         return [("kind", "output directory")]
-    lines = [("kind", _KINDS[found.kind])]
+    lines = [("kind", next(one.title for one in FORMATS if one.name == found.kind))]
     if found.job is not None:
         job = found.job
         lines.append(("step", f"{job.step:,}, after {count_text(job.consumed_samples, 'sample')}"))
@@ -252,10 +148,10 @@ def _headline(found: Inspection) -> list[tuple[str, str]]:
                 ("run", job.run + "".join(f", from step {one.step} of {one.run}" for one in job.branches[-1:]))
             )
         if job.differing_replicas:
-            head = "ranks held different numbers of the same part of a tensor; one version of each is here:"
+            head = "ranks held different numbers of the same part of a tensor; one version of each is stored:"
             lines.append(("replicas", _differences_text(head, job.differing_replicas)))
         if job.diverged_ties:
-            head = "copies of tied tensors differ; this checkpoint does not count as whole:"
+            head = "copies of tied tensors differ; an automatic resume skips this checkpoint:"
             lines.append(("tied tensors", _differences_text(head, job.diverged_ties)))
     if found.model:
         lines.append(("model", _model_text(found.model)))

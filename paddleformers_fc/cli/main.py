@@ -119,10 +119,11 @@ def verify(
     import msgspec
 
     from paddleformers_fc.cli import verification
+    from paddleformers_fc.execute.verification import verify_checkpoint
 
     source = _named(directory)
     with output.working(f"checking {source}"):
-        outcome, problem = verification.verify(source, level.value)
+        outcome, problem = verify_checkpoint(source, level.value)
     if as_json:
         wire = msgspec.json.decode(problem.to_wire()) if problem else {}
         output.print_json({**wire, **msgspec.to_builtins(outcome)})
@@ -147,11 +148,13 @@ def diff(
     Beside a directory of open weights only model_state is compared.
     """
     from paddleformers_fc.cli import difference
+    from paddleformers_fc.execute.difference import compare_checkpoints
+    from paddleformers_fc.formats import open_checkpoint
 
     one, other = _named(a), _named(b)
     with output.working(f"comparing {one} and {other}"):
         try:
-            found = difference.diff(one, other, role)
+            found = compare_checkpoints(open_checkpoint(one), open_checkpoint(other), role)
         except NotACheckpoint as error:  # Nothing was compared: 1 would mean that they differ.
             output.print_error(error, as_json)
             return MISUSE
@@ -195,10 +198,13 @@ def plan(
     Nothing is loaded, and no rank is needed. A grid that does not fit the model is refused with the sizes.
     """
     from paddleformers_fc.cli import planning
+    from paddleformers_fc.formats import open_checkpoint
+    from paddleformers_fc.plan.forecast import plan_for_grid, refuse_impossible_grid
 
     source = _named(directory)
     with output.working(f"planning {source}"):
-        found = planning.plan(source, to, dtype)
+        refuse_impossible_grid(source, to, dtype)
+        found = plan_for_grid(open_checkpoint(source), to, dtype)
     _present(found, planning.show, as_json)
     return RIGHT
 

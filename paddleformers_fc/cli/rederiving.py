@@ -1,7 +1,7 @@
-"""``rederive``: derive the mapping of a checkpoint again, where it was saved without a description of its model.
+"""``rederive``: derive the mapping of a checkpoint again that was saved without a description of its model.
 
 Only ``mapping.json`` and the manifest change. The other files are linked into a staging directory beside the
-checkpoint, which then takes its place in one step, as a save of the same step does.
+checkpoint, which then replaces it in one step, as a save of the same step does.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import yaml
 
-from paddleformers_fc.cli.opening import refuse_open_weights
 from paddleformers_fc.errors import MappingError, OptionError, StorageError
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stored import STRIPPED, completed, encode_mapping
-from paddleformers_fc.formats.flex import MAPPING_NAME, FlexCheckpoint, open_flex
+from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, not_a_flex_checkpoint
+from paddleformers_fc.formats.flex import MAPPING_NAME
+from paddleformers_fc.formats.registry import checkpoints_advice, open_checkpoint
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.agreement import disagreements
 from paddleformers_fc.plan.sources import stored_tensors
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rederived:
-    """What the command did.
+    """The outcome of the command.
 
     Args:
         path: the checkpoint as it was named.
         settled: the keys that ``config.json`` lacks, with the values that the mapping was derived with.
-        changed: how many statements about a tensor the old mapping made otherwise.
+        changed: how many statements about a tensor differ from the old mapping.
     """
 
     path: str
@@ -58,8 +59,9 @@ def rederive(directory: Path, settings: Sequence[str]) -> Rederived:
         MappingError: the tensors fit no description with these values, or several.
         FlexError: the directory is no checkpoint, is damaged, or cannot be written.
     """
-    refuse_open_weights(directory)
-    checkpoint = open_flex(directory, "size")
+    checkpoint = open_checkpoint(directory)
+    if checkpoint.commit_record is None:
+        raise not_a_flex_checkpoint(checkpoint.format, directory, checkpoints_advice(directory))
     known = _with_settings(ModelDescription(checkpoint.config), settings)
     family = family_for(known.config)
     try:
@@ -99,8 +101,8 @@ def _with_settings(known: ModelDescription, settings: Sequence[str]) -> ModelDes
     return ModelDescription({**known.config, **values}, None if is_fleet is None else bool(is_fleet))
 
 
-def _store(directory: Path, checkpoint: FlexCheckpoint, mapping: bytes) -> None:
-    """Put the same checkpoint with another mapping in the place of the one that was opened."""
+def _store(directory: Path, checkpoint: OpenedCheckpoint, mapping: bytes) -> None:
+    """Replace the opened checkpoint by the same one with another mapping."""
     staging = create_staging(directory)
     try:
         for path in files_within(directory):
@@ -125,7 +127,7 @@ def _store(directory: Path, checkpoint: FlexCheckpoint, mapping: bytes) -> None:
 
 
 def show(found: Rederived, console: Console) -> None:
-    """The outcome as text."""
+    """Print the outcome."""
     from rich.text import Text
 
     settled = ", ".join(f"{key}={str(value).lower()}" for key, value in found.settled.items())

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.cli.opening import config_beside
 from paddleformers_fc.cli.stock_keys import stock_keys
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
+from paddleformers_fc.formats.registry import read_config
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
@@ -229,7 +229,7 @@ def refuse_fused_norm(settings: Mapping[str, Any]) -> None:
     model = settings.get(_PATH)
     if not isinstance(model, str) or not model or _stage(settings) not in _TEXT_STAGES:
         return
-    config = config_beside(Path(expand_user(model)))
+    config = read_config(Path(expand_user(model)))
     if is_known(config) and config.get("fuse_rms_norm", True):
         written = "fuse_rms_norm: true" if "fuse_rms_norm" in config else "no fuse_rms_norm, which means true"
         raise OptionError(
@@ -347,7 +347,7 @@ def refuse_model(settings: Mapping[str, Any]) -> None:
     model = settings.get(_PATH)
     if not settings.get("flex_checkpoint") or _stage(settings) not in _TEXT_STAGES or not isinstance(model, str):
         return
-    config = config_beside(Path(expand_user(model))) if model else {}
+    config = read_config(Path(expand_user(model))) if model else {}
     if not config:
         return  # A name of a hub.
     family = family_for(config)

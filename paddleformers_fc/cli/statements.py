@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paddleformers_fc.cli.opening import required_config
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES, Family, described_by_file, enumerate_tensors, family_for
 from paddleformers_fc.families.text import aoa_text, tiny_aoa_text
+from paddleformers_fc.formats.registry import require_config
 from paddleformers_fc.storage.paths import refuse_empty
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def statements(model: str, *, reverse: bool, toy: bool = False) -> StatementList
             raise OptionError(
                 f"{model} is a directory with sizes of its own.", where="--toy", next_step="Leave out --toy."
             )
-        config = required_config(Path(model))
+        config = require_config(Path(model))
         family = family_for(config)
         built = described_by_file(config)
         tensors = [tensor.under(tp=1) for tensor in enumerate_tensors(family, built)]

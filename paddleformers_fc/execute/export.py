@@ -37,7 +37,7 @@ from paddleformers_fc.distributed.channel import ALONE, Channel, all_gather_chec
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.execute.opening import open_checkpoint, own_file
+from paddleformers_fc.execute.opening import open_on_all_ranks, own_file
 from paddleformers_fc.execute.read_jobs import Key, flat_start
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadPool, run_workers
 from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
@@ -45,13 +45,14 @@ from paddleformers_fc.execute.redistribute import ReadContext, compare_redistrib
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.formats.flex import MAPPING_NAME, REFUSE, FlexCheckpoint
+from paddleformers_fc.formats.checkpoint import REFUSE, OpenedCheckpoint, not_a_flex_checkpoint
+from paddleformers_fc.formats.flex import MAPPING_NAME
 from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.formats.registry import checkpoints_advice
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, Report, canonical_layout, canonical_source, plan_reads
-from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.blocks import digest_of
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.commit import discard, publish, replace as replace_files, staging_parent
@@ -59,9 +60,10 @@ from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, write_checksums
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.files import list_directory, real_path, write_file
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, verify_files
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, verify_files
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.safetensors import RandomAccessTensorWriter, layout_file
+from paddleformers_fc.text import natural
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 TRAINER_DIRECTORY = "trainer"
@@ -135,18 +137,37 @@ def export_checkpoint(
     Raises:
         FlexError: the same on every rank; older weights in the target are untouched.
     """
-    if max_shard_bytes < 1:
-        raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
     facts = {"versions": software_versions(), "max_shard_bytes": max_shard_bytes, "flex_tied": tied}
     roll = ConsistencyCheck(f"exporting to {target.name}", facts)
+    checkpoint = replace(open_on_all_ranks(source, channel, verify, roll=roll), tied=tied)
+    return export_opened(checkpoint, target, max_shard_bytes, channel)
+
+
+def export_opened(
+    checkpoint: OpenedCheckpoint, target: Path, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES, channel: Channel = ALONE
+) -> ExportReport:
+    """Write the weights of an opened checkpoint as a Hugging Face directory.
+
+    Args:
+        checkpoint: opened by every rank; where it is ``unread``, every byte of its files is compared first.
+        target: as in :func:`export_checkpoint`.
+        max_shard_bytes: as in :func:`export_checkpoint`.
+        channel: the ranks that share the work; every rank must call.
+    Raises:
+        FlexError: the same on every rank; older weights in the target are untouched.
+    """
+    if max_shard_bytes < 1:
+        raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
+    source = checkpoint.catalog.root
 
     def prepare() -> ReadSource:
         _refuse_checkpoint(target)
-        if checkpoint.unread:
-            verify_files(source, checkpoint.manifest, "full")
+        if checkpoint.format.canonical:
+            raise not_a_flex_checkpoint(checkpoint.format, source, checkpoints_advice(source))
+        if checkpoint.unread and checkpoint.commit_record is not None:
+            verify_files(source, checkpoint.commit_record, "full")
         return canonical_source(checkpoint)
 
-    checkpoint = replace(open_checkpoint(source, channel, verify, roll=roll), tied=tied)
     canonical = run_on_all(channel, f"preparing an export to {target.name}", prepare)
     layout = canonical_layout(canonical).get(MODEL_STATE, {})
     _refuse_untied(canonical, layout, channel)
@@ -532,9 +553,9 @@ def _memory(room: int, files: list[_FilePlan]) -> np.ndarray[Any, Any]:
     return memory[begin : begin + size]
 
 
-def _small_files(checkpoint: FlexCheckpoint, channel: Channel) -> dict[str, bytes]:
+def _small_files(checkpoint: OpenedCheckpoint, channel: Channel) -> dict[str, bytes]:
     """What describes the model, on the coordinator; another rank hands over what that one does not see."""
-    names = described_files(checkpoint.manifest)
+    names = described_files(checkpoint)
     handed = {name: own_file(checkpoint, channel, partial(_for_coordinator, name)) for name in names}
 
     def read() -> dict[str, bytes]:
@@ -571,11 +592,10 @@ def _finish(
         publish(staging, target)
 
 
-def described_files(manifest: Manifest) -> list[str]:
-    """The files of a checkpoint that belong into an export: configuration, tokenizer, templates."""
+def described_files(checkpoint: OpenedCheckpoint) -> list[str]:
+    """Return the files of a checkpoint that belong into an export: configuration, tokenizer, templates."""
     apart = (*ROLES, TRAINER_DIRECTORY)
-    paths = (receipt.path for receipt in manifest.files)
-    return [path for path in paths if path != MAPPING_NAME and path.split("/")[0] not in apart]
+    return [path for path in checkpoint.recorded if path != MAPPING_NAME and path.split("/")[0] not in apart]
 
 
 def _is_weight_file(name: str) -> bool:

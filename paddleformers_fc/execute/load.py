@@ -31,9 +31,8 @@ from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
 from paddleformers_fc.families.changes import OPTION, Change, config_changes, refuse_changes
-from paddleformers_fc.formats import Catalog, FlexCheckpoint, open_huggingface
-from paddleformers_fc.formats.flex import CONFIG_NAME, parse_config
-from paddleformers_fc.formats.huggingface import read_description
+from paddleformers_fc.formats import Catalog, OpenedCheckpoint
+from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
 from paddleformers_fc.mapping import Shape
@@ -118,7 +117,7 @@ class _PreflightMessage(msgspec.Struct):
 
 
 def load_checkpoint(
-    checkpoint: FlexCheckpoint,
+    checkpoint: OpenedCheckpoint,
     roles: Roles,
     model: ModelDescription,
     channel: Channel,
@@ -136,7 +135,7 @@ def load_checkpoint(
 
 
 def prepare_load(
-    checkpoint: FlexCheckpoint,
+    checkpoint: OpenedCheckpoint,
     roles: Roles,
     model: ModelDescription,
     channel: Channel,
@@ -148,7 +147,7 @@ def prepare_load(
     """Do everything of a load that changes no weight: plan, compare checksums and the copies of tied tensors.
 
     Args:
-        checkpoint: what :func:`open_checkpoint` opened.
+        checkpoint: what :func:`open_on_all_ranks` opened.
         roles: role -> name -> live ``ShardedWeight``; a stored role that is not wanted here is left alone.
         model: what the live model was built from.
         channel: all ranks of the job; every rank must call.
@@ -275,12 +274,12 @@ def load_weights(
     """
     started = time.monotonic()
     consistency = _consistency_check(directory, model, {"verify": verify})
-    catalog, compared = _opened_weights(directory, channel, verify, options.threads, consistency)
+    opened, compared = _opened_weights(directory, channel, verify, options.threads, consistency)
+    catalog = opened.catalog
 
     def preflight() -> _Preflight:
         family, shards = family_for(model.config), describe_roles(roles)
-        text = read_description(directory, CONFIG_NAME)
-        beside = ModelDescription({} if text is None else parse_config(text, directory / CONFIG_NAME))
+        beside = ModelDescription(opened.config)
         optional, aliases = OptionalNames(family, model), tied_sources(family, model)
         source, report = huggingface_source(catalog, model_rules(model, shards[MODEL_STATE]), optional, aliases)
         plan = plan_reads(source, shards)
@@ -295,10 +294,10 @@ def load_weights(
     def check(plan: LoadPlan) -> int:
         if not compared:
             return 0
-        recorded, advice = catalog.recorded.values(), restore_or_delete(directory)
+        recorded, advice = opened.recorded.values(), restore_or_delete(directory)
         return verify_planned_blocks(catalog, recorded, plan, channel, options.threads, advice)
 
-    checksums = {name: receipt.digest for name, receipt in catalog.recorded.items()}
+    checksums = {name: receipt.digest for name, receipt in opened.recorded.items()}
     facts = {"open_weights": _header_facts(catalog), "checksums": checksums}
 
     def refuse(report: Report) -> None:
@@ -310,20 +309,20 @@ def load_weights(
 
 def _opened_weights(
     directory: AnyPath, channel: Channel, verify: str, threads: int, consistency: ConsistencyFacts
-) -> tuple[Catalog, bool]:
-    """Return the catalog of open weights, and whether the ranks compare recorded checksums of what they read."""
+) -> tuple[OpenedCheckpoint, bool]:
+    """Return the opened weights, and whether the ranks compare recorded checksums of what they read."""
 
-    def work() -> tuple[bool, Catalog]:
+    def work() -> tuple[bool, OpenedCheckpoint]:
         opened = open_huggingface(directory, "size" if verify == "full" else verify)
         return bool(opened.recorded), opened
 
-    recorded, catalog = gather_and_keep(channel, f"opening {directory.name}", work, bool, consistency)
+    recorded, weights = gather_and_keep(channel, f"opening {directory.name}", work, bool, consistency)
     # Decided by all ranks: a rank that sees no checksums still takes part in the comparison.
     if not any(recorded) or verify != "full":
-        return catalog, False
-    files, advice = list(catalog.recorded.values()), restore_or_delete(directory)
-    verify_metadata_blocks(directory, files, catalog.identities, channel, threads, advice)
-    return catalog, True
+        return weights, False
+    files, advice = list(weights.recorded.values()), restore_or_delete(directory)
+    verify_metadata_blocks(directory, files, weights.catalog.identities, channel, threads, advice)
+    return weights, True
 
 
 def _header_facts(catalog: Catalog) -> dict[str, str]:

@@ -30,11 +30,10 @@ from paddleformers_fc.distributed.channel import (
 from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
 from paddleformers_fc.execute.integrity import verify_metadata_blocks, verify_whole_files
+from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, StoredShard
 from paddleformers_fc.formats.flex import (
     DOCUMENTS,
     FileVisibility,
-    FlexCheckpoint,
-    StoredShard,
     build_catalog,
     build_checkpoint,
     is_shard_file,
@@ -43,12 +42,12 @@ from paddleformers_fc.formats.flex import (
     read_document_bytes,
     shards_of,
 )
+from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.codec import ShardRecord, record_of
 from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.plan.paddle_distcp import open_stored
 from paddleformers_fc.storage.file_checksums import FileChecksum, is_document
 from paddleformers_fc.storage.manifest import Manifest, manifest_seal, read_manifest, refuse_as_newest, verify_files
 from paddleformers_fc.storage.paths import AnyPath
@@ -124,9 +123,9 @@ class _ContentsMessage(msgspec.Struct):
 _manifests = msgspec.msgpack.Decoder(Manifest)
 
 
-def open_checkpoint(
+def open_on_all_ranks(
     directory: AnyPath, channel: Channel, verify: str = "size", threads: int = 4, roll: ConsistencyFacts | None = None
-) -> FlexCheckpoint:
+) -> OpenedCheckpoint:
     """Open a finished checkpoint on every rank, or raise the same error on every rank.
 
     Under ``size`` the ranks share the checksums of documents. Under ``full`` they share those of headers as well; the
@@ -140,7 +139,7 @@ def open_checkpoint(
         threads: how many threads of this rank compare checksums.
         roll: what must be the same on all ranks for them to go on.
     """
-    opened: list[FlexCheckpoint] = []
+    opened: list[OpenedCheckpoint] = []
 
     def check_sizes(own: FileVisibility | None) -> None:
         if own is not None:
@@ -148,8 +147,8 @@ def open_checkpoint(
 
     def open_alone(own: FileVisibility | None) -> None:
         if own is None:
-            # A checkpoint of Paddle, which has no checksums, or none at all, which is refused here.
-            opened.append(open_stored(directory, verify))
+            # Another format, or no checkpoint at all, which is refused here.
+            opened.append(open_checkpoint(directory, verify))
         else:
             level = "off" if verify == "full" else verify
             compared = _documents_of(own.manifest, {}, channel)
@@ -207,7 +206,7 @@ def check_complete(directory: AnyPath, channel: Channel, level: str = "size", th
         verify_whole_files(directory, _verification_share(manifest, seen_by, channel), identities, channel, threads)
 
 
-def own_file(checkpoint: FlexCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:
+def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:
     """The content of a small file that each rank has of its own, for a rank that does not see it.
 
     Nothing is said where every rank sees every file.
@@ -220,7 +219,7 @@ def own_file(checkpoint: FlexCheckpoint, channel: Channel, name_of: Callable[[in
         the file's bytes; None if this rank sees the file itself, or if there is none.
     """
     catalog = checkpoint.catalog
-    sizes = {receipt.path: receipt.size for receipt in checkpoint.manifest.files}
+    sizes = {path: one.size for path, one in checkpoint.recorded.items()}
     readers = {
         rank: catalog.seen_by[name][0]
         for rank, name in enumerate(map(name_of, range(channel.world_size)))
@@ -239,9 +238,9 @@ def own_file(checkpoint: FlexCheckpoint, channel: Channel, name_of: Callable[[in
     return None if mine is None else got[mine].tobytes()
 
 
-def own_or_handed(checkpoint: FlexCheckpoint, name: str, handed: bytes | None) -> bytes | None:
+def own_or_handed(checkpoint: OpenedCheckpoint, name: str, handed: bytes | None) -> bytes | None:
     """A small file of a checkpoint, None if it has none; ``handed`` is what :func:`own_file` returned for it."""
-    return handed if handed is not None or checkpoint.manifest.receipt(name) is None else checkpoint.document(name)
+    return handed if handed is not None or name not in checkpoint.recorded else checkpoint.document(name)
 
 
 def _probe(
@@ -316,7 +315,7 @@ def _open_divided(
     channel: Channel,
     verify: str,
     threads: int,
-) -> FlexCheckpoint:
+) -> OpenedCheckpoint:
     manifest = sight.manifest
     seen_by = _seen_by(manifest, sights)
     _refuse_invisible(directory, seen_by, sights)
@@ -344,7 +343,7 @@ def _open_divided(
             directory, _verification_share(manifest, seen_by, channel), sight.identities, channel, threads
         )
 
-    def put_together() -> FlexCheckpoint:
+    def put_together() -> OpenedCheckpoint:
         catalog, faults = build_catalog(directory, manifest, shards)
         catalog = replace(catalog, identities=sight.identities, seen_by=seen_by)
         own = {name: read_document_bytes(directory, manifest, name) for name in DOCUMENTS if name not in documents}

@@ -45,7 +45,8 @@ from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.bind import tied_names
-from paddleformers_fc.formats.flex import CONFIG_NAME, MAPPING_NAME
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME
+from paddleformers_fc.formats.flex import MAPPING_NAME
 from paddleformers_fc.layout.codec import decode_held, encode_held
 from paddleformers_fc.layout.live import describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name

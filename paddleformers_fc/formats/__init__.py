@@ -1,7 +1,21 @@
-"""What is stored, whatever the format: tensors as boxes in byte ranges of files. No framework is imported here."""
+"""Formats of checkpoints: how each is recognised, opened and verified. No framework is imported here.
+
+``registry`` has the tuple of formats and ``open_checkpoint``; ``checkpoint`` the opened checkpoint and the protocol of
+a format; ``catalog`` what is stored, tensors as boxes in byte ranges of files; ``flex``, ``huggingface`` and
+``paddle_distcp`` are the formats.
+"""
 
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment, StoredTensor
-from paddleformers_fc.formats.flex import FlexCheckpoint, open_flex
-from paddleformers_fc.formats.huggingface import open_huggingface
+from paddleformers_fc.formats.checkpoint import Format, OpenedCheckpoint
+from paddleformers_fc.formats.registry import FORMATS, format_of, open_checkpoint
 
-__all__ = ["Catalog", "FlexCheckpoint", "StoredFragment", "StoredTensor", "open_flex", "open_huggingface"]
+__all__ = [
+    "FORMATS",
+    "Catalog",
+    "Format",
+    "OpenedCheckpoint",
+    "StoredFragment",
+    "StoredTensor",
+    "format_of",
+    "open_checkpoint",
+]

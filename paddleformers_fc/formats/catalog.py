@@ -17,7 +17,6 @@ import msgspec
 from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, CoverFault, Shape, cover_faults, whole
 from paddleformers_fc.storage import paths
-from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.ranges import NO_IDENTITIES
 
@@ -118,19 +117,22 @@ class Catalog:
         roles: role -> full name -> tensor.
         identities: which files these were when they were checked.
         seen_by: for every file that not all ranks of the job see, the ranks that do, rising.
-        recorded: of an export, the receipts of its weight files by name.
     """
 
     root: paths.AnyPath
     roles: dict[str, dict[str, StoredTensor]]
     identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
     seen_by: Mapping[str, Sequence[int]] = field(default_factory=lambda: EVERYONE)
-    recorded: Mapping[str, FileChecksum] = field(default_factory=dict)
 
     @cached_property
     def sorted_names(self) -> dict[str, list[str]]:
         """The names of every role in an order that is the same on all ranks."""
         return {role: sorted(tensors) for role, tensors in self.roles.items()}
+
+    @property
+    def count(self) -> int:
+        """The number of stored tensors, of all roles."""
+        return sum(map(len, self.roles.values()))
 
     def reader(self, file: str) -> int:
         """The first rank that sees a file."""

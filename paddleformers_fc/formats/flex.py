@@ -8,97 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.stored import decode_mapping
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
+from paddleformers_fc.formats.checkpoint import (
+    CONFIG_NAME,
+    Format,
+    OpenedCheckpoint,
+    StoredModel,
+    StoredShard,
+    parse_config,
+)
+from paddleformers_fc.formats.checks import DEPTH_TEXT, CheckList
 from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
-from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import item_size
-from paddleformers_fc.storage.files import map_paths
+from paddleformers_fc.storage.files import exists, map_paths
 from paddleformers_fc.storage.identity import Identities, identities_of
-from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
-from paddleformers_fc.storage.manifest import Manifest, read_listed, read_manifest, verify_files
+from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, read_listed, read_manifest, verify_files
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import read_header
+from paddleformers_fc.text import count_text, size_text
 
 MAPPING_NAME = "mapping.json"
-CONFIG_NAME = "config.json"
 DOCUMENTS = (MAPPING_NAME, CONFIG_NAME)
 """The files beside the manifest that opening reads."""
 
-StoredShard = tuple[Shard, str, int, int]
-"""A shard, its file, the byte offset of its first element, bytes per element."""
-
-REFUSE = "refuse"
-TIED_WAYS = (REFUSE, "first", "last")
-"""What is read where copies of a tied tensor differ: none of them, or that of the first or last pipeline stage."""
-
 MAX_MAPPING_BYTES = 512 * 1024 * 1024
 """The longest mapping that is read: one tensor takes about a kilobyte of it."""
-
-
-@dataclass(frozen=True)
-class FlexCheckpoint:
-    """An opened flex checkpoint.
-
-    Args:
-        catalog: what is stored, in the names of the model that saved it.
-        manifest: the commit record.
-        rules: how that model's names are dealt out of canonical names.
-        config: the model's configuration, as in ``config.json``.
-        model: what the rules were derived from; None if the checkpoint was saved before it was stored.
-        unread: whether the checksums of what is going to be read are still to be compared, by whoever reads it.
-        tied: which copy of a tied tensor is read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
-            must be equal.
-    """
-
-    catalog: Catalog
-    manifest: Manifest
-    rules: RuleSet
-    config: dict[str, Any]
-    model: ModelDescription | None = None
-    unread: bool = False
-    tied: str = REFUSE
-
-    @property
-    def known(self) -> ModelDescription:
-        """What is stored of the model: its description, or what the configuration file holds of it."""
-        return self.model or ModelDescription(self.config)
-
-    @cached_property
-    def files(self) -> frozenset[str]:
-        """The files that hold tensors, by path relative to the directory."""
-        tensors = (tensor for named in self.catalog.roles.values() for tensor in named.values())
-        return frozenset(file for tensor in tensors for file, _ in tensor.offsets)
-
-    def document(self, name: str, most: int | None = None) -> bytes:
-        """Return the bytes of a small file after comparing them with its checksum.
-
-        See :func:`paddleformers_fc.storage.manifest.read_listed` for arguments and errors.
-        """
-        return read_listed(self.catalog.root, self.manifest, name, most)
-
-    @property
-    def preferred(self) -> dict[str, tuple[str, ...]]:
-        """The copies of every tied parameter, the chosen one first; empty where no copy is chosen."""
-        if self.tied == REFUSE:
-            return {}
-        recorded = {name: place for tie in self.manifest.ties for place, name in enumerate(tie.copies)}
-        found: dict[str, tuple[str, ...]] = {}
-        for tie in self.rules.ties:
-            found[tie.owner] = (*found.get(tie.owner, (tie.owner,)), tie.alias)
-        for owner, names in found.items():
-            # Without a record the copies are as declared: the owner is the embedding, on the first stage.
-            ordered = sorted(names, key=lambda name: recorded.get(name, len(recorded)))
-            found[owner] = tuple(ordered if self.tied == "first" else reversed(ordered))
-        return found
 
 
 @dataclass(frozen=True)
@@ -130,7 +72,7 @@ def probe(directory: AnyPath) -> FileVisibility:
     return FileVisibility(manifest, identities_of(directory / receipt.path for receipt in manifest.files))
 
 
-def open_flex(directory: AnyPath, verify: str = "size") -> FlexCheckpoint:
+def open_flex(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
     """Open a finished checkpoint.
 
     Args:
@@ -146,7 +88,7 @@ def open_flex(directory: AnyPath, verify: str = "size") -> FlexCheckpoint:
 
 def open_probed(
     directory: AnyPath, sight: FileVisibility, verify: str, compared: Collection[str] | None = None
-) -> FlexCheckpoint:
+) -> OpenedCheckpoint:
     """As :func:`open_flex`, for a checkpoint that :func:`probe` has looked at.
 
     Args:
@@ -196,7 +138,7 @@ def build_catalog(
 
 def build_checkpoint(
     catalog: Catalog, faults: Iterable[str], manifest: Manifest, documents: Mapping[str, bytes]
-) -> FlexCheckpoint:
+) -> OpenedCheckpoint:
     """A checkpoint that is whole: every tensor stored once, under the names that its rules know.
 
     Args:
@@ -219,7 +161,8 @@ def build_checkpoint(
             evidence=fold(found),
             next_step="Resume from another checkpoint; this one was damaged after it was finished.",
         )
-    return FlexCheckpoint(catalog, manifest, rules, config, model)
+    recorded = {one.path: one for one in manifest.files}
+    return OpenedCheckpoint(FLEX, catalog, config, lambda: StoredModel(rules, model), recorded, manifest)
 
 
 def _refuse_unlisted(directory: AnyPath, manifest: Manifest) -> None:
@@ -281,16 +224,63 @@ def shards_of(directory: AnyPath, path: str) -> Iterator[StoredShard]:
         yield shard, path, entry.begin, widths[entry.dtype]
 
 
-def parse_config(raw: bytes, path: AnyPath) -> dict[str, Any]:
-    """A model's configuration from the bytes of its file.
+class FlexFormat(Format):
+    """Flex checkpoints: what this package saves."""
 
-    Raises:
-        FormatError: it is not a JSON object.
-    """
-    try:
-        config = parse_json(raw)
-    except ValueError as error:
-        raise FormatError("The model's configuration is not JSON.", where=str(path), evidence=[str(error)]) from error
-    if not isinstance(config, dict):
-        raise FormatError("The model's configuration is not a JSON object.", where=str(path))
-    return config
+    name = "flex_checkpoint"
+    title = "flex checkpoint"
+    predicate = "is a flex checkpoint"
+    roles = ROLES
+    canonical = False
+    loadable = True
+    advice = "Name it in resume_from_checkpoint."
+    checks = ("manifest", "files", "tensors", "mapping", "equal values")
+
+    def recognises(self, directory: AnyPath) -> bool:
+        """Return whether there is a manifest, which a save writes last."""
+        return exists(directory / MANIFEST_NAME)
+
+    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
+        """As :func:`open_flex`."""
+        return open_flex(directory, verify)
+
+    def read_config(self, directory: AnyPath) -> dict[str, Any]:
+        """Return the configuration after comparing it with the checksum in the manifest."""
+        return parse_config(
+            read_document_bytes(directory, read_manifest(directory), CONFIG_NAME), directory / CONFIG_NAME
+        )
+
+    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+        """Check the manifest, the files that it lists, and that every tensor is stored whole and once."""
+        manifest = checks.check("manifest", lambda: read_manifest(directory), manifest_text)
+        checks.files, checks.bytes = len(manifest.files), sum(one.size for one in manifest.files)
+        if level != "off":
+            checks.check(
+                "files",
+                lambda: verify_files(directory, manifest, level),
+                lambda _: f"{count_text(checks.files, 'file')}, {size_text(checks.bytes)}: {DEPTH_TEXT[level]}",
+            )
+        return checks.check(
+            "tensors",
+            lambda: open_flex(directory, "off"),
+            lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
+        )
+
+    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
+        """Yield the shards of some tensors, from the headers of their files."""
+        catalog = checkpoint.catalog
+        files = {file for name in names for file, _ in catalog.roles[role][name].offsets}
+        for file in sorted(files):
+            yield from (stored for stored in shards_of(catalog.root, file) if stored[0].name in names)
+
+
+FLEX = FlexFormat()
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """Return a manifest's step, ranks and writer in one line."""
+    summary = f"step {manifest.step:,}, {count_text(manifest.world_size, 'rank')}, {manifest.written_by}"
+    if not manifest.differences:
+        return summary
+    # That is a fault of the training, and the checkpoint is what was saved.
+    return f"{summary}; {count_text(len(manifest.differences), 'replica')} differed when it was saved, see inspect"

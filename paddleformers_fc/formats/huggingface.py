@@ -10,18 +10,35 @@ into the directory. Where it holds ``flex_checksums.json``, as exports do, files
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import PurePosixPath
+from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
-from paddleformers_fc.formats.flex import CONFIG_NAME
+from paddleformers_fc.formats.checkpoint import (
+    CONFIG_NAME,
+    Format,
+    OpenedCheckpoint,
+    StoredModel,
+    StoredShard,
+    not_a_flex_checkpoint,
+    parse_config,
+    stored_boxes,
+)
+from paddleformers_fc.formats.checks import DEPTH_TEXT, CheckList
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
-from paddleformers_fc.storage.export_checksums import Receipts, read_checksums, read_exported, verify_export
+from paddleformers_fc.storage.export_checksums import (
+    CHECKSUMS_NAME,
+    Receipts,
+    read_checksums,
+    read_exported,
+    verify_export,
+)
 from paddleformers_fc.storage.files import exists, is_file, list_directory, map_paths
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
@@ -60,8 +77,8 @@ MAX_INDEX_BYTES = 64 * 1024 * 1024
 """The longest index that is read: that of 400,000 tensors."""
 
 
-def open_huggingface(directory: AnyPath, verify: str = "size") -> Catalog:
-    """The catalog of a directory of open weights.
+def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
+    """Open a directory of open weights.
 
     Args:
         directory: safetensors files in canonical names, with their index.
@@ -77,6 +94,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> Catalog:
     """
     refuse_level(verify)
     receipts = read_checksums(directory)
+    config = _read_config(directory, receipts)
     files = _files(directory, receipts)
     if receipts is not None and verify != "off":
         index = [INDEX_NAME] if exists(directory / INDEX_NAME) else []
@@ -103,7 +121,12 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> Catalog:
     if contradictions:
         raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
     recorded = {name: receipts[name] for name in files if name in receipts} if receipts is not None else {}
-    return Catalog(directory, {MODEL_STATE: tensors}, identities, recorded=recorded)
+    catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)
+
+    def refuse() -> StoredModel:
+        raise not_a_flex_checkpoint(HUGGINGFACE, directory)
+
+    return OpenedCheckpoint(HUGGINGFACE, catalog, config, refuse, recorded)
 
 
 def read_description(directory: AnyPath, name: str) -> bytes | None:
@@ -114,9 +137,18 @@ def read_description(directory: AnyPath, name: str) -> bytes | None:
         FormatError: it is too long, or not a regular file.
         StorageError: it cannot be read.
     """
+    return _read_document(directory, name, read_checksums(directory))
+
+
+def _read_document(directory: AnyPath, name: str, receipts: Receipts | None) -> bytes | None:
     if not exists(directory / name):
         return None
-    return read_exported(directory, read_checksums(directory), name, MAX_DOCUMENT_BYTES)
+    return read_exported(directory, receipts, name, MAX_DOCUMENT_BYTES)
+
+
+def _read_config(directory: AnyPath, receipts: Receipts | None) -> dict[str, Any]:
+    raw = _read_document(directory, CONFIG_NAME, receipts)
+    return {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
 
 
 def _files(directory: AnyPath, receipts: Receipts | None) -> dict[str, list[str]]:
@@ -214,3 +246,58 @@ def _shards(files: dict[str, list[str]], headers: dict[str, Header]) -> Iterator
             entry = headers[name].tensors[tensor]
             shard = Shard(tensor, from_safetensors(entry.dtype), entry.shape, whole(entry.shape))
             yield shard, name, entry.begin, item_size(entry.dtype)
+
+
+class HuggingFaceFormat(Format):
+    """Open weights: safetensors files in canonical names."""
+
+    name = "huggingface"
+    title = "open weights (Hugging Face)"
+    predicate = "holds open weights"
+    roles = (MODEL_STATE,)
+    canonical = True
+    loadable = True
+    advice = (
+        "Name a finished checkpoint-N directory. To start from open weights, name them in model_name_or_path without "
+        "resume_from_checkpoint."
+    )
+    checks = ("checksums", "tensors", "model")
+
+    def recognises(self, directory: AnyPath) -> bool:
+        """Return whether there is an index or the single file without one."""
+        return exists(directory / INDEX_NAME) or exists(directory / SINGLE_NAME)
+
+    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
+        """As :func:`open_huggingface`."""
+        return open_huggingface(directory, verify)
+
+    def read_config(self, directory: AnyPath) -> dict[str, Any]:
+        """Return ``config.json`` after comparing it with its checksum, if one is recorded."""
+        if not exists(directory / CONFIG_NAME):
+            return {}
+        return _read_config(directory, read_checksums(directory))
+
+    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+        """Check the recorded checksums of an export, and that every tensor is in the file that the index names."""
+        receipts = checks.prepare("checksums", lambda: read_checksums(directory))
+        if receipts is None:
+            checks.impossible.append(f"changed bytes: there is no {CHECKSUMS_NAME}, which exports of this package have")
+        elif level != "off":
+            needed = [name for name in receipts if level == "full" or name.endswith(".safetensors")]
+            checks.check(
+                "checksums",
+                lambda: verify_export(directory, receipts, level, needed=needed),
+                lambda _: f"{count_text(len(receipts), 'file')}: {DEPTH_TEXT[level]}",
+            )
+        return checks.check(
+            "tensors",
+            lambda: open_huggingface(directory, "off" if receipts is None else level),
+            lambda found: f"{count_text(found.catalog.count, 'tensor')}, each in the file that the index names",
+        )
+
+    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
+        """Yield whole tensors."""
+        return stored_boxes(checkpoint.catalog, role, names)
+
+
+HUGGINGFACE = HuggingFaceFormat()

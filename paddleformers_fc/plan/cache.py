@@ -37,7 +37,7 @@ from paddleformers_fc.aoa import AoaTensor
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.formats.catalog import Catalog, StoredForm
-from paddleformers_fc.formats.flex import FlexCheckpoint
+from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, whole
 from paddleformers_fc.mapping.templates import NEW_AXIS
@@ -102,7 +102,7 @@ class CachedPlan:
 
 
 def plan_key(
-    checkpoint: FlexCheckpoint,
+    checkpoint: OpenedCheckpoint,
     model: ModelDescription,
     wanted: Mapping[str, Mapping[str, Shard]],
     aoa_config: Mapping[str, object] | None = None,

@@ -1,27 +1,38 @@
-"""What a load would cost on every rank of a simulated grid, without a model, a tensor byte, or the ranks.
+"""Forecast: what a load would cost on every rank of a simulated grid, without a model, a tensor byte, or the ranks.
 
-The plan of a rank is worked out as a load would, shard by shard. Idea: its cost depends on nothing but the pattern that
-fills a shard, so a shard that many ranks hold is looked up once, and a pattern is costed once. Of a plan only four
-numbers are kept.
+The target's layout is simulated from the checkpoint's own configuration. The plan of a rank is derived as in a load,
+shard by shard. Its cost depends only on the pattern that fills a shard, so a shard that many ranks hold is looked up
+once, and a pattern is costed once. Only four numbers of a plan are kept.
 
 Time: linear in the distinct shards of the grid, plus one sum per rank. Memory: the same, a few hundred bytes each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping as MappingABC, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 
-from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.errors import MappingError, OptionError
+from paddleformers_fc.families import OptionalNames, described_by_file, family_for
+from paddleformers_fc.families.bind import tied_sources
+from paddleformers_fc.formats import OpenedCheckpoint
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, not_a_flex_checkpoint
+from paddleformers_fc.formats.registry import require_format
+from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.build import FillPattern, Planner, ReadSource, ShardFill
 from paddleformers_fc.plan.items import ReadItem
-from paddleformers_fc.plan.report import Report, natural
-from paddleformers_fc.plan.simulate import SimulatedModel, states_of
+from paddleformers_fc.plan.report import Report
+from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, states_of, stored_model
+from paddleformers_fc.plan.sources import described_model, huggingface_source, resume_source
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.regions import (
     HOT_BYTES,
     MAX_OVER_READ,
@@ -31,9 +42,13 @@ from paddleformers_fc.storage.regions import (
     span_of,
     strided_axes,
 )
+from paddleformers_fc.text import natural
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes that a target model can have."""
 
 THREADS = 4
-"""How many threads of a load read at a time, unless it is told otherwise."""
+"""How many threads of a load read at a time, by default."""
 
 
 class RankForecast(msgspec.Struct, frozen=True):
@@ -120,9 +135,9 @@ def forecast(
         source: what is stored, and how its names lead to the model's.
         model: the model over its grid.
         report: what was found not to fit before.
-        unexpected: of the stored tensors that no rank reads, those that somebody should; by default all of them.
+        unexpected: of the stored tensors that no rank reads, those that a rank must read; by default all of them.
     Raises:
-        MismatchError: stored and wanted do not fit, as a load would say it.
+        MismatchError: stored and wanted do not fit, with the report of a load.
     """
     costs = _Costs(source)
     ranks = [_of_rank(rank, costs.of_rank(model, rank)) for rank in range(model.grid.world_size)]
@@ -139,7 +154,7 @@ def _of_rank(rank: int, cost: Cost) -> RankForecast:
 
 
 class _Costs:
-    """Costs of shards, each worked out once, and what was learnt on the way."""
+    """Costs of shards, each worked out once, and what was found on the way."""
 
     def __init__(self, source: ReadSource) -> None:
         self._roles = source.catalog.roles
@@ -175,7 +190,7 @@ class _Costs:
         held = Cost(shard.size * item_size(to_safetensors(shard.dtype)))
         filling = self.planner.filling(role, shard)
         if filling is None:
-            # Where something does not fit, the report says so, and nothing else is said.
+            # A shard that does not fit is in the report, and the report is an error.
             self.fresh.add(shard.name)
             return held
         for tensor in filling.tensors:
@@ -217,3 +232,144 @@ def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
     )
     direct = stored.dtype == dtype and is_direct(walk, widths[1]) and span_of(walk, HOT_BYTES, MAX_OVER_READ) == 1
     return bytes_read(walk, widths[0]), 0 if direct else HOT_BYTES
+
+
+class GridPlan(msgspec.Struct, frozen=True):
+    """What a load onto a grid would do, with the sums of all ranks.
+
+    Attributes:
+        path: the directory as it was named.
+        to: the target grid.
+        dtype: the target model's dtype.
+        world_size: number of target ranks.
+        bytes: of the weights and states that all target ranks hold.
+        read: bytes that all of them read.
+        amplification: bytes read over bytes held.
+        peak: the most that a rank needs for what it holds and its scratch memory, in bytes.
+        items: read items of all ranks.
+        fresh: tensors that keep their initial values.
+        dropped: stored tensors that no rank reads.
+        cast: weights whose element type changes.
+        ranks: by rank.
+    """
+
+    path: str
+    to: str
+    dtype: str
+    world_size: int
+    bytes: int
+    read: int
+    amplification: float
+    peak: int
+    items: int
+    fresh: list[str]
+    dropped: list[str]
+    cast: list[CastFacts]
+    ranks: list[RankForecast]
+
+
+def plan_for_grid(checkpoint: OpenedCheckpoint, to: str, dtype: str | None = None) -> GridPlan:
+    """Plan a load for every rank of a grid.
+
+    Args:
+        checkpoint: a flex checkpoint, or open weights with their ``config.json``.
+        to: the grid, such as ``tp=2,pp=2``.
+        dtype: the target model's dtype; by default the stored one.
+    Raises:
+        OptionError: the grid or the dtype is invalid, or the model cannot have the grid.
+        NotACheckpoint: no model can be filled from a checkpoint of this format.
+        FlexError: what is stored does not fit the target.
+    """
+    grid = parse_plan_target(to, dtype)
+    found, used = forecast_load(checkpoint, grid, dtype)
+    return GridPlan(
+        path=str(checkpoint.catalog.root),
+        to=str(grid),
+        dtype=used,
+        world_size=grid.world_size,
+        bytes=sum(rank.bytes for rank in found.ranks),
+        read=sum(rank.read for rank in found.ranks),
+        amplification=round(found.amplification, 4),
+        peak=max(rank.peak for rank in found.ranks),
+        items=sum(rank.items for rank in found.ranks),
+        fresh=found.fresh,
+        dropped=found.dropped,
+        cast=found.cast,
+        ranks=found.ranks,
+    )
+
+
+def refuse_impossible_grid(directory: AnyPath, to: str, dtype: str | None = None) -> None:
+    """Refuse a grid by the configuration alone: an impossible one must not cost the opening of a large checkpoint.
+
+    Raises:
+        OptionError: the grid or the dtype is invalid, the model cannot have it, or there is no configuration.
+        NotACheckpoint: the directory is not a checkpoint, or no model can be filled from its format.
+    """
+    grid = parse_plan_target(to, dtype)
+    format = require_format(directory)
+    if not format.loadable:
+        raise not_a_flex_checkpoint(format, directory)
+    config = format.read_config(directory)
+    _require_config(config, directory)
+    with contextlib.suppress(MappingError):  # It may lack keys that the stored description has.
+        declared_model(family_for(config), described_by_file(config), grid)
+
+
+def parse_plan_target(to: str, dtype: str | None) -> ParallelGrid:
+    """Return the grid of a plan.
+
+    Raises:
+        OptionError: the grid is invalid, or the dtype unknown.
+    """
+    if not to.strip():
+        raise OptionError(
+            "The grid to plan for is empty.", where="--to", next_step="Write it as in tp=2,pp=2, or dp=1 for one rank."
+        )
+    if dtype not in (None, *DTYPES):
+        raise OptionError(f"The dtype {dtype!r} is unknown.", evidence=[f"known: {', '.join(DTYPES)}"])
+    return parse_grid(to)
+
+
+def _require_config(config: MappingABC[str, Any], directory: AnyPath) -> None:
+    if not config:
+        raise OptionError(
+            "The target's layout follows from the model's configuration, and there is none.",
+            where=str(directory / CONFIG_NAME),
+            next_step="Put the model's config.json beside its weights.",
+        )
+
+
+def forecast_load(checkpoint: OpenedCheckpoint, grid: ParallelGrid, dtype: str | None = None) -> tuple[Forecast, str]:
+    """Forecast a load of an opened checkpoint onto a grid.
+
+    Args:
+        checkpoint: a flex checkpoint, or open weights with their ``config.json``.
+        grid: the target ranks.
+        dtype: the target model's dtype; by default the stored one.
+    Returns:
+        the forecast, and the target model's dtype.
+    Raises:
+        FlexError: what is stored does not fit the model of its configuration.
+    """
+    if not checkpoint.format.loadable:
+        raise not_a_flex_checkpoint(checkpoint.format, checkpoint.catalog.root)
+    _require_config(checkpoint.config, checkpoint.catalog.root)
+    canonical, stored = checkpoint.format.canonical, checkpoint.catalog.roles[MODEL_STATE]
+    described = described_by_file(checkpoint.config) if canonical else described_model(checkpoint)
+    family = family_for(described.config)
+    # A router is float32 whatever the model is; the model is what its other weights are.
+    used = dtype or min({tensor.dtype for tensor in stored.values()}, key=lambda name: (name == "float32", name))
+    if canonical:
+        model: SimulatedModel = declared_model(family, described, grid, used)
+        optional, aliases = OptionalNames(family, described), tied_sources(family, described)
+        source, report = huggingface_source(checkpoint.catalog, model.rules, optional, aliases)
+        return forecast(source, model, report, lambda untouched: optional.missed(untouched, stored)), used
+    model = stored_model(family, described, grid, checkpoint.rules.targets, dtype)
+    source, report = resume_source(checkpoint, model.rules)
+    fresh = frozenset(checkpoint.rules.fresh)
+
+    def unexpected(untouched: Sequence[str]) -> list[str]:
+        return [name for name in untouched if split_state_name(MASTER_WEIGHT, name).parameter not in fresh]
+
+    return forecast(source, model, report, unexpected), used

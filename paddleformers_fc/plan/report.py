@@ -16,6 +16,7 @@ import msgspec
 from paddleformers_fc.errors import MismatchError, PeerError, cut
 from paddleformers_fc.layout.roles import MASTER_SUFFIX, STATE_SUFFIXES
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.text import natural
 
 ReportKind = Literal["missing", "unexpected", "shape", "dtype", "coverage", "mapping", "unequal"]
 KINDS: tuple[ReportKind, ...] = get_args(ReportKind)
@@ -135,13 +136,3 @@ def states_joined(lines: Iterable[str]) -> list[str]:
         found = next((suffix for suffix in STATE_SUFFIXES if line.endswith(suffix)), "")
         joined.setdefault(line[: len(line) - len(found)], []).append(found.lstrip(".") or "itself")
     return [name if states == ["itself"] else f"{name} ({', '.join(states)})" for name, states in joined.items()]
-
-
-def natural(name: str) -> list[tuple[int, int, str]]:
-    """A sort key under which ``layers.2`` comes before ``layers.10``."""
-    return [(0, int(piece), "") if _is_number(piece) else (1, 0, piece) for piece in name.split(".")]
-
-
-def _is_number(piece: str) -> bool:
-    # Some characters are digits and no number, and a number may be too long for one.
-    return piece.isascii() and piece.isdigit() and len(piece) <= 18

@@ -22,10 +22,11 @@ from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stored import STRIPPED, completed
 from paddleformers_fc.formats.catalog import Catalog
-from paddleformers_fc.formats.flex import CONFIG_NAME, MAPPING_NAME, FlexCheckpoint
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint
+from paddleformers_fc.formats.flex import MAPPING_NAME
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSources, prove
+from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSources, TensorSpec, prove
 from paddleformers_fc.mapping.agreement import disagreements, require_agreement
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
@@ -34,7 +35,7 @@ from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.report import Report
 
 
-def resume_source(checkpoint: FlexCheckpoint, live: RuleSet) -> tuple[ReadSource, Report]:
+def resume_source(checkpoint: OpenedCheckpoint, live: RuleSet) -> tuple[ReadSource, Report]:
     """From a flex checkpoint to a live model, whatever the two layouts are.
 
     Args:
@@ -69,7 +70,7 @@ def _with_own_tensors(composed: Mapping, stored: RuleSet, live: RuleSet) -> Mapp
     return replace(composed, made={**composed.made, **own}, fresh=composed.fresh - own.keys())
 
 
-def stored_mapping(checkpoint: FlexCheckpoint) -> Mapping:
+def stored_mapping(checkpoint: OpenedCheckpoint) -> Mapping:
     """The checkpoint's own mapping, proved, and held against what its family declares for the same tensors.
 
     The proof alone would let pass a mapping that takes a query for a key of the same shape; the declaration does not. A
@@ -98,7 +99,7 @@ def stored_mapping(checkpoint: FlexCheckpoint) -> Mapping:
     return mapping
 
 
-def described_model(checkpoint: FlexCheckpoint) -> ModelDescription:
+def described_model(checkpoint: OpenedCheckpoint) -> ModelDescription:
     """The model that a checkpoint holds: described by the checkpoint, or else as far as its tensors tell.
 
     Raises:
@@ -117,7 +118,7 @@ def stored_tensors(rules: RuleSet) -> list[ModelTensor]:
     ]
 
 
-def _refuse_two_models(checkpoint: FlexCheckpoint, model: ModelDescription) -> None:
+def _refuse_two_models(checkpoint: OpenedCheckpoint, model: ModelDescription) -> None:
     """Refuse a configuration file that gives another model than the one whose rules are stored: exports copy it.
 
     Raises:
@@ -138,7 +139,7 @@ def _refuse_two_models(checkpoint: FlexCheckpoint, model: ModelDescription) -> N
         )
 
 
-def _refuse_stripped(checkpoint: FlexCheckpoint, mapping: Mapping) -> None:
+def _refuse_stripped(checkpoint: OpenedCheckpoint, mapping: Mapping) -> None:
     """Refuse rules that were derived from ``config.json`` and depend on keys that it lacks.
 
     Raises:
@@ -207,12 +208,17 @@ def _without_absent(rules: tuple[Rule, ...], stored: Collection[str], optional: 
     return tuple(rule for rule in rules if any(optional.group(name) in held for name in rule.sources))
 
 
-def canonical_source(checkpoint: FlexCheckpoint) -> ReadSource:
-    """From a flex checkpoint to the canonical space.
+def canonical_source(checkpoint: OpenedCheckpoint) -> ReadSource:
+    """From a checkpoint of any format to the canonical space.
 
     Raises:
-        MappingError: where the checkpoint's rules cannot be proved.
+        FlexError: the checkpoint's rules cannot be derived or proved.
     """
+    if checkpoint.format.canonical:
+        stored_weights = checkpoint.catalog.roles[MODEL_STATE]
+        specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in stored_weights.items()}
+        same = {name: TensorSources(identity(spec.shape), (name,)) for name, spec in specs.items()}
+        return ReadSource(checkpoint.catalog, Mapping(specs, specs, same))
     stored = stored_mapping(checkpoint)
     aliases = _aliases(checkpoint.rules)
     return ReadSource(checkpoint.catalog, stored.reversed(), aliases, preferred=checkpoint.preferred)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from paddleformers_fc.aoa import AoaTensor, parse_config, uncut
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for, is_known
-from paddleformers_fc.formats.flex import FlexCheckpoint
+from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.mapping import Mapping, RuleSet, TensorSources, prove
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import identity
@@ -27,7 +27,7 @@ from paddleformers_fc.plan.sources import described_model, resume_source
 
 
 def statements_source(
-    checkpoint: FlexCheckpoint,
+    checkpoint: OpenedCheckpoint,
     model: ModelDescription,
     aoa_config: MappingABC[str, object],
     tensors: MappingABC[str, AoaTensor],
@@ -81,7 +81,7 @@ def _bound(model: ModelDescription, tensors: MappingABC[str, AoaTensor]) -> Rule
     return bind(family_for(model.config), model, held)
 
 
-def _alone(checkpoint: FlexCheckpoint) -> RuleSet:
+def _alone(checkpoint: OpenedCheckpoint) -> RuleSet:
     """The rules that a checkpoint's model has on one rank; its own where its family is not known here."""
     rules = checkpoint.rules
     model = described_model(checkpoint)

@@ -34,7 +34,7 @@ from paddleformers_fc.errors import FlexError, FormatError, MismatchError
 from paddleformers_fc.execute.opening import own_file, own_or_handed
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.exported import exported_config
-from paddleformers_fc.formats.flex import CONFIG_NAME, FlexCheckpoint
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint
 from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.manifest import Manifest, read_listed
 from paddleformers_fc.storage.paths import AnyPath, mask_credentials
@@ -210,7 +210,7 @@ class TrainingProgress:
     data: dict[str, Any]
 
 
-def read_progress(checkpoint: FlexCheckpoint, channel: Channel) -> TrainingProgress:
+def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingProgress:
     """The Trainer's own state, read by one rank and handed to all.
 
     Args:
@@ -251,7 +251,7 @@ def read_progress(checkpoint: FlexCheckpoint, channel: Channel) -> TrainingProgr
     )
 
 
-def read_generators(checkpoint: FlexCheckpoint, channel: Channel) -> bytes | None:
+def read_generators(checkpoint: OpenedCheckpoint, channel: Channel) -> bytes | None:
     """Return the document of this rank's random generators, whichever rank sees the file; None where there is none.
 
     Args:

@@ -18,7 +18,7 @@ from paddleformers.transformers.model_utils import unwrap_model
 
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.families.exported import OVERWRITTEN
-from paddleformers_fc.formats.flex import CONFIG_NAME, parse_config
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, parse_config
 from paddleformers_fc.formats.huggingface import read_description
 from paddleformers_fc.storage.json_io import parse_json
 from paddleformers_fc.storage.paths import AnyPath

@@ -20,18 +20,17 @@ from paddleformers.utils.log import logger
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, StorageError
 from paddleformers_fc.execute.load import PLANS, Fill, load_checkpoint, prepare_load
-from paddleformers_fc.execute.opening import open_checkpoint, own_file, own_or_handed
-from paddleformers_fc.formats import FlexCheckpoint
-from paddleformers_fc.formats.flex import REFUSE
+from paddleformers_fc.execute.opening import open_on_all_ranks, own_file, own_or_handed
+from paddleformers_fc.formats import OpenedCheckpoint
+from paddleformers_fc.formats.checkpoint import REFUSE
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.cache import PlanCache
-from paddleformers_fc.plan.report import natural
 from paddleformers_fc.storage.commit import leftovers
 from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, natural
 from paddleformers_fc.trainer import (
     batches,
     changes,
@@ -195,7 +194,7 @@ def _warn(args: Any, text: str) -> None:
         logger.warning(text)
 
 
-def _warn_of_unfrozen(trainer: Any, checkpoint: FlexCheckpoint, channel: Channel) -> None:
+def _warn_of_unfrozen(trainer: Any, checkpoint: OpenedCheckpoint, channel: Channel) -> None:
     """Report parameters that are trained and have no states: frozen in the saved run, or never given a gradient."""
     stored = checkpoint.catalog.roles.get(OPTIMIZER_STATE, {})
 
@@ -226,7 +225,7 @@ class _Ready:
         fill: fills the weights and states.
     """
 
-    checkpoint: FlexCheckpoint
+    checkpoint: OpenedCheckpoint
     progress: documents.TrainingProgress | None
     generators: bytes | None
     generation: bytes | None
@@ -274,7 +273,7 @@ def _prepared(trainer: Any, directory: AnyPath, channel: Channel) -> _Ready:
     args = trainer.args
     roll = consistency_check_of(args, f"resuming from {directory.name}")
     with _verifying():
-        checkpoint = open_checkpoint(directory, channel, args.flex_verify, args.flex_threads, roll)
+        checkpoint = open_on_all_ranks(directory, channel, args.flex_verify, args.flex_threads, roll)
     checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint))
     continued = not args.ignore_load_lr_and_optim
     progress = documents.read_progress(checkpoint, channel) if continued else None
@@ -308,7 +307,7 @@ def _go_on(run: JobState, args: Any, manifest: Manifest, directory: AnyPath, cha
         logger.warning(warning)
 
 
-def _tied(trainer: Any, checkpoint: FlexCheckpoint) -> str:
+def _tied(trainer: Any, checkpoint: OpenedCheckpoint) -> str:
     """Which copy of a tied tensor is read. What differs is a user's to choose, of a checkpoint that he names."""
     args, manifest = trainer.args, checkpoint.manifest
     if not job_state_of(trainer).named or args.flex_tied == REFUSE:
@@ -331,7 +330,7 @@ def _meant(run: JobState, named: str) -> AnyPath:
     return run.chosen if run.chosen is not None and named == str(run.chosen) else parse_path(named)
 
 
-def _roles_to_fill(trainer: Any, checkpoint: FlexCheckpoint, continued: bool) -> state.LiveRoles:
+def _roles_to_fill(trainer: Any, checkpoint: OpenedCheckpoint, continued: bool) -> state.LiveRoles:
     """The live weights and states that the checkpoint is to fill."""
     stored = checkpoint.catalog.roles
     masters = stored.get(MASTER_WEIGHT, {})
@@ -517,7 +516,7 @@ def _warn_of_changes(
 def _load_best(trainer: Any, directory: Path) -> None:
     """The weights of the best checkpoint, once training has ended."""
     channel = channel_of(trainer.args)
-    checkpoint = open_checkpoint(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
+    checkpoint = open_on_all_ranks(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
     checkpoint = replace(checkpoint, tied=trainer.args.flex_tied)
     roles = run_on_all(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
     options = read_options(trainer.args)

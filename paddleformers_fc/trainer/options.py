@@ -20,7 +20,7 @@ from typing import Any
 
 from paddleformers_fc.aoa import statements_of
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.formats.flex import TIED_WAYS
+from paddleformers_fc.formats.checkpoint import TIED_WAYS
 from paddleformers_fc.storage.manifest import LEVELS
 from paddleformers_fc.storage.paths import require_local
 

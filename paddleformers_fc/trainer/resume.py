@@ -17,9 +17,9 @@ from paddleformers_fc.distributed.channel import Channel, all_gather_checked, ru
 from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import CheckpointError, Diverged, NotACheckpoint
 from paddleformers_fc.execute.opening import check_complete
+from paddleformers_fc.formats.checkpoint import not_a_flex_checkpoint
 from paddleformers_fc.formats.flex import MAPPING_NAME
-from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
-from paddleformers_fc.plan.paddle_distcp import is_paddle_checkpoint
+from paddleformers_fc.formats.registry import format_of
 from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in
@@ -137,9 +137,8 @@ def _kind_of(directory: Path) -> str:
     """What a directory that cannot be resumed from is, by the names in it alone."""
     if exists(directory / MANIFEST_NAME):
         return f"{directory.name} is damaged"
-    if is_paddle_checkpoint(directory):
-        return f"{directory.name} was written by Paddle's own FlexCheckpoint"
-    return f"{directory.name} has no {MANIFEST_NAME}"
+    found = format_of(directory)
+    return f"{directory.name} has no {MANIFEST_NAME}" if found is None else f"{directory.name} {found.predicate}"
 
 
 def newest_or_refuse(
@@ -205,24 +204,9 @@ def refuse_no_checkpoint(directory: AnyPath) -> None:
         evidence = [f"{directory.parent} has {', '.join(beside)}"] if beside else []
         advice = "Name a checkpoint-N directory, or set resume_from_checkpoint: true for the newest in output_dir."
         raise NotACheckpoint(f"{directory} does not exist.", where=str(directory), evidence=evidence, next_step=advice)
-    weights = [name for name in (INDEX_NAME, SINGLE_NAME) if exists(directory / name)]
-    if weights:
-        raise NotACheckpoint(
-            f"{directory} holds open weights and is no flex checkpoint.",
-            where=str(directory),
-            evidence=[f"{name} is there, {MANIFEST_NAME} is not" for name in weights],
-            next_step=choose or "To start from open weights, name them in model_name_or_path and resume from nothing.",
-        )
-    if is_paddle_checkpoint(directory):
-        raise NotACheckpoint(
-            f"{directory} was written by Paddle's own FlexCheckpoint, from which a run with flex_checkpoint: true does "
-            "not go on.",
-            where=str(directory),
-            evidence=[f"{MANIFEST_NAME} is not there"],
-            next_step=choose
-            or "Resume it without flex_checkpoint; or export its weights with paddleformers-fc export, "
-            "and begin with them in model_name_or_path.",
-        )
+    other = format_of(directory)
+    if other is not None:
+        raise not_a_flex_checkpoint(other, directory, choose)
     unfinished = is_unfinished(directory)
     raise NotACheckpoint(
         f"{directory} is an unfinished checkpoint." if unfinished else f"{directory} is not a flex checkpoint.",

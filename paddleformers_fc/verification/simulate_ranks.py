@@ -27,7 +27,7 @@ from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
@@ -229,7 +229,7 @@ def load(directory: Path, model: SimulatedModel) -> list[Roles]:
     held = [filled(model.roles(rank), _zeros) for rank in range(model.grid.world_size)]
 
     def work(channel: Channel) -> None:
-        load_checkpoint(open_checkpoint(directory, channel), held[channel.rank], model.model, channel)
+        load_checkpoint(open_on_all_ranks(directory, channel), held[channel.rank], model.model, channel)
 
     run_threads(model.grid.world_size, work)
     return held

@@ -77,7 +77,7 @@ def test_beside_open_weights_the_weights_alone_are_compared(four: Path, weights:
         assert outcome.document["roles"]["model_state"]["equal"] == len(canonical())
         assert list(outcome.document["roles"]) == ["model_state"]
         assert outcome.document["not_compared"] == ["optimizer_state"]
-    assert "open weights do not have it: optimizer_state" in run("diff", four, weights).out
+    assert "the format of one side cannot contain it: optimizer_state" in run("diff", four, weights).out
 
 
 def test_beside_open_weights_optimizer_states_are_not_read(
@@ -153,7 +153,7 @@ def test_open_weights_are_compared_with_open_weights(weights: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("role", "text"),
-    [("moments", "There is no role 'moments'"), ("ema_state", "Neither side holds a tensor of ema_state")],
+    [("moments", "Unknown role 'moments'"), ("ema_state", "Neither side holds a tensor of ema_state")],
 )
 def test_a_role_that_nobody_has_is_misuse(one: Path, four: Path, role: str, text: str) -> None:
     outcome = run("diff", one, four, "--role", role)
@@ -165,7 +165,7 @@ def test_a_role_that_nobody_has_is_misuse(one: Path, four: Path, role: str, text
 def test_a_role_that_open_weights_cannot_have_is_misuse(four: Path, weights: Path) -> None:
     outcome = run("diff", four, weights, "--role", "optimizer_state", "--json")
     assert outcome.code == 2
-    assert outcome.document["what"] == "Open weights have no optimizer_state."
+    assert outcome.document["what"] == f"{weights} holds open weights and has no optimizer_state."
 
 
 def test_a_side_that_cannot_be_read_is_not_called_different(four: Path, copy: Path) -> None:

@@ -74,7 +74,7 @@ def test_an_output_directory_is_not_exported_and_its_checkpoints_are_named(four:
     shutil.copytree(four, run_directory / "checkpoint-3")
     outcome = run("export", run_directory, tmp_path / "export")
     assert outcome.code == 1
-    assert "holds open weights and is no flex checkpoint" in outcome.err
+    assert "holds open weights and is not a flex checkpoint" in outcome.err
     assert "Name a checkpoint inside it: checkpoint-3." in outcome.err
 
 
@@ -173,7 +173,7 @@ def test_a_checkpoint_is_not_written_into(one: Path, copy: Path) -> None:
 def test_open_weights_are_no_checkpoint_to_export(weights: Path, tmp_path: Path) -> None:
     outcome = run("export", weights, tmp_path / "export")
     assert outcome.code == 1
-    assert "holds open weights and is no flex checkpoint" in outcome.err
+    assert "holds open weights and is not a flex checkpoint" in outcome.err
 
 
 def test_a_configuration_of_somebodys_own_is_replaced_only_where_that_was_asked_for(four: Path, tmp_path: Path) -> None:

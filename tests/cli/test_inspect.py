@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from paddleformers_fc import __version__
-from paddleformers_fc.cli.listing import ShardFacts, TensorFacts, show_tensors
+from paddleformers_fc.cli.listing import show_tensors
 from paddleformers_fc.cli.output import console
+from paddleformers_fc.formats.inspection import ShardFacts, TensorFacts
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from tests.cli.support import run, save
 from tests.execute.simulated import canonical, model
@@ -164,7 +165,7 @@ def test_a_directory_of_checkpoints_names_them_in_order(four: Path, tmp_path: Pa
     assert found["kind"] == "output_directory"
     listed = [(one["name"], one["step"]) for one in found["output"]["checkpoints"]]
     assert listed == [("checkpoint-20", None), ("checkpoint-12", 3), ("checkpoint-3", 3)]
-    assert ["contradicts" in one["fault"] for one in found["output"]["checkpoints"]] == [False, True, False]
+    assert ["contains step 3" in one["fault"] for one in found["output"]["checkpoints"]] == [False, True, False]
     text = run("inspect", tmp_path)
     assert text.code == 0
     assert "checkpoint-20: " in text.out

@@ -21,7 +21,7 @@ from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for
 from paddleformers_fc.families.declarations import declared, linear, only, same
 from paddleformers_fc.families.stored import completed
@@ -52,7 +52,7 @@ def live(checkpoint: Path, is_fleet: bool, changes: Mapping[str, Any]) -> simula
     model = ModelDescription(config, is_fleet)
     roles = {"model_state": declared_model(family_for(config), model, parse_grid("dp=1")).weights(0)}
     held = simulate_ranks.filled(roles, lambda role, shard: np.zeros(shard.global_shape, np.float32))
-    load_checkpoint(open_checkpoint(checkpoint, ALONE), held, model, ALONE)
+    load_checkpoint(open_on_all_ranks(checkpoint, ALONE), held, model, ALONE)
     return held
 
 

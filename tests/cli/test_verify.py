@@ -64,7 +64,7 @@ def test_a_flipped_bit_is_found_with_its_file_and_block(copy: Path, block: int) 
     assert outcome.code == 1
     assert f"{WEIGHTS} does not match its checksum" in outcome.err
     assert f"block {block} (from byte {block * 1024})" in outcome.err
-    assert "WRONG  files" in outcome.out
+    assert "FAILED  files" in outcome.out
     assert "is damaged" not in outcome.out
     assert outcome.err.count("is damaged") == 1
     assert [line.split()[1] for line in outcome.out.splitlines() if "not checked" in line] == [

@@ -405,7 +405,7 @@ def _plans(directory: Path) -> Target:
     import xxhash
 
     from paddleformers_fc.errors import FormatError
-    from paddleformers_fc.formats import open_flex
+    from paddleformers_fc.formats.flex import open_flex
     from paddleformers_fc.plan import canonical_layout, canonical_source, plan_reads
     from paddleformers_fc.plan.cache import CachedPlan, PlanCache, fits, plan_key
 
@@ -480,10 +480,10 @@ def _mapped(raw: bytes) -> None:
 
 
 def _read_configuration(raw: bytes, place: Path) -> None:
-    from paddleformers_fc.cli.opening import config_beside
+    from paddleformers_fc.formats.registry import read_config
 
     (place / "config.json").write_bytes(raw)
-    config_beside(place)
+    read_config(place)
 
 
 def _enumerated(**sizes: int) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.formats import open_flex
+from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from tests.execute.simulated import CONFIG, MODEL, Arrays, canonical, live, succeed
 

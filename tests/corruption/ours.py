@@ -16,7 +16,7 @@ import paddle
 from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
 from tests.execute.simulated import CONFIG, MODEL, Arrays, Roles, canonical, live, succeed
@@ -63,7 +63,9 @@ def load(
     """Load a flex checkpoint into live weights."""
     return watched(
         roles,
-        lambda: load_checkpoint(open_checkpoint(directory, channel, verify), roles, described, channel, aoa_config=aoa),
+        lambda: load_checkpoint(
+            open_on_all_ranks(directory, channel, verify), roles, described, channel, aoa_config=aoa
+        ),
     )
 
 

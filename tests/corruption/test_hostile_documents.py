@@ -15,7 +15,8 @@ from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, PeerError, from_wire
 from paddleformers_fc.execute.opening import check_complete
 from paddleformers_fc.families.stored import decode_mapping
-from paddleformers_fc.formats import open_flex, open_huggingface
+from paddleformers_fc.formats.flex import open_flex
+from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.codec import decode_shards
 from paddleformers_fc.plan.sources import stored_mapping
 from paddleformers_fc.storage.json_io import MAX_DEPTH, MAX_DIGITS, MAX_DOCUMENT_BYTES, parse_json

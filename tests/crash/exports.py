@@ -22,8 +22,7 @@ from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.errors import FlexError, NotACheckpoint
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.formats import open_huggingface
-from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME, open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.commit import unfinished
 from paddleformers_fc.storage.dtypes import to_numpy
@@ -169,7 +168,7 @@ def found(scenario: Scenario, there: Path) -> int:
         files = sorted(
             {
                 part.file
-                for one in open_huggingface(target, "full").roles[MODEL_STATE].values()
+                for one in open_huggingface(target, "full").catalog.roles[MODEL_STATE].values()
                 for part in one.fragments
             }
         )

@@ -21,7 +21,7 @@ import numpy as np
 from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
@@ -94,7 +94,7 @@ def resume_and_save(output_dir: Path, grid: str, step: int, generation: int, cha
     if found is None:
         raise Lost(f"{output_dir} has nothing to resume from.")
     roles = filled(_model(grid).roles(channel.rank), functools.partial(_constant, 0))
-    load_checkpoint(open_checkpoint(found, channel), roles, MODEL, channel)
+    load_checkpoint(open_on_all_ranks(found, channel), roles, MODEL, channel)
     seen = {float(one.local_tensor.array.flat[0]) for held in roles.values() for one in held.values()}
     if len(seen) != 1:
         raise Lost(f"{found} was loaded as {sorted(seen)}.")

@@ -50,13 +50,13 @@ def load_once(source: str) -> list[int]:
     from pathlib import Path
 
     from paddleformers_fc.execute.load import load_checkpoint
-    from paddleformers_fc.execute.opening import open_checkpoint
+    from paddleformers_fc.execute.opening import open_on_all_ranks
     from paddleformers_fc.execute.read_pool import ReadOptions
     from tests.execute.simulated import MODEL, canonical, live, same_values
 
     channel = started()
     roles = live(canonical(), 1, channel.rank, empty=True)
-    checkpoint = open_checkpoint(Path(source), channel)
+    checkpoint = open_on_all_ranks(Path(source), channel)
     report = load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(once=True))
     wrong = not same_values(roles, live(canonical(), 1, channel.rank))
     return [report.bytes_read, report.bytes_received, int(wrong)]

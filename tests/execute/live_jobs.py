@@ -27,7 +27,7 @@ def hop(
     """
     from paddleformers_fc.distributed.channel import job_channel
     from paddleformers_fc.execute.load import load_checkpoint
-    from paddleformers_fc.execute.opening import open_checkpoint
+    from paddleformers_fc.execute.opening import open_on_all_ranks
     from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
     from paddleformers_fc.trainer.description import describe
     from tests.harness import tiny
@@ -45,7 +45,7 @@ def hop(
     described = describe(built)
     fresh: list[str] = []
     if source is not None:
-        fresh = list(load_checkpoint(open_checkpoint(Path(source), channel), roles, described, channel).fresh)
+        fresh = list(load_checkpoint(open_on_all_ranks(Path(source), channel), roles, described, channel).fresh)
     files = {"config.json": config_bytes(described.config)} if channel.rank == 0 else {}
     save_checkpoint(Path(target), roles, described, files, JobRecord(3, 24, {}), channel)
     return fresh

@@ -16,7 +16,7 @@ from paddleformers_fc.errors import FlexError, MismatchError, StorageError
 from paddleformers_fc.execute import export
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout import Shard
@@ -174,7 +174,7 @@ def test_a_crash_between_the_renames_of_two_disks_leaves_a_step_that_is_refused(
     places = [tmp_path / "disk-0", tmp_path / "disk-1"]
     save(places, 2)
     (places[1] / STEP).rename(places[1] / ".checkpoint-3.unfinished-abc")
-    outcomes = job(2, lambda channel: open_checkpoint(places[channel.rank] / STEP, channel))
+    outcomes = job(2, lambda channel: open_on_all_ranks(places[channel.rank] / STEP, channel))
     assert all(isinstance(outcome, FlexError) for outcome in outcomes)
     assert "rank 1: no checkpoint of this name is there" in str(outcomes[0])
 
@@ -201,7 +201,7 @@ def tied(places: list[Path], grid: str, load_only: bool = False, aoa_config: Any
             save_checkpoint(directory, expected, TIED, files, JobRecord(3, 24, {}), channel)
             return 0
         zeros = simulate_ranks.filled(model.roles(channel.rank), lambda role, shard: 0 * tied_value(role, shard))
-        report = load_checkpoint(open_checkpoint(directory, channel), zeros, TIED, channel, aoa_config=aoa_config)
+        report = load_checkpoint(open_on_all_ranks(directory, channel), zeros, TIED, channel, aoa_config=aoa_config)
         for role, names in expected.items():
             for name, weight in names.items():
                 assert np.array_equal(zeros[role][name].local_tensor.array, weight.local_tensor.array), name

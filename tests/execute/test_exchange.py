@@ -15,12 +15,12 @@ from paddleformers_fc.errors import Corrupt, FlexError, OptionError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights
 from paddleformers_fc.execute.memory import slots_of
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.read_jobs import Memory
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.redistribute import ReadContext, read_redistributed
 from paddleformers_fc.execute.save_plan import model_rules
-from paddleformers_fc.formats import FlexCheckpoint
+from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
@@ -35,7 +35,7 @@ def loaded(directory: Path, ranks: int, tp: int, options: ReadOptions, sharded: 
 
     def work(channel: Any) -> LoadReport:
         roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        report = load_checkpoint(open_checkpoint(directory, channel), roles, MODEL, channel, options)
+        report = load_checkpoint(open_on_all_ranks(directory, channel), roles, MODEL, channel, options)
         assert same_values(live(ARRAYS, tp, channel.rank, sharded=sharded), roles)
         return report
 
@@ -90,7 +90,7 @@ def test_ranks_that_read_for_themselves_say_nothing_between_the_preflight_and_th
     save(tmp_path / "checkpoint-3", ARRAYS, 1, 2)
 
     def work(channel: Any) -> tuple[int, int]:
-        checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel)
+        checkpoint = open_on_all_ranks(tmp_path / "checkpoint-3", channel)
         before = channel.exchanges
         load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), MODEL, channel)
         return channel.exchanges - before, channel.largest
@@ -99,7 +99,7 @@ def test_ranks_that_read_for_themselves_say_nothing_between_the_preflight_and_th
     assert succeed(2, work) == [(2, 0)] * 2
 
 
-def plan_of(checkpoint: FlexCheckpoint, roles: Roles) -> LoadPlan:
+def plan_of(checkpoint: OpenedCheckpoint, roles: Roles) -> LoadPlan:
     """The plan of a rank that loads everything it holds."""
     shards = describe_roles(roles)
     source, _ = resume_source(checkpoint, model_rules(MODEL, shards["model_state"]))
@@ -112,7 +112,7 @@ def test_no_rank_sends_or_gets_more_in_a_round_than_it_may(tmp_path: Path, limit
 
     def work(channel: Any) -> tuple[int, int]:
         roles = live(ARRAYS, 1, channel.rank, empty=True)
-        plan = plan_of(open_checkpoint(tmp_path / "checkpoint-3", channel), roles)
+        plan = plan_of(open_on_all_ranks(tmp_path / "checkpoint-3", channel), roles)
         before = channel.exchanges
         read_redistributed(plan, ReadContext(tmp_path / "checkpoint-3"), slots_of(roles), channel, ONCE, limit)
         assert same_values(live(ARRAYS, 1, channel.rank), roles)
@@ -134,7 +134,7 @@ def test_a_read_that_fails_on_one_rank_fails_on_all_with_its_error(tmp_path: Pat
     victim = tmp_path / "checkpoint-3/model_state/rank-00002.safetensors"
 
     def work(channel: Any) -> None:
-        checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel)
+        checkpoint = open_on_all_ranks(tmp_path / "checkpoint-3", channel)
         if channel.rank == 0:
             os.truncate(victim, victim.stat().st_size - 8)
         channel.all_gather(b"")
@@ -155,7 +155,7 @@ def test_a_rank_that_fails_in_the_midst_stops_all_after_the_same_round(tmp_path:
 
     def read(channel: Any, place: Path) -> None:
         roles = live(ARRAYS, 1, channel.rank, empty=True)
-        plan = plan_of(open_checkpoint(tmp_path / "checkpoint-3", channel), roles)
+        plan = plan_of(open_on_all_ranks(tmp_path / "checkpoint-3", channel), roles)
         before = channel.exchanges
         try:
             read_redistributed(plan, ReadContext(place / "checkpoint-3"), slots_of(roles), channel, ONCE, 1000)
@@ -211,7 +211,7 @@ def test_what_arrives_is_handed_over_and_waited_for(tmp_path: Path, options: Rea
 
     def work(channel: Any) -> None:
         roles, expected = live(ARRAYS, 1, channel.rank, empty=True), live(ARRAYS, 1, channel.rank)
-        plan = plan_of(open_checkpoint(tmp_path / "checkpoint-3", channel), roles)
+        plan = plan_of(open_on_all_ranks(tmp_path / "checkpoint-3", channel), roles)
         slots = {}
         for role, names in roles.items():
             for name, weight in names.items():
@@ -231,7 +231,7 @@ def test_ranks_that_do_not_read_in_the_same_way_are_refused_on_every_rank(tmp_pa
     def work(channel: Any) -> Roles:
         roles = live(ARRAYS, 1, channel.rank, empty=True)
         options = ReadOptions(once=channel.rank == 1)
-        load_checkpoint(open_checkpoint(tmp_path / "checkpoint-3", channel), roles, MODEL, channel, options)
+        load_checkpoint(open_on_all_ranks(tmp_path / "checkpoint-3", channel), roles, MODEL, channel, options)
         return roles
 
     first, second = job(2, work)

@@ -17,7 +17,7 @@ from paddleformers_fc.execute import export
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.load import LoadReport, load_weights
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.formats import open_huggingface
+from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums
 from tests.cli.support import alter, flip

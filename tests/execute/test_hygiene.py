@@ -21,7 +21,7 @@ from paddleformers_fc.execute import commit_coordinator
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from tests.corruption import ours
@@ -77,7 +77,7 @@ def load(directory: Path, verify: str = "size", arrays: Any = ARRAYS, after: Cal
 
     def work(channel: Any) -> None:
         roles = live(arrays, RANKS, channel.rank, empty=True)
-        checkpoint = open_checkpoint(directory, channel, verify)
+        checkpoint = open_on_all_ranks(directory, channel, verify)
         if opened.wait(LIMIT) == 0:
             after()
         opened.wait(LIMIT)
@@ -219,7 +219,7 @@ def test_two_directories_are_loaded_in_two_threads_at_the_same_time(place: Path)
 def load_alone(directory: Path, arrays: Any, channel: Any) -> None:
     """Load on one rank, and compare every bit."""
     roles = live(arrays, 1, 0, empty=True)
-    load_checkpoint(open_checkpoint(directory, channel, "full"), roles, MODEL, channel)
+    load_checkpoint(open_on_all_ranks(directory, channel, "full"), roles, MODEL, channel)
     assert same_values(roles, live(arrays, 1, 0))
 
 

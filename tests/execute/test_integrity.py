@@ -14,7 +14,7 @@ from paddleformers_fc.errors import Corrupt, FlexError, StorageError
 from paddleformers_fc.execute import redistribute
 from paddleformers_fc.execute.export import ExportReport, export_checkpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
@@ -51,7 +51,7 @@ def load(directory: Path, ranks: int, *, weights_alone: bool = False) -> list[An
             del roles["optimizer_state"]
         before = live(ARRAYS, ranks, channel.rank, empty=True)
         try:
-            return load_checkpoint(open_checkpoint(directory, channel, "full"), roles, MODEL, channel)
+            return load_checkpoint(open_on_all_ranks(directory, channel, "full"), roles, MODEL, channel)
         except FlexError:
             assert same_values(roles, {role: before[role] for role in roles})
             raise
@@ -113,7 +113,7 @@ def load_layout(directory: Path, ranks: int) -> list[Any]:
 
     def work(channel: Any) -> LoadReport:
         roles = live(ARRAYS, 1, channel.rank, empty=True, sharded=ranks)
-        return load_checkpoint(open_checkpoint(directory, channel, "full"), roles, MODEL, channel)
+        return load_checkpoint(open_on_all_ranks(directory, channel, "full"), roles, MODEL, channel)
 
     return job(ranks, work)
 
@@ -171,7 +171,7 @@ def test_a_load_under_full_that_may_not_read_what_it_is_to_compare_is_refused_on
     def work(channel: Any) -> None:
         roles = live(ARRAYS, 1, channel.rank, empty=True)
         with pytest.raises(StorageError) as caught:
-            load_checkpoint(open_checkpoint(checkpoint, channel, "full"), roles, MODEL, channel)
+            load_checkpoint(open_on_all_ranks(checkpoint, channel, "full"), roles, MODEL, channel)
         assert same_values(roles, live(ARRAYS, 1, channel.rank, empty=True))
         raise caught.value
 
@@ -200,7 +200,7 @@ def test_every_rank_hashes_its_share_and_not_the_whole(checkpoint: Path) -> None
 def test_without_a_full_check_nothing_is_hashed(checkpoint: Path) -> None:
     def work(channel: Any) -> int:
         roles = live(ARRAYS, 2, channel.rank, empty=True)
-        return load_checkpoint(open_checkpoint(checkpoint, channel, "size"), roles, MODEL, channel).bytes_hashed
+        return load_checkpoint(open_on_all_ranks(checkpoint, channel, "size"), roles, MODEL, channel).bytes_hashed
 
     assert succeed(2, work) == [0, 0]
 
@@ -221,7 +221,7 @@ def test_a_file_that_is_replaced_after_its_blocks_were_compared_is_refused(
     (error,) = job(
         1,
         lambda channel: load_checkpoint(
-            open_checkpoint(checkpoint, channel, "full"), live(ARRAYS, 1, 0, empty=True), MODEL, channel
+            open_on_all_ranks(checkpoint, channel, "full"), live(ARRAYS, 1, 0, empty=True), MODEL, channel
         ),
     )
     assert isinstance(error, Corrupt)

@@ -12,7 +12,7 @@ import pytest
 from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
-from paddleformers_fc.execute.opening import check_complete, open_checkpoint
+from paddleformers_fc.execute.opening import check_complete, open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
@@ -50,7 +50,7 @@ def load(places: list[Path], tp: int, sharded: int = 1, verify: str = "size", on
     """Load on ranks that see one place each; every bit is compared."""
 
     def work(channel: Any) -> LoadReport:
-        checkpoint = open_checkpoint(places[channel.rank] / STEP, channel, verify)
+        checkpoint = open_on_all_ranks(places[channel.rank] / STEP, channel, verify)
         roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
         report = load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(once=once))
         assert same_values(live(ARRAYS, tp, channel.rank, sharded=sharded), roles)
@@ -85,7 +85,7 @@ def test_ranks_that_share_disks_take_what_they_see_and_get_the_rest(tmp_path: Pa
     assert 0 < sum(report.bytes_received for report in reports) < sum(report.bytes_read for report in shared)
 
 
-@pytest.mark.parametrize("opening", [open_checkpoint, check_complete])
+@pytest.mark.parametrize("opening", [open_on_all_ranks, check_complete])
 def test_ranks_that_see_the_same_agree_once(tmp_path: Path, opening: Callable[..., Any]) -> None:
     save(tmp_path / STEP, ARRAYS, 1, 2)
 
@@ -108,7 +108,7 @@ def test_what_one_rank_alone_cannot_open_of_what_all_see_is_told_by_all(tmp_path
 
 def refused(places: list[Path], verify: str = "size") -> FlexError:
     """The error of every rank."""
-    outcomes = job(len(places), lambda channel: open_checkpoint(places[channel.rank] / STEP, channel, verify))
+    outcomes = job(len(places), lambda channel: open_on_all_ranks(places[channel.rank] / STEP, channel, verify))
     assert all(isinstance(outcome, FlexError) for outcome in outcomes)
     assert len({_without_places(str(outcome), places) for outcome in outcomes}) == 1
     return outcomes[0]

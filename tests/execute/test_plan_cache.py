@@ -13,7 +13,7 @@ from msgspec import structs
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.execute import load as loading
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
@@ -35,7 +35,7 @@ def loaded(directory: Path, model: SimulatedModel, plans: PlanCache) -> list[Rol
     held = [filled(model.roles(rank), zeros) for rank in range(model.grid.world_size)]
 
     def work(channel: Channel) -> None:
-        load_checkpoint(open_checkpoint(directory, channel), held[channel.rank], model.model, channel, plans=plans)
+        load_checkpoint(open_on_all_ranks(directory, channel), held[channel.rank], model.model, channel, plans=plans)
 
     run_threads(model.grid.world_size, work)
     return held

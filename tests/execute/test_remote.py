@@ -14,7 +14,7 @@ from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions, ReadPool
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -43,7 +43,7 @@ def load(directory: AnyPath, tp: int, sharded: int, options: ReadOptions) -> lis
 
     def work(channel: Any) -> Roles:
         roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        load_checkpoint(open_checkpoint(directory, channel), roles, MODEL, channel, options)
+        load_checkpoint(open_on_all_ranks(directory, channel), roles, MODEL, channel, options)
         return roles
 
     return job(tp * sharded, work)
@@ -82,7 +82,7 @@ def test_a_file_that_is_replaced_between_check_and_read_stops_every_rank(served:
     path = next((tmp_path / "checkpoint-3/model_state").iterdir())
 
     def work(channel: Any) -> None:
-        checkpoint = open_checkpoint(parse_path(f"{served.url}/checkpoint-3"), channel)
+        checkpoint = open_on_all_ranks(parse_path(f"{served.url}/checkpoint-3"), channel)
         channel.all_gather(b"")
         if channel.rank == 0:
             data = bytearray(path.read_bytes())
@@ -121,7 +121,7 @@ HEIGHT, WIDTH = 64, 256 * 1024
 def test_a_store_without_ranges_is_no_damage_for_a_load_that_verifies(served: Served) -> None:
     size = (served.root / "checkpoint-3/mapping.json").stat().st_size
     served.answer = lambda data: data + b"more" if len(data) == size else data
-    outcomes = job(2, lambda channel: open_checkpoint(parse_path(f"{served.url}/checkpoint-3"), channel, "full"))
+    outcomes = job(2, lambda channel: open_on_all_ranks(parse_path(f"{served.url}/checkpoint-3"), channel, "full"))
     assert [type(outcome) for outcome in outcomes] == [StorageError, StorageError]
     assert str(outcomes[0]) == str(outcomes[1])
     assert "does not answer range requests" in str(outcomes[0])

@@ -18,7 +18,7 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_
 from paddleformers_fc.distributed.rank_format import format_ranks, group_by_value
 from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
 from tests.corruption import ours
@@ -209,7 +209,7 @@ def test_another_checkpoint_under_the_same_name_is_refused_by_its_checksum(tmp_p
     ours.save(here)
 
     def work(channel: Any, roles: dict[str, Any]) -> None:
-        checkpoint = usual_one if channel.rank == odd else open_checkpoint(here, ALONE)
+        checkpoint = usual_one if channel.rank == odd else open_on_all_ranks(here, ALONE)
         load_checkpoint(checkpoint, roles, MODEL, channel)
 
     error = refused(2, work)
@@ -221,7 +221,7 @@ def test_another_checkpoint_under_the_same_name_is_refused_by_its_checksum(tmp_p
 def open_and_move(source: Path, name: Path) -> Any:
     """A checkpoint that was opened under a name which then goes to another one."""
     source.rename(name)
-    opened = open_checkpoint(name, ALONE)
+    opened = open_on_all_ranks(name, ALONE)
     name.rename(source)
     return opened
 
@@ -231,7 +231,7 @@ def test_statements_on_one_rank_alone_are_refused(tmp_path: Path) -> None:
 
     def work(channel: Any, roles: dict[str, Any]) -> None:
         stated = {"aoa_statements": ["model.norm.weight -> model.norm.weight"]} if channel.rank == 1 else None
-        checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel)
+        checkpoint = open_on_all_ranks(tmp_path / "checkpoint-3", channel)
         load_checkpoint(checkpoint, roles, MODEL, channel, aoa_config=stated)
 
     assert "aoa_config" in str(refused(2, work))
@@ -242,7 +242,7 @@ def test_ranks_that_resume_from_different_directories_are_told_which(tmp_path: P
         ours.save(tmp_path / f"checkpoint-{step}")
 
     def work(channel: Any, roles: dict[str, Any]) -> None:
-        checkpoint = open_checkpoint(tmp_path / f"checkpoint-{3 + channel.rank // 3}", channel)
+        checkpoint = open_on_all_ranks(tmp_path / f"checkpoint-{3 + channel.rank // 3}", channel)
         load_checkpoint(checkpoint, roles, MODEL, channel)
 
     assert "checkpoint-4 on rank 3" in str(refused(4, work))
@@ -273,7 +273,7 @@ def test_a_rank_whose_file_is_shorter_is_named(tmp_path: Path, odd: int) -> None
     seen = {place: tmp_path / place / "checkpoint-3" for place in ("usual", "odd")}
 
     def work(channel: Any, roles: dict[str, Any]) -> None:
-        run_on_all(channel, "opening", lambda: open_checkpoint(place_of(channel), ALONE))
+        run_on_all(channel, "opening", lambda: open_on_all_ranks(place_of(channel), ALONE))
 
     def place_of(channel: Any) -> Path:
         return seen["odd" if channel.rank == odd else "usual"]

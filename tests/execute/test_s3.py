@@ -10,7 +10,7 @@ import pytest
 
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report
@@ -32,7 +32,7 @@ def test_a_checkpoint_is_verified_in_full_and_loaded_under_another_layout_from_s
 
     def work(channel: Any) -> Roles:
         roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        load_checkpoint(open_checkpoint(directory, channel, "full"), roles, MODEL, channel)
+        load_checkpoint(open_on_all_ranks(directory, channel, "full"), roles, MODEL, channel)
         return roles
 
     for rank, got in enumerate(succeed(tp * sharded, work)):
@@ -51,7 +51,7 @@ def test_a_number_that_is_damaged_in_the_bucket_stops_a_load_that_verifies_in_fu
 
     def work(channel: Any) -> None:
         roles = live(ARRAYS, 1, channel.rank, empty=True)
-        load_checkpoint(open_checkpoint(directory, channel, "full"), roles, MODEL, channel)
+        load_checkpoint(open_on_all_ranks(directory, channel, "full"), roles, MODEL, channel)
 
     (outcome,) = job(1, work)
     assert isinstance(outcome, Corrupt), outcome
@@ -66,7 +66,7 @@ def test_an_object_that_is_replaced_between_opening_and_reading_stops_every_rank
     path = next((tmp_path / "checkpoint-3/model_state").iterdir())
 
     def work(channel: Any) -> None:
-        checkpoint = open_checkpoint(directory, channel)
+        checkpoint = open_on_all_ranks(directory, channel)
         channel.all_gather(b"")
         if channel.rank == 0:
             data = bytearray(path.read_bytes())

@@ -20,7 +20,7 @@ from paddleformers_fc.execute import export
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.replica_assignment import assign_writers
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
@@ -48,7 +48,7 @@ def load(directory: Path, tp: int, sharded: int, model: ModelDescription = MODEL
 
     def work(channel: Any) -> Roles:
         roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        load_checkpoint(open_checkpoint(directory, channel), roles, model, channel)
+        load_checkpoint(open_on_all_ranks(directory, channel), roles, model, channel)
         return roles
 
     return succeed(tp * sharded, work)
@@ -313,7 +313,7 @@ def refused(directory: Path, ranks: int = 2) -> list[FlexError]:
     def work(channel: Any) -> list[FlexError]:
         roles = live(ARRAYS, ranks, channel.rank, empty=True)
         try:
-            load_checkpoint(open_checkpoint(directory, channel), roles, MODEL, channel)
+            load_checkpoint(open_on_all_ranks(directory, channel), roles, MODEL, channel)
         except FlexError as error:
             assert same_values(roles, live(ARRAYS, ranks, channel.rank, empty=True))
             return [error]
@@ -351,7 +351,7 @@ def test_a_file_that_is_replaced_between_check_and_read_is_refused(tmp_path: Pat
     save(tmp_path / "checkpoint-4", canonical(seed=1), 1, 1)
 
     def work(channel: Any) -> None:
-        checkpoint = open_checkpoint(tmp_path / "checkpoint-3", channel, verify)
+        checkpoint = open_on_all_ranks(tmp_path / "checkpoint-3", channel, verify)
         other = tmp_path / "checkpoint-4/model_state/rank-00000.safetensors"
         other.rename(tmp_path / "checkpoint-3/model_state/rank-00000.safetensors")
         load_checkpoint(checkpoint, live(ARRAYS, 1, 0, empty=True), MODEL, channel)
@@ -367,7 +367,7 @@ def test_a_model_of_another_family_is_said_before_all_that_follows_from_it(tmp_p
     def work(channel: Any) -> None:
         wanted = live({"model.embed_tokens.weight": ARRAYS["model.embed_tokens.weight"]}, 1, channel.rank, empty=True)
         config = ModelDescription({**CONFIG, "model_type": "qwen2"}, is_fleet=False)
-        load_checkpoint(open_checkpoint(tmp_path / "checkpoint-3", channel), wanted, config, channel)
+        load_checkpoint(open_on_all_ranks(tmp_path / "checkpoint-3", channel), wanted, config, channel)
 
     (error,) = job(1, work)
     assert isinstance(error, MismatchError)
@@ -383,7 +383,10 @@ def test_a_model_of_other_heads_is_refused_though_every_tensor_has_its_shape(tmp
     def work(channel: Any) -> None:
         wanted = live(ARRAYS, 1, channel.rank, empty=True)
         load_checkpoint(
-            open_checkpoint(tmp_path / "checkpoint-3", channel), wanted, ModelDescription({**CONFIG, **other}), channel
+            open_on_all_ranks(tmp_path / "checkpoint-3", channel),
+            wanted,
+            ModelDescription({**CONFIG, **other}),
+            channel,
         )
 
     (error,) = job(1, work)
@@ -422,7 +425,7 @@ def load_with(directory: Path, statements: list[str], arrays: Arrays, tp: int) -
     def work(channel: Any) -> Roles:
         roles = live(arrays, tp, channel.rank, empty=True)
         stated = {"aoa_statements": statements}
-        load_checkpoint(open_checkpoint(directory, channel), roles, MODEL, channel, aoa_config=stated)
+        load_checkpoint(open_on_all_ranks(directory, channel), roles, MODEL, channel, aoa_config=stated)
         return roles
 
     return succeed(tp, work)
@@ -502,7 +505,7 @@ def test_a_users_statement_that_cannot_be_proved_is_refused_on_every_rank(tmp_pa
 
     def work(channel: Any) -> None:
         roles = live(ARRAYS, 2, channel.rank, empty=True)
-        load_checkpoint(open_checkpoint(tmp_path / "checkpoint-3", channel), roles, MODEL, channel, aoa_config=stated)
+        load_checkpoint(open_on_all_ranks(tmp_path / "checkpoint-3", channel), roles, MODEL, channel, aoa_config=stated)
 
     first, second = job(2, work)
     assert isinstance(first, MappingError)
@@ -554,7 +557,7 @@ def test_the_states_of_a_tied_parameter_are_saved_under_its_owner(tmp_path: Path
     tied = ModelDescription({**CONFIG, "tie_word_embeddings": True})
     files = {"config.json": config_bytes(tied.config)}
     save_checkpoint(tmp_path / "checkpoint-3", held, tied, files, JobRecord(3, 24, {}), ALONE)
-    stored = open_checkpoint(tmp_path / "checkpoint-3", ALONE).catalog.roles
+    stored = open_on_all_ranks(tmp_path / "checkpoint-3", ALONE).catalog.roles
     assert owner in stored["model_state"]
     assert f"{owner}.moment1_0" in stored["optimizer_state"]
     assert not [name for names in stored.values() for name in names if name.startswith(alias)]

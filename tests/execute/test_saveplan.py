@@ -20,7 +20,7 @@ from paddleformers_fc.execute import replica_assignment
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import host_pieces
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, SavePlan, SavePlanCache
 from paddleformers_fc.families import ModelDescription
@@ -71,7 +71,7 @@ def restored(directory: Path, ranks: int = 1) -> bool:
 
     def work(channel: ThreadChannel) -> Roles:
         roles = live(ARRAYS, ranks, channel.rank, empty=True)
-        load_checkpoint(open_checkpoint(directory, channel, "full"), roles, MODEL, channel)
+        load_checkpoint(open_on_all_ranks(directory, channel, "full"), roles, MODEL, channel)
         return roles
 
     return all(same_values(live(ARRAYS, ranks, rank), got) for rank, got in enumerate(succeed(ranks, work)))

@@ -12,7 +12,7 @@ import pytest
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
@@ -71,7 +71,7 @@ def load_with(
     def work(channel: Channel) -> None:
         stated = {"aoa_statements": list(statements), "aoa_config_reverse": reverse}
         load_checkpoint(
-            open_checkpoint(directory, channel),
+            open_on_all_ranks(directory, channel),
             held[channel.rank],
             model.model,
             channel,

@@ -17,12 +17,12 @@ from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import MismatchError, NotACheckpoint
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.opening import open_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.replica_assignment import assign_writers
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
 from paddleformers_fc.execute.ties import diverged, hash_ties, ties_of
 from paddleformers_fc.families import family_for
-from paddleformers_fc.formats import open_flex
+from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -217,7 +217,7 @@ def test_a_chosen_copy_is_read_with_all_of_its_states(tmp_path: Path, grid: str,
     held = [simulate_ranks.filled(model.roles(rank), nothing) for rank in range(2)]
 
     def work(channel: Any) -> None:
-        checkpoint = replace(open_checkpoint(tmp_path / "checkpoint-3", channel), tied=tied)
+        checkpoint = replace(open_on_all_ranks(tmp_path / "checkpoint-3", channel), tied=tied)
         load_checkpoint(checkpoint, held[channel.rank], TIED, channel, plans=PlanCache())
 
     succeed(2, work)

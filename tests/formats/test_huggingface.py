@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
-from paddleformers_fc.formats import open_huggingface
+from paddleformers_fc.formats.huggingface import open_huggingface
 
 
 def weights(*names: str, fill: float = 1.0) -> dict[str, np.ndarray]:
@@ -26,14 +26,14 @@ def indexed(directory: Path, **files: list[str]) -> None:
 
 def test_a_single_file_is_read_whole(tmp_path: Path) -> None:
     save_file(weights("a", "b"), tmp_path / "model.safetensors")
-    assert set(open_huggingface(tmp_path).roles["model_state"]) == {"a", "b"}
+    assert set(open_huggingface(tmp_path).catalog.roles["model_state"]) == {"a", "b"}
 
 
 def test_the_index_decides_which_files_count(tmp_path: Path) -> None:
     indexed(tmp_path, one=["a"], two=["b"])
     save_file(weights("a", "b", fill=9), tmp_path / "original.safetensors")
     save_file(weights("a", fill=9), tmp_path / "model.safetensors")
-    tensors = open_huggingface(tmp_path).roles["model_state"]
+    tensors = open_huggingface(tmp_path).catalog.roles["model_state"]
     assert {name: tensor.fragments[0].file for name, tensor in tensors.items()} == {
         "a": "one.safetensors",
         "b": "two.safetensors",
@@ -44,7 +44,7 @@ def test_what_a_listed_file_holds_and_the_index_does_not_name_is_stored_all_the_
     indexed(tmp_path, one=["a"], two=["b"])
     save_file(weights("a", "a_scale"), tmp_path / "one.safetensors")
     save_file(weights("b", "a", fill=9), tmp_path / "two.safetensors")
-    tensors = open_huggingface(tmp_path).roles["model_state"]
+    tensors = open_huggingface(tmp_path).catalog.roles["model_state"]
     assert {name: [part.file for part in tensor.fragments] for name, tensor in tensors.items()} == {
         "a": ["one.safetensors"],
         "a_scale": ["one.safetensors"],

@@ -509,7 +509,7 @@ MUTANTS = (
     # ---- Exports and digests.
     Mutant(
         "execute/export.py",
-        '        if checkpoint.unread:\n            verify_files(source, checkpoint.manifest, "full")',
+        '        if checkpoint.unread and checkpoint.commit_record is not None:\n            verify_files(source, checkpoint.commit_record, "full")',
         "        pass",
         INTEGRITY,
         "an export under full verification writes a flipped bit",
@@ -551,7 +551,7 @@ MUTANTS = (
     ),
     Mutant(
         "execute/digest.py",
-        "    verify_equal(plan.checks, directory, identities=source.catalog.identities)\n",
+        "    verify_equal(plan.checks, catalog.root, identities=catalog.identities)\n",
         "",
         ("tests/execute/test_disks.py::test_tied_weights_that_differ_have_no_digests",),
         "diff says that checkpoints are equal of which one has tied tensors that differ",

@@ -93,8 +93,8 @@ MUTANTS = (
     ),
     Mutant(
         "formats/huggingface.py",
-        "    return Catalog(directory, {MODEL_STATE: tensors}, identities, recorded=recorded)",
-        "    return Catalog(directory, {MODEL_STATE: tensors}, recorded=recorded)",
+        "    catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)",
+        "    catalog = Catalog(directory, {MODEL_STATE: tensors})",
         ("tests/execute/test_integrity.py",),
         "open weights that are replaced while they are loaded are not noticed",
     ),
@@ -120,14 +120,14 @@ MUTANTS = (
         "missing files of an index are found one by one",
     ),
     Mutant(
-        "formats/distcp.py",
+        "formats/paddle_distcp.py",
         '        if index.fields.get("replica_id"):\n            continue',
         "        pass",
         DISTCP,
         "replicas in Paddle's own checkpoints are taken for second copies",
     ),
     Mutant(
-        "formats/distcp.py",
+        "formats/paddle_distcp.py",
         "piece.length != shard.size * piece.width or piece.width",
         "piece.width",
         (
@@ -137,14 +137,14 @@ MUTANTS = (
         "an array of Paddle's that is shorter than its shard is read",
     ),
     Mutant(
-        "formats/distcp.py",
+        "formats/paddle_distcp.py",
         "    faults.extend(catalog.faults())\n",
         "",
         DISTCP,
         "a checkpoint of Paddle's with holes is opened",
     ),
     Mutant(
-        "formats/distcp.py",
+        "formats/paddle_distcp.py",
         "    _refuse_links(directory, found)\n",
         "",
         DISTCP,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from paddleformers_fc.formats import Catalog, FlexCheckpoint
+from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.catalog import StoredForm, StoredFragment, StoredTensor, gather_shards
+from paddleformers_fc.formats.checkpoint import StoredModel
+from paddleformers_fc.formats.flex import FLEX
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan.simulate import SimulatedModel
@@ -21,7 +24,12 @@ def stored_tensor(name: str, dtype: str, shape: Shape, fragments: Iterable[Store
     return StoredTensor(name, form, tuple((fragment.file, fragment.begin) for fragment in fragments))
 
 
-def checkpoint_of(model: SimulatedModel) -> FlexCheckpoint:
+def opened(catalog: Catalog, manifest: Manifest, model: StoredModel, config: dict[str, Any]) -> OpenedCheckpoint:
+    """A flex checkpoint that was never on a disk."""
+    return OpenedCheckpoint(FLEX, catalog, config, lambda: model, commit_record=manifest)
+
+
+def checkpoint_of(model: SimulatedModel) -> OpenedCheckpoint:
     """The checkpoint that a simulated job would write: each distinct shard by the first rank that holds it."""
     found: dict[str, list[tuple[Shard, str, int, int]]] = {}
     seen: set[tuple[str, Shard]] = set()
@@ -46,4 +54,4 @@ def checkpoint_of(model: SimulatedModel) -> FlexCheckpoint:
         aoa={},
         family=model.family.name,
     )
-    return FlexCheckpoint(catalog, manifest, model.rules, dict(model.model.config), model.model)
+    return opened(catalog, manifest, StoredModel(model.rules, model.model), dict(model.model.config))

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
-from paddleformers_fc.formats import FlexCheckpoint
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment
+from paddleformers_fc.formats.checkpoint import StoredModel
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
@@ -22,7 +22,7 @@ from paddleformers_fc.plan.report import Report
 from paddleformers_fc.plan.sources import huggingface_source, stored_mapping
 from paddleformers_fc.storage.manifest import Manifest
 from tests.mapping.numbers import moved, numbered, slices
-from tests.plan.stored import stored_tensor
+from tests.plan.stored import opened, stored_tensor
 
 FUSED = RuleSet(
     {"qkv": TensorSpec((6, 16), "float32")}, (Rule(("q", "k", "v"), ("qkv",), (8, 4, 4), 1, (1, 0), target_blocks=2),)
@@ -208,7 +208,7 @@ def test_a_tensor_without_a_canonical_form_is_taken_over_whole_or_refused(shape:
         written_by="", step=1, consumed_samples=1, world_size=1, parallel={}, family="acorn", aoa={}, files=[]
     )
     catalog = Catalog(Path("none"), {"model_state": {"table": tensor}})
-    checkpoint = FlexCheckpoint(catalog, manifest, model((8,)), {"model_type": "acorn"})
+    checkpoint = opened(catalog, manifest, StoredModel(model((8,)), None), {"model_type": "acorn"})
     for wanted in ((8,), shape):
         source, report = resume_source(checkpoint, model(wanted))
         plan = plan_reads(source, {"model_state": {"table": Shard("table", "float32", wanted, whole(wanted))}})

@@ -15,7 +15,9 @@ from msgspec import structs
 
 from paddleformers_fc.aoa import AoaTensor
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.formats import Catalog, FlexCheckpoint
+from paddleformers_fc.formats import Catalog, OpenedCheckpoint
+from paddleformers_fc.formats.checkpoint import StoredModel
+from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan import plan_reads, resume_source
 from paddleformers_fc.plan.cache import CachedPlan, PlanCache, PlanKey, encode_plan, fits, plan_key
@@ -27,7 +29,7 @@ from tests.plan.test_forecast import MOE, laid_out
 
 
 @pytest.fixture(scope="module")
-def stored() -> FlexCheckpoint:
+def stored() -> OpenedCheckpoint:
     return checkpoint_of(laid_out("sharding=2,split=true,ep=2"))
 
 
@@ -36,7 +38,7 @@ def model() -> SimulatedModel:
     return laid_out("tp=2")
 
 
-def made(stored: FlexCheckpoint, model: SimulatedModel, rank: int = 0) -> tuple[PlanKey, CachedPlan]:
+def made(stored: OpenedCheckpoint, model: SimulatedModel, rank: int = 0) -> tuple[PlanKey, CachedPlan]:
     source, report = resume_source(stored, model.rules)
     plan = plan_reads(source, model.roles(rank))
     assert plan.report.empty
@@ -45,7 +47,7 @@ def made(stored: FlexCheckpoint, model: SimulatedModel, rank: int = 0) -> tuple[
     return plan_key(stored, model.model, model.roles(rank)), CachedPlan(plan, frozenset({"b", "a"}))
 
 
-def test_a_plan_is_kept_in_the_process(stored: FlexCheckpoint, model: SimulatedModel) -> None:
+def test_a_plan_is_kept_in_the_process(stored: OpenedCheckpoint, model: SimulatedModel) -> None:
     key, planned = made(stored, model)
     plans = PlanCache()
     assert plans.find(key) is None
@@ -54,7 +56,7 @@ def test_a_plan_is_kept_in_the_process(stored: FlexCheckpoint, model: SimulatedM
 
 
 def test_another_process_finds_the_plan_in_the_directory(
-    tmp_path: Path, stored: FlexCheckpoint, model: SimulatedModel
+    tmp_path: Path, stored: OpenedCheckpoint, model: SimulatedModel
 ) -> None:
     directory = tmp_path / "new" / "plans"
     key, planned = made(stored, model)
@@ -64,7 +66,7 @@ def test_another_process_finds_the_plan_in_the_directory(
 
 
 def test_only_a_plan_of_the_directory_that_fits_is_taken_and_kept(
-    tmp_path: Path, stored: FlexCheckpoint, model: SimulatedModel
+    tmp_path: Path, stored: OpenedCheckpoint, model: SimulatedModel
 ) -> None:
     key, planned = made(stored, model)
     PlanCache(tmp_path).keep(key, planned)
@@ -74,7 +76,7 @@ def test_only_a_plan_of_the_directory_that_fits_is_taken_and_kept(
     assert plans.find(key, lambda found: False) == planned, "it has passed, and is in the process now"
 
 
-def test_the_oldest_plans_leave_the_process_first(stored: FlexCheckpoint, model: SimulatedModel) -> None:
+def test_the_oldest_plans_leave_the_process_first(stored: OpenedCheckpoint, model: SimulatedModel) -> None:
     (first, planned), (second, other) = made(stored, model), made(stored, model, 1)
     plans = PlanCache(most_items=len(planned.plan.items) + len(other.plan.items))
     plans.keep(first, planned)
@@ -85,7 +87,9 @@ def test_the_oldest_plans_leave_the_process_first(stored: FlexCheckpoint, model:
     assert (plans.find(first), plans.find(second), plans.find(third)) == (planned, None, planned)
 
 
-def test_every_changed_byte_of_a_file_is_noticed(tmp_path: Path, stored: FlexCheckpoint, model: SimulatedModel) -> None:
+def test_every_changed_byte_of_a_file_is_noticed(
+    tmp_path: Path, stored: OpenedCheckpoint, model: SimulatedModel
+) -> None:
     key, planned = made(stored, model)
     PlanCache(tmp_path).keep(key, planned)
     (path,) = tmp_path.iterdir()
@@ -103,7 +107,7 @@ def test_every_changed_byte_of_a_file_is_noticed(tmp_path: Path, stored: FlexChe
 
 
 def test_a_file_that_holds_another_key_is_ignored_and_replaced(
-    tmp_path: Path, stored: FlexCheckpoint, model: SimulatedModel
+    tmp_path: Path, stored: OpenedCheckpoint, model: SimulatedModel
 ) -> None:
     key, planned = made(stored, model)
     older = msgspec.structs.replace(key, version="0.0.1")
@@ -116,7 +120,7 @@ def test_a_file_that_holds_another_key_is_ignored_and_replaced(
 
 
 def test_a_directory_that_cannot_be_written_is_worth_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, stored: FlexCheckpoint, model: SimulatedModel
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stored: OpenedCheckpoint, model: SimulatedModel
 ) -> None:
     key, planned = made(stored, model)
     (tmp_path / "file").write_text("in the way")
@@ -127,34 +131,38 @@ def test_a_directory_that_cannot_be_written_is_worth_a_warning(
     assert plans.find(key) is planned
 
 
-def changed_checkpoints(stored: FlexCheckpoint) -> dict[str, FlexCheckpoint]:
+def changed_checkpoints(stored: OpenedCheckpoint) -> dict[str, OpenedCheckpoint]:
     """The checkpoint with one thing changed that a plan may depend on."""
     role, name = "model_state", "model.norm.weight"
     tensor = stored.catalog.roles[role][name]
     ((file, begin),) = tensor.offsets
 
-    def with_tensor(**changes: Any) -> FlexCheckpoint:
+    def with_tensor(**changes: Any) -> OpenedCheckpoint:
         roles = {**stored.catalog.roles, role: dict(stored.catalog.roles[role])}
         roles[role][name] = msgspec.structs.replace(tensor, **changes)
         return replace(stored, catalog=Catalog(stored.catalog.root, roles))
 
     receipt = FileChecksum(file, 8, "0" * 32, 4, ["0" * 16] * 2)
-    rules = stored.rules
+    rules, description = stored.rules, stored.known
+
+    def with_model(rules: RuleSet, description: ModelDescription | None) -> OpenedCheckpoint:
+        return replace(stored, describe=lambda: StoredModel(rules, description))
+
     return {
         "offset": with_tensor(offsets=((file, begin + 2),)),
         "file": with_tensor(offsets=((file + "x", begin),)),
         "dtype": with_tensor(form=replace(tensor.form, dtype="float16")),
         "boxes": with_tensor(form=replace(tensor.form, boxes=())),
-        "manifest": replace(stored, manifest=msgspec.structs.replace(stored.manifest, files=[receipt])),
-        "step": replace(stored, manifest=msgspec.structs.replace(stored.manifest, step=2)),
-        "rules": replace(stored, rules=replace(rules, rules=tuple(reversed(rules.rules)))),
-        "fresh": replace(stored, rules=replace(rules, fresh=("x",))),
-        "config": replace(stored, model=ModelDescription({**stored.known.config, "num_attention_heads": 1})),
-        "class": replace(stored, model=ModelDescription(stored.known.config, is_fleet=True)),
+        "manifest": replace(stored, commit_record=msgspec.structs.replace(stored.manifest, files=[receipt])),
+        "step": replace(stored, commit_record=msgspec.structs.replace(stored.manifest, step=2)),
+        "rules": with_model(replace(rules, rules=tuple(reversed(rules.rules))), description),
+        "fresh": with_model(replace(rules, fresh=("x",)), description),
+        "config": with_model(rules, ModelDescription({**description.config, "num_attention_heads": 1})),
+        "class": with_model(rules, ModelDescription(description.config, is_fleet=True)),
     }
 
 
-def test_whatever_a_plan_depends_on_changes_its_key(stored: FlexCheckpoint, model: SimulatedModel) -> None:
+def test_whatever_a_plan_depends_on_changes_its_key(stored: OpenedCheckpoint, model: SimulatedModel) -> None:
     roles = model.roles(0)
     shard = roles["model_state"]["model.norm.weight"]
 
@@ -188,7 +196,7 @@ def test_whatever_a_plan_depends_on_changes_its_key(stored: FlexCheckpoint, mode
 
 
 def test_what_a_family_declares_is_part_of_the_key(
-    monkeypatch: pytest.MonkeyPatch, stored: FlexCheckpoint, model: SimulatedModel
+    monkeypatch: pytest.MonkeyPatch, stored: OpenedCheckpoint, model: SimulatedModel
 ) -> None:
     from paddleformers_fc.plan import cache
 
@@ -237,7 +245,7 @@ def forged(planned: CachedPlan, change: Forge) -> CachedPlan:
 
 @pytest.mark.parametrize("name", FORGED)
 def test_a_file_that_reads_or_fills_outside_of_boxes_is_as_good_as_none(
-    tmp_path: Path, stored: FlexCheckpoint, model: SimulatedModel, name: str
+    tmp_path: Path, stored: OpenedCheckpoint, model: SimulatedModel, name: str
 ) -> None:
     key, planned = made(stored, model)
     PlanCache(tmp_path).keep(key, forged(planned, FORGED[name]))
@@ -245,14 +253,16 @@ def test_a_file_that_reads_or_fills_outside_of_boxes_is_as_good_as_none(
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_a_plan_of_other_files_or_shards_does_not_fit(stored: FlexCheckpoint, model: SimulatedModel, name: str) -> None:
+def test_a_plan_of_other_files_or_shards_does_not_fit(
+    stored: OpenedCheckpoint, model: SimulatedModel, name: str
+) -> None:
     _, planned = made(stored, model)
     assert fits(planned, model.roles(0), stored.files)
     assert not fits(forged(planned, OTHER[name]), model.roles(0), stored.files)
 
 
 def test_a_plan_that_leaves_elements_of_a_shard_unread_does_not_fit(
-    stored: FlexCheckpoint, model: SimulatedModel
+    stored: OpenedCheckpoint, model: SimulatedModel
 ) -> None:
     _, planned = made(stored, model)
     counts = Counter((item.role, item.name) for item in planned.plan.items)

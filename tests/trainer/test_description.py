@@ -15,7 +15,7 @@ from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import IS_FLEET
-from paddleformers_fc.formats import open_flex
+from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.mapping import RuleSet, prove
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.documents import model_config

@@ -16,20 +16,35 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
+from paddleformers_fc.families import ModelDescription, ModelTensor, family_for
+from paddleformers_fc.families.stored import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
-from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.formats.checkpoint import (
+    CONFIG_NAME,
+    Format,
+    OpenedCheckpoint,
+    StoredModel,
+    StoredShard,
+    parse_config,
+    stored_boxes,
+)
+from paddleformers_fc.formats.checks import CheckList
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, read_description
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import list_directory
 from paddleformers_fc.storage.identity import identities_of
+from paddleformers_fc.storage.paths import AnyPath, require_local
 from paddleformers_fc.storage.pickles import PickledArray, Record, quoted, read_pickle
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.text import count_text
@@ -42,43 +57,21 @@ _NAMES = "StructuredToParameterName@@"
 
 _AGAIN = "Paddle's checkpoints cannot be repaired. Use another one, or save again."
 
-StoredShard = tuple[Shard, str, int, int]
 
-
-@dataclass(frozen=True)
-class DistcpCheckpoint:
-    """A checkpoint that Paddle wrote.
-
-    Args:
-        catalog: what is stored, in the names of the model that saved it.
-        cuts: of every weight, into how many shards its axes are cut.
-        files: size of every file that counts, by path relative to the directory.
-    """
-
-    catalog: Catalog
-    cuts: dict[str, tuple[int, ...]]
-    files: dict[str, int]
-
-
-def is_distcp(directory: Path) -> bool:
-    """Whether a directory looks like a checkpoint of Paddle, by the names of its files alone.
-
-    Raises:
-        StorageError: the operating system refused to look.
-    """
-    return bool(_role_directories(directory))
-
-
-def open_distcp(directory: Path) -> DistcpCheckpoint:
+def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
     """Open a checkpoint that Paddle wrote.
+
+    The format records neither checksums nor a mapping. The mapping follows from the family of the model, by stored
+    names, shapes and cuts, once it is asked for; it requires a ``config.json`` in the directory.
 
     Args:
         directory: of ``dist.save_state_dict``, or with a directory ``model_state`` and others of it.
     Raises:
         NotACheckpoint: it is none.
         Corrupt: metadata or files that are missing, or tensors that are not stored whole; all of them.
-        FormatError: a pickle that holds more than data, or metadata that does not follow its format.
+        FormatError: a pickle that holds more than data, or metadata or a configuration that is malformed.
     """
+    directory = require_local(directory, "A checkpoint of Paddle")
     found = _role_directories(directory)
     if not found:
         raise NotACheckpoint(f"{directory} holds no checkpoint of Paddle.", where=str(directory))
@@ -108,8 +101,36 @@ def open_distcp(directory: Path) -> DistcpCheckpoint:
             evidence=fold(faults),
             next_step=_AGAIN,
         )
-    files = {path: catalog.identities[directory / path].size for path in sorted(paths)}
-    return DistcpCheckpoint(catalog, cuts, files)
+    raw = read_description(directory, CONFIG_NAME)
+    config = {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
+    hasher = BlockHasher()
+    hasher.update(raw or b"")
+    recorded = {} if raw is None else {CONFIG_NAME: hasher.receipt(CONFIG_NAME)}
+    return OpenedCheckpoint(PADDLE_DISTCP, catalog, config, lambda: _derived(catalog, config, cuts), recorded)
+
+
+def _derived(catalog: Catalog, config: dict[str, Any], cuts: dict[str, tuple[int, ...]]) -> StoredModel:
+    """The mapping that a save of this package would have stored.
+
+    Args:
+        catalog: what is stored, in the names of the model that saved it.
+        config: the model's configuration.
+        cuts: into how many shards the axes of every weight are cut.
+    Raises:
+        NotACheckpoint: there is no configuration to name the family.
+        MappingError: the family is unknown, or does not declare what is stored.
+    """
+    if not config:
+        raise NotACheckpoint(
+            f"{catalog.root} does not say what model it is of.",
+            where=str(catalog.root),
+            evidence=[f"{CONFIG_NAME} is not in it"],
+            next_step=f"Copy the model's {CONFIG_NAME} into the directory; Paddle does not save it.",
+        )
+    weights = catalog.roles[MODEL_STATE].values()
+    tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
+    description, rules = completed(family_for(config), ModelDescription(config), tensors)
+    return StoredModel(rules, description)
 
 
 def _role_directories(directory: Path) -> dict[str, Path]:
@@ -284,3 +305,48 @@ def _width(dtype: str) -> int:
 
 def _malformed(path: Path, fault: str) -> FormatError:
     return FormatError(f"{path} is no file of a checkpoint of Paddle: {fault}.", where=str(path), next_step=_AGAIN)
+
+
+class PaddleDistcpFormat(Format):
+    """Checkpoints of Paddle's own FlexCheckpoint."""
+
+    name = "paddle"
+    title = "checkpoint of Paddle's FlexCheckpoint"
+    predicate = "was written by Paddle's own FlexCheckpoint"
+    roles = ROLES
+    canonical = False
+    loadable = False
+    advice = (
+        "Resume it without flex_checkpoint; or export its weights with paddleformers-fc export, and start from them "
+        "with model_name_or_path."
+    )
+    checks = ("tensors",)
+
+    def recognises(self, directory: AnyPath) -> bool:
+        """Return whether there are files of ``dist.save_state_dict``, in the directory or in those of its roles."""
+        return isinstance(directory, Path) and bool(_role_directories(directory))
+
+    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
+        """As :func:`open_distcp`; there is nothing that a level could compare."""
+        return open_distcp(directory)
+
+    def read_config(self, directory: AnyPath) -> dict[str, Any]:
+        """Return the ``config.json`` that a user has put into the directory."""
+        return HUGGINGFACE.read_config(directory)
+
+    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+        """Check that every tensor is stored whole and once."""
+        return checks.check(
+            "tensors",
+            lambda: open_distcp(directory),
+            lambda found: (
+                f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once; this format has no checksums"
+            ),
+        )
+
+    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
+        """Yield the stored boxes of some tensors."""
+        return stored_boxes(checkpoint.catalog, role, names)
+
+
+PADDLE_DISTCP = PaddleDistcpFormat()

@@ -1,0 +1,201 @@
+"""Verification: is a checkpoint what was saved, and can all of it be used?
+
+================  ==================================================================================================
+``manifest``      it can be read and matches its own checksum
+``files``         every file is there and of its size; at level ``full`` every byte is as it was written
+``tensors``       headers follow their format; every tensor is stored whole and once, and is one that the rules know
+``mapping``       the rules are proved; all canonical tensors can be made
+``equal values``  tied tensors, and numbers stored several times, are equal bit for bit (level ``full``); at every level
+                  the save found the copies of tied tensors equal
+================  ==================================================================================================
+
+The format of a checkpoint determines which checks are made (``Format.checks``). Each check requires the ones before it,
+so the first that fails is the last that is made; it reports all it finds. Files that cannot be read for want of
+permission are not known to be damaged: such a check counts as not made.
+Of open weights three things are checked: ``checksums`` (what an export has recorded of its files), ``tensors`` (index,
+headers and ranges), and ``model`` (names, shapes and sizes are those of its ``config.json``, by its family).
+The outcome lists what cannot be checked, and the checkpoints below the directory, which are not checked.
+
+Time: at level ``full`` one pass over the files, by a few threads; memory: one block per thread.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from paddleformers_fc.errors import CheckpointError, FlexError, NotACheckpoint, OptionError
+from paddleformers_fc.execute.reading import verify_equal
+from paddleformers_fc.families import described_by_file, family_for
+from paddleformers_fc.formats import OpenedCheckpoint
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME
+from paddleformers_fc.formats.checks import Check, CheckList
+from paddleformers_fc.formats.flex import manifest_text
+from paddleformers_fc.formats.registry import require_format
+from paddleformers_fc.layout.grid import ParallelGrid
+from paddleformers_fc.plan import LoadPlan, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.plan.forecast import Forecast, forecast_load
+from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.storage.files import is_directory, list_directory
+from paddleformers_fc.storage.manifest import read_manifest, refuse_diverged
+from paddleformers_fc.storage.names import parse_step
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import count_text
+
+
+class Verification(msgspec.Struct, frozen=True):
+    """The outcome.
+
+    Attributes:
+        kind: ``flex_checkpoint``, ``huggingface`` or ``paddle``.
+        path: the directory as it was named.
+        level: ``off``, ``size`` or ``full``.
+        passed: whether no check failed.
+        checks: in the order in which they were made.
+        not_checked: the checks that were not made: one before them failed, a file cannot be read, or the level does not
+            include them.
+        files: files of the checkpoint.
+        bytes: their sizes together.
+        tensors: stored tensors, of all roles.
+        seconds: how long it took.
+        cannot_be_checked: what the directory records no evidence of, one line each.
+        below: checkpoints below the directory, which were not checked, one line each.
+    """
+
+    kind: str
+    path: str
+    level: str
+    passed: bool
+    checks: list[Check]
+    not_checked: list[str]
+    files: int
+    bytes: int
+    tensors: int
+    seconds: float
+    cannot_be_checked: list[str]
+    below: list[str]
+
+
+def verify_checkpoint(directory: AnyPath, level: str) -> tuple[Verification, FlexError | None]:
+    """Check a directory.
+
+    Args:
+        directory: a checkpoint of any format.
+        level: ``off`` reads manifest and headers, ``size`` looks at the files as well, ``full`` reads every byte.
+    Returns:
+        the outcome, and the error that lists every fault, or None.
+    Raises:
+        OptionError: the directory is not a checkpoint and there are checkpoints below it.
+        NotACheckpoint: it is not a checkpoint.
+    """
+    started = time.monotonic()
+    below = checkpoints_below(directory)
+    try:
+        format = require_format(directory)
+    except NotACheckpoint as error:
+        if not below:
+            raise
+        raise OptionError(
+            f"{directory} is not a checkpoint; the checkpoints in it were not verified.",
+            where=str(directory),
+            evidence=below,
+            next_step="Name one of these checkpoints.",
+        ) from error
+    checks = CheckList()
+    problem: FlexError | None = None
+    try:
+        checkpoint = format.verify(directory, level, checks)
+        sizes = checkpoint.file_sizes
+        checks.tensors, checks.files, checks.bytes = checkpoint.catalog.count, len(sizes), sum(sizes.values())
+        if "mapping" in format.checks:
+            _check_mapping(checkpoint, level, checks)
+        if "model" in format.checks:
+            _check_model(checkpoint, checks)
+    except FlexError as error:
+        problem = error
+    outcome = Verification(
+        kind=format.name,
+        path=str(directory),
+        level=level,
+        passed=problem is None,
+        checks=checks.made,
+        not_checked=[name for name in format.checks if name not in {check.name for check in checks.made}],
+        files=checks.files,
+        bytes=checks.bytes,
+        tensors=checks.tensors,
+        seconds=round(time.monotonic() - started, 3),
+        cannot_be_checked=checks.impossible,
+        below=below,
+    )
+    return outcome, problem
+
+
+def checkpoints_below(directory: AnyPath) -> list[str]:
+    """Return a line for every checkpoint in a directory, of a local one also two levels below; none is verified."""
+    found: list[AnyPath] = list(list_directory(directory))
+    if isinstance(directory, Path):
+        found += [path for above in ("*", "*/*") for path in directory.glob(f"{above}/checkpoint-*")]
+    steps = sorted((step, str(path), path) for path in found if (step := parse_step(path)) is not None)
+    return [f"{name}: {_state_text(path)}" for _, name, path in steps if is_directory(path)]
+
+
+def _state_text(directory: AnyPath) -> str:
+    try:
+        return manifest_text(read_manifest(directory))
+    except CheckpointError as error:
+        return error.in_one_line()
+
+
+def _check_mapping(checkpoint: OpenedCheckpoint, level: str, checks: CheckList) -> None:
+    plan = checks.check("mapping", lambda: _prove(checkpoint), _plan_text)
+    if level == "full" or checkpoint.manifest.ties:
+        checks.check(
+            "equal values",
+            lambda: _compare(checkpoint, plan, level),
+            lambda _: (
+                f"{count_text(len(plan.checks), 'pair')} compared"
+                if plan.checks
+                else "there are no tied tensors and no numbers that are stored several times"
+            ),
+        )
+
+
+def _compare(checkpoint: OpenedCheckpoint, plan: LoadPlan, level: str) -> None:
+    refuse_diverged(checkpoint.catalog.root, checkpoint.manifest)
+    if level == "full":
+        verify_equal(plan.checks, checkpoint.catalog.root)
+
+
+def _prove(checkpoint: OpenedCheckpoint) -> LoadPlan:
+    """The plan that makes every canonical tensor of every role out of what is stored."""
+    source = canonical_source(checkpoint)
+    plan = plan_reads(source, canonical_layout(source))
+    plan.report.refuse(str(checkpoint.catalog.root))
+    return plan
+
+
+def _plan_text(plan: LoadPlan) -> str:
+    names = {(item.role, item.name) for item in plan.items}
+    return f"proved; {count_text(len(names), 'canonical tensor')} can be made"
+
+
+def _check_model(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
+    if not checkpoint.config:
+        checks.impossible.append(f"names, shapes and sizes: there is no {CONFIG_NAME}")
+        return
+    try:
+        declared_model(family_for(checkpoint.config), described_by_file(checkpoint.config), ParallelGrid())
+    except FlexError as error:
+        # An unknown family, or a configuration without sizes: no fault of the weights is known.
+        checks.impossible.append(f"names, shapes and sizes: {error.in_one_line()}")
+        return
+    checks.check("model", lambda: forecast_load(checkpoint, ParallelGrid())[0], _model_text)
+
+
+def _model_text(found: Forecast) -> str:
+    summary = f"names, shapes and sizes are those of {CONFIG_NAME}"
+    optional = [f"{count_text(len(found.fresh), 'tensor')} absent"] if found.fresh else []
+    optional += [f"{count_text(len(found.dropped), 'tensor')} not used"] if found.dropped else []
+    return f"{summary}; optional: {', '.join(optional)}" if optional else summary

@@ -1,0 +1,241 @@
+"""An opened checkpoint, whatever its format, and the protocol of a format.
+
+Everything that differs between formats is data of an :class:`OpenedCheckpoint` or a member of its :class:`Format`, so
+that load, export, digest, diff, verify, inspect and plan have no branch per format. A format is one module with a class
+that follows the protocol, and one line in :mod:`paddleformers_fc.formats.registry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
+from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.formats.catalog import Catalog
+from paddleformers_fc.formats.checks import CheckList
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.file_checksums import FileChecksum
+from paddleformers_fc.storage.json_io import parse_json, read_recorded
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, RESTORE, Manifest
+from paddleformers_fc.storage.paths import AnyPath
+
+CONFIG_NAME = "config.json"
+
+REFUSE = "refuse"
+TIED_WAYS = (REFUSE, "first", "last")
+"""What is read where copies of a tied tensor differ: none of them, or that of the first or last pipeline stage."""
+
+StoredShard = tuple[Shard, str, int, int]
+"""A shard, its file, the byte offset of its first element, bytes per element."""
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What a checkpoint contains of the model that saved it.
+
+    Args:
+        rules: how that model's tensors are made of canonical ones.
+        description: what the rules were derived from; None if the checkpoint was saved before it was stored.
+    """
+
+    rules: RuleSet
+    description: ModelDescription | None
+
+
+class Format(Protocol):
+    """A format of checkpoints.
+
+    Attributes:
+        name: in JSON output.
+        title: in text, as the kind of a directory.
+        predicate: in errors, behind the path of a directory.
+        roles: the roles that a checkpoint of this format can contain.
+        canonical: whether stored names are canonical names, so that there is no mapping.
+        loadable: whether a live model can be filled from it.
+        advice: how to use such a checkpoint where a flex checkpoint is required.
+        checks: the names of the checks that ``verify`` makes, in order.
+    """
+
+    name: str
+    title: str
+    predicate: str
+    roles: tuple[str, ...]
+    canonical: bool
+    loadable: bool
+    advice: str
+    checks: tuple[str, ...]
+
+    def recognises(self, directory: AnyPath) -> bool:
+        """Return whether a directory or URL is of this format, by the names of its files alone."""
+
+    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
+        """Open a checkpoint of this format.
+
+        Args:
+            directory: recognised before.
+            verify: ``off``, ``size`` or ``full``, where checksums are recorded.
+        Raises:
+            CheckpointError: it is damaged or malformed.
+        """
+
+    def read_config(self, directory: AnyPath) -> dict[str, Any]:
+        """Return the model's configuration without opening the checkpoint; empty if there is none."""
+
+    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+        """Check files and tensors by everything that the format records, and return the opened checkpoint.
+
+        Args:
+            directory: recognised before.
+            level: ``off``, ``size`` or ``full``.
+            checks: gets the checks that were made.
+        Raises:
+            FlexError: the first check that fails, with all its faults.
+        """
+
+    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
+        """Yield the shards of some tensors as they were written."""
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """An opened checkpoint.
+
+    Args:
+        format: its format.
+        catalog: what is stored, in stored names.
+        config: the model's configuration, as in ``config.json``; empty if there is none.
+        describe: returns the model whose tensors are stored; raises a ``FlexError`` if the checkpoint contains none.
+        recorded: the recorded checksums of its files by path; those of the opened weight files for an export.
+        commit_record: the manifest, with the training progress; None for formats without one.
+        unread: whether the checksums of what is going to be read are still to be compared by the reader.
+        tied: which copy of a tied tensor is read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
+            must be equal.
+    """
+
+    format: Format
+    catalog: Catalog
+    config: dict[str, Any]
+    describe: Callable[[], StoredModel]
+    recorded: Mapping[str, FileChecksum] = field(default_factory=dict)
+    commit_record: Manifest | None = None
+    unread: bool = False
+    tied: str = REFUSE
+
+    @property
+    def manifest(self) -> Manifest:
+        """The commit record.
+
+        Raises:
+            NotACheckpoint: the format has none, so that no run can resume from the checkpoint.
+        """
+        if self.commit_record is None:
+            raise not_a_flex_checkpoint(self.format, self.catalog.root)
+        return self.commit_record
+
+    @cached_property
+    def _stored_model(self) -> StoredModel:
+        return self.describe()
+
+    @property
+    def rules(self) -> RuleSet:
+        """How the tensors of the model that saved it are made of canonical ones.
+
+        Raises:
+            FlexError: the checkpoint contains no model, or its family does not declare what is stored.
+        """
+        return self._stored_model.rules
+
+    @property
+    def model(self) -> ModelDescription | None:
+        """What the rules were derived from; None if that is not stored. Raises as :attr:`rules`."""
+        return self._stored_model.description
+
+    @property
+    def known(self) -> ModelDescription:
+        """What is stored of the model: its description, or what the configuration file contains of it."""
+        return self.model or ModelDescription(self.config)
+
+    @cached_property
+    def files(self) -> frozenset[str]:
+        """The files that contain tensors, by path relative to the directory."""
+        tensors = (tensor for named in self.catalog.roles.values() for tensor in named.values())
+        return frozenset(file for tensor in tensors for file, _ in tensor.offsets)
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Size in bytes of every file of the checkpoint, by path; without a commit record of those with tensors."""
+        if self.commit_record is not None:
+            return {one.path: one.size for one in self.commit_record.files}
+        root, identities = self.catalog.root, self.catalog.identities
+        return {name: identities[root / name].size for name in sorted(self.files)}
+
+    def document(self, name: str, most: int | None = None) -> bytes:
+        """Return the bytes of a small file after comparing them with its recorded checksum.
+
+        Args:
+            name: path relative to the directory.
+            most: bound on its length in bytes; None for the recorded size.
+        Raises:
+            Corrupt: the file is missing or altered, or no checksum of it is recorded.
+            FormatError: it is longer than the bound.
+        """
+        recorded = self.recorded.get(name)
+        if recorded is None:
+            root = str(self.catalog.root)
+            raise Corrupt(f"{root} has no recorded file {name}.", where=root, next_step="Use another checkpoint.")
+        return read_recorded(self.catalog.root, recorded, recorded.size if most is None else most, RESTORE)
+
+    @property
+    def preferred(self) -> dict[str, tuple[str, ...]]:
+        """The copies of every tied parameter, the chosen one first; empty where no copy is chosen."""
+        if self.tied == REFUSE:
+            return {}
+        diverged = self.commit_record.ties if self.commit_record is not None else ()
+        recorded = {name: place for tie in diverged for place, name in enumerate(tie.copies)}
+        found: dict[str, tuple[str, ...]] = {}
+        for tie in self.rules.ties:
+            found[tie.owner] = (*found.get(tie.owner, (tie.owner,)), tie.alias)
+        for owner, names in found.items():
+            # Without a record the copies are as declared: the owner is the embedding, on the first stage.
+            ordered = sorted(names, key=lambda name: recorded.get(name, len(recorded)))
+            found[owner] = tuple(ordered if self.tied == "first" else reversed(ordered))
+        return found
+
+
+def not_a_flex_checkpoint(format: Format, directory: AnyPath, next_step: str = "") -> NotACheckpoint:
+    """Return the error for a checkpoint of another format where a flex checkpoint is required."""
+    return NotACheckpoint(
+        f"{directory} {format.predicate} and is not a flex checkpoint.",
+        where=str(directory),
+        evidence=[f"{MANIFEST_NAME} is not there"],
+        next_step=next_step or format.advice,
+    )
+
+
+def parse_config(raw: bytes, path: AnyPath) -> dict[str, Any]:
+    """Return a model's configuration from the bytes of its file.
+
+    Raises:
+        FormatError: it is not a JSON object.
+    """
+    try:
+        config = parse_json(raw)
+    except ValueError as error:
+        raise FormatError("The model's configuration is not JSON.", where=str(path), evidence=[str(error)]) from error
+    if not isinstance(config, dict):
+        raise FormatError("The model's configuration is not a JSON object.", where=str(path))
+    return config
+
+
+def stored_boxes(catalog: Catalog, role: str, names: Collection[str]) -> Iterator[StoredShard]:
+    """Yield every stored box of some tensors as a shard: formats whose files record no other cut."""
+    for name in sorted(names):
+        tensor = catalog.roles[role][name]
+        width = item_size(to_safetensors(tensor.dtype))
+        for part in tensor.fragments:
+            yield Shard(name, tensor.dtype, tensor.shape, part.box), part.file, part.begin, width

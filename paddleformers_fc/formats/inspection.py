@@ -1,0 +1,171 @@
+"""Facts about an opened checkpoint, from its manifest and headers alone; no tensor byte is read.
+
+A tensor is listed with its shards as they were written: a box of the tensor, or a range of a box's elements, with the
+file and the byte offset. They are read from the headers; the catalog has only the boxes that they consist of.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from paddleformers_fc.formats.catalog import StoredTensor
+from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.manifest import Branch
+from paddleformers_fc.text import natural
+
+
+class JobFacts(msgspec.Struct, frozen=True):
+    """The job that saved a flex checkpoint.
+
+    Attributes:
+        step: optimizer steps done.
+        consumed_samples: training samples seen.
+        world_size: number of ranks.
+        parallel: degree per parallel axis.
+        family: the model family whose mapping was used.
+        written_by: program and version.
+        differing_replicas: where its ranks held different numbers of the same part of a tensor, one line each.
+        diverged_ties: where copies of tied tensors differ, one line each; an automatic resume skips such a checkpoint.
+        run: id of the run; empty in checkpoints of earlier versions.
+        branches: the runs and steps that it goes back to, first to last.
+    """
+
+    step: int
+    consumed_samples: int
+    world_size: int
+    parallel: dict[str, int]
+    family: str
+    written_by: str
+    differing_replicas: list[str]
+    diverged_ties: list[str]
+    run: str
+    branches: list[Branch]
+
+
+class RoleFacts(msgspec.Struct, frozen=True):
+    """What is stored in one role.
+
+    Attributes:
+        tensors: how many.
+        elements: numbers in them; for ``model_state`` these are the parameters.
+        bytes: of those numbers.
+        dtypes: number of tensors by element type.
+        files: how many files hold them.
+    """
+
+    tensors: int
+    elements: int
+    bytes: int
+    dtypes: dict[str, int]
+    files: int
+
+
+class ShardFacts(msgspec.Struct, frozen=True):
+    """One stored shard of a tensor: what one rank wrote.
+
+    Attributes:
+        file: path relative to the directory.
+        begin: byte offset of its first element in the file.
+        bytes: its length.
+        offset: first coordinate of its box on every axis.
+        shape: lengths of its box.
+        flat: for a flattened shard the range of the box's elements that is stored; else None.
+    """
+
+    file: str
+    begin: int
+    bytes: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    flat: tuple[int, int] | None = None
+
+
+class TensorFacts(msgspec.Struct, frozen=True):
+    """One stored tensor.
+
+    Attributes:
+        role: its role.
+        name: its name in the model that saved it; for open weights the canonical name.
+        dtype: element type by its numpy name.
+        shape: global shape.
+        bytes: of the whole tensor.
+        pieces: its shards.
+    """
+
+    role: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    pieces: tuple[ShardFacts, ...]
+
+
+def job_facts(checkpoint: OpenedCheckpoint) -> JobFacts | None:
+    """Return the job that saved a checkpoint; None if its format has no commit record."""
+    manifest = checkpoint.commit_record
+    if manifest is None:
+        return None
+    return JobFacts(
+        manifest.step,
+        manifest.consumed_samples,
+        manifest.world_size,
+        manifest.parallel,
+        manifest.family,
+        manifest.written_by,
+        manifest.differences,
+        [line for tie in manifest.ties for line in tie.differences],
+        manifest.saved_by.id,
+        manifest.saved_by.branches,
+    )
+
+
+def role_facts(checkpoint: OpenedCheckpoint) -> dict[str, RoleFacts]:
+    """Return what is stored in every role."""
+    return {role: _role_facts(stored.values()) for role, stored in checkpoint.catalog.roles.items()}
+
+
+def _role_facts(tensors: Iterable[StoredTensor]) -> RoleFacts:
+    dtypes: dict[str, int] = {}
+    elements = size = number = 0
+    files: set[str] = set()
+    for tensor in tensors:
+        number += 1
+        files.update(file for file, _ in tensor.offsets)
+        count = math.prod(tensor.shape)
+        elements += count
+        size += count * item_size(to_safetensors(tensor.dtype))
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + 1
+    return RoleFacts(number, elements, size, dtypes, len(files))
+
+
+def list_tensors(checkpoint: OpenedCheckpoint, pattern: str) -> list[TensorFacts]:
+    """Return the stored tensors whose names match, in natural order within each role.
+
+    Args:
+        checkpoint: an opened checkpoint of any format.
+        pattern: a shell pattern for names.
+    Raises:
+        FlexError: a file vanished or changed since it was opened.
+    """
+    listed: list[TensorFacts] = []
+    for role, tensors in checkpoint.catalog.roles.items():
+        names = {name for name in tensors if fnmatch.fnmatchcase(name, pattern)}
+        shards: dict[str, list[ShardFacts]] = {}
+        for shard, file, begin, width in checkpoint.format.shards(checkpoint, role, names):
+            shards.setdefault(shard.name, []).append(_shard_facts(shard, file, begin, width))
+        for name in sorted(names, key=natural):
+            tensor = tensors[name]
+            size = math.prod(tensor.shape) * item_size(to_safetensors(tensor.dtype))
+            ordered = sorted(shards.get(name, ()), key=lambda shard: (shard.offset, shard.flat or (0, 0)))
+            listed.append(TensorFacts(role, name, tensor.dtype, tensor.shape, size, tuple(ordered)))
+    return listed
+
+
+def _shard_facts(shard: Shard, file: str, begin: int, width: int) -> ShardFacts:
+    return ShardFacts(file, begin, shard.size * width, shard.box.lo, shard.box.shape, shard.flat)

@@ -1,0 +1,100 @@
+"""The formats of checkpoints, and the one place that finds out which of them a directory or URL is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paddleformers_fc.errors import NotACheckpoint, OptionError
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Format, OpenedCheckpoint
+from paddleformers_fc.formats.flex import FLEX, MAPPING_NAME
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
+from paddleformers_fc.storage.files import exists, list_directory
+from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.storage.names import parse_step
+from paddleformers_fc.storage.paths import AnyPath
+
+FORMATS: tuple[Format, ...] = (FLEX, HUGGINGFACE, PADDLE_DISTCP)
+"""Every format; the first that recognises a directory opens it."""
+
+_NAME_A_CHECKPOINT = "Name a finished checkpoint-N directory, or a directory with safetensors files and their index."
+
+
+def format_of(directory: AnyPath) -> Format | None:
+    """Return the format of a directory or URL by the names of its files alone; None if there is no checkpoint.
+
+    Raises:
+        StorageError: the directory cannot be listed.
+    """
+    return next((one for one in FORMATS if one.recognises(directory)), None)
+
+
+def require_format(directory: AnyPath) -> Format:
+    """Return the format of a directory or URL.
+
+    Raises:
+        NotACheckpoint: no format recognises it; the error lists finished checkpoints inside it.
+    """
+    found = format_of(directory)
+    if found is not None:
+        return found
+    unfinished = exists(directory / MAPPING_NAME)
+    raise NotACheckpoint(
+        f"{directory} is an unfinished checkpoint."
+        if unfinished
+        else f"{directory} is neither a finished flex checkpoint nor a directory of open weights.",
+        where=str(directory),
+        evidence=[f"no {MANIFEST_NAME}, {INDEX_NAME} or {SINGLE_NAME} is in it"],
+        next_step=checkpoints_advice(directory) or _NAME_A_CHECKPOINT,
+    )
+
+
+def open_checkpoint(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
+    """Open a checkpoint of any format.
+
+    Args:
+        directory: a flex checkpoint, a directory of open weights, or a checkpoint of Paddle's FlexCheckpoint.
+        verify: what is compared first, where checksums are recorded: ``off``, ``size`` or ``full``.
+    Raises:
+        NotACheckpoint: no format recognises it.
+        CheckpointError: it is damaged or malformed.
+    """
+    return require_format(directory).open(directory, verify)
+
+
+def read_config(directory: AnyPath) -> dict[str, Any]:
+    """Return the ``config.json`` of a directory, which need not contain a checkpoint; empty if there is none.
+
+    Raises:
+        Corrupt: the file does not match its recorded checksum.
+        FormatError: it is not a JSON object.
+    """
+    return (format_of(directory) or HUGGINGFACE).read_config(directory)
+
+
+def require_config(directory: AnyPath) -> dict[str, Any]:
+    """Return the ``config.json`` of a directory.
+
+    Raises:
+        OptionError: there is none.
+        Corrupt: the file does not match its recorded checksum.
+        FormatError: it is not a JSON object.
+    """
+    config = read_config(directory)
+    if not config:
+        raise OptionError(
+            f"{directory} has no {CONFIG_NAME}.",
+            where=str(directory / CONFIG_NAME),
+            next_step="Name a directory with the model's config.json, or put it there.",
+        )
+    return config
+
+
+def checkpoints_advice(directory: AnyPath) -> str:
+    """Return the advice to name one of the finished checkpoints in a directory; empty if there are none."""
+    inside = sorted(
+        (step, path.name)
+        for path in list_directory(directory)
+        if (step := parse_step(path)) is not None and exists(path / MANIFEST_NAME)
+    )
+    return f"Name a checkpoint inside it: {', '.join(name for _, name in inside)}." if inside else ""
