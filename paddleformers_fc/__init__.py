@@ -14,6 +14,8 @@ from paddleformers_fc import upstream
 __version__ = "0.1.0"
 
 _HOME = {
+    "Checkpoint": "paddleformers_fc.api",
+    "open": "paddleformers_fc.api",
     "FlexCheckpointCallback": "paddleformers_fc.trainer.callback",
     "FlexTrainer": "paddleformers_fc.trainer.mixin",
     "FlexTrainerMixin": "paddleformers_fc.trainer.mixin",
@@ -29,12 +31,14 @@ _RENAMED = {"runtime": "cpu_runtime"}
 """Packages under the names that scripts of earlier versions use."""
 
 __all__ = [
+    "Checkpoint",
     "FlexCheckpointCallback",
     "FlexTrainer",
     "FlexTrainerMixin",
     "FlexTrainingArguments",
     "install",
     "load_open_weights",
+    "open",
 ]
 
 
@@ -45,6 +49,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Before the modules that import the names of the table, so that one error lists all that are missing.
-    upstream.require(upstream.TRAINER)
+    if home.startswith(f"{__name__}.trainer"):
+        # Before the modules that import the names of the table, so that one error lists all that are missing.
+        upstream.require(upstream.TRAINER)
     return getattr(importlib.import_module(home), name)

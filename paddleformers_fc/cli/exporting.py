@@ -5,23 +5,17 @@ The number costs one more pass over the files, which the system's cache mostly s
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.export import described_files, export_opened
-from paddleformers_fc.formats import open_checkpoint
-from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME, open_huggingface
+import paddleformers_fc
+from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
-from paddleformers_fc.storage.files import real_path
-from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.text import count_text, size_text
@@ -76,10 +70,8 @@ def export(source: AnyPath, target: Path, max_shard_bytes: int, verify: str, rep
         FlexError: the source cannot be opened, proved or read, or the target not be written.
     """
     started = time.monotonic()
-    opened = open_checkpoint(source, "size" if verify == "full" else verify)
-    refuse_target(target, described_files(opened), replace)
-    chosen = dataclasses.replace(opened, tied=tied, unread=verify == "full")
-    report = export_opened(chosen, target, max_shard_bytes)
+    checkpoint = paddleformers_fc.open(source, "size" if verify == "full" else verify)
+    report = checkpoint.export(target, max_shard_bytes=max_shard_bytes, verify=verify, replace=replace, tied=tied)
     return Exported(
         source=str(source),
         path=str(target),
@@ -89,25 +81,6 @@ def export(source: AnyPath, target: Path, max_shard_bytes: int, verify: str, rep
         md5=weights_md5(target),
         seconds=round(time.monotonic() - started, 3),
     )
-
-
-def refuse_target(target: Path, small: Sequence[str], replace: bool) -> None:
-    inside = next((path for path in (target, *real_path(target).parents) if (path / MANIFEST_NAME).exists()), None)
-    if inside is not None:
-        raise OptionError(
-            "An export is not written into a checkpoint.",
-            where=str(target),
-            evidence=[f"{inside / MANIFEST_NAME} is there"],
-            next_step="Name another directory.",
-        )
-    present = [name for name in (INDEX_NAME, SINGLE_NAME, *small) if (target / name).exists()]
-    if present and not replace:
-        raise OptionError(
-            "The directory holds a model already, or files of one.",
-            where=str(target),
-            evidence=[f"{name} is there" for name in present],
-            next_step="Name another directory, or add --replace to have these files, and its weights, replaced.",
-        )
 
 
 def weights_md5(directory: Path) -> str:

@@ -147,14 +147,13 @@ def diff(
 
     Beside a directory of open weights only model_state is compared.
     """
+    import paddleformers_fc
     from paddleformers_fc.cli import difference
-    from paddleformers_fc.execute.difference import compare_checkpoints
-    from paddleformers_fc.formats import open_checkpoint
 
     one, other = _named(a), _named(b)
     with output.working(f"comparing {one} and {other}"):
         try:
-            found = compare_checkpoints(open_checkpoint(one), open_checkpoint(other), role)
+            found = paddleformers_fc.open(one).diff(paddleformers_fc.open(other), role)
         except NotACheckpoint as error:  # Nothing was compared: 1 would mean that they differ.
             output.print_error(error, as_json)
             return MISUSE
@@ -197,14 +196,14 @@ def plan(
 
     Nothing is loaded, and no rank is needed. A grid that does not fit the model is refused with the sizes.
     """
+    import paddleformers_fc
     from paddleformers_fc.cli import planning
-    from paddleformers_fc.formats import open_checkpoint
-    from paddleformers_fc.plan.forecast import plan_for_grid, refuse_impossible_grid
+    from paddleformers_fc.plan.forecast import refuse_impossible_grid
 
     source = _named(directory)
     with output.working(f"planning {source}"):
         refuse_impossible_grid(source, to, dtype)
-        found = plan_for_grid(open_checkpoint(source), to, dtype)
+        found = paddleformers_fc.open(source).plan(to, dtype)
     _present(found, planning.show, as_json)
     return RIGHT
 

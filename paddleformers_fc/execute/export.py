@@ -246,6 +246,34 @@ def _refuse_checkpoint(target: Path) -> None:
         )
 
 
+def refuse_target(target: Path, small: Sequence[str], replace: bool) -> None:
+    """Refuse a target inside a checkpoint, or with a model that may not be replaced.
+
+    Args:
+        target: the directory of an export.
+        small: names of the small files that the export writes.
+        replace: whether a model in the target may be replaced.
+    Raises:
+        OptionError: the target is refused.
+    """
+    inside = next((path for path in (target, *real_path(target).parents) if (path / MANIFEST_NAME).exists()), None)
+    if inside is not None:
+        raise OptionError(
+            "An export is not written into a checkpoint.",
+            where=str(target),
+            evidence=[f"{inside / MANIFEST_NAME} is there"],
+            next_step="Name another directory.",
+        )
+    present = [name for name in (INDEX_NAME, SINGLE_NAME, *small) if (target / name).exists()]
+    if present and not replace:
+        raise OptionError(
+            "The directory holds a model already, or files of one.",
+            where=str(target),
+            evidence=[f"{name} is there" for name in present],
+            next_step="Name another directory, or add --replace to replace these files and its weights.",
+        )
+
+
 def _refuse_untied(source: ReadSource, layout: Mapping[str, Shard], channel: Channel) -> None:
     """An export holds a tied weight once, so what is stored of it under two names must be equal."""
     stored, read = source.catalog.roles.get(MODEL_STATE, {}), source.mapping.read

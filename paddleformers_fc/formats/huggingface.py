@@ -94,7 +94,6 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
     """
     refuse_level(verify)
     receipts = read_checksums(directory)
-    config = _read_config(directory, receipts)
     files = _files(directory, receipts)
     if receipts is not None and verify != "off":
         index = [INDEX_NAME] if exists(directory / INDEX_NAME) else []
@@ -122,6 +121,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
         raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
     recorded = {name: receipts[name] for name in files if name in receipts} if receipts is not None else {}
     catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)
+    config = _read_config(directory, receipts)
 
     def refuse() -> StoredModel:
         raise not_a_flex_checkpoint(HUGGINGFACE, directory)

@@ -1,0 +1,284 @@
+"""The Python API: open a checkpoint of any format, look at it, check, compare, plan and export it.
+
+``paddleformers_fc.open`` returns a :class:`Checkpoint`; each method is a few lines over the packages below, and the
+commands of ``paddleformers-fc`` do the same. It needs neither Paddle nor an accelerator. :func:`save` and :func:`load`
+are for a training loop without PaddleFormers' Trainer; they import Paddle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.difference import Difference, compare_checkpoints
+from paddleformers_fc.execute.digest import read_canonical
+from paddleformers_fc.execute.export import (
+    DEFAULT_MAX_SHARD_BYTES,
+    ExportReport,
+    described_files,
+    export_opened,
+    refuse_target,
+)
+from paddleformers_fc.execute.verification import Verification, verify_checkpoint
+from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
+from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.plan import canonical_layout, canonical_source
+from paddleformers_fc.plan.forecast import GridPlan, plan_for_grid
+from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.paths import RemotePath, expand_user, parse_path
+from paddleformers_fc.text import natural
+
+Location = str | PathLike[str] | RemotePath
+"""A path, or a URL such as ``s3://bucket/run/checkpoint-3``."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a checkpoint contains.
+
+    Args:
+        path: the directory or URL.
+        format: ``flex_checkpoint``, ``huggingface`` or ``paddle``.
+        job: the job that saved it: step, samples, ranks, parallel degrees, family; None for formats without a record.
+        config: the model's ``config.json``; empty if there is none.
+        roles: number of tensors, elements and bytes by role; ``roles["model_state"].elements`` counts the parameters.
+        files: number of files.
+        bytes: their sizes together.
+    """
+
+    path: str
+    format: str
+    job: JobFacts | None
+    config: Mapping[str, Any]
+    roles: Mapping[str, RoleFacts]
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One canonical tensor.
+
+    Args:
+        name: canonical name; a state has the suffix of its kind, such as ``.moment1_0``.
+        shape: global shape.
+        dtype: element type by its numpy name; ``bfloat16`` and ``float8`` types are those of ``ml_dtypes``.
+        role: ``model_state``, ``master_weight`` or ``optimizer_state``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+
+
+class Checkpoint:
+    """An opened checkpoint; :func:`open` returns it.
+
+    Tensors have canonical names, those of the model's Hugging Face files, under every format and parallel layout. The
+    states of an optimizer have the name of their parameter and a suffix.
+
+    Example:
+        >>> import paddleformers_fc
+        >>> checkpoint = paddleformers_fc.open("out/checkpoint-3")
+        >>> checkpoint.metadata.job.step
+        3
+        >>> checkpoint.read("model.norm.weight").shape
+        (64,)
+    """
+
+    def __init__(self, opened: OpenedCheckpoint) -> None:
+        self._opened = opened
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self._opened.catalog.root)!r}, format={self._opened.format.name!r})"
+
+    @property
+    def metadata(self) -> Metadata:
+        """What the checkpoint contains, from its manifest and headers.
+
+        Example:
+            >>> paddleformers_fc.open("out/checkpoint-3").metadata.roles["model_state"].elements
+            123456
+        """
+        opened = self._opened
+        sizes = opened.file_sizes
+        return Metadata(
+            path=str(opened.catalog.root),
+            format=opened.format.name,
+            job=job_facts(opened),
+            config=MappingProxyType(opened.config),
+            roles=MappingProxyType(role_facts(opened)),
+            files=len(sizes),
+            bytes=sum(sizes.values()),
+        )
+
+    def tensors(self) -> list[TensorInfo]:
+        """List the canonical tensors of every role, in natural order.
+
+        Raises:
+            MappingError: the mapping of the checkpoint cannot be proved.
+
+        Example:
+            >>> [one.name for one in checkpoint.tensors() if one.role == "model_state"][:1]
+            ['lm_head.weight']
+        """
+        layout = canonical_layout(canonical_source(self._opened))
+        return [
+            TensorInfo(name, shards[name].global_shape, shards[name].dtype, role)
+            for role, shards in layout.items()
+            for name in sorted(shards, key=natural)
+        ]
+
+    def read(self, name: str, box: Sequence[slice] | None = None, role: str | None = None) -> np.ndarray[Any, Any]:
+        """Read a canonical tensor, or a box of it; only the byte ranges of the box are read.
+
+        Args:
+            name: canonical name, as :meth:`tensors` lists it.
+            box: one slice per axis, without steps; None for the whole tensor.
+            role: the role; None for the one role that contains the name.
+        Returns:
+            a new array of the tensor's dtype and the shape of the box.
+        Raises:
+            OptionError: the name is unknown, or the box is not one of its shape.
+            CheckpointError: a file is missing, truncated or replaced.
+
+        Example:
+            >>> checkpoint.read("model.embed_tokens.weight", (slice(0, 16), slice(None))).shape
+            (16, 64)
+        """
+        source = canonical_source(self._opened)
+        layout = canonical_layout(source)
+        roles = [one for one in layout if role in (None, one) and name in layout[one]]
+        if not roles:
+            raise OptionError(
+                f"Unknown tensor {name!r}.",
+                where=str(self._opened.catalog.root),
+                next_step="Checkpoint.tensors() lists the names and roles.",
+            )
+        tensor = layout[roles[0]][name]
+        part = whole(tensor.global_shape) if box is None else _box_of(tensor, box)
+        if not part.volume:
+            return np.empty(part.shape, to_numpy(to_safetensors(tensor.dtype)))
+        wanted = Shard(name, tensor.dtype, tensor.global_shape, part)
+        ((_, _, array),) = read_canonical(source, {roles[0]: {name: wanted}})
+        return array.reshape(part.shape)
+
+    def verify(self, level: str = "full") -> Verification:
+        """Check files, checksums, headers, the mapping, and tied tensors.
+
+        Args:
+            level: ``off`` reads manifest and headers, ``size`` looks at the files as well, ``full`` reads every byte.
+        Returns:
+            the checks that were made.
+        Raises:
+            FlexError: the first check that fails, with all its faults.
+
+        Example:
+            >>> paddleformers_fc.open("out/checkpoint-3").verify().passed
+            True
+        """
+        outcome, problem = verify_checkpoint(self._opened.catalog.root, level)
+        if problem is not None:
+            raise problem
+        return outcome
+
+    def diff(self, other: Checkpoint, role: str | None = None) -> Difference:
+        """Compare with another checkpoint, tensor by tensor, across layouts and formats.
+
+        Args:
+            other: the other checkpoint.
+            role: the only role to compare; None for all that both formats can contain.
+        Raises:
+            OptionError: the role is unknown, or one of the formats cannot contain it.
+
+        Example:
+            >>> checkpoint.diff(paddleformers_fc.open("hf")).equal
+            True
+        """
+        return compare_checkpoints(self._opened, other._opened, role)
+
+    def plan(self, layout: str, dtype: str | None = None) -> GridPlan:
+        """Plan a load under a parallel layout for every rank, without any of them.
+
+        Args:
+            layout: degrees by axis, such as ``tp=2,pp=2,dp=4``.
+            dtype: the target model's dtype; by default the stored one.
+        Raises:
+            OptionError: the model cannot have the layout.
+            MismatchError: what is stored does not fit the model of the configuration.
+
+        Example:
+            >>> paddleformers_fc.open("out/checkpoint-3").plan("tp=2,pp=2").world_size
+            4
+        """
+        return plan_for_grid(self._opened, layout, dtype)
+
+    def export(
+        self,
+        directory: str | PathLike[str],
+        *,
+        max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+        verify: str = "full",
+        replace: bool = False,
+        tied: str = "refuse",
+    ) -> ExportReport:
+        """Write the weights as Hugging Face files.
+
+        Args:
+            directory: the target on this machine; other files in it are kept.
+            max_shard_bytes: bound on the tensors of one file, in bytes.
+            verify: ``full`` compares the checksum of every byte of the checkpoint first.
+            replace: replace a model in the target.
+            tied: the copy of a tied tensor that is exported where copies differ: ``first`` or ``last`` stage.
+        Raises:
+            OptionError: the target contains a model or is inside a checkpoint.
+            CheckpointError: the checkpoint is damaged, or is open weights already.
+
+        Example:
+            >>> paddleformers_fc.open("out/checkpoint-3").export("hf").tensors
+            21
+        """
+        target = Path(directory)
+        refuse_target(target, described_files(self._opened), replace)
+        chosen = dataclasses.replace(self._opened, tied=tied, unread=verify == "full")
+        return export_opened(chosen, target, max_shard_bytes)
+
+
+def open(path_or_url: Location, verify: str = "size") -> Checkpoint:
+    """Open a flex checkpoint, a directory of open weights, or a checkpoint of Paddle's own FlexCheckpoint.
+
+    Args:
+        path_or_url: a directory, or a URL such as ``s3://bucket/run/checkpoint-3``.
+        verify: what is compared first: ``off``, ``size`` (sizes, checksums of small files) or ``full`` (every byte).
+    Raises:
+        NotACheckpoint: no format recognises the directory.
+        CheckpointError: it is damaged or malformed.
+
+    Example:
+        >>> paddleformers_fc.open("out/checkpoint-3")
+        Checkpoint('out/checkpoint-3', format='flex_checkpoint')
+    """
+    location = path_or_url if isinstance(path_or_url, RemotePath) else parse_path(expand_user(str(path_or_url)))
+    return Checkpoint(open_checkpoint(location, verify))
+
+
+def _box_of(tensor: Shard, box: Sequence[slice]) -> Box:
+    shape = tensor.global_shape
+    if len(box) != len(shape) or any(one.step not in (None, 1) for one in box):
+        raise OptionError(
+            f"The box of {tensor.name} has {len(box)} slices, and the tensor has shape {list(shape)}.",
+            next_step="Give one slice without a step per axis.",
+        )
+    ranges = [range(length)[one] for one, length in zip(box, shape, strict=True)]
+    return Box(tuple(one.start for one in ranges), tuple(max(one.start, one.stop) for one in ranges))

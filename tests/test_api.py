@@ -1,0 +1,138 @@
+"""The public Python API: its surface, what importing it costs, and a checkpoint through every method."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paddleformers_fc
+from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint, OptionError
+from tests.cli.support import save
+from tests.execute.simulated import canonical
+
+SURFACE = """\
+Checkpoint
+Checkpoint.diff(self, other: 'Checkpoint', role: 'str | None' = None) -> 'Difference'
+Checkpoint.export(self, directory: 'str | PathLike[str]', *, max_shard_bytes: 'int' = 5000000000, \
+verify: 'str' = 'full', replace: 'bool' = False, tied: 'str' = 'refuse') -> 'ExportReport'
+Checkpoint.metadata
+Checkpoint.plan(self, layout: 'str', dtype: 'str | None' = None) -> 'GridPlan'
+Checkpoint.read(self, name: 'str', box: 'Sequence[slice] | None' = None, role: 'str | None' = None) \
+-> 'np.ndarray[Any, Any]'
+Checkpoint.tensors(self) -> 'list[TensorInfo]'
+Checkpoint.verify(self, level: 'str' = 'full') -> 'Verification'
+FlexCheckpointCallback
+FlexTrainer
+FlexTrainerMixin
+FlexTrainingArguments
+install() -> 'None'
+load_open_weights(model: 'Any', directory: 'str | PathLike[str] | RemotePath', threads: 'int' = 4, \
+verify: 'str' = 'full') -> 'LoadReport'
+open(path_or_url: 'Location', verify: 'str' = 'size') -> 'Checkpoint'
+"""
+
+
+def surface() -> list[str]:
+    """A line for every public name, with the signatures of functions and of the methods of ``Checkpoint``."""
+    lines: list[str] = []
+    for name in paddleformers_fc.__all__:
+        found = getattr(paddleformers_fc, name)
+        lines.append(name + (str(inspect.signature(found)) if inspect.isfunction(found) else ""))
+    for name, member in vars(paddleformers_fc.Checkpoint).items():
+        if not name.startswith("_"):
+            lines.append(f"Checkpoint.{name}" + (str(inspect.signature(member)) if inspect.isfunction(member) else ""))
+    return sorted(lines)
+
+
+def test_the_surface_is_the_documented_one() -> None:
+    assert surface() == SURFACE.splitlines()
+
+
+def test_every_public_member_of_the_api_has_an_example() -> None:
+    members = [one for name, one in vars(paddleformers_fc.Checkpoint).items() if not name.startswith("_")]
+    for one in [paddleformers_fc.open, paddleformers_fc.Checkpoint, *members]:
+        assert ">>> " in (one.__doc__ or ""), one
+
+
+def test_importing_the_package_imports_neither_numpy_nor_paddle_and_opening_imports_no_paddle(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", canonical())
+    code = (
+        "import sys, paddleformers_fc\n"
+        "assert not {'numpy', 'paddle', 'msgspec'} & sys.modules.keys()\n"
+        "paddleformers_fc.open(sys.argv[1]).tensors()\n"
+        "assert not {'paddle', 'paddleformers', 'torch', 'rich', 'typer'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "checkpoint-3")], check=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights saved by one rank, and by four (tensor parallel 2, optimizer sharded over 2)."""
+    root = tmp_path_factory.mktemp("saved")
+    save(root / "one", canonical())
+    save(root / "four", canonical(), tp=2, sharded=2)
+    return root
+
+
+def test_the_example_of_the_readme_runs(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(saved / "four", tmp_path / "out/checkpoint-3")
+    checkpoint = paddleformers_fc.open("out/checkpoint-3")  # or "s3://bucket/run/checkpoint-3"
+    assert checkpoint.metadata.job is not None
+    assert checkpoint.metadata.job.step == 3
+    first = checkpoint.tensors()[0]
+    rows = checkpoint.read(first.name, (slice(0, 2), *(slice(None) for _ in first.shape[1:])))
+    assert rows.shape == (2, *first.shape[1:])
+    assert checkpoint.verify(level="full").passed
+    assert checkpoint.export("hf").tensors == len(canonical())
+    assert checkpoint.diff(paddleformers_fc.open("hf")).equal
+    assert paddleformers_fc.open("hf").metadata.format == "huggingface"
+
+
+def test_tensors_are_read_bitwise_under_every_layout_and_format(saved: Path, tmp_path: Path) -> None:
+    paddleformers_fc.open(saved / "four").export(tmp_path / "hf")
+    for directory in (saved / "one", saved / "four", tmp_path / "hf"):
+        checkpoint = paddleformers_fc.open(directory)
+        listed = {one.name: one for one in checkpoint.tensors() if one.role == "model_state"}
+        assert listed.keys() == canonical().keys()
+        for name, values in canonical().items():
+            assert (listed[name].shape, listed[name].dtype) == (values.shape, str(values.dtype))
+            assert checkpoint.read(name).tobytes() == values.tobytes()
+
+
+def test_a_box_is_the_same_numbers_as_the_slice_of_the_whole_tensor(saved: Path) -> None:
+    checkpoint = paddleformers_fc.open(saved / "four")
+    for one in checkpoint.tensors():
+        box = tuple(slice(length // 3, max(length - 1, length // 3)) for length in one.shape)
+        whole = checkpoint.read(one.name, role=one.role)
+        np.testing.assert_array_equal(checkpoint.read(one.name, box, one.role), whole[box])
+    with pytest.raises(OptionError, match="slices"):
+        checkpoint.read("model.norm.weight", (slice(0, 1), slice(0, 1)))
+    with pytest.raises(OptionError, match="Unknown tensor 'nothing'"):
+        checkpoint.read("nothing")
+
+
+def test_a_damaged_checkpoint_is_refused_with_its_fault(saved: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(saved / "one", tmp_path / "checkpoint-3"))
+    path = next((damaged / "model_state").iterdir())
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(Corrupt, match=r"damaged|checksum"):
+        paddleformers_fc.open(damaged).verify()
+    with pytest.raises(Corrupt):
+        paddleformers_fc.open(damaged).export(tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    with pytest.raises(NotACheckpoint):
+        paddleformers_fc.open(tmp_path)
+
+
+def test_a_layout_that_the_model_cannot_have_is_refused(saved: Path) -> None:
+    with pytest.raises(FlexError):
+        paddleformers_fc.open(saved / "one").plan("tp=3")
