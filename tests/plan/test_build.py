@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
+from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment
 from paddleformers_fc.formats.checkpoint import StoredModel
 from paddleformers_fc.layout import Shard
@@ -170,12 +171,12 @@ def test_open_weights_of_another_shape_are_reported_by_the_names_in_their_files(
     assert reported(report) == {"shape": {"k: stored [3, 6], wanted [4, 6]"}}
 
 
-def acorn(rules: RuleSet) -> FlexCheckpoint:
+def acorn(rules: RuleSet) -> OpenedCheckpoint:
     """A checkpoint without tensors, of a model whose family is not known here."""
     manifest = Manifest(
         written_by="", step=1, consumed_samples=1, world_size=1, parallel={}, family="acorn", aoa={}, files=[]
     )
-    return FlexCheckpoint(Catalog(Path("none"), {}), manifest, rules, {"model_type": "acorn"})
+    return opened(Catalog(Path("none"), {}), manifest, StoredModel(rules, None), {"model_type": "acorn"})
 
 
 def test_the_mapping_of_a_checkpoint_is_proved_where_its_family_is_not_known() -> None:
