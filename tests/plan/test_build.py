@@ -13,7 +13,7 @@ from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.formats.catalog import Catalog, StoredFragment
+from paddleformers_fc.formats.catalog import Catalog, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import StoredModel
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec
@@ -122,8 +122,8 @@ def test_a_hole_in_what_is_stored_is_found_before_anything_is_read(tmp_path: Pat
 
 
 def test_a_hole_is_reported_under_every_name_that_it_is_met_under(tmp_path: Path) -> None:
-    half = [StoredFragment("file", 0, whole((4, 6)))]
-    catalog = Catalog(tmp_path, {"model_state": {name: stored_tensor(name, "float32", (8, 6), half) for name in "kq"}})
+    halves = [(Shard(name, "float32", (8, 6), whole((4, 6))), "file", at, 4) for at, name in enumerate("kq")]
+    catalog = Catalog(tmp_path, {"model_state": gather_shards(halves)[0]})
     specs = {name: TensorSpec((8, 6), "float32") for name in "kq"}
     mapping = RuleSet(specs, tuple(Rule((name,), (name,), (6,), 1, (0, 1)) for name in specs)).mapping()
     wanted = {name: Shard(name, "float32", (8, 6), whole((8, 6))) for name in specs}
@@ -139,8 +139,9 @@ def test_a_cast_never_reaches_a_master_weight(tmp_path: Path) -> None:
     wanted = Shard("w.w_0", "bfloat16", (4, 2), whole((4, 2)))
     plan = plan_of(masters, mapping, wanted, "master_weight")
     assert plan.report.lines["dtype"] == {"w.w_0: stored float32, wanted bfloat16"}
-    weights = stored(tmp_path, {"w": np.zeros((4, 2), np.float32)}, 1)
-    both = Catalog(tmp_path, {**weights.roles, **masters.roles})
+    master = masters.roles["master_weight"]["w.w_0"]
+    weight = StoredTensor("w", master.form, (("weights", 0),))
+    both = Catalog(tmp_path, {"model_state": {"w": weight}, **masters.roles})
     shards = {"model_state": {"w": Shard("w", "bfloat16", (4, 2), whole((4, 2)))}, "master_weight": {"w.w_0": wanted}}
     plan = plan_reads(ReadSource(both, mapping), shards)
     assert reported(plan.report) == {"dtype": {"w.w_0: stored float32, wanted bfloat16"}}
