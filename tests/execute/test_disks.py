@@ -74,7 +74,14 @@ def test_the_lead_of_a_disk_is_the_lowest_rank_that_sees_it(disks: list[int]) ->
 
 
 def test_a_rank_that_does_not_even_see_its_own_is_a_disk_of_its_own() -> None:
-    found = succeed(3, lambda channel: find_disk_leaders(channel, "looking", lambda: "token", lambda name: False))
+    asked: list[str] = []
+
+    def put() -> str:
+        asked.append("token")
+        assert len(asked) <= 3, "a rank is asked once"
+        return asked[-1]
+
+    found = succeed(3, lambda channel: find_disk_leaders(channel, "looking", put, lambda name: False))
     assert [one.leads for one in found] == [(0, 1, 2)] * 3
 
 

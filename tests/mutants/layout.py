@@ -67,6 +67,13 @@ MUTANTS = (
     ),
     Mutant(
         "layout/codec.py",
+        "        claimed = (entry.dtype, record.global_shape, record.offset, record.shape, record.flat)",
+        "        claimed = (entry.dtype, record.global_shape, record.offset, record.shape)",
+        SHARDS,
+        "every range of one box is taken for the first",
+    ),
+    Mutant(
+        "layout/codec.py",
         "    if records.keys() != tensors.keys():",
         "    if records.keys() - tensors.keys():",
         SHARDS
@@ -103,6 +110,13 @@ MUTANTS = (
         "",
         SHARDS,
         "a save uses the plan of shards with other ranges",
+    ),
+    Mutant(
+        "layout/live.py",
+        "            None if flat is None else (flat.start, flat.stop),\n",
+        "",
+        SHARDS,
+        "weights of one box are all taken to be the same range of it",
     ),
     Mutant(
         "layout/live.py",

@@ -55,8 +55,15 @@ MUTANTS = (
         "plan/build.py",
         "        key = (stencil, shard.box, shard.flat, shard.dtype, shard.global_shape, role == MODEL_STATE, *forms)",
         "        key = (stencil, shard.box, shard.dtype, shard.global_shape, role == MODEL_STATE, *forms)",
-        ORACLE,
+        BUILD,
         "ranges of one box are filled alike",
+    ),
+    Mutant(
+        "plan/build.py",
+        "        key = (stencil, shard.box, shard.flat, shard.dtype, shard.global_shape, role == MODEL_STATE, *forms)",
+        "        key = (stencil, shard.flat, shard.dtype, shard.global_shape, role == MODEL_STATE, *forms)",
+        BUILD,
+        "boxes of tensors that are alike are filled alike",
     ),
     Mutant(
         "plan/build.py",

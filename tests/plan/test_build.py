@@ -131,6 +131,22 @@ def test_a_hole_is_reported_under_every_name_that_it_is_met_under(tmp_path: Path
     assert plan.report.lines["coverage"] == {f"{name}: [4:8, 0:6] of [0:8, 0:6] is not written" for name in "kq"}
 
 
+def test_shards_that_are_planned_together_are_planned_as_alone() -> None:
+    """These are stored alike, and differ in their boxes or ranges."""
+    box, rows = whole((8, 6)), Box((4, 0), (8, 6))
+    cases = [(box, (0, 10)), (box, (10, 20)), (box, None), (rows, None), (rows, (0, 10)), (Box((0, 0), (4, 6)), None)]
+    specs = {f"w{number}": TensorSpec((8, 6), "float32") for number in range(len(cases))}
+    mapping = RuleSet(specs, tuple(Rule((name,), (name,), (6,), 1, (0, 1)) for name in specs)).mapping()
+    parts = [(Shard(name, "float32", (8, 6), box), "file", 192 * at, 4) for at, name in enumerate(specs)]
+    source = ReadSource(Catalog(Path("none"), {"model_state": gather_shards(parts)[0]}), mapping)
+    wanted = [Shard(name, "float32", (8, 6), *case) for name, case in zip(specs, cases, strict=True)]
+    together = plan_reads(source, {"model_state": {shard.name: shard for shard in wanted}})
+    assert together.report.empty
+    assert together.items == tuple(
+        item for shard in wanted for item in plan_reads(source, {"model_state": {shard.name: shard}}).items
+    )
+
+
 def test_a_cast_never_reaches_a_master_weight(tmp_path: Path) -> None:
     rule = Rule(("w",), ("w",), (2,), 1, (0, 1), cast="bfloat16")
     mapping = RuleSet({"w": TensorSpec((4, 2), "bfloat16")}, (rule,)).mapping({"w": "float32"})
