@@ -42,14 +42,23 @@ class Hub:
     def __post_init__(self) -> None:
         self.given = [None] * self.size
         self.barrier = threading.Barrier(self.size, timeout=LIMIT)
+        self.is_left = False
 
     def meet(self, rank: int, thing: Any) -> list[Any]:
         """What every rank lays down."""
         self.given[rank] = thing
+        if self.is_left:
+            self.barrier.abort()
         self.barrier.wait()
         everyone = list(self.given)
         self.barrier.wait()
         return everyone
+
+    def leave(self) -> None:
+        """End one rank: ranks that wait for it now or later raise instead of waiting until the suite's limit."""
+        self.is_left = True
+        if self.barrier.n_waiting:
+            self.barrier.abort()
 
 
 @dataclass
@@ -82,9 +91,7 @@ class ThreadChannel:
         """What some ranks have for this one; ranks that do not agree on it fail."""
         everyone = [given for _, given in self._meet("pass_on", dict(outgoing))]
         found = {rank: given[self.rank] for rank, given in enumerate(everyone) if self.rank in given}
-        if {rank: array.size for rank, array in found.items()} != dict(sizes):
-            self.hub.barrier.abort()  # The other ranks would wait for this one.
-            raise AssertionError(f"rank {self.rank} expects {dict(sizes)}, and not what it is given")
+        assert {rank: array.size for rank, array in found.items()} == dict(sizes)
         self.largest = max(self.largest, sum(sizes.values()), sum(array.size for array in outgoing.values()))
         return found
 
@@ -104,6 +111,8 @@ def job(ranks: int, work: Callable[[ThreadChannel], Any]) -> list[Any]:
             outcomes[rank] = work(ThreadChannel(hub, rank))
         except Exception as error:  # The test looks at what every rank raised.
             outcomes[rank] = error
+        finally:
+            hub.leave()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
