@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -178,62 +175,3 @@ def test_a_crash_while_a_manifest_is_written_leaves_the_old_or_the_new_one(tmp_p
             assert machine.log[-1] == ("sync", str(directory))
             return
     raise AssertionError("writing never ends")
-
-
-# Saves steps until it is killed; tells when a tensor of step 6 is half written, and when a commit is done.
-CHILD = """
-import sys
-from pathlib import Path
-import numpy as np
-from tests.storage.support import save, writer_of
-from paddleformers_fc.storage.commit import create_staging
-
-output_dir, mode = Path(sys.argv[1]), sys.argv[2]
-if mode == "half":
-    staging = create_staging(output_dir / "checkpoint-6")
-    writer = writer_of(staging / "model_state/x", [("a", "U8", (1000,)), ("b", "U8", (9,))], {}, root=staging)
-    writer.write("a", np.zeros(1000, np.uint8))
-    print("half", flush=True)
-    sys.stdin.readline()
-value = 10
-while True:
-    save(output_dir / "checkpoint-5", value)
-    print(value, flush=True)
-    value += 1
-"""
-
-
-def killed(output_dir: Path, mode: str, lines: int) -> str:
-    """Start a process that saves, kill it after so many lines, and return the last one."""
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-c", CHILD, str(output_dir), mode]
-    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        line = ""
-        for _ in range(lines):
-            line = process.stdout.readline()
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-    return line.strip()
-
-
-def test_a_process_killed_in_the_midst_of_a_save_leaves_an_unfinished_directory_only(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-5", OLD)
-    assert killed(tmp_path, "half", 1) == "half"
-    assert newest_checkpoint(tmp_path) == (tmp_path / "checkpoint-5", [])
-    assert value_of(tmp_path / "checkpoint-5") == OLD
-    removed, left = clean_unfinished(tmp_path)
-    assert ([one.target.name for one in removed], left) == (["checkpoint-6"], [])
-    assert names_in(tmp_path) == ["checkpoint-5"]
-
-
-def test_a_process_killed_while_it_saves_a_step_again_and_again_leaves_a_whole_one(tmp_path: Path) -> None:
-    for lines in (1, 4, 9):
-        last = int(killed(tmp_path, "again", lines))
-        found, skipped = newest_checkpoint(tmp_path)
-        assert found is not None
-        assert skipped == []
-        assert value_of(found) >= last
-        recover(tmp_path)
-        assert clean_unfinished(tmp_path)[1] == []
-        assert names_in(tmp_path) == ["checkpoint-5"]

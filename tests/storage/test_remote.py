@@ -270,14 +270,6 @@ def test_a_manifest_that_leads_out_of_a_store_directory_is_refused(
         read_manifest(memory / "checkpoint-3")
 
 
-def test_a_file_that_is_replaced_between_check_and_read_is_refused(served: Served, tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(bytes(100))
-    identities = identities_of([at(served, "data")])
-    (tmp_path / "data").write_bytes(bytes(99) + b"x")
-    with RangeReader(identities=identities) as reader, pytest.raises(Corrupt, match="replaced or changed after"):
-        reader.read_into(at(served, "data"), 0, bytearray(10))
-
-
 def test_a_file_that_is_replaced_while_it_is_read_is_refused_at_the_end(served: Served, tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(bytes(100))
     identities = identities_of([at(served, "data")])
