@@ -1,11 +1,9 @@
-"""Which optimizers are supported, told before a step is made and before anything is loaded.
+"""Refuse unsupported optimizers before a step runs and before anything is loaded.
 
-A checkpoint knows the states of Paddle's AdamW, by parameter. Another optimizer has states of other names or shapes,
-or none that it describes; and one whose parameters sharding has fused has states of the fused buffers, not of the
-parameters. Left alone, the first would fail at the first save, and the second would also resume without an error: the
-states that are loaded by parameter are not those that it works with.
-
-Time and memory: a look at a few attributes.
+A checkpoint contains the states of Paddle's AdamW, by parameter. Another optimizer has states of other names or shapes,
+or none that it describes. One whose parameters sharding has fused has states of the fused buffers, not of the
+parameters. The first would fail at the first save. The second would also resume without an error, with loaded states
+that it does not use.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ def refuse_unsupported(optimizer: Any) -> None:
 def _unwrapped(optimizer: Any) -> Iterator[Any]:
     """The optimizer, what it wraps, and so on; the last one is the optimizer itself.
 
-    Wrappers hand on whatever attribute they lack, so each is asked for its own only; and stage 3 lets its optimizer
-    name itself as the one that it wraps.
+    Wrappers delegate missing attributes, so only their own are read; and an optimizer of stage 3 names itself as the
+    wrapped one.
     """
     yield optimizer
     own = vars(optimizer)

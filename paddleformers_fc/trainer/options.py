@@ -1,9 +1,8 @@
-"""The options of a run: their defaults, their ranges, and what contradicts them.
+"""The options of a run: defaults, ranges, and contradicting options of PaddleFormers.
 
-A user sets ``flex_checkpoint: true`` in the YAML that also holds PaddleFormers' own options. An option that asks for
-another way of saving or resuming would be ignored silently if nobody compared them, so they are compared here, once,
-when the arguments are made and before any process group exists: every contradiction is refused in one error that names
-both keys.
+A YAML with ``flex_checkpoint: true`` also contains PaddleFormers' own options. An option for another way of saving or
+resuming would be ignored silently, so the options are compared here, once, when the arguments are constructed and
+before a process group exists. One error lists every contradiction with both keys.
 
 Nothing here imports Paddle. The fields are a plain dataclass that :mod:`.arguments` lays over PaddleFormers' argument
 classes.
@@ -25,16 +24,16 @@ from paddleformers_fc.storage.manifest import LEVELS
 from paddleformers_fc.storage.paths import require_local
 
 REPLICA_WAYS = ("off", "warn", "refuse")
-"""What is done about replicas that differ."""
+"""What a save does when replicas differ."""
 
 READ_WAYS = ("each", "once")
-"""Who reads what several processes need."""
+"""How ranges that several processes need are read."""
 
 UNKNOWN_WAYS = ("refuse", "warn")
-"""What is done about versions of Paddle and PaddleFormers that this package is not tested with."""
+"""What to do with untested versions of Paddle and PaddleFormers."""
 
 _MAY_BE_OFF = {"flex_verify": LEVELS, "flex_check_replicas": REPLICA_WAYS}
-"""Keys with the value ``off``, which YAML reads as false where no quotes are about it."""
+"""Keys with the value ``off``, which YAML reads as false without quotes."""
 
 _OWN_WAYS = ("ernie_pretrain",)
 """Stages of PaddleFormers' command line that parse their arguments again, into a class without our options."""
@@ -60,8 +59,8 @@ class FlexFields:
     flex_verify: str = field(
         default="size",
         metadata={
-            "help": "What is checked before a checkpoint is read: off, size (every file is there and of its size, and "
-            "the checksums of documents) or full (also those of all that this process reads). Default: size."
+            "help": "What is checked before a checkpoint is read: off, size (presence and size of every file, and the "
+            "checksums of documents) or full (also the checksums of everything that this process reads). Default: size."
         },
     )
     flex_threads: int = field(
@@ -71,73 +70,70 @@ class FlexFields:
     flex_read: str = field(
         default="each",
         metadata={
-            "help": "Who reads what several processes need: each of them, or one of them, once, which hands it to the "
-            "others over the network (for storage that is slower than that). Default: each."
+            "help": "How ranges that several processes need are read: by each of them, or once by one of them, which "
+            "sends them to the others (for storage that is slower than the network). Default: each."
         },
     )
     flex_staging_size: str = field(
         default="64MiB",
         metadata={
-            "help": "Bound on the memory of a process, beside its tensors, that tensors pass through while they are "
-            "read: those that are transposed, cast or interleaved, and on an accelerator all; a larger tensor passes "
-            "alone. At least 1MB. Default: 64MiB."
+            "help": "Maximum staging memory per process, for tensors that are transposed, cast or interleaved while "
+            "they are read, and on an accelerator for all; a larger tensor passes alone. At least 1MB. Default: 64MiB."
         },
     )
     flex_check_replicas: str = field(
         default="warn",
         metadata={
-            "help": "What a save does about processes that hold different numbers of the same part of a tensor: off "
-            "(does not look), warn (says so in the log and in the checkpoint) or refuse. Default: warn."
+            "help": "What a save does when replicas differ: off (no comparison), warn (a record in the log and in the "
+            "checkpoint) or refuse. Default: warn."
         },
     )
     flex_tied: str = field(
         default="refuse",
         metadata={
             "help": "Which copy of a tied tensor is read from the checkpoint that resume_from_checkpoint names, and "
-            "exported, where copies on different pipeline stages differ: refuse (none), first or last. Default: refuse."
+            "exported, if copies on pipeline stages differ: refuse (none), first or last. Default: refuse."
         },
     )
     flex_allow_config_changes: list[str] = field(
         default_factory=list,
         metadata={
             "help": "Keys of the model's configuration that may differ from those of the checkpoint although they "
-            "change what its weights mean, such as [rope_theta]. Default: none."
+            "change the meaning of its weights, such as [rope_theta]. Default: none."
         },
     )
     flex_timeout: int = field(
         default=1800,
-        metadata={
-            "help": "Seconds that a process waits for the others while saving or resuming, 1 to 604800. Default: 1800."
-        },
+        metadata={"help": "Timeout in seconds for ranks that wait for each other, 1 to 604800. Default: 1800."},
     )
     flex_plan_cache: str = field(
         default="none",
         metadata={
-            "help": "A directory for the plans of loads, so that a new process which resumes the same checkpoint under "
-            "the same layout does not plan again. Default: none."
+            "help": "Directory of cached load plans, for a new process that resumes the same checkpoint under the same "
+            "layout. Default: none."
         },
     )
     flex_max_shard_size: str = field(
         default="5GB",
         metadata={
-            "help": "Bound on the tensors of one file of an export in HuggingFace format, such as 500MB, 5GB or "
-            "4GiB; at least 1MB. A header comes on top, and a larger tensor has a file of its own. Default: 5GB."
+            "help": "Maximum bytes of tensors in one file of an export, such as 500MB, 5GB or 4GiB; at least 1MB. The "
+            "header is extra, and a larger tensor has a file of its own. Default: 5GB."
         },
     )
 
     flex_max_file_size: str = field(
         default="5GB",
         metadata={
-            "help": "Bound on the tensors of one file of a checkpoint, such as 500MB, 5GB or 4GiB; at least 1MB. A "
-            "larger tensor is cut between rows. Default: 5GB."
+            "help": "Maximum bytes of tensors in one file of a checkpoint, such as 500MB, 5GB or 4GiB; at least 1MB. A "
+            "larger tensor is split between rows. Default: 5GB."
         },
     )
 
     flex_accept_model: bool = field(
         default=False,
         metadata={
-            "help": "Train a model whose weights were set by another loader, such as set_state_dict, which skips what "
-            "does not fit. Default: false."
+            "help": "Train a model whose weights were set by another loader, such as set_state_dict, which skips "
+            "tensors that do not fit. Default: false."
         },
     )
     flex_unknown_versions: str = field(
@@ -169,7 +165,7 @@ def check_options(options: Any) -> None:
         options: an object with the attributes of :class:`FlexFields` and, where it has them, PaddleFormers' own.
 
     Raises:
-        OptionError: with every fault found; or ``output_dir`` is a URL, which nothing can be saved to, or empty.
+        OptionError: with every fault found; or ``output_dir`` is a URL, which cannot be saved to, or empty.
         MappingError: ``aoa_config`` holds no statements.
     """
     faults = list(_range_faults(options))
@@ -218,7 +214,7 @@ def check_stage(settings: Mapping[str, Any]) -> None:
 
 
 def unknown_keys(unknown: Iterable[str], stock: Iterable[str]) -> OptionError:
-    """Return the error about keys that neither PaddleFormers nor this package knows.
+    """Return the error about keys that are unknown to PaddleFormers and this package.
 
     Args:
         unknown: the keys.
@@ -239,7 +235,7 @@ def _suggestion(key: str, known: Sequence[str]) -> str:
 
 
 def without_effect(options: Any) -> list[str]:
-    """The options that were set and that mean nothing under ``flex_checkpoint``, one line each.
+    """Return one line for every option without effect under ``flex_checkpoint``.
 
     Args:
         options: as for :func:`check_options`, already checked.
@@ -411,4 +407,4 @@ WITHOUT_EFFECT = (
     Conflict("optim_shard_num", "the second has no effect, flex_max_shard_size bounds files", _is_not(1)),
     Conflict("save_hf_memory_growth_threshold", "the second has no effect, exports stream", _is_not(8)),
 )
-"""What is said in the log, once."""
+"""Logged once."""
