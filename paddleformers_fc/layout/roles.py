@@ -1,11 +1,14 @@
-"""The four roles of a checkpoint, and how an optimizer state's name tells its parameter.
+"""The roles of a checkpoint and the states of each optimizer: one table that every other module reads.
 
 Paddle names the states of a parameter ``p`` as ``p.w_0`` (master weight), ``p.moment1_0``, ``p.moment2_0`` and
-``p.beta1_pow_acc_0``, ``p.beta2_pow_acc_0`` (``paddle/optimizer/adamw.py``, ``sharded_state_dict``). Master weights and
-moments have the shape of their parameter and follow its mapping; the powers are one number per parameter.
+``p.beta1_pow_acc_0``, ``p.beta2_pow_acc_0`` (``paddle/optimizer/adamw.py``, ``sharded_state_dict``). A state with the
+shape of its parameter follows the mapping of the parameter.
 """
 
 from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
 
 import msgspec
 
@@ -13,23 +16,72 @@ MODEL_STATE = "model_state"
 MASTER_WEIGHT = "master_weight"
 OPTIMIZER_STATE = "optimizer_state"
 EMA_STATE = "ema_state"
-ROLES = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE, EMA_STATE)
 
-MASTER_SUFFIX = ".w_0"
-MOMENT_SUFFIXES = (".moment1_0", ".moment2_0", ".moment2_max_0", ".velocity_0")
-SCALAR_SUFFIXES = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
-STATE_SUFFIXES = (MASTER_SUFFIX, *MOMENT_SUFFIXES, *SCALAR_SUFFIXES)
 
-_STATE_ROLES = frozenset({MASTER_WEIGHT, OPTIMIZER_STATE})
-_SCALAR = {suffix: suffix in SCALAR_SUFFIXES for suffix in STATE_SUFFIXES}
+class StateShape(enum.Enum):
+    """The shape of a state in relation to its parameter."""
+
+    PARAMETER = "as the parameter"
+    NUMBER = "one number"
+
+
+@dataclass(frozen=True)
+class StateDescriptor:
+    """A kind of tensor that exists per parameter.
+
+    Args:
+        role: the directory of a checkpoint that contains it.
+        suffix: follows the name of the parameter; empty for a role whose tensors are named as the parameters are.
+        shape: relation to the shape of the parameter.
+        dtype: numpy name of the element type; empty for that of the parameter.
+        half_only: whether it exists only for parameters with elements of two bytes.
+    """
+
+    role: str
+    suffix: str = ""
+    shape: StateShape = StateShape.PARAMETER
+    dtype: str = ""
+    half_only: bool = False
+
+
+MASTER = StateDescriptor(MASTER_WEIGHT, ".w_0", dtype="float32", half_only=True)
+
+OPTIMIZERS: dict[str, tuple[StateDescriptor, ...]] = {
+    "AdamW": (
+        StateDescriptor(OPTIMIZER_STATE, ".moment1_0", dtype="float32"),
+        StateDescriptor(OPTIMIZER_STATE, ".moment2_0", dtype="float32"),
+        StateDescriptor(OPTIMIZER_STATE, ".beta1_pow_acc_0", StateShape.NUMBER, "float32"),
+        StateDescriptor(OPTIMIZER_STATE, ".beta2_pow_acc_0", StateShape.NUMBER, "float32"),
+        MASTER,
+    ),
+}
+"""The states of each supported class of ``paddle.optimizer``."""
+
+STATES = (
+    StateDescriptor(MODEL_STATE),
+    MASTER,
+    *(state for states in OPTIMIZERS.values() for state in states if state is not MASTER),
+    # Checkpoints of other writers contain these.
+    StateDescriptor(OPTIMIZER_STATE, ".moment2_max_0", dtype="float32"),
+    StateDescriptor(OPTIMIZER_STATE, ".velocity_0", dtype="float32"),
+    StateDescriptor(EMA_STATE),
+)
+"""Every state that a checkpoint may contain."""
+
+ROLES = tuple(dict.fromkeys(state.role for state in STATES))
+
+_BY_SUFFIX = {state.suffix: state for state in STATES if state.suffix}
+STATE_SUFFIXES = tuple(_BY_SUFFIX)
+_STATE_ROLES = frozenset(state.role for state in _BY_SUFFIX.values())
+_SCALAR = {suffix: state.shape is StateShape.NUMBER for suffix, state in _BY_SUFFIX.items()}
 
 
 class StateName(msgspec.Struct, frozen=True, gc=False):
-    """A state's name taken apart.
+    """The parts of a state's name.
 
     Args:
         parameter: the parameter that the state belongs to.
-        suffix: what follows the parameter's name; empty for the parameter itself.
+        suffix: follows the parameter's name; empty for the parameter itself.
         scalar: whether the state is one number instead of a tensor of the parameter's shape.
     """
 
@@ -39,7 +91,7 @@ class StateName(msgspec.Struct, frozen=True, gc=False):
 
 
 def parameter_of(role: str, name: str) -> str:
-    """The parameter that a tensor belongs to: itself, or the one whose state it is.
+    """Return the parameter that a tensor belongs to: itself, or the parameter whose state it is.
 
     Args:
         role: one of :data:`ROLES`.
@@ -49,7 +101,7 @@ def parameter_of(role: str, name: str) -> str:
 
 
 def split_state_name(role: str, name: str) -> StateName:
-    """The parameter and suffix of a state's name.
+    """Split the name of a state into parameter and suffix.
 
     Args:
         role: one of :data:`ROLES`; names of ``model_state`` have no suffix.

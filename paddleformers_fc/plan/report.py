@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import msgspec
 
 from paddleformers_fc.errors import MismatchError, PeerError, cut
-from paddleformers_fc.layout.roles import MASTER_SUFFIX, STATE_SUFFIXES
+from paddleformers_fc.layout.roles import MASTER, STATE_SUFFIXES
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import natural
 
@@ -102,7 +102,7 @@ class Report:
 
     def _masters_only(self) -> bool:
         lines = self.lines["missing"] | self.lines["unexpected"]
-        return all(MASTER_SUFFIX in line for line in lines)
+        return all(MASTER.suffix in line for line in lines)
 
     def to_wire(self) -> str:
         """The report as JSON."""

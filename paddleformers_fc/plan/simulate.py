@@ -36,7 +36,7 @@ from paddleformers_fc.layout.partition import (
     uniform_bounds,
     whole_owners,
 )
-from paddleformers_fc.layout.roles import MASTER_SUFFIX, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZERS, StateShape
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -45,8 +45,6 @@ from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 
 Shards = dict[str, Shard]
 
-MOMENTS = (".moment1_0", ".moment2_0")
-POWERS = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
 _UNTRAINED = ".e_score_correction_bias"
 """The router's balance is set by counting, not by gradients: the optimizer has no state of it."""
 
@@ -277,13 +275,13 @@ def stored_model(
 
 
 def states_of(parameter: Shard) -> Iterator[tuple[str, Shard]]:
-    """Role and shard of every AdamW state of a parameter's shard."""
-    for suffix in MOMENTS:
-        yield OPTIMIZER_STATE, msgspec.structs.replace(parameter, name=parameter.name + suffix, dtype="float32")
-    for suffix in POWERS:
-        yield OPTIMIZER_STATE, Shard(parameter.name + suffix, "float32", (1,), whole((1,)))
-    if _width(parameter.dtype) == 2:
-        yield MASTER_WEIGHT, msgspec.structs.replace(parameter, name=parameter.name + MASTER_SUFFIX, dtype="float32")
+    """Yield role and shard of every AdamW state of a parameter's shard."""
+    for state in OPTIMIZERS["AdamW"]:
+        name, dtype = parameter.name + state.suffix, state.dtype or parameter.dtype
+        if state.shape is StateShape.NUMBER:
+            yield state.role, Shard(name, dtype, (1,), whole((1,)))
+        elif not state.half_only or _width(parameter.dtype) == 2:
+            yield state.role, msgspec.structs.replace(parameter, name=name, dtype=dtype)
 
 
 def built_order(names: Iterable[str]) -> list[str]:

@@ -22,13 +22,7 @@ import paddle
 from paddle.base.framework import EagerParamBase
 from paddle.distributed import ShardedWeight, fleet
 
-from paddleformers_fc.layout.roles import (
-    MASTER_SUFFIX,
-    MOMENT_SUFFIXES,
-    OPTIMIZER_STATE,
-    SCALAR_SUFFIXES,
-    split_state_name,
-)
+from paddleformers_fc.layout.roles import MASTER, OPTIMIZER_STATE, STATES, split_state_name
 
 _PREFIX = "slice@"
 _MASTER = "_fp32_master_0"
@@ -166,19 +160,19 @@ def _tensors(optimizer: Any, names: Mapping[str, str]) -> Iterator[tuple[str, st
     held.pop("LR_Scheduler", None)
     for static, tensor in held.pop("master_weights", {}).items():
         parameter = static.removeprefix(_PREFIX)
-        yield names[parameter] + MASTER_SUFFIX, parameter, tensor
+        yield names[parameter] + MASTER.suffix, parameter, tensor
     for static, tensor in held.items():
         parameter, suffix = _split(static.removeprefix(_PREFIX))
         yield names[parameter] + suffix, parameter, tensor
 
 
 def _split(static: str) -> tuple[str, str]:
-    """``linear_0.w_0`` and ``.moment1_0`` of ``linear_0.w_0_moment1_0``, or of its master weight's moment."""
-    for suffix in (*MOMENT_SUFFIXES, *SCALAR_SUFFIXES):
-        ending = "_" + suffix[1:]
-        if static.endswith(ending):
-            return static[: -len(ending)].removesuffix(_MASTER), suffix
-    raise ValueError(f"{static}: is the name of no state of AdamW")
+    """Return ``linear_0.w_0`` and ``.moment1_0`` of ``linear_0.w_0_moment1_0``, or of its master weight's moment."""
+    for state in STATES:
+        ending = "_" + state.suffix[1:]
+        if state.role == OPTIMIZER_STATE and static.endswith(ending):
+            return static[: -len(ending)].removesuffix(_MASTER), state.suffix
+    raise ValueError(f"{static}: unknown state of AdamW")
 
 
 def _piece(name: str, storage: Any, weight: Any) -> Any:

@@ -18,7 +18,7 @@ from paddleformers.trainer.trainer_utils import init_optimizer
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.families import family_for
 from paddleformers_fc.families.declarations import TiedName
-from paddleformers_fc.layout.roles import MASTER_SUFFIX, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.trainer import slices
 from paddleformers_fc.trainer.description import describe
 
@@ -79,8 +79,8 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
             evidence=[f"{type(error).__name__}: {error}"],
             next_step="Use PaddleFormers' AdamW over parameters of this model only.",
         ) from error
-    roles[MASTER_WEIGHT] = {name: state for name, state in states.items() if name.endswith(MASTER_SUFFIX)}
-    roles[OPTIMIZER_STATE] = {name: state for name, state in states.items() if not name.endswith(MASTER_SUFFIX)}
+    roles[MASTER.role] = {name: state for name, state in states.items() if name.endswith(MASTER.suffix)}
+    roles[OPTIMIZER_STATE] = {name: state for name, state in states.items() if not name.endswith(MASTER.suffix)}
     return {role: weights for role, weights in roles.items() if weights or role == MODEL_STATE}
 
 

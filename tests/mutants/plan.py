@@ -345,8 +345,8 @@ MUTANTS = (
     ),
     Mutant(
         "plan/simulate.py",
-        "    if _width(parameter.dtype) == 2:\n        yield MASTER_WEIGHT",
-        "    if _width(parameter.dtype) == 4:\n        yield MASTER_WEIGHT",
+        "        elif not state.half_only or _width(parameter.dtype) == 2:",
+        "        elif not state.half_only or _width(parameter.dtype) == 4:",
         SIMULATE + REHEARSE,
         "float32 weights have master weights, and bfloat16 ones have none",
     ),
