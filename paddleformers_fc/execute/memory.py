@@ -9,8 +9,8 @@ without another copy on the host, on a stream beside the one that computes, whil
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -118,6 +118,19 @@ def host_pieces(tensor: Any, start: int, stop: int) -> Iterator[np.ndarray[Any, 
     for low in range(start // row if row else 0, stop // row if row else 0, step):
         part = rows[low : min(low + step, stop // row)].contiguous().cpu().numpy()
         yield np.ascontiguousarray(part).reshape(-1).view(dtype)
+
+
+HostPieces = Callable[[int, int], Iterator[np.ndarray[Any, Any]]]
+"""Returns the elements of a tensor from one index to another, as :func:`host_pieces` does."""
+
+
+def view_of(tensor: Any) -> HostPieces:
+    """Return a view of a live tensor: copied to the host in pieces if the host cannot address it, and never as a whole.
+
+    Args:
+        tensor: a ``paddle.Tensor``, which must not change while the view is in use.
+    """
+    return partial(host_pieces, tensor)
 
 
 def _without_leading_ones(tensor: Any) -> Any:

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import xxhash
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.distributed.rank_format import group_by_value
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.memory import host_pieces
+from paddleformers_fc.execute.memory import HostPieces
 from paddleformers_fc.execute.replica_assignment import Replica
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.files import byte_view
@@ -49,18 +48,20 @@ class ReplicaDigests:
     shards: Mapping[str, Digests]
 
 
-def hash_replicas(roles: Mapping[str, Mapping[str, Any]], replicas: Iterable[Replica], step: int) -> ReplicaDigests:
-    """The digests of this rank's replicas.
+def hash_replicas(
+    tensors: Mapping[str, Mapping[str, HostPieces]], replicas: Iterable[Replica], step: int
+) -> ReplicaDigests:
+    """Return the digests of this rank's replicas.
 
     Args:
-        roles: role -> name -> live ``ShardedWeight``.
-        replicas: which of them other ranks hold as well.
-        step: decides which part of a large one is hashed.
+        tensors: role -> name -> host memory of this rank.
+        replicas: the shards that other ranks hold as well.
+        step: determines the part of a large replica that is hashed.
     """
     shards: dict[str, Digests] = {}
     for one in replicas:
         state = xxhash.xxh3_128()
-        for part in host_pieces(roles[one.role][one.name].local_tensor, *stretch(one, step)):
+        for part in tensors[one.role][one.name](*stretch(one, step)):
             state.update(byte_view(part))
         shards.setdefault(one.group, {})[one.described] = state.digest()
     groups = {

@@ -1,23 +1,24 @@
-"""Saving: every rank writes its share into a staging directory; the coordinator commits it, or nothing.
+"""Save a checkpoint in three steps: :func:`snapshot`, :func:`write` and :func:`commit`.
 
-1. Every rank says in one digest what it holds. Where all ranks have a plan for just these shards, it is used; else all
-   ranks learn all descriptions, divide the bytes alike, and the coordinator proves the mapping of the whole model and
-   that every tensor is held whole (:mod:`.saveplan`, :mod:`.shares`).
-2. The coordinator creates the staging directory beside the target.
-3. Every rank hashes what others hold as well (:mod:`.replicas`) and the copies of tied tensors (:mod:`.ties`), writes
-   its files, with checksums taken while writing, and returns receipts and digests.
-4. The coordinator writes ``mapping.json`` and the manifest, and commits by renaming. Where ranks have written onto
-   several disks, each disk gets both and commits by itself, when all are ready (:mod:`.finishing`).
+1. ``snapshot`` plans and captures; only this step accesses live tensors. Every rank sends a digest of its shards. If
+   all ranks have a plan for these shards, it is used. Otherwise they exchange descriptions and assign the writers, and
+   the coordinator proves the mapping of the whole model and that every tensor is whole (:mod:`.save_plan`,
+   :mod:`.replica_assignment`).
+2. The coordinator creates the staging directory beside the target (:mod:`.staging`).
+3. ``write`` hashes replicas (:mod:`.replicas`) and copies of tied tensors (:mod:`.ties`), writes this rank's files with
+   checksums taken while writing, and exchanges checksums and digests.
+4. ``commit`` writes ``mapping.json`` and the manifest on the coordinator and renames the directory. If the ranks write
+   onto several disks, each disk gets both (:mod:`.commit_coordinator`).
 
-Any failure on any rank ends in the same error on every rank and in a removed staging directory; a crash leaves it
-behind under a name that says so. Beyond the tensors, memory is the headers of this rank's files and, for a new plan,
-the descriptions: linear in the shards of all ranks. What is not on the host is copied there in pieces of 16 MiB.
+A failure on any rank raises the same error on every rank and removes the staging directory; a crash leaves it behind
+under a hidden name. Beyond the tensors, memory is the headers of this rank's files and, for a new plan, the
+descriptions: linear in the shards of all ranks. Tensors that the host cannot address are copied in pieces of 16 MiB.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,8 @@ from paddleformers_fc.distributed.channel import Channel, all_gather_checked, ga
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.commit_coordinator import commit_on_all
-from paddleformers_fc.execute.memory import host_pieces
-from paddleformers_fc.execute.replica_assignment import Replica
+from paddleformers_fc.execute.commit_coordinator import CommitResult, commit_on_all
+from paddleformers_fc.execute.memory import HostPieces, view_of
 from paddleformers_fc.execute.replicas import Digests, ReplicaDigests, compare_replicas, hash_replicas, refuse_different
 from paddleformers_fc.execute.save_plan import (
     ModelRecord,
@@ -41,7 +41,7 @@ from paddleformers_fc.execute.save_plan import (
     build_save_plan,
     digest,
 )
-from paddleformers_fc.execute.staging import staging_beside
+from paddleformers_fc.execute.staging import StagingDirectory, staging_beside
 from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.bind import tied_names
@@ -101,27 +101,52 @@ class SaveReport:
 
 
 class _WriteMessage(msgspec.Struct):
-    """What one rank has written, and the digests of its replicas and of its copies of tied tensors."""
+    """Checksums of the files that one rank has written, and digests of its replicas and of its tied tensors."""
 
     receipts: list[FileChecksum]
     replicas: Digests
     ties: list[bytes]
 
 
+class _PlanMessage(msgspec.Struct, array_like=True):
+    """A digest of the shards of one rank, and the jobs that it has a plan for."""
+
+    facts: bytes
+    known: list[bytes]
+
+
 @dataclass(frozen=True)
-class _Outcome:
-    """What all ranks have written: receipts by rank, and what differs."""
+class Snapshot:
+    """This rank's part of a checkpoint, at one moment of training.
+
+    Args:
+        plan: the files of this rank.
+        tensors: role -> name -> host memory of the tensors in these files.
+        files: small files by path relative to the checkpoint.
+        job: the job and its step.
+        replicas: as for :func:`save_checkpoint`.
+    """
+
+    plan: SavePlan
+    tensors: Mapping[str, Mapping[str, HostPieces]]
+    files: Mapping[str, bytes]
+    job: JobRecord
+    replicas: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files that all ranks have written.
+
+    Args:
+        receipts: their checksums, by rank.
+        differences: replicas that differ, one line per tensor.
+        ties: tied tensors whose copies differ.
+    """
 
     receipts: list[list[FileChecksum]]
     differences: tuple[str, ...]
     ties: tuple[DivergedTie, ...]
-
-
-class _PlanMessage(msgspec.Struct, array_like=True):
-    """What a rank says of itself first: a digest of its shards, and the jobs that it has a plan for."""
-
-    facts: bytes
-    known: list[bytes]
 
 
 def save_checkpoint(
@@ -137,20 +162,46 @@ def save_checkpoint(
     """Write a finished checkpoint.
 
     Args:
-        directory: ``checkpoint-N``. An older finished one under this name is replaced in one step.
+        directory: ``checkpoint-N``. An older finished checkpoint of this name is replaced in one step.
         roles: role -> name -> live ``ShardedWeight`` of this rank.
-        model: what the model was built from; it is stored in ``mapping.json``.
-        files: this rank's small files, by path relative to the checkpoint; must hold ``config.json`` on rank 0.
-        job: what the manifest says about the job.
+        model: description of the model; it is stored in ``mapping.json``.
+        files: this rank's small files, by path relative to the checkpoint; must contain ``config.json`` on rank 0.
+        job: the job and its step.
         channel: all ranks of the job; every rank must call.
         max_file_bytes: bound on the tensors of one file, in bytes; a larger tensor is cut between rows.
-        replicas: what is done where ranks hold different numbers of the same part of a tensor: ``off`` does not look,
-            ``warn`` says so in the report and in the manifest, ``refuse`` saves nothing. Copies of a tied tensor are
-            always compared, and reported like under ``warn`` unless the value is ``refuse``.
+        replicas: what a save does when replicas differ: ``off`` does not compare them, ``warn`` lists differences in
+            the report and in the manifest, ``refuse`` saves nothing. Copies of a tied tensor are always compared, and
+            treated as under ``warn`` unless the value is ``refuse``.
     Returns:
-        the manifest, what differs, and directories that the save had to leave beside it.
+        the manifest, differences, and directories that the save left beside the checkpoint.
     Raises:
-        FlexError: the same on every rank; the target is untouched.
+        FlexError: the same on every rank; the target is unchanged.
+    """
+    taken = snapshot(directory, roles, model, files, job, channel, max_file_bytes, replicas)
+    with staging_beside(directory, channel, lambda: _refuse_undescribed(files)) as staged:
+        written = write(taken, staged.path, channel)
+        finished = commit(taken, written, staged, directory, channel)
+    return SaveReport(finished.manifest, finished.set_aside, staged.disks, written.differences, written.ties)
+
+
+def snapshot(
+    directory: Path,
+    roles: Roles,
+    model: ModelDescription,
+    files: Mapping[str, bytes],
+    job: JobRecord,
+    channel: Channel,
+    max_file_bytes: int,
+    replicas: str,
+    capture: Callable[[Any], HostPieces] = view_of,
+) -> Snapshot:
+    """Plan a save and capture its tensors. No later step of a save accesses a live tensor.
+
+    Args:
+        capture: returns the host memory of a tensor, as a view or as a copy. Views are valid until the next step of
+            training.
+
+    The other arguments and errors are those of :func:`save_checkpoint`.
     """
     facts = {"step": job.step, "samples": job.consumed_samples, "max_file_bytes": max_file_bytes, "replicas": replicas}
     consistency = ConsistencyCheck(
@@ -167,37 +218,55 @@ def save_checkpoint(
     known = all(key in one.known for one in everyone)
     plan = kept[key] if known else _new_plan(own, model, max_file_bytes, channel)
     _PLANS.keep(channel.rank, key, plan)
-    checked = plan.replicas if replicas != "off" else ()
-    with staging_beside(directory, channel, lambda: _refuse_undescribed(files)) as staged:
-        written = _write_together(staged.path, own, plan, files, channel, checked, job.step)
-        if replicas == "refuse":
-            refuse_different([*written.differences, *(line for tie in written.ties for line in tie.differences)])
-
-        def describe(receipts: list[FileChecksum]) -> Manifest:
-            return _describe(staged.path, receipts, plan.described(), written, job, channel.world_size)
-
-        finished = commit_on_all(staged, directory, written.receipts, files, describe, channel)
-    return SaveReport(finished.manifest, finished.set_aside, staged.disks, written.differences, written.ties)
+    tensors = {
+        role: {name: capture(weight.local_tensor) for name, weight in weights.items()} for role, weights in own.items()
+    }
+    return Snapshot(plan, tensors, files, job, replicas)
 
 
-def _write_together(
-    staging: Path,
-    own: LiveRoles,
-    plan: SavePlan,
-    files: Mapping[str, bytes],
-    channel: Channel,
-    checked: tuple[Replica, ...],
-    step: int,
-) -> _Outcome:
-    def write() -> tuple[_WriteMessage, ReplicaDigests]:
-        hashed = hash_replicas(own, checked, step)
-        ties = hash_ties(own, plan.ties, channel.rank)
-        return _WriteMessage(_write_share(staging, own, plan, files), hashed.groups, ties), hashed
+def write(taken: Snapshot, staging: Path, channel: Channel) -> Written:
+    """Write this rank's files into the staging directory, and compare replicas and copies of tied tensors.
 
-    everyone, hashed = gather_and_keep(channel, "writing", write, _WriteMessage)
+    Args:
+        taken: this rank's part of the checkpoint.
+        staging: the staging directory.
+        channel: all ranks; every rank must call.
+    Raises:
+        FlexError: the same on every rank.
+    """
+
+    def write_own() -> tuple[_WriteMessage, ReplicaDigests]:
+        hashed = hash_replicas(taken.tensors, taken.plan.replicas if taken.replicas != "off" else (), taken.job.step)
+        ties = hash_ties(taken.tensors, taken.plan.ties, channel.rank)
+        return _WriteMessage(_write_files(taken, staging), hashed.groups, ties), hashed
+
+    everyone, hashed = gather_and_keep(channel, "writing", write_own, _WriteMessage)
     differences = compare_replicas(channel, [one.replicas for one in everyone], hashed)
-    ties = diverged(plan.ties, [one.ties for one in everyone])
-    return _Outcome([one.receipts for one in everyone], differences, ties)
+    ties = diverged(taken.plan.ties, [one.ties for one in everyone])
+    if taken.replicas == "refuse":
+        refuse_different([*differences, *(line for tie in ties for line in tie.differences)])
+    return Written([one.receipts for one in everyone], differences, ties)
+
+
+def commit(
+    taken: Snapshot, written: Written, staged: StagingDirectory, directory: Path, channel: Channel
+) -> CommitResult:
+    """Write the mapping and the manifest, and give the checkpoint its name.
+
+    Args:
+        taken: this rank's part of the checkpoint.
+        written: the files of all ranks.
+        staged: the staging directory.
+        directory: ``checkpoint-N``.
+        channel: all ranks; every rank must call.
+    Raises:
+        FlexError: the same on every rank.
+    """
+
+    def describe(receipts: list[FileChecksum]) -> Manifest:
+        return _describe(staged.path, receipts, taken.plan.described(), written, taken.job, channel.world_size)
+
+    return commit_on_all(staged, directory, written.receipts, taken.files, describe, channel)
 
 
 def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
@@ -252,16 +321,16 @@ def _refuse_undescribed(files: Mapping[str, bytes]) -> None:
         raise OptionError(f"A checkpoint describes itself, and {CONFIG_NAME} is missing from its files.")
 
 
-def _write_share(staging: Path, roles: LiveRoles, plan: SavePlan, files: Mapping[str, bytes]) -> list[FileChecksum]:
-    receipts = [_write_tensors(staging, file, roles[file.role]) for file in plan.files]
-    receipts.extend(write_file(staging / path, data, root=staging) for path, data in sorted(files.items()))
+def _write_files(taken: Snapshot, staging: Path) -> list[FileChecksum]:
+    receipts = [_write_tensors(staging, file, taken.tensors[file.role]) for file in taken.plan.files]
+    receipts.extend(write_file(staging / path, data, root=staging) for path, data in sorted(taken.files.items()))
     return receipts
 
 
-def _write_tensors(staging: Path, file: PlannedFile, weights: Mapping[str, Any]) -> FileChecksum:
+def _write_tensors(staging: Path, file: PlannedFile, tensors: Mapping[str, HostPieces]) -> FileChecksum:
     with SequentialTensorWriter(staging / file.path, file.layout, root=staging) as writer:
         for piece in file.pieces:
-            writer.write_parts(piece.name, host_pieces(weights[piece.name].local_tensor, piece.start, piece.stop))
+            writer.write_parts(piece.name, tensors[piece.name](piece.start, piece.stop))
         return writer.close()
 
 
@@ -269,7 +338,7 @@ def _describe(
     staging: Path,
     receipts: list[FileChecksum],
     model: ModelRecord,
-    written: _Outcome,
+    written: Written,
     job: JobRecord,
     world_size: int,
 ) -> Manifest:

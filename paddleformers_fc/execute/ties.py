@@ -18,13 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from paddleformers_fc.distributed.rank_format import format_ranks
-from paddleformers_fc.execute.memory import host_pieces
+from paddleformers_fc.execute.memory import HostPieces
 from paddleformers_fc.execute.replica_assignment import RankShards, ShardPart
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Fragment, Shard
@@ -116,16 +115,16 @@ def ties_of(everyone: Sequence[RankShards], shares: Sequence[Sequence[ShardPart]
     return Ties(tuple(parts), tuple(unlike), _stages(everyone, owners))
 
 
-def hash_ties(roles: Mapping[str, Mapping[str, Any]], ties: Ties, rank: int) -> list[bytes]:
+def hash_ties(tensors: Mapping[str, Mapping[str, HostPieces]], ties: Ties, rank: int) -> list[bytes]:
     """Return the digests of this rank's sides, 16 bytes each, in the order of the parts.
 
     Args:
-        roles: role -> name -> live ``ShardedWeight``.
+        tensors: role -> name -> host memory of this rank.
         ties: what is compared.
         rank: this rank.
     """
     sides = (side for part in ties.parts for side in part.sides if side.rank == rank)
-    return [_digest(roles[side.role][side.name].local_tensor, side) for side in sides]
+    return [_digest(tensors[side.role][side.name], side) for side in sides]
 
 
 def diverged(ties: Ties, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTie, ...]:
@@ -213,7 +212,7 @@ def _part(rank: int, piece: ShardPart, fragment: Fragment, common: Box) -> CopyP
     return CopyPart(rank, piece.role, piece.shard.name, start, box.shape, common.relative_to(box.lo))
 
 
-def _digest(tensor: Any, side: CopyPart) -> bytes:
+def _digest(tensor: HostPieces, side: CopyPart) -> bytes:
     """The digest of a box's elements in row-major order."""
     state = xxhash.xxh3_128()
     shape = side.shape or (1,)
@@ -223,7 +222,7 @@ def _digest(tensor: Any, side: CopyPart) -> bytes:
     step = max(1, _BLOCK_BYTES // max(row * 8, 1))
     for low in range(part.lo[0], part.hi[0], step):
         high = min(low + step, part.hi[0])
-        blocks = list(host_pieces(tensor, side.start + low * row, side.start + high * row))
+        blocks = list(tensor(side.start + low * row, side.start + high * row))
         block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         rows = block.reshape((high - low, *shape[1:]))[inside]
         state.update(byte_view(np.ascontiguousarray(rows)))

@@ -19,10 +19,11 @@ from paddleformers_fc.errors import MismatchError, StorageError
 from paddleformers_fc.execute import replica_assignment
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.memory import host_pieces
+from paddleformers_fc.execute.memory import HostPieces, host_pieces
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.execute.save import JobRecord, commit, config_bytes, save_checkpoint, snapshot, write
 from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, SavePlan, SavePlanCache
+from paddleformers_fc.execute.staging import staging_beside
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.manifest import read_manifest
@@ -164,6 +165,28 @@ def test_only_the_last_plans_are_kept_and_every_rank_has_its_own() -> None:
     assert b"\0" in keeper.known(0)
     assert b"\1" not in keeper.known(0)
     assert len(keeper.known(0)) == MAX_CACHED_PLANS - 1
+
+
+def copy_of(tensor: Any) -> HostPieces:
+    """A policy of snapshots: host copies that survive the next step of training."""
+    size = int(np.prod(tensor.shape))
+    copied = np.concatenate([piece.copy() for piece in host_pieces(tensor, 0, size)])
+    return lambda start, stop: iter([copied[start:stop]])
+
+
+def test_a_snapshot_of_copies_is_written_and_committed_after_training_has_gone_on(tmp_path: Path) -> None:
+    def work(channel: ThreadChannel) -> None:
+        directory, small = tmp_path / "checkpoint-3", {"config.json": config_bytes(CONFIG)} if not channel.rank else {}
+        roles, record = live(ARRAYS, 2, channel.rank), JobRecord(3, 24, {})
+        taken = snapshot(directory, roles, MODEL, small, record, channel, 10**9, "warn", copy_of)
+        for weights in roles.values():
+            for weight in weights.values():
+                weight.local_tensor.zero_()
+        with staging_beside(directory, channel, lambda: None) as staged:
+            commit(taken, write(taken, staged.path, channel), staged, directory, channel)
+
+    succeed(2, work)
+    assert restored(tmp_path / "checkpoint-3")
 
 
 HALF = "model.layers.1.mlp.down_proj.weight"

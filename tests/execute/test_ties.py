@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import MismatchError, NotACheckpoint
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.memory import HostPieces, view_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.replica_assignment import assign_writers
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
@@ -277,8 +277,8 @@ def test_the_stages_of_copies_are_those_of_the_ranks_that_hold_them(tmp_path: Pa
     assert tie.differences == ["model_state two on rank 0, owner on rank 2"]
 
 
-def live(array: Any) -> SimpleNamespace:
-    return SimpleNamespace(local_tensor=simulate_ranks.HostTensor(array.astype(np.float32)))
+def live(array: Any) -> HostPieces:
+    return view_of(simulate_ranks.HostTensor(array.astype(np.float32)))
 
 
 def test_copies_that_are_cut_along_different_axes_are_compared_element_by_element() -> None:

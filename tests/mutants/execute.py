@@ -116,8 +116,8 @@ MUTANTS = (
     ),
     Mutant(
         "execute/save.py",
-        '        if replicas == "refuse":',
-        "        if False:",
+        '    if taken.replicas == "refuse":',
+        "    if False:",
         REPLICAS,
         "replicas that differ are saved although they are to be refused",
     ),
@@ -166,8 +166,8 @@ MUTANTS = (
     ),
     Mutant(
         "execute/ties.py",
-        "        blocks = list(host_pieces(tensor, side.start + low * row, side.start + high * row))",
-        "        blocks = list(host_pieces(tensor, low * row, high * row))",
+        "        blocks = list(tensor(side.start + low * row, side.start + high * row))",
+        "        blocks = list(tensor(low * row, high * row))",
         TIES,
         "copies of a tied tensor in ranges are compared at the wrong places",
     ),
