@@ -26,14 +26,13 @@ from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadOptions
 from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed, read_redistributed
-from paddleformers_fc.execute.save import Roles
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
 from paddleformers_fc.families.changes import OPTION, Change, config_changes, refuse_changes
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.huggingface import open_huggingface
-from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, statements_source

@@ -9,7 +9,7 @@ without another copy on the host, on a stream beside the one that computes, whil
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.read_jobs import Key, Memory
 from paddleformers_fc.execute.reading import Slot
+from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 
 _PIECE_BYTES = 16 * 1024 * 1024
@@ -187,7 +188,7 @@ def slot_of(tensor: Any) -> TensorSlot:
     return TensorSlot(tensor, 0 if _has_view(tensor) else math.prod(tensor.shape) * _numpy_of(tensor.dtype).itemsize)
 
 
-def slots_of(roles: Mapping[str, Mapping[str, Any]]) -> dict[Key, Slot]:
+def slots_of(roles: Roles) -> dict[Key, Slot]:
     """The slots of live weights: role -> name -> ``ShardedWeight``.
 
     Raises:

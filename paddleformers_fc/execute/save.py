@@ -48,14 +48,13 @@ from paddleformers_fc.families.bind import tied_names
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME
 from paddleformers_fc.formats.flex import MAPPING_NAME
 from paddleformers_fc.layout.codec import decode_held, encode_held
-from paddleformers_fc.layout.live import describe_roles, facts_of
+from paddleformers_fc.layout.live import LocalTensor, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, RunRecord
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter
 
-Roles = Mapping[str, Mapping[str, Any]]
-LiveRoles = dict[str, dict[str, Any]]
+LiveRoles = dict[str, dict[str, LocalTensor]]
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 """Bound on the tensors of one file of a checkpoint, in bytes."""

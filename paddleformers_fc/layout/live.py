@@ -1,8 +1,8 @@
-"""Shards from live ``ShardedWeight`` objects, by their fields alone.
+"""Shards of live tensors, from the fields of :class:`LocalTensor` alone.
 
-Paddle's ``ShardedWeight`` (``paddle/distributed/flex_checkpoint/dcp/sharded_weight.py``) carries a key, a local
-tensor, its local shape, the global shape and offset, and for sharding stage 1 v2 a ``flattened_range``. This module
-reads those fields and imports no framework, so it is tested with any object that has them.
+Paddle's ``ShardedWeight`` (``paddle/distributed/flex_checkpoint/dcp/sharded_weight.py``) and the tensors of simulated
+ranks have these fields. Another source of layouts is saved and loaded as soon as its tensors have them. This module
+imports no framework.
 """
 
 from __future__ import annotations
@@ -19,20 +19,40 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, Shape, shifted
 
 
-class ShardedWeightLike(Protocol):
-    """The fields of a ``ShardedWeight`` that are read here."""
+class LocalTensor(Protocol):
+    """One rank's part of a tensor: its layout and its memory. Lengths and offsets are in elements."""
 
-    key: str
-    local_tensor: Any
-    local_shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    is_flattened: bool
-    flattened_range: slice | None
+    @property
+    def local_tensor(self) -> Any:
+        """The memory, a ``paddle.Tensor`` or an object with its interface."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's box."""
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+
+    @property
+    def global_offset(self) -> tuple[int, ...]:
+        """First index of the box on every axis."""
+
+    @property
+    def is_flattened(self) -> bool:
+        """Whether the memory is a range of the box in row-major order."""
+
+    @property
+    def flattened_range(self) -> slice | None:
+        """That range."""
 
 
-def describe(weight: ShardedWeightLike, name: str) -> Shard:
-    """The shard that a live weight holds.
+Roles = Mapping[str, Mapping[str, LocalTensor]]
+"""The tensors of one rank: role -> name -> tensor."""
+
+
+def describe(weight: LocalTensor, name: str) -> Shard:
+    """Return the shard of a live tensor.
 
     Args:
         weight: the live weight.
@@ -52,11 +72,11 @@ def describe(weight: ShardedWeightLike, name: str) -> Shard:
     )
 
 
-def facts_of(roles: Mapping[str, Mapping[str, ShardedWeightLike]]) -> bytes:
-    """Everything that :func:`describe_roles` reads, as bytes that are equal if and only if all of it is.
+def facts_of(roles: Roles) -> bytes:
+    """Return all fields that :func:`describe_roles` reads, as bytes that are equal if and only if the fields are.
 
-    Nothing is checked and no shard is made, so that a job which saves the same shards again and again can see that
-    they are the same: a few microseconds per shard.
+    No field is validated and no shard is created, so that repeated saves compare their shards in a few microseconds
+    per shard.
 
     Args:
         roles: role -> name -> live weight.
@@ -79,7 +99,7 @@ def facts_of(roles: Mapping[str, Mapping[str, ShardedWeightLike]]) -> bytes:
                     tensor.shape,
                 )
             )
-    # Lengths may be numpy's integers, which are the same numbers.
+    # Lengths may be integers of numpy.
     return msgspec.msgpack.encode(facts, enc_hook=int)
 
 
@@ -87,8 +107,8 @@ def _dtype_name(dtype: object) -> str:
     return str(dtype).rsplit(".", maxsplit=1)[-1]
 
 
-def describe_roles(roles: Mapping[str, Mapping[str, ShardedWeightLike]]) -> dict[str, dict[str, Shard]]:
-    """The shards of every role of this rank, checked against the parameters they belong to.
+def describe_roles(roles: Roles) -> dict[str, dict[str, Shard]]:
+    """Return the shards of every role of this rank, validated against their parameters.
 
     Args:
         roles: role -> name -> live weight.
@@ -121,19 +141,19 @@ def describe_roles(roles: Mapping[str, Mapping[str, ShardedWeightLike]]) -> dict
 
 
 _Claimed = tuple[object, ...]
-"""All that a live weight says of itself but its name, as it says it."""
+"""All fields of a live tensor but its name."""
 
 
 class _Kind(msgspec.Struct, frozen=True, gc=False):
-    """What weights that say the same of themselves are shards of.
+    """The shard, without its name, of tensors with equal fields.
 
     Args:
-        claimed: their dtype as they say it. It is compared by identity, for Paddle's takes longer to hash than all the
-            rest to ask for, and while it is kept here, no other has its identity.
-        dtype: the same by its numpy name.
-        global_shape: of the whole tensor.
-        box: what is held of it.
-        flat: the range of the box that is held, where it is one.
+        claimed: their dtype object. It is compared by identity, because hashing Paddle's takes longer than reading all
+            other fields; while it is kept here, no other object has its identity.
+        dtype: numpy name of the dtype.
+        global_shape: shape of the whole tensor.
+        box: this rank's box.
+        flat: this rank's range of the box, if it is flattened.
     """
 
     claimed: object
@@ -143,10 +163,8 @@ class _Kind(msgspec.Struct, frozen=True, gc=False):
     flat: tuple[int, int] | None
 
 
-def _described(
-    names: Mapping[str, ShardedWeightLike], kinds: dict[_Claimed, _Kind], faults: list[str]
-) -> dict[str, Shard]:
-    """The shards of one role. What is possible of one weight is so of all that say the same: layers lie alike."""
+def _described(names: Mapping[str, LocalTensor], kinds: dict[_Claimed, _Kind], faults: list[str]) -> dict[str, Shard]:
+    """Return the shards of one role. Tensors with equal fields are validated once: layers repeat."""
     shards: dict[str, Shard] = {}
     for name, weight in names.items():
         tensor, flat = weight.local_tensor, weight.flattened_range if weight.is_flattened else None
@@ -166,7 +184,7 @@ def _described(
         shard = shards[name] = describe(weight, name)
         found = list(_faults(shard, tensor))
         if found:
-            # To be said of every weight, and so it is not remembered.
+            # Faults are reported for every tensor, so they are not kept.
             faults.extend(found)
         else:
             kinds[claimed] = _Kind(dtype, shard.dtype, shard.global_shape, shard.box, shard.flat)
