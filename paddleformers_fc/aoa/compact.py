@@ -33,7 +33,7 @@ class _Pattern:
 
 
 def compacted(components: Sequence[Said], index: NameIndex) -> list[str]:
-    """The statements of all components, as few as possible.
+    """Return the statements of all components, as few as possible.
 
     Args:
         components: the statements of every component.
@@ -64,7 +64,7 @@ def compacted(components: Sequence[Said], index: NameIndex) -> list[str]:
 def _group(
     texts: tuple[Text, ...], members: list[tuple[int, Numbers]], components: Sequence[Said], index: NameIndex
 ) -> list[str]:
-    """A group's statements; one whose first name tells other numbers is spelled out for every member."""
+    """Return a group's statements; one whose first name has other numbers is written once per member."""
     numbers = {entry for _, entry in members}
     said: list[str] = []
     for at, text in enumerate(texts):
@@ -85,7 +85,7 @@ def _exact(text: Text, numbers: set[Numbers], index: NameIndex) -> bool:
 
 
 def _pattern(said: Said, positions: tuple[int, ...]) -> _Pattern | None:
-    """The statements with numbers at these positions taken out, or None where names do not share them."""
+    """Return the statements with numbers at these positions taken out, or None where names do not share them."""
     first = said[0].left[0]
     found = list(_NUMBER.finditer(first))
     if len(found) <= max(positions):

@@ -76,7 +76,7 @@ class Expander:
         self._budget = budget
 
     def steps(self, statement: Statement) -> Iterator[Step]:
-        """The steps that a statement stands for, in ascending order of its numbers.
+        """Yield the steps that a statement stands for, in ascending order of its numbers.
 
         Raises:
             Fault: where a pattern stands for nothing, or the statement does nothing.
@@ -101,7 +101,7 @@ class Expander:
             yield Step(statement, operations[counts], tuple(left), tuple(right))
 
     def _numbers(self, statement: Statement) -> list[dict[str, str]]:
-        """What the placeholders of a statement stand for, once for every step."""
+        """Yield the values of a statement's placeholders, once for every step."""
         items = (*statement.left, *statement.right)
         if not any("$" in item.pattern for item in items):
             return [{}]

@@ -1,8 +1,9 @@
-"""What is wrong with a statement, shown in the user's own text with a caret under the place.
+"""Faults of statements, shown in the user's text with a caret under the position.
 
-A :class:`Fault` is raised where the cause is known, usually far from the text; whoever knows the statement hands it to
-:class:`Faults`, which collects the faults of all statements and raises them as one :class:`MappingError`. A statement
-with placeholders fails once per layer; such repetitions are counted, not listed. Memory is bounded by the statements.
+A :class:`Fault` is raised where the cause is found, usually far from the text. The caller with the statement passes it
+to :class:`Faults`, which collects the faults of all statements and raises them as one :class:`MappingError`. A
+statement with placeholders fails once per layer; such repetitions are counted, not listed. Memory is bounded by the
+statements.
 """
 
 from __future__ import annotations
@@ -134,5 +135,5 @@ def _shown(line: SourceLine, fault: Fault, span: Span) -> str:
 
 
 def _short(text: str) -> str:
-    """A sentence in a bounded length, whatever names are in it."""
+    """Return a sentence in a bounded length, whatever names are in it."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"

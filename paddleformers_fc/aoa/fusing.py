@@ -1,7 +1,7 @@
-"""The fused layouts and plain joins and splits, as parts dealt in rounds.
+"""The fused layouts and plain joins and splits, as parts interleaved in groups.
 
-What a statement claims is held against the tensors it meets: a layout that does not divide them is refused. Numbers of
-heads and rounds come from the text and the tensors; nothing is allocated before they are known to divide the lengths.
+A layout that does not divide the tensors of its statement is refused. Numbers of heads and groups come from the text
+and the tensors; they are checked against the lengths before any allocation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paddleformers_fc.mapping.boxes import Shape
 
 
 def joined(values: Sequence[Value], axis: int) -> Value:
-    """Values one behind the other along an axis.
+    """Concatenate values along an axis.
 
     Raises:
         Fault: where they differ on another axis.
@@ -24,7 +24,7 @@ def joined(values: Sequence[Value], axis: int) -> Value:
 
 
 def split(value: Value, axis: int, count: int) -> list[Value]:
-    """A value in ``count`` equal lengths along an axis.
+    """Split a value into ``count`` equal lengths along an axis.
 
     Raises:
         Fault: where its length is not divisible.
@@ -40,7 +40,7 @@ def split(value: Value, axis: int, count: int) -> list[Value]:
 
 
 def fused_ffn(values: Sequence[Value], axis: int, rounds: tuple[int, int], into: int) -> list[Value]:
-    """Gate and up between values that hold them: dealt in rounds where one value holds both.
+    """Convert gate and up between values that hold them; a value that holds both interleaves them in groups.
 
     Args:
         values: gate and up, or the one value that holds both.
@@ -103,7 +103,7 @@ def _dealt(values: Sequence[Value], parts: Shape, axis: int, rounds: tuple[int, 
 
 
 def _parts(values: Sequence[Value], axis: int, counts: Shape) -> Shape:
-    """The lengths of the parts: of every value, or shares of the one value that holds all."""
+    """Return the lengths of the parts: of every value, or shares of the one value that holds all."""
     if len(values) > 1:
         return tuple(_length(value, axis) for value in values)
     length, total = _length(values[0], axis), sum(counts)
@@ -122,7 +122,7 @@ def _length(value: Value, axis: int) -> int:
 
 
 def _alike(values: Sequence[Value], axis: int) -> Shape:
-    """The shape that all values share apart from their length along ``axis``."""
+    """Return the shape that all values share apart from their length along ``axis``."""
     shapes = []
     for value in values:
         _length(value, axis)

@@ -51,7 +51,7 @@ class ReducedMapping:
 
 
 def reduce_layers(mapping: Mapping, hints: Hints) -> ReducedMapping | None:
-    """The mapping with one layer of each kind, or None where all layers differ.
+    """Return the mapping with one layer of each kind, or None where all layers differ.
 
     Args:
         mapping: the whole mapping.
@@ -88,7 +88,7 @@ def _split(name: str) -> Split:
 
 
 def _alone(mapping: Mapping, split: dict[str, Split]) -> set[str]:
-    """The numbers of the layers that are like no other, whatever is in them."""
+    """Return the numbers of the layers that are like no other, whatever is in them."""
     alone: set[str] = set()
     read: set[str] = set()
     for name, made in mapping.made.items():

@@ -34,7 +34,7 @@ class FusedLayout:
 
 
 def layout_of(row: AxisComponent, hints: Hints, taken: frozenset[str]) -> FusedLayout | None:
-    """The layout of a row, or None where no single statement says it.
+    """Return the layout of a row, or None where no single statement says it.
 
     Args:
         row: the runs.
@@ -96,7 +96,7 @@ def _per_head(row: AxisComponent, taken: frozenset[str]) -> str | None:
     if len(lengths) != 3 or min(len(sources), len(targets)) != 1:
         return None
     joining = len(targets) == 1
-    # The parts are dealt in as many rounds as the first of them has runs.
+    # The number of groups is the number of runs of the first part.
     rounds = sum(run.source == sources[0] if joining else run.target == targets[0] for run in row.runs)
     query, key, value = lengths
     if not (row.is_interleaving(lengths, 1, rounds) if joining else row.is_interleaving(lengths, rounds, 1)):
@@ -115,13 +115,13 @@ def _per_head(row: AxisComponent, taken: frozenset[str]) -> str | None:
 
 
 def _lengths(row: AxisComponent) -> Shape:
-    """Lengths of the parts: of the side that has several names, or of the single tensor."""
+    """Return the lengths of the parts: of the side with several names, or of the single tensor."""
     sources, targets = row.sources, row.targets
     return tuple((sources if len(sources) > 1 else targets).values())
 
 
 def _headed(lengths: Shape, heads: tuple[int, int] | None) -> Shape:
-    """Lengths of query, key and value, or nothing where the heads do not give them."""
+    """Return the lengths of query, key and value; empty if they do not follow from the heads."""
     if heads is None:
         return ()
     counts = (heads[0], heads[1], heads[1])
@@ -134,7 +134,7 @@ def _headed(lengths: Shape, heads: tuple[int, int] | None) -> Shape:
 
 
 def _shards(cuts: Shape | None, axis: int) -> int:
-    """Into how many shards a tensor is cut along an axis; 0 where another axis is cut, which no statement means."""
+    """Return the number of shards along an axis; 0 if another axis is cut, which no statement expresses."""
     if cuts is None:
         return 1
     return 0 if prod(cuts) != cuts[axis] else cuts[axis]

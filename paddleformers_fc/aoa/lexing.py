@@ -62,7 +62,7 @@ _REFUSED = {
 
 
 def tokenize(text: str) -> list[Token]:
-    """The tokens of one line, with an END token behind the last.
+    """Return the tokens of one line, with an END token behind the last.
 
     Raises:
         Fault: at the first character that no token begins with.

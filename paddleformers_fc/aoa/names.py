@@ -32,28 +32,28 @@ _ALIKE = 0.6
 
 
 def placeholders(pattern: str) -> list[str]:
-    """The placeholders and wildcards of a pattern, in order, each as often as it stands there."""
+    """Return the placeholders and wildcards of a pattern, in order, with repetitions."""
     return [found.group(1) for found in _PARTS.finditer(pattern) if found.group(1)]
 
 
 def skeleton(name: str) -> str:
-    """A name or pattern with its numbers and placeholders taken out."""
+    """Return a name or pattern with its numbers and placeholders taken out."""
     return _PARTS.sub(_HOLE, name)
 
 
 def mentioned(text: str) -> set[str]:
-    """The skeletons of everything in a text that could be a name, also as the names of an array."""
+    """Return the skeletons of everything in a text that could be a name, also as the names of an array."""
     found = {skeleton(name.removesuffix("^T")) for name in _NAME.findall(text)}
     return found | {f"{name}_{_HOLE}" for name in found}
 
 
 def _is_plain(number: str) -> bool:
-    """Whether a number is written as placeholders write it: no leading zero, and not longer than a number is."""
+    """Return whether a number is written as placeholders write it: no leading zero, and not longer than a number is."""
     return len(number) <= _LONGEST_NUMBER and (number == "0" or number[0] != "0")
 
 
 def _closest(wanted: str, candidates: Iterable[str]) -> str:
-    """The most similar candidate, or nothing. Texts are compared as a whole only where their letters are alike.
+    """Return the most similar candidate, or nothing. Texts are compared as a whole only where their letters are alike.
 
     A comparison costs up to the cube of the length, counting letters costs the length.
     """
@@ -86,7 +86,7 @@ class NameIndex:
             self._filed.setdefault(_DIGITS.sub(_HOLE, name), []).append((name, _DIGITS.findall(name)))
 
     def matches(self, pattern: str) -> list[tuple[str, tuple[str, ...]]]:
-        """Every name that a pattern stands for, with the numbers that its placeholders take.
+        """Return every name that a pattern stands for, with the numbers that its placeholders take.
 
         Args:
             pattern: a name with placeholders or wildcards.
@@ -114,7 +114,7 @@ class NameIndex:
         return sorted(plain, key=lambda hit: [(len(number), number) for number in hit[1]])
 
     def nearest(self, name: str) -> str:
-        """A tensor whose name resembles ``name``, or nothing; only the first few questions are answered."""
+        """Return a tensor whose name resembles ``name``, or nothing; only the first few questions are answered."""
         if not self._suggestions or len(name) > _LONGEST:
             return ""
         self._suggestions -= 1

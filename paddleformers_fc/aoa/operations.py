@@ -85,7 +85,7 @@ Operation = Drop | Fresh | Move | Join | Cut | FusedFfn | FusedQkv | FusedQkvOld
 
 
 def operation_of(statement: Statement, left: int, right: int) -> Operation:
-    """The operation of a statement.
+    """Return the operation of a statement.
 
     Args:
         statement: as it is written.

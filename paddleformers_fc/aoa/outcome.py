@@ -33,7 +33,7 @@ class _Output:
 def mapping_of(
     outcome: EvaluationResult, left: Tensors, right: Tensors | None, aliases: MappingABC[str, str], faults: Faults
 ) -> Mapping:
-    """The mapping of an outcome.
+    """Return the mapping of an outcome.
 
     Args:
         outcome: of all statements.
@@ -76,7 +76,7 @@ def _wanted(outcome: EvaluationResult, left: Tensors, right: Tensors) -> Iterato
 
 
 def _derived(outcome: EvaluationResult, left: Tensors) -> Iterator[_Output]:
-    """Where the right side is not known: left tensors that nothing reads, and what is assigned and not read."""
+    """Report left tensors and assigned names that no statement reads, if the right side is unknown."""
     for name, tensor in left.items():
         if name not in outcome.readers and name not in outcome.dropped and name not in outcome.unread:
             yield _Output(name, value_of(name, tensor.shape), None)
@@ -87,7 +87,7 @@ def _derived(outcome: EvaluationResult, left: Tensors) -> Iterator[_Output]:
 
 
 def _named(output: _Output, left: Tensors) -> list[Correspondence]:
-    """The boxes of an output, under its name; a cast to the dtype that is there already is none."""
+    """Return the boxes of an output, under its name; a cast to the dtype that is there already is none."""
     items = [
         Correspondence(
             piece.source,
@@ -162,7 +162,7 @@ def _refuse_nothing(outcome: EvaluationResult, left: Tensors, right: Tensors | N
 
 
 def _without_aliases(outputs: list[_Output], aliases: MappingABC[str, str], faults: Faults) -> list[_Output]:
-    """The outputs but for tied names, each of which must be what its owner is."""
+    """Return the outputs but for tied names, each of which must be what its owner is."""
     by_name = {output.name: output for output in outputs}
     for alias, owner in aliases.items():
         if alias not in by_name or by_name[alias].step is None or owner not in by_name:

@@ -29,7 +29,7 @@ _PER_TENSOR = 64
 
 
 def parse(statements: Sequence[str], left: Tensors, right: Tensors | None, ties: Iterable[Tie] = ()) -> Mapping:
-    """The mapping that AOA statements mean, from the left side of their arrows to the right side.
+    """Return the mapping that AOA statements mean, from the left side of their arrows to the right side.
 
     The reverse is ``parse(...).reversed()``; no statement is ever read backwards.
 
@@ -58,7 +58,7 @@ def parse(statements: Sequence[str], left: Tensors, right: Tensors | None, ties:
 def parse_config(
     config: MappingABC[str, object], stored: Tensors, wanted: Tensors | None, ties: Iterable[Tie] = ()
 ) -> Mapping:
-    """The mapping that an ``aoa_config`` means, from what is stored to what is wanted.
+    """Return the mapping that an ``aoa_config`` means, from what is stored to what is wanted.
 
     Args:
         config: ``aoa_statements``, and ``aoa_config_reverse`` where they are written for the opposite direction.
@@ -82,10 +82,10 @@ def parse_config(
 
 
 def statements_of(config: object) -> list[str]:
-    """The text of an ``aoa_config``; what it means can be said only beside the tensors.
+    """Return the text of an ``aoa_config``; what it means can be said only beside the tensors.
 
     Args:
-        config: as it stands in a configuration, whatever that is.
+        config: the value in a configuration, of any type.
     Raises:
         MappingError: it is no mapping, has a key that is not known, or a value of another type.
     """

@@ -30,13 +30,13 @@ _REMOVED = TensorSpec((1,), "float32")
 
 
 def render(mapping: Mapping, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:
-    """The statements of a mapping, from its sources to its targets.
+    """Return the statements of a mapping, from its sources to its targets.
 
-    Equal names without a change are not said: the language maps them by itself.
+    Equal names without a change need no statement: the language maps them.
 
     Args:
         mapping: a mapping that was proved.
-        hints: into how many shards the tensors are cut, and heads; without them nothing is said per rank.
+        hints: numbers of shards and heads; without them no statement depends on the ranks.
         reverse: write the statements from the targets to the sources instead.
     Returns:
         statements that Paddle's own engine reads as this mapping.
@@ -73,7 +73,7 @@ def _rendered(mapping: Mapping, hints: Hints) -> list[str]:
 
 
 def normal(mapping: Mapping) -> set[Correspondence]:
-    """The correspondences of a mapping in the largest boxes, for comparison."""
+    """Return the correspondences of a mapping in the largest boxes, for comparison."""
     return {item for items in mapping.by_target.values() for item in coalesced(items)}
 
 
@@ -180,7 +180,7 @@ def _verify(statements: list[str], mapping: Mapping, hints: Hints) -> None:
         raise MappingError(
             "The AOA text of this mapping would not be read as the mapping.",
             evidence=evidence,
-            next_step="This is a fault of this package; report it. Nothing is lost but the text.",
+            next_step="This is a fault of this package; report it. Only the text is lost.",
         )
 
 

@@ -1,7 +1,7 @@
 """Blocks that lie along one axis, and the layouts of the language that they follow.
 
-Along the axis a component is a list of *runs*: so many elements of this source, from here, become elements of that
-target, from there. Which layout it is, is found by dealing parts in rounds and comparing; names tell nothing.
+Along the axis a component is a list of *runs*: a number of elements of a source and of a target, each with an offset.
+The layout is found by interleaving parts in groups and comparing; names are no evidence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paddleformers_fc.mapping.rules import interleave
 
 @dataclass(frozen=True)
 class Hints:
-    """What boxes alone do not tell.
+    """Facts that boxes do not contain.
 
     Args:
         left: into how many shards every left tensor is cut, per axis; whole where it is not named.
@@ -77,12 +77,12 @@ class AxisComponent:
         return {name: self.component.targets[name][self.axis] for name in order}
 
     def unit(self, source: str) -> int:
-        """The longest length in which all runs of a source begin and end."""
+        """Return the longest length in which all runs of a source begin and end."""
         places = [place for run in self.runs if run.source == source for place in (run.source_at, run.length)]
         return gcd(self.component.sources[source][self.axis], *places)
 
     def is_interleaving(self, parts: Shape, source_rounds: int, target_rounds: int) -> bool:
-        """Whether the runs are what dealing these parts in these rounds makes."""
+        """Return whether interleaving these parts in these groups gives the runs."""
         sources, targets = list(self.sources), list(self.targets)
         if not parts or any(not part or part % source_rounds or part % target_rounds for part in parts):
             return False
@@ -100,7 +100,7 @@ class AxisComponent:
 
 
 def axis_component(component: Component) -> AxisComponent | None:
-    """The component along the one axis on which its boxes do not span their tensors, or None where there is no such."""
+    """Return the component along the only axis on which its boxes do not span their tensors, or None."""
     spans = {
         axis
         for piece in component.pairs

@@ -17,7 +17,7 @@ from paddleformers_fc.mapping.boxes import Shape
 
 
 def rounds_read(value: Value, axis: int, cuts: Mapping[str, Shape]) -> int:
-    """Into how many shards the left tensor is cut that a value comes from, along an axis of the value.
+    """Return the number of shards of the left tensor that a value comes from, along an axis of the value.
 
     Raises:
         Fault: where the value comes from several tensors, or the tensor is cut along another axis.
@@ -34,7 +34,7 @@ def rounds_read(value: Value, axis: int, cuts: Mapping[str, Shape]) -> int:
 
 
 def _rounds(name: str, cuts: Shape, axis: int) -> int:
-    """The shards along an axis, where no other axis is cut."""
+    """Return the shards along an axis, where no other axis is cut."""
     others = [other for other, count in enumerate(cuts) if count > 1 and other != axis]
     if others:
         raise Fault(
@@ -61,7 +61,7 @@ class Readers:
         self._readers: dict[str, list[int]] | None = None
 
     def rounds_written(self, name: str, axis: int, rank: int, after: int) -> int:
-        """Into how many shards the right tensor is cut that a name becomes, along an axis of the name.
+        """Return the number of shards of the right tensor that a name becomes, along an axis of the name.
 
         Args:
             name: what a step writes.

@@ -27,7 +27,7 @@ class Slabs:
 
 
 def slabs_of(component: Component) -> Slabs | None:
-    """The stack of a component, or None where it has none.
+    """Return the stack of a component, or None where it has none.
 
     Raises:
         Inexpressible: where a stacked source has slabs of several lengths.
@@ -61,7 +61,7 @@ def _groups(pieces: Iterable[BoxPair], axis: int, *, of_target: bool) -> list[li
 
 
 def _apart(groups: list[list[BoxPair]], *, of_target: bool) -> bool:
-    """Whether every tensor of the other side belongs to one slab."""
+    """Return whether every tensor of the other side belongs to one slab."""
     names = [{piece.source if of_target else piece.target for piece in group} for group in groups]
     return sum(map(len, names)) == len(set[str]().union(*names))
 

@@ -1,7 +1,7 @@
 """From a component to the statements that say it.
 
 A statement is chosen by what it is exact for: a rename, a layout that one statement has, or, where there is none,
-lengths in which everything begins and ends: split into equal parts, named as an array, and joined anew.
+lengths in which everything begins and ends: split into equal parts, named as an array, and joined again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Text:
 
 
 class StatementWriter:
-    """Says components.
+    """Writes the statements of components.
 
     Args:
         hints: shards and heads.
@@ -52,7 +52,7 @@ class StatementWriter:
         self._taken = taken
 
     def said(self, component: Component) -> list[Text]:
-        """The statements of a component; none where equal names say it.
+        """Return the statements of a component; none where equal names say it.
 
         Raises:
             Inexpressible: where the language cannot say it.
@@ -94,7 +94,7 @@ class StatementWriter:
         return [*said, Text(tuple(left), layout.targets, layout.attributes)]
 
     def seen(self, name: str, view: SourceView, said: list[Text], *, plain: bool = False) -> str:
-        """How a source is read; what has to be said before is added to ``said`` and done under its own name."""
+        """Return the text of an oriented source; statements that must precede it are appended to ``said``."""
         if view.straight or view.reversed:
             if view.cast is None and not (plain and view.reversed):
                 return _view(name, view)
@@ -106,7 +106,7 @@ class StatementWriter:
         return name
 
     def _parts(self, row: AxisComponent) -> list[Text]:
-        """The general case: equal parts as long as possible, named as arrays, and joined anew."""
+        """Return the general case: equal parts as long as possible, named as arrays, and joined again."""
         said: list[Text] = []
         spelled: dict[str, str] = {}
         units: dict[str, int] = {}
@@ -123,7 +123,7 @@ class StatementWriter:
         return said
 
     def _array(self, name: str, count: int) -> str:
-        """The array of a name, whose elements must not be tensors."""
+        """Return the array of a name, whose elements must not be tensors."""
         if count > _MOST_PARTS:
             raise Inexpressible(f"{name}: the language splits equally only, and this would need {count} equal parts")
         if not self._taken.isdisjoint(f"{name}_{index}" for index in range(count)):
@@ -175,7 +175,7 @@ def _axis(row: AxisComponent) -> str:
 
 
 def _stretch(run: AxisRun, unit: int, length: int, spelled: dict[str, str]) -> str:
-    """A run as names: the whole source, or a stretch of its array."""
+    """Return a run as names: the whole source, or a stretch of its array."""
     if unit == length:
         return spelled[run.source]
     return f"{run.source}[{run.source_at // unit}:{(run.source_at + run.length) // unit}]"

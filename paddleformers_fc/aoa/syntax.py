@@ -85,7 +85,7 @@ class Statement:
 
 
 def parse_line(line: SourceLine) -> Statement | None:
-    """The statement of one line, or None for a blank one.
+    """Return the statement of one line, or None for a blank one.
 
     Raises:
         Fault: where the line is not a statement.

@@ -1,4 +1,4 @@
-"""What the language needs to know of a tensor."""
+"""The tensors of a side, as far as the language depends on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class AoaTensor:
     Args:
         shape: its global shape, in elements.
         dtype: its element type by its numpy name, such as ``bfloat16``.
-        cuts: into how many tensor-parallel shards each axis is cut.
+        cuts: number of tensor-parallel shards along each axis.
     """
 
     shape: Shape
@@ -29,5 +29,5 @@ class AoaTensor:
 
 
 def uncut(shape: Shape, dtype: str) -> AoaTensor:
-    """A tensor that one rank holds whole, as in a file of open weights."""
+    """Return a tensor that one rank holds whole, as in a file of open weights."""
     return AoaTensor(shape, dtype, (1,) * len(shape))

@@ -30,13 +30,13 @@ class Value:
 
 
 def value_of(name: str, shape: Shape) -> Value:
-    """A left tensor as it is."""
+    """Return a left tensor as it is."""
     box = whole(shape)
     return Value(shape, (Correspondence(name, box, "", box, tuple(range(len(shape)))),))
 
 
 def permuted(value: Value, axes: Shape) -> Value:
-    """The value with its axes in another order.
+    """Return the value with its axes in another order.
 
     Args:
         value: what is read.
@@ -70,12 +70,12 @@ def permuted(value: Value, axes: Shape) -> Value:
 
 
 def transposed(value: Value) -> Value:
-    """The value with all axes reversed."""
+    """Return the value with all axes reversed."""
     return permuted(value, tuple(reversed(range(len(value.shape)))))
 
 
 def converted(value: Value, cast: str) -> Value:
-    """The value with its numbers converted.
+    """Return the value with its numbers converted.
 
     Raises:
         Fault: where they were converted to another dtype before: the second would not know what the first lost.
@@ -91,7 +91,7 @@ def converted(value: Value, cast: str) -> Value:
 def interleaved(
     values: Sequence[Value], parts: Shape, axis: int, rounds: tuple[int, int], into: int, fused: Shape
 ) -> list[Value]:
-    """Values that hold ``parts`` along an axis, laid out anew: what joining, splitting and every fused layout do.
+    """Rearrange values that hold ``parts`` along an axis: the operation of joins, splits and fused layouts.
 
     Args:
         values: one per part, or a single one that holds all parts.
@@ -123,7 +123,7 @@ class _Slabs:
         self._finder = BoxFinder([piece.target_box for piece in value.pieces])
 
     def moved(self, begin: int, length: int, to: int) -> list[Correspondence]:
-        """The pieces of ``begin <= x < begin + length``, moved along the axis so that they begin at ``to``."""
+        """Return the pieces of ``begin <= x < begin + length``, moved along the axis so that they begin at ``to``."""
         axis, box = self._axis, whole(self._value.shape)
         slab = Box(_put(box.lo, axis, begin), _put(box.hi, axis, begin + length))
         found = []

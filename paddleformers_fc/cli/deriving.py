@@ -64,7 +64,7 @@ def derive(directory: Path, settled: Sequence[str], native: bool, target: Path |
     Raises:
         FlexError: the model cannot be built, or its mapping is not determined.
     """
-    told = dict(_told(text) for text in fused)
+    given = dict(_fused_layer(text) for text in fused)
     if target is not None and target.exists():
         raise OptionError(f"{target} exists.", next_step="Name another file for the family, or remove this one.")
     stored = open_huggingface(directory).catalog.roles[MODEL_STATE]
@@ -74,7 +74,7 @@ def derive(directory: Path, settled: Sequence[str], native: bool, target: Path |
     found = derive_rules(tensors, canonical, config, hint=hint, settled=settled)
     found.refuse_questions()
     if target is not None:
-        family = family_of(str(config["model_type"]), found.rules, [one.tensor for one in tensors], config, told)
+        family = family_of(str(config["model_type"]), found.rules, [one.tensor for one in tensors], config, given)
         target.write_text(source_text(family), encoding="utf-8")
     reasons: dict[str, int] = {}
     for reason in found.reasons.values():
@@ -84,7 +84,7 @@ def derive(directory: Path, settled: Sequence[str], native: bool, target: Path |
     return Derived(str(directory), len(tensors), statements, reasons, list(found.notes), family_path)
 
 
-def _told(text: str) -> tuple[str, Geometry]:
+def _fused_layer(text: str) -> tuple[str, Geometry]:
     layer, _, value = text.partition("=")
     known = [one.value for one in Geometry]
     if value not in known:
@@ -95,7 +95,7 @@ def _told(text: str) -> tuple[str, Geometry]:
 
 
 def _model(directory: Path, native: bool) -> tuple[list[LayeredTensor], list[str]]:
-    """The tensors of the model that PaddleFormers builds of a configuration, and its own statements."""
+    """Return the tensors of the model that PaddleFormers builds of a configuration, and its own statements."""
     import paddle
     from paddleformers.transformers import AutoConfig, AutoModelForCausalLM
 
@@ -111,7 +111,7 @@ def _model(directory: Path, native: bool) -> tuple[list[LayeredTensor], list[str
             "PaddleFormers cannot build this model.",
             where=str(directory / CONFIG_NAME),
             evidence=[f"{type(error).__name__}: {error}"],
-            next_step="Without --native its AOA statements are not asked; otherwise mend config.json or the class.",
+            next_step="Without --native its AOA statements are not used; otherwise correct config.json or the class.",
         ) from error
     return [LayeredTensor(_tensor(shard), kinds[name]) for name, shard in shards.items()], hint
 
@@ -121,7 +121,7 @@ def _tensor(shard: Shard) -> ModelTensor:
 
 
 def show(found: Derived, console: Console) -> None:
-    """What was derived as text."""
+    """Return the derivation as text."""
     from rich.text import Text
 
     console.print(Text(f"{found.path}: {found.tensors} tensors, proved", "bold"))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StatementList:
-    """What the verb prints.
+    """The output of the command.
 
     Args:
         family: the family's name.
@@ -42,7 +42,7 @@ class StatementList:
 
 
 def statements(model: str, *, reverse: bool, toy: bool = False) -> StatementList:
-    """The statements of a family, or of the model in a directory.
+    """Return the statements of a family, or of the model in a directory.
 
     Args:
         model: a ``model_type``, a family's name, or a directory with ``config.json``.

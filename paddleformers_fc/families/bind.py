@@ -1,8 +1,8 @@
-"""From a family's declaration and a model's *real* tensors to its rules.
+"""Derive the rules of a model from a family's declaration and the model's *real* tensors.
 
-The model's tensors are enumerated, never guessed from the configuration: every live name must match one statement,
-and every number in it is carried over into the canonical names. The tensor-parallel degree of a fused layout is read
-off the shards themselves. One dictionary lookup per tensor; a stack of experts makes one rule per expert.
+The tensors are those of the live model and are not predicted from the configuration. Every name must match one
+statement, and every number in it is carried over into the canonical names. The tensor-parallel degree of a fused layout
+is taken from the shards. Binding takes one dictionary lookup per tensor; a stack of experts gives one rule per expert.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.rules import Slab
 
 MAX_EXPERTS = 1 << 16
-"""How many experts may lie in one tensor; each is a rule."""
+"""Maximum number of experts in one tensor; each is a rule."""
 
 _HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 _USERS = {"heads": {"heads", "q"}, "kv_heads": {"kv_heads", "kv"}}
@@ -67,14 +67,14 @@ def bind(
     tensors: Iterable[ModelTensor],
     shifts: Mapping[str, int] = _NO_SHIFTS,
 ) -> RuleSet:
-    """The rules of one model.
+    """Return the rules of one model.
 
     Args:
         family: the model's family.
         model: what the model was built from.
         tensors: every tensor of the model, or of one rank's part of it.
-        shifts: what the model's numbers are larger by than the canonical ones, by placeholder, in place of what the
-            family declares: ``{"expert": -4}`` where a rank counts its experts from 0 and its first one is number 4.
+        shifts: differences between the model's numbers and canonical ones by placeholder, which replace those of the
+            family: ``{"expert": -4}`` where a rank counts its experts from 0 and its first one is number 4.
     Raises:
         MappingError: for names that no statement declares, numbers that the configuration does not have and shapes
             that no rule fits; all of them.
@@ -125,7 +125,7 @@ def tied_names(family: Family, model: ModelDescription) -> dict[str, str]:
 
 
 def tied_sources(family: Family, model: ModelDescription) -> dict[str, str]:
-    """The names of :func:`tied_names` as open weights have them: what an untied model of the family is made of."""
+    """Return :func:`tied_names` with the names of open weights: those of an untied model of the family."""
     sources = {one.target: one.sources[0] for one in family.statements if len(one.sources) == 1}
     ties = tied_names(family, model)
     return {sources.get(alias, alias): sources.get(owner, owner) for alias, owner in ties.items()}
@@ -237,7 +237,7 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How the parts of one tensor lie: the arguments of its rule."""
+    """The layout of the parts of one tensor: the arguments of its rule."""
 
     parts: tuple[int, ...]
     axis: int
@@ -279,7 +279,7 @@ def _kinds(family: Family, sizes: Sizes, shifts: Mapping[str, int]) -> TargetInd
 
 
 def _span(numbers: Numbers, sizes: Sizes) -> range | None:
-    """The canonical numbers of a placeholder, as far as the configuration gives them."""
+    """Return the canonical numbers of a placeholder, as far as the configuration gives them."""
     if not sizes.knows(numbers.start) or not sizes.knows(numbers.count):
         return None
     start = sizes.length(numbers.start)
@@ -295,7 +295,7 @@ def _whole_length(statement: Statement, sizes: Sizes) -> int | None:
 def _made(
     kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: Sizes
 ) -> tuple[Statement, list[Rule]] | str:
-    """The statement that a tensor is bound by and its rules, or why there are none."""
+    """Return the statement that a tensor is bound by and its rules, or why there are none."""
     kind = kinds[0] if len(kinds) == 1 else _chosen(kinds, tensor, numbers, sizes)
     if isinstance(kind, str):
         return kind
@@ -313,7 +313,7 @@ def _made(
 
 
 def _canonical_numbers(kind: _Kind, numbers: list[str]) -> list[str] | str:
-    """The canonical numbers of a tensor's name, or why the model cannot have them."""
+    """Return the canonical numbers of a tensor's name, or why the model cannot have them."""
     moved = [int(number) - shift for number, shift in zip(numbers, kind.shifts, strict=True)]
     for hole, number, shift, span in zip(kind.holes, moved, kind.shifts, kind.spans, strict=True):
         if number < 0:
@@ -332,7 +332,7 @@ def _is_undescribed_piece(whole: int, axis: int, tensor: ModelTensor) -> bool:
 
 
 def _chosen(kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> _Kind | str:
-    """The one kind that is declared with this tensor's shape for this configuration, or why there is none."""
+    """Return the one kind that is declared with this tensor's shape for this configuration, or why there is none."""
 
     def named(kind: _Kind) -> dict[str, int]:
         return {hole: int(number) - shift for hole, number, shift in zip(kind.holes, numbers, kind.shifts, strict=True)}
@@ -379,7 +379,7 @@ def _rules(kind: _Kind, tensor: ModelTensor, numbers: list[str], sizes: Sizes) -
 
 
 def _layout(statement: Statement, shape: Shape, cuts: Shape, sizes: Sizes) -> _Layout | str:
-    """How the parts lie in one tensor, or in one expert of a stack."""
+    """Return the layout of the parts in one tensor, or in one expert of a stack."""
     rank, geometry = len(shape), statement.geometry
     if geometry is Geometry.SAME:
         return _Layout((shape[-1] if rank else 1,), max(rank - 1, 0), tuple(range(rank)))
@@ -421,9 +421,9 @@ def _qkv_layout(statement: Statement, length: int, cut: int, layout: _Layout, si
 
 
 def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:
-    """The declared length of a fused layer's outputs, where a configuration that says how wide the model is gives it.
+    """Return the declared length of a fused layer's outputs, if the configuration contains the width of the model.
 
-    A length that is divisible alone says little: a gate in the layer would be dealt out as parts of wider heads.
+    A divisible length is no evidence: a gate in the layer would be taken for parts of wider heads.
     """
     if not statement.shape or not sizes.is_given("hidden") or not sizes.knows(statement.shape[axis]):
         return None
@@ -431,7 +431,7 @@ def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:
 
 
 def _stack_rules(kind: _Kind, stack: Stack, tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> list[Rule] | str:
-    """A rule per expert, or a single one where the experts lie along the axis of their parts."""
+    """Return a rule per expert, or a single one where the experts lie along the axis of their parts."""
     count, length = sizes.length("experts"), tensor.shape[stack.axis] if stack.axis < len(tensor.shape) else 0
     share = 1 if stack.new else length // max(count, 1)
     declared = kind.statement.shape[stack.axis] if kind.statement.shape else "None"
@@ -466,13 +466,13 @@ def _stack_rules(kind: _Kind, stack: Stack, tensor: ModelTensor, numbers: list[s
 
 
 def _of_one(lengths: Shape, stack: Stack, share: int) -> Shape:
-    """The lengths of one expert in a stack."""
+    """Return the lengths of one expert in a stack."""
     middle = () if stack.new else (share,)
     return (*lengths[: stack.axis], *middle, *lengths[stack.axis + 1 :])
 
 
 def _with_owners(tensors: list[ModelTensor], ties: Mapping[str, str]) -> list[ModelTensor]:
-    """The tensors, and the owner of every alias that is alone, as on the last stage of a pipeline."""
+    """Return the tensors, and the owner of every alias that is alone, as on the last stage of a pipeline."""
     names = {tensor.name for tensor in tensors}
     absent = [
         ModelTensor(ties[tensor.name], tensor.shape, tensor.dtype, tensor.cuts)

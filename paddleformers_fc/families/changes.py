@@ -125,7 +125,7 @@ class Change:
     because: str = ""
 
     def is_named_in(self, named: Collection[str]) -> bool:
-        """Whether one of its keys, or a key that contains it, is among ``named``."""
+        """Return whether one of its keys, or a key that contains it, is among ``named``."""
         return any(key == one or key.startswith(f"{one}.") for key in self.keys for one in named)
 
 
@@ -188,7 +188,7 @@ def table(changes: Sequence[Change]) -> list[str]:
 
 
 def value_text(value: object) -> str:
-    """Return a value as JSON; of a long one the beginning, and a digest that tells it from others."""
+    """Return a value as JSON; of a long one the beginning and a digest."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     if len(text) <= _LONGEST:
         return text
@@ -209,14 +209,14 @@ def _values(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same; an absent one is None."""
+    """Return whether two values are the same; an absent one is None."""
     if isinstance(one, bool) != isinstance(other, bool):
         return {one, other} == {None, False} if None in (one, other) else False
     return bool(one == other)
 
 
 def _spelled_once(key: str) -> str:
-    """One name for all keys under which configurations repeat a value."""
+    """Return one name for all keys under which configurations repeat a value."""
     head, _, last = key.rpartition(".")
     parents = [one for one in head.split(".") if one and one not in _ROTARY]
     known = next((min(names) for names in _SAME if last in names), last)

@@ -1,9 +1,10 @@
-"""The tensors that a configuration gives: names, shapes, dtypes, and what cuts them, from a family's declaration alone.
+"""Enumerate the tensors of a configuration from a family's declaration: names, shapes, dtypes and cut axes.
 
-This is what a model *would* hold. It serves where there is no model: to prove a family when it is registered, and to
-lay out a model over ranks that nobody has. A real model is never bound by it.
+The enumeration serves where no model exists: to prove a family when it is registered, and to simulate a layout. A real
+model is bound by its own tensors.
 
-Linear in the tensors; sizes and conditions are evaluated once per kind of tensor, or per layer where they name it.
+Cost is linear in the tensors; sizes and conditions are evaluated once per kind of tensor, or per layer if they depend
+on its number.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class DeclaredTensor:
     numbers: Mapping[str, int]
 
     def under(self, tp: int = 1, ep: int = 1) -> ModelTensor:
-        """The tensor as a model under these degrees of parallelism describes it.
+        """Return the tensor as a model under these degrees of parallelism describes it.
 
         Args:
             tp: degree of tensor parallelism.
@@ -66,7 +67,7 @@ class DeclaredTensor:
 
 
 def enumerate_tensors(family: Family, model: ModelDescription, dtype: str = "float32") -> Iterator[DeclaredTensor]:
-    """Every tensor of a model, in the order of the declaration.
+    """Yield every tensor of a model, in the order of the declaration.
 
     Args:
         family: the model's family.
@@ -82,7 +83,7 @@ def enumerate_tensors(family: Family, model: ModelDescription, dtype: str = "flo
 
 
 MAX_TENSORS = 1 << 20
-"""How many tensors of one kind a configuration may ask for, such as the gates of all experts of all layers."""
+"""Maximum number of tensors of one kind, such as the gates of all experts of all layers."""
 
 
 class _Spans:
@@ -95,7 +96,7 @@ class _Spans:
         self._known: dict[str, tuple[range, int]] = {}
 
     def of(self, name: str) -> tuple[range, int]:
-        """The canonical numbers, and what a model's are larger by."""
+        """Return the canonical numbers, and what a model's are larger by."""
         if name not in self._numbers:
             raise MappingError(
                 f"The placeholder {{{name}}} stands for no declared numbers.",
@@ -146,7 +147,7 @@ def _numberings(holes: list[str], spans: _Spans) -> Iterator[dict[str, int]]:
 def recognised_tensors(
     family: Family, model: ModelDescription, specs: Mapping[str, TensorSpec]
 ) -> list[DeclaredTensor]:
-    """The tensors of a model that was built once, with what its family declares about tensors of their names.
+    """Return the tensors of a model that was built once, with what its family declares about tensors of their names.
 
     Conditions are not asked: what was built is known better than what a configuration says.
 

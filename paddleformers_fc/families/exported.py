@@ -56,7 +56,7 @@ def exported_config(
 
 
 def _rotary_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embedding under each of its keys, old and new, as ``rope_parameters`` describes it."""
+    """Return the rotary embedding under each of its keys, old and new, as ``rope_parameters`` describes it."""
     rotary = values.get(_ROTARY)
     if not isinstance(rotary, Mapping):
         return {}

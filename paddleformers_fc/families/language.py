@@ -190,7 +190,7 @@ def tower(
 
 
 def _for_classes(classes: tuple[ModelClass, ...], statements: Statements) -> Statements:
-    """Select the statements of these classes; of several classes, the condition tells which model has a statement."""
+    """Select the statements of these classes; of several classes, add a condition on the class."""
     known = [one for one in statements if one.model_class is None or one.model_class in classes]
     return tuple(
         replace(only(_CONDITIONS[one.model_class], (one,))[0], model_class=None)

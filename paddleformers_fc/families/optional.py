@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"\{([^{}]*)\}")
 
 
 class OptionalNames:
-    """The optional names of one model; ``name in optional`` tells whether a canonical name is one.
+    """The optional names of one model; ``name in optional`` is whether a canonical name is one.
 
     Args:
         family: the model's family.
@@ -43,7 +43,7 @@ class OptionalNames:
             self._apart.append(tuple(name != _OF_THE_MODEL for name in placeholders))
 
     def group(self, name: str) -> Group | None:
-        """The group that a canonical name belongs to, or None where the name is not optional."""
+        """Return the group that a canonical name belongs to, or None where the name is not optional."""
         for index, (pattern, starts) in enumerate(self._beginnings):
             found = pattern.match(name)
             if found is None:
@@ -54,14 +54,14 @@ class OptionalNames:
         return None
 
     def missed(self, untouched: Sequence[str], stored: Iterable[str]) -> list[str]:
-        """What a model leaves of a file and may not leave.
+        """Return the tensors of a file that a model does not read and must not ignore.
 
         Of optional names, that is what belongs to a layer of which something is read: a bias that the model does not
         have, or the scales of numbers that would be taken as they are; and layers that are none of those which may be
         absent, but ones of the model itself, as of a file that is deeper than its configuration says.
 
         Args:
-            untouched: the names that nobody reads.
+            untouched: the names that the model does not read.
             stored: all names of the file.
         """
         left, held = set(untouched), list(stored)
@@ -83,9 +83,9 @@ class OptionalNames:
 
 
 def _marks(family: Family, beginning: str) -> frozenset[str]:
-    """The names that tell a group of this beginning from layers of the model, which are called alike.
+    """Return the names that tell a group of this beginning from layers of the model, which are called alike.
 
-    They have holes in the place of numbers; there are none where the beginning alone tells.
+    They have holes in the place of numbers; there are none where the prefix alone decides.
     """
     matches = re.compile(_TOKEN.sub(_matcher, _escaped(beginning))).match
     own: set[str] = set()

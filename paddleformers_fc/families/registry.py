@@ -1,14 +1,14 @@
-"""Which family a configuration belongs to: the families of this package, and those that other distributions declare.
+"""The registry of families: those of this package, and those that other distributions declare.
 
 A family is registered by :func:`register`, and only if it is *proved*: the tensors of its tiny configuration are
-enumerated under several degrees of tensor parallelism, bound, and the mapping is proved forward and reversed. What is
-not total, single-writer, in bounds and dtype-closed is no family. This package's own are no exception; each is proved
-when a process first asks for it, which takes milliseconds.
+enumerated under several degrees of tensor parallelism, bound, and the mapping is proved forward and reversed. A mapping
+must be total, single-writer, in bounds and dtype-closed. The families of this package are proved when a process first
+needs them, which takes milliseconds.
 
 Another distribution declares a family through the entry point group ``paddleformers_fc.families``. The entry point's
-name is the ``model_type``, its object a :class:`~paddleformers_fc.families.declarations.Family`. Nothing is imported
-before a configuration asks for that ``model_type``; what then fails is an error that names the distribution, and leaves
-nothing behind.
+name is the ``model_type``, its object a :class:`~paddleformers_fc.families.declarations.Family`. The module is
+imported when a configuration has that ``model_type``. A failure is an error with the name of the distribution, and
+registers no family.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _registered: dict[str, Family] = {}
 
 
 def family_for(config: Mapping[str, Any]) -> Family:
-    """The family that declares this configuration's ``model_type``.
+    """Return the family that declares this configuration's ``model_type``.
 
     Raises:
         MappingError: where no family declares it, several do, or the one that does cannot be registered.
@@ -71,7 +71,7 @@ def family_for(config: Mapping[str, Any]) -> Family:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether some family declares this configuration's ``model_type``; nothing is loaded or proved."""
+    """Return whether some family declares this configuration's ``model_type``; nothing is loaded or proved."""
     model_type = str(config.get("model_type"))
     if model_type in _registered or model_type in _OWN:
         return True

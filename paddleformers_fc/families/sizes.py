@@ -1,13 +1,14 @@
 """Sizes and conditions of a declaration: small expressions over a model's configuration.
 
-A declaration says ``"heads * head"`` or ``"layer >= first_k_dense_replace"``; here such a text becomes a number or a
-truth. A name is, in this order, a number of the tensor's own name (``layer``), a size that the family declares, a key
-of the configuration, a default of the family. Inside the size ``x`` the name ``x`` is the configuration's.
+A declaration contains ``"heads * head"`` or ``"layer >= first_k_dense_replace"``, which are evaluated to a number or a
+truth value. A name is, in this order, a number of the tensor's name (``layer``), a size that the family declares, a key
+of the configuration, a default of the family. Inside the size ``x`` the name ``x`` is a key of the configuration. A
+dotted name is a size of a tower (``vision.hidden``) or a key of a nested configuration (``text_config.hidden_size``).
 
-Libraries call one size by several names: ``num_experts | num_local_experts`` is the one that the configuration gives,
-or the default of the first. Where it gives several, they must be equal.
+Libraries have several names for one key: ``num_experts | num_local_experts`` is the value of the one in the
+configuration, or the default of the first. Several values must be equal.
 
-Expressions are read by Python's own parser and walked over a short list of nodes, so that a declaration is data:
+Expressions are parsed by Python's parser and restricted to a short list of nodes, so that a declaration is data:
 integers, texts, names, arithmetic, comparison, ``and or not``, ``x if y else z``, names joined by ``|``. Each text is
 parsed once per process.
 """
@@ -72,7 +73,7 @@ class Sizes:
         self._open: list[str] = []
 
     def length(self, expression: str, numbers: Mapping[str, int] = _NO_NUMBERS) -> int:
-        """The value of an expression that is a number of elements or of tensors.
+        """Return the value of an expression that is a number of elements or of tensors.
 
         Args:
             expression: its text.
@@ -88,7 +89,7 @@ class Sizes:
         return found
 
     def value(self, expression: str) -> Any:
-        """The value of an expression, of any type; None if the configuration does not give it.
+        """Return the value of an expression, of any type; None if the configuration does not give it.
 
         Raises:
             MappingError: as :meth:`length`.
@@ -96,7 +97,7 @@ class Sizes:
         return self._value(expression, _NO_NUMBERS)
 
     def holds(self, condition: str, numbers: Mapping[str, int] = _NO_NUMBERS) -> bool:
-        """Whether a condition holds; an empty one always does.
+        """Return whether a condition holds; an empty one always does.
 
         Raises:
             MappingError: as :meth:`length`.
@@ -104,7 +105,7 @@ class Sizes:
         return bool(self._value(condition, numbers)) if condition else True
 
     def knows(self, expression: str, numbers: Mapping[str, int] = _NO_NUMBERS) -> bool:
-        """Whether an expression has a value under this configuration, with no more numbers of a name than these."""
+        """Return whether an expression has a value under this configuration and these numbers of a name."""
         try:
             return self._value(expression, numbers) is not None
         except MappingError:
@@ -156,7 +157,7 @@ class Sizes:
         return value
 
     def _keys(self, expression: str, within: frozenset[str] = frozenset()) -> set[str]:
-        """The configuration keys that an expression reads; a size inside its own expression is a key."""
+        """Return the configuration keys that an expression reads; a size inside its own expression is a key."""
         names = names_of(expression)
         towers = {name: name.partition(".") for name in names if name.partition(".")[0] in self._towers}
         names -= towers.keys()
@@ -167,7 +168,7 @@ class Sizes:
         )
 
     def _synonym(self, names: tuple[str, ...], numbers: Mapping[str, int]) -> Any:
-        """The value of names for one key.
+        """Return the value of names for one key.
 
         Raises:
             MappingError: the configuration gives several of them, and they differ.
@@ -225,7 +226,7 @@ class Sizes:
 
 
 def _number(value: Any) -> Any:
-    """A value that may be calculated with: text times a number, or formatted by one, would be text of any length."""
+    """Return a value if it is a number: text multiplied by a number could have any length."""
     if not isinstance(value, (int, float)):
         raise TypeError(f"{value if value is None else type(value).__name__} is no number")
     return value
@@ -233,7 +234,7 @@ def _number(value: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def parsed(expression: str) -> ast.expr:
-    """The syntax tree of an expression.
+    """Return the syntax tree of an expression.
 
     Raises:
         MappingError: where it is malformed or uses more than the language of this module has.
@@ -249,7 +250,7 @@ def parsed(expression: str) -> ast.expr:
 
 
 def synonyms(node: ast.expr) -> tuple[str, ...]:
-    """The names that ``|`` joins in an expression, in order; none if it joins anything else than names."""
+    """Return the names that ``|`` joins in an expression, in order; none if it joins anything else than names."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         left, right = synonyms(node.left), synonyms(node.right)
         return (*left, *right) if left and right else ()
@@ -259,7 +260,7 @@ def synonyms(node: ast.expr) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def names_of(expression: str) -> frozenset[str]:
-    """The names that an expression uses; none for an empty one."""
+    """Return the names that an expression uses; none for an empty one."""
     if not expression:
         return frozenset()
     return frozenset(_names(parsed(expression)))
@@ -311,5 +312,5 @@ def _is_known(node: ast.AST) -> bool:
 
 def _malformed(expression: str, reason: str) -> MappingError:
     return MappingError(
-        f"`{expression}` {reason}.", where="a family's declaration", next_step="Mend the family's declaration."
+        f"`{expression}` {reason}.", where="a family's declaration", next_step="Correct the family's declaration."
     )

@@ -139,7 +139,7 @@ def completed(
 
 
 def _candidates(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> Iterator[ModelDescription]:
-    """Every description that agrees with what is known."""
+    """Yield every description that agrees with what is known."""
     keys = family_keys(family)
     config = dict(model.config)
     if EMPTY_LAYERS in keys and config.get(EMPTY_LAYERS) is None:
@@ -153,7 +153,7 @@ def _candidates(family: Family, model: ModelDescription, tensors: Sequence[Model
 
 
 def _first_layer(family: Family, tensors: Sequence[ModelTensor]) -> int:
-    """The number of the first layer of a whole model: as many empty layers are before it."""
+    """Return the number of the first layer of a whole model: as many empty layers are before it."""
     index = TargetIndex((one, one.numbers.index(_LAYER)) for one in family.statements if _LAYER in one.numbers)
     found = (index.find(tensor.name) for tensor in tensors)
     numbers = [int(texts[positions[0]]) for positions, texts in found if positions]
@@ -199,7 +199,7 @@ def _refuse_contradictions(family: Family, model: ModelDescription, tensors: Seq
 
 
 def _spelled(candidate: ModelDescription, model: ModelDescription) -> str:
-    """What was added to a description."""
+    """Return the keys that were added to a description."""
     added = {key: value for key, value in candidate.config.items() if model.config.get(key) != value}
     if candidate.is_fleet != model.is_fleet:
         added[IS_FLEET] = candidate.is_fleet

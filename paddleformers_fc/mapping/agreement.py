@@ -41,7 +41,7 @@ def require_agreement(mapping: Mapping, declared: Mapping, title: str, next_step
 
 
 def disagreements(mapping: Mapping, declared: Mapping) -> Iterator[str]:
-    """One line per place where the two differ; each line starts with the target's name."""
+    """Yield one line per place where the two differ; each line starts with the target's name."""
     alike: set[tuple[object, ...]] = set()
     for name in mapping.targets.keys() | declared.targets.keys():
         if mapping.targets.get(name) != declared.targets.get(name):
@@ -86,7 +86,7 @@ def _alike(one: BoxLink, other: BoxLink, part: Box) -> bool:
 
 
 def _turning_axes(link: BoxLink, part: Box) -> list[int]:
-    """The source axes in target order, without axes of length one, whose order moves nothing."""
+    """Return the source axes in target order, without axes of length one, whose order moves nothing."""
     lengths = part.shape
     return [source for axis, source in enumerate(link.axes) if source != NEW_AXIS and lengths[axis] > 1]
 

@@ -56,7 +56,7 @@ class Box(msgspec.Struct, frozen=True, gc=False, array_like=True):
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None where the two share no element."""
+        """Return the common part, or None where the two share no element."""
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
         for low, high in zip(lo, hi, strict=True):
@@ -65,13 +65,13 @@ class Box(msgspec.Struct, frozen=True, gc=False, array_like=True):
         return Box(lo, hi)
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of ``other`` is in this box."""
+        """Return whether every element of ``other`` is in this box."""
         return all(a <= b for a, b in zip(self.lo, other.lo, strict=True)) and all(
             a >= b for a, b in zip(self.hi, other.hi, strict=True)
         )
 
     def relative_to(self, origin: Shape) -> Box:
-        """The same box in coordinates counted from ``origin``."""
+        """Return the same box in coordinates counted from ``origin``."""
         return Box(
             tuple(a - o for a, o in zip(self.lo, origin, strict=True)),
             tuple(a - o for a, o in zip(self.hi, origin, strict=True)),
@@ -82,12 +82,12 @@ class Box(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 def whole(shape: Shape) -> Box:
-    """The box of a whole tensor of this shape."""
+    """Return the box of a whole tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def shifted(shape: Shape, offset: Shape) -> Box:
-    """The box of a shard with this local shape at this global offset."""
+    """Return the box of a shard with this local shape at this global offset."""
     return Box(tuple(offset), tuple(o + s for o, s in zip(offset, shape, strict=True)))
 
 
@@ -158,7 +158,7 @@ class CoverFault:
 
 
 def cover_faults(outer: Box, boxes: Sequence[Box]) -> list[CoverFault]:
-    """Where ``boxes`` fail to tile ``outer`` exactly once; empty when they do.
+    """Return the faults of a tiling of ``outer`` by ``boxes``; empty if every element is covered once.
 
     Args:
         outer: the box to be tiled.
@@ -191,7 +191,7 @@ class _Work:
 
 
 def _is_row(outer: Box, boxes: Sequence[Box]) -> bool:
-    """Whether the boxes lie one behind the other along one axis and fill ``outer``: what every rule makes."""
+    """Return whether the boxes lie one behind the other along one axis and fill ``outer``: what every rule makes."""
     ordered = sorted(boxes, key=attrgetter("lo"))
     if not outer.lo:
         return len(ordered) == 1

@@ -4,7 +4,7 @@ What is read may have been damaged or made up. Here it is checked that every num
 something; that the rules fit their tensors is checked where they are applied. Time and memory are linear in the text.
 
 The rules that were read last are kept, about twice their text: a job reads the same text whenever it loads, equal texts
-are equal rules, and nobody changes rules.
+are equal rules, and rules are immutable.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.rules import RuleSet
 
 _last: dict[bytes, RuleSet] = {}
-"""The rules that were read last, by a digest of their text that nobody can forge."""
+"""The rules that were read last, by a cryptographic digest of their text."""
 
 _rules = msgspec.json.Decoder(RuleSet)
 _RESTORE = "The file is damaged or written by another version; restore it from a copy."
 
 
 def encode_rules(rules: RuleSet) -> bytes:
-    """The rules as UTF-8 JSON."""
+    """Return the rules as UTF-8 JSON."""
     return msgspec.json.format(msgspec.json.encode(rules), indent=1)
 
 
 def decode_rules(data: bytes, where: str) -> RuleSet:
-    """The rules that :func:`encode_rules` wrote.
+    """Return the rules that :func:`encode_rules` wrote.
 
     Args:
         data: UTF-8 JSON.

@@ -67,7 +67,7 @@ class Correspondence:
     cast: str | None = None
 
     def boxed(self, source_box: Box, target_box: Box) -> Correspondence:
-        """The same correspondence of other boxes."""
+        """Return the same correspondence of other boxes."""
         return Correspondence(self.source, source_box, self.target, target_box, self.axes, self.cast)
 
 
@@ -109,11 +109,11 @@ class Mapping:
         fresh: frozenset[str] = frozenset(),
         dropped: frozenset[str] = frozenset(),
     ) -> Mapping:
-        """The mapping of these correspondences, in any order."""
+        """Return the mapping of these correspondences, in any order."""
         return Mapping(sources, targets, _made(correspondences), fresh, dropped)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the two are the same spaces and the same correspondences in the same order."""
+        """Return whether the two are the same spaces and the same correspondences in the same order."""
         if not isinstance(other, Mapping):
             return NotImplemented
         return (
@@ -167,7 +167,7 @@ class Mapping:
         return read
 
     def reversed(self) -> Mapping:
-        """The mapping from the targets back onto the sources: the same boxes, the casts turned round."""
+        """Return the mapping from the targets back onto the sources: the same boxes, the casts turned round."""
         return Mapping(self.targets, self.sources, self.read, self.dropped, self.fresh)
 
     def then(self, after: Mapping) -> Mapping:
@@ -196,7 +196,7 @@ class _Composer:
         self._known: dict[tuple[object, ...], tuple[Template, tuple[int, ...]]] = {}
 
     def joint(self, last: TensorSources) -> TensorSources | None:
-        """What a tensor is made of in the end; None where nothing of it is written."""
+        """Return the sources of a tensor; None if no part of it is written."""
         first = [self._first.get(name) for name in last.names]
         # Several parts may come from one tensor, as queries and keys that were fused: which do is part of the form.
         index: dict[str, int] = {}

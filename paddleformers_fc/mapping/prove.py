@@ -41,7 +41,7 @@ def prove(mapping: Mapping, title: str = "The mapping") -> None:
 
 
 def faults_of(mapping: Mapping) -> Iterator[str]:
-    """Every fault of a mapping as one line of text that starts with the tensor's name."""
+    """Yield every fault of a mapping as one line of text that starts with the tensor's name."""
     yield from _faults_of_targets(mapping)
     sound: set[tuple[object, ...]] = set()
     for name, spec in mapping.sources.items():

@@ -1,7 +1,7 @@
-"""Rules: how one side's tensors are dealt out of the other side's, along one axis.
+"""Rules: the tensors of one side as interleaved parts of the tensors of the other side, along one axis.
 
-There is one rule. Some ``parts`` lie along an axis; each space holds them *dealt* into ``blocks`` rounds: in every
-round, an equal share of each part in turn. That one picture is every layout in use:
+There is one kind of rule. Its ``parts`` are placed along an axis; each space interleaves them in ``blocks`` groups, and
+every group contains an equal share of each part in order. Every layout in use is a case of it:
 
 ===========================================  ==============  =============  =============
 what                                         parts           source blocks  target blocks
@@ -16,13 +16,13 @@ stacked experts on a new axis                one per expert  1              1
 stacked experts that are fused themselves    gate, up        1              1
 ===========================================  ==============  =============  =============
 
-In the last row one rule per expert fills a :class:`Slab` of the stack: its parts lie along one axis, the experts along
-another.
+In the last row one rule per expert fills a :class:`Slab` of the stack: its parts are placed along one axis, the experts
+along another.
 
-A rule is data: :class:`RuleSet` is what a checkpoint stores in ``mapping.json``, with every size explicit, so that a
-file written today means the same when families change tomorrow. :meth:`RuleSet.mapping` gives the denotation.
-Cost is linear in the rules, times the number of blocks of each. Rules are read from disks, so every number of them is
-checked before anything is made of it: a set of rules is at most :data:`MAX_STRETCHES` correspondences.
+A rule is data. A checkpoint stores a :class:`RuleSet` in ``mapping.json`` with every size explicit, so that its meaning
+does not depend on later versions of a family. :meth:`RuleSet.mapping` returns the correspondences. Cost is linear in
+the rules, times the number of groups of each. Rules are read from files, so every number is checked before it is used:
+a set of rules has at most :data:`MAX_STRETCHES` correspondences.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, M
 from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stacked
 
 MAX_STRETCHES = 1 << 23
-"""How many stretches all parts of a set of rules may be dealt in; they take about 0.5 kB each."""
+"""Maximum number of stretches of all parts of a set of rules; each takes about 0.5 kB."""
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
@@ -67,16 +67,16 @@ class Placement:
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Targets dealt out of sources along one axis.
+    """Targets that consist of interleaved parts of sources along one axis.
 
     Args:
         sources: the source tensors: one per part, or a single one that holds all parts.
         targets: the target tensors: one per part, or a single one that holds all parts.
         parts: length of every part along ``axis``, in elements.
-        axis: the axis of the targets along which the parts lie.
+        axis: the axis of the targets along which the parts are placed.
         axes: for every target axis the source axis that it reads; -1 for a new target axis of length one.
-        source_blocks: rounds in which a single source deals its parts.
-        target_blocks: rounds in which a single target deals its parts.
+        source_blocks: number of groups in a single source.
+        target_blocks: number of groups in a single target.
         cast: dtype that the numbers are converted to, or None where the bits are kept.
         slab: where the rule fills only a part of its target, which; on another axis than ``axis``.
     """
@@ -92,7 +92,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     slab: Slab | None = None
 
     def source_shapes(self, target: Shape) -> list[Shape]:
-        """The shape of every source, from the shape of the first target."""
+        """Return the shape of every source, from the shape of the first target."""
         if self.slab is not None:
             target = _narrowed(whole(target), self.slab).shape
         rank = sum(axis != NEW_AXIS for axis in self.axes)
@@ -119,9 +119,9 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
             if len(names) not in (1, len(self.parts)):
                 yield f"{len(names)} {side}s for {len(self.parts)} parts"
             if len(names) > 1 and blocks != 1:
-                yield f"{len(names)} {side}s cannot be dealt in {blocks} rounds"
+                yield f"{len(names)} {side}s cannot be interleaved in {blocks} groups"
             if blocks < 1 or any(part % blocks for part in self.parts):
-                yield f"parts {_short(self.parts)} cannot be dealt in {blocks} equal rounds"
+                yield f"parts {_short(self.parts)} cannot be interleaved in {blocks} equal groups"
         for name, shape, length in zip(
             self.targets, target_shapes, _side_lengths(self.targets, self.parts), strict=False
         ):
@@ -133,7 +133,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
                 yield f"{name} with shape {list(shape)} has no {self.slab}"
 
     def _ill_formed(self) -> str:
-        """What no tensor could make good: names, parts or axes that are missing or stand for nothing."""
+        """Yield the faults that do not depend on tensors: missing or invalid names, parts and axes."""
         used = [axis for axis in self.axes if axis != NEW_AXIS]
         if not self.sources or not self.targets or not self.parts or min(self.parts) < 0:
             return (
@@ -147,7 +147,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def stretches(self) -> int:
-        """The most stretches that the parts are dealt in."""
+        """The maximum number of stretches of the parts."""
         return len(self.parts) * (self.source_blocks + self.target_blocks)
 
     def _slab_fits(self, slab: Slab, shape: Shape) -> bool:
@@ -182,7 +182,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         return placed
 
     def correspondences(self, target_shapes: list[Shape]) -> Iterator[Correspondence]:
-        """The box correspondences that this rule denotes.
+        """Yield the box correspondences that this rule denotes.
 
         Args:
             target_shapes: the global shape of every target.
@@ -212,7 +212,7 @@ class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class PartRun:
-    """A stretch of one part: where it lies in the part, in the dealt sources and in the dealt targets."""
+    """A stretch of one part: its offsets in the part, in the interleaved sources and in the interleaved targets."""
 
     part: int
     in_part: int
@@ -222,12 +222,12 @@ class PartRun:
 
 
 def interleave(parts: tuple[int, ...], source_blocks: int, target_blocks: int) -> list[PartRun]:
-    """Every stretch of every part that is contiguous on both sides.
+    """Return every stretch of every part that is contiguous on both sides.
 
     Args:
-        parts: length of every part; each must be divisible by both numbers of rounds.
-        source_blocks: rounds in which the source side is dealt.
-        target_blocks: rounds in which the target side is dealt.
+        parts: length of every part; each must be divisible by both numbers of groups.
+        source_blocks: number of groups on the source side.
+        target_blocks: number of groups on the target side.
     """
     total = sum(parts)
     runs: list[PartRun] = []
@@ -250,7 +250,7 @@ def interleave(parts: tuple[int, ...], source_blocks: int, target_blocks: int) -
 
 
 def _interleaved_position(at: int, part_start: int, share: int, blocks: int, total: int) -> int:
-    """Where element ``at`` of a part lies once all parts are dealt in ``blocks`` rounds."""
+    """Return the offset of element ``at`` of a part after all parts are interleaved in ``blocks`` groups."""
     block, within = divmod(at, share)
     return block * (total // blocks) + part_start // blocks + within
 
@@ -314,7 +314,7 @@ class _Maker:
                 self._parts.setdefault(target, [first]).append(made)
 
     def made(self) -> dict[str, TensorSources]:
-        """What every target is made of."""
+        """Return the sources of every target."""
         return {**self._made, **{name: self._stacked(parts) for name, parts in self._parts.items()}}
 
     def _stacked(self, parts: list[TensorSources]) -> TensorSources:
@@ -330,7 +330,7 @@ class RuleSet:
 
     Args:
         targets: every tensor of the model's space: global shape and dtype.
-        rules: how the targets are dealt out of canonical tensors.
+        rules: the relation of the targets and canonical tensors.
         ties: targets that are another name of an owner.
         fresh: targets without a canonical source, which keep their initial values.
         dropped: canonical names that the model does not want.
@@ -351,7 +351,7 @@ class RuleSet:
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
 
     def casting(self, stored: MappingABC[str, str]) -> RuleSet:
-        """The same rules, with a declared cast wherever a stored floating dtype is not the model's.
+        """Return the same rules, with a declared cast wherever a stored floating dtype is not the model's.
 
         Args:
             stored: dtype of every canonical tensor as it is stored.
@@ -367,7 +367,7 @@ class RuleSet:
         return replace(self, rules=tuple(declared(rule) for rule in self.rules))
 
     def mapping(self, stored: MappingABC[str, str] | None = None) -> Mapping:
-        """The denotation: canonical space onto the model's owners. Aliases of ties are not in it.
+        """Return the denotation: canonical space onto the model's owners. Aliases of ties are not in it.
 
         Args:
             stored: dtypes of canonical tensors, where they are not the dtypes of their targets.

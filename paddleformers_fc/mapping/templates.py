@@ -44,7 +44,7 @@ class Boxed(Protocol):
         """The dtype that the numbers are converted to, or None."""
 
     def boxed(self: _Boxed, source_box: Box, target_box: Box) -> _Boxed:
-        """The same with other boxes."""
+        """Return the same with other boxes."""
 
 
 _Boxed = TypeVar("_Boxed", bound=Boxed)
@@ -70,7 +70,7 @@ class BoxLink:
     cast: str | None = None
 
     def boxed(self, source_box: Box, target_box: Box) -> BoxLink:
-        """The same link of other boxes."""
+        """Return the same link of other boxes."""
         return BoxLink(self.source, source_box, target_box, self.axes, self.cast)
 
 
@@ -99,13 +99,13 @@ class Template:
 
 
 def identity(shape: Shape) -> Template:
-    """The stencil of a tensor that is another one as it is."""
+    """Return the stencil of a tensor that is another one as it is."""
     box = whole(shape)
     return Template((BoxLink(0, box, box, tuple(range(len(shape)))),))
 
 
 def inverted(parts: Sequence[tuple[Template, int]], cast: str | None) -> Template:
-    """The other direction: how one source is made of the targets that read it.
+    """Return the other direction: how one source is made of the targets that read it.
 
     Args:
         parts: the stencil of every target that reads the source, and the source's place in it.
@@ -125,7 +125,7 @@ def inverted(parts: Sequence[tuple[Template, int]], cast: str | None) -> Templat
 
 
 def composed(after: Template, before: Sequence[Template | None], places: Sequence[Sequence[int]]) -> Template:
-    """A stencil whose sources are made by stencils themselves.
+    """Return a stencil whose sources are made by stencils themselves.
 
     Args:
         after: the last step.
@@ -155,7 +155,7 @@ def composed(after: Template, before: Sequence[Template | None], places: Sequenc
 
 
 def _joined(link: BoxLink, last: BoxLink) -> tuple[int, ...]:
-    """The axes of one link followed by another.
+    """Return the axes of one link followed by another.
 
     An axis that vanishes on the way and one that appears have length one both, so that they may be the same: that of
     the experts in two stacks. Then experts that follow one another in both are one box.
@@ -166,17 +166,17 @@ def _joined(link: BoxLink, last: BoxLink) -> tuple[int, ...]:
 
 
 def pulled(link: Boxed, part: Box) -> Box:
-    """The source box of ``part``, a box inside the target box of ``link``."""
+    """Return the source box of ``part``, a box inside the target box of ``link``."""
     return _carried(part, link.target_box, link.source_box, enumerate(link.axes))
 
 
 def pushed(link: Boxed, part: Box) -> Box:
-    """The target box of ``part``, a box inside the source box of ``link``."""
+    """Return the target box of ``part``, a box inside the source box of ``link``."""
     return _carried(part, link.source_box, link.target_box, zip(link.axes, range(len(link.axes)), strict=True))
 
 
 def _carried(part: Box, here: Box, there: Box, axes: Iterable[tuple[int, int]]) -> Box:
-    """Where ``part`` of one box lies in the other; an axis that only the other has is taken whole."""
+    """Return the location of ``part`` of one box in the other; an axis that only the other has is taken whole."""
     lo, hi = list(there.lo), list(there.hi)
     for axis, other in axes:
         if axis != NEW_AXIS and other != NEW_AXIS:
@@ -187,7 +187,7 @@ def _carried(part: Box, here: Box, there: Box, axes: Iterable[tuple[int, int]]) 
 
 
 def coalesced(items: Iterable[_Boxed]) -> list[_Boxed]:
-    """The same boxes of one target, neighbours that continue each other on both sides made one.
+    """Return the same boxes of one target, neighbours that continue each other on both sides made one.
 
     Without this, composing two equal fused layouts would read a tensor head by head; with it, as the one box it is.
     A box that grew may continue the one before it: parts become an expert, and experts the stack that they lie in.
@@ -217,7 +217,7 @@ def _continued(first: _Boxed, second: _Boxed) -> _Boxed | None:
 
 
 def pruned(stencil: Template) -> tuple[Template, tuple[int, ...]]:
-    """The stencil without sources that it does not read, and the places that those it reads had before."""
+    """Return the stencil without sources that it does not read, and the places that those it reads had before."""
     kept = tuple(sorted(stencil.by_source))
     if kept == tuple(range(len(kept))):
         return stencil, kept
@@ -227,7 +227,7 @@ def pruned(stencil: Template) -> tuple[Template, tuple[int, ...]]:
 
 
 def stacked(parts: Sequence[tuple[Template, int]]) -> Template:
-    """The stencil of a tensor that several fill a part of.
+    """Return the stencil of a tensor that several fill a part of.
 
     Args:
         parts: each with the number of its sources; the sources of the result are theirs, one behind the other.

@@ -108,7 +108,7 @@ class RoundTrip:
 def qwen3_moe_round_trips(
     directory: Path, chosen: Callable[[str, str], bool] = lambda source, target: True
 ) -> Iterator[RoundTrip]:
-    """The matrix of Qwen3-MoE with bfloat16 weights, float32 master weights and moments: 7 x 7 hops.
+    """Yield the matrix of Qwen3-MoE with bfloat16 weights, float32 master weights and moments: 7 x 7 hops.
 
     Args:
         directory: an existing directory to work in, best in memory; it is left empty.
@@ -132,7 +132,7 @@ def round_trips(
     directory: Path,
     chosen: Callable[[str, str], bool] = lambda source, target: True,
 ) -> Iterator[RoundTrip]:
-    """Every hop from a row to a column and back.
+    """Yield every hop from a row to a column and back.
 
     All rows are loaded from one checkpoint of a single rank, so that all of them hold the same canonical numbers.
 
@@ -190,7 +190,7 @@ def _round_trip(
 
 
 def _facts(checkpoint: Path, directory: Path) -> tuple[dict[tuple[str, str], TensorDigest], dict[str, str]]:
-    """The digest of every canonical tensor, and the checksum of every exported file."""
+    """Return the digest of every canonical tensor, and the checksum of every exported file."""
     target = directory / "exported"
     files = export_checkpoint(checkpoint, target).digests()
     shutil.rmtree(target)
@@ -275,7 +275,7 @@ class HostTensor:
         return True
 
     def data_ptr(self) -> int:
-        """The address of the first element."""
+        """Return the address of the first element."""
         return int(self.array.ctypes.data)
 
     def _is_initialized(self) -> bool:
@@ -319,7 +319,7 @@ def _weight(shard: Shard, whole: Array) -> SimulatedWeight:
 
 
 def value_of(role: str, shard: Shard) -> Array:
-    """A tensor of random numbers that depend on its name alone; powers of beta are equal for all parameters."""
+    """Return a tensor of random numbers that depend on its name alone; powers of beta are equal for all parameters."""
     state = split_state_name(role, shard.name)
     seed = zlib.crc32((state.suffix if state.scalar else shard.name).encode())
     numbers = np.random.default_rng(seed).standard_normal(shard.global_shape)
@@ -338,7 +338,7 @@ class _Table:
     barrier: threading.Barrier
 
     def meet(self, rank: int, thing: Any) -> list[Any]:
-        """What every rank lays down, by rank."""
+        """The messages of every rank, by rank."""
         self.given[rank] = thing
         self.barrier.wait()
         everyone = list(self.given)
@@ -359,11 +359,11 @@ class _ThreadChannel:
         return len(self.table.given)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank."""
+        """Return every rank's payload, by rank."""
         return self.table.meet(self.rank, payload)
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """What some ranks have for this one."""
+        """The messages of some ranks for this one."""
         everyone = self.table.meet(self.rank, dict(outgoing))
         return {rank: everyone[rank][self.rank] for rank in sizes}
 

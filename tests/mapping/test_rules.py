@@ -216,5 +216,5 @@ def test_a_rule_that_does_not_fit_is_named_with_the_numbers() -> None:
     rules = rule_set(Rule(("g", "u"), ("gu",), (4, 4), 1, (1, 0), target_blocks=3), gu=(3, 10))
     with pytest.raises(MappingError) as caught:
         rules.mapping()
-    assert "cannot be dealt in 3 equal rounds" in str(caught.value)
+    assert "cannot be interleaved in 3 equal groups" in str(caught.value)
     assert "length 10" in str(caught.value)

@@ -86,15 +86,15 @@ class Evidence:
         self.conventions = Conventions(head_counts(config), self._are_linears_turned())
 
     def named(self, name: str, level: NameMatch) -> list[str]:
-        """The canonical names that correspond to a model's at one level."""
+        """Return the canonical names that correspond to a model's at one level."""
         return self.names.named(*split(name), level)
 
     def is_named(self, name: str) -> bool:
-        """Whether any canonical name corresponds to a model's."""
+        """Return whether any canonical name corresponds to a model's."""
         return any(self.named(name, level) for level in NameMatch)
 
     def source(self, name: str) -> OptionSource:
-        """A canonical tensor."""
+        """Return a canonical tensor."""
         return OptionSource(name, self.sources[name])
 
     def learn(self, name: str, sources: Sequence[str]) -> None:
@@ -105,11 +105,11 @@ class Evidence:
             self._taught[template] = tuple(split(source)[0] for source in sources)
 
     def is_taught(self, name: str) -> bool:
-        """Whether a user's line chose the names for tensors of this template."""
+        """Return whether a user's line chose the names for tensors of this template."""
         return split(name)[0] in self._taught
 
     def ways(self, name: str, level: NameMatch) -> Iterator[Candidate]:
-        """What a tensor may be, by its name, the likeliest first."""
+        """Return the candidates of a tensor by its name, the likeliest first."""
         target = self._model[name]
         template, numbers = split(name)
         reason = f"{level.name.lower()} names"

@@ -41,7 +41,7 @@ def family_of(
     config: Mapping[str, Any],
     fused: Mapping[str, Geometry] = _NONE,
 ) -> Family:
-    """A family that a model's rules follow from.
+    """Return a family that a model's rules follow from.
 
     What is fused in files and in the model lies alike in both as long as there is one rank; how it is cut, one rank
     does not tell, and it is never guessed.
@@ -101,7 +101,7 @@ class _Writer:
         )
 
     def _refuse_untold(self) -> None:
-        """A layer that is fused in both spaces, and of which nobody said how it is cut."""
+        """Return the error for a layer that is fused in both spaces and whose cut is not given."""
         untold = [
             f"{tensor.name}: is fused in files too; {layer_name(template)}={'|'.join(one.value for one in _CHOICES)}"
             for template, group in self._groups.items()
@@ -117,7 +117,7 @@ class _Writer:
             )
 
     def _spans(self) -> dict[str, tuple[range, int]]:
-        """The numbers of a model's names by placeholder, and what they are larger by than canonical ones."""
+        """Return the numbers of a model's names by placeholder, and what they are larger by than canonical ones."""
         found: dict[str, set[int]] = {}
         shifts: dict[str, set[int]] = {}
         for template, group in self._groups.items():
@@ -141,7 +141,7 @@ class _Writer:
         return "experts" if name == "expert" else str(count)
 
     def _own_sizes(self) -> dict[str, str]:
-        """How many experts there are, by a key of the configuration where exactly one says it."""
+        """Return the number of experts as a key of the configuration, if exactly one key has this value."""
         counts = {
             len(self._by_target[tensor.name])
             for group in self._groups.values()
@@ -268,7 +268,7 @@ def _compare(family: Family, rules: RuleSet, tensors: Sequence[ModelTensor], con
 
 
 def source_text(family: Family) -> str:
-    """The source of a family's module."""
+    """Return the source of a family's module."""
     lines = [
         f'"""{family.name}: derived from the names, shapes and layers of a model and its files.',
         "",
@@ -329,7 +329,7 @@ def _template(name: str) -> str:
 
 
 def _placeholders(template: str) -> list[str]:
-    """A name for every hole of a template, after the component before it."""
+    """Return a name for every hole of a template, after the component before it."""
     names: list[str] = []
     components = template.split(".")
     for place, component in enumerate(components):

@@ -1,14 +1,13 @@
-"""Rules for a model that no family declares: from names, shapes and kinds of layers, and nothing that is guessed.
+"""Rules for a model that no family declares: from names, shapes and kinds of layers, without guesses.
 
-Every tensor of the model has *options* (:mod:`.claims`): the layouts that its name, its shape and its layer allow. One
-option is taken. Of several, a user's line decides, or a hint that is proved, or the same layer elsewhere in the model
-for which that is decided. What is then open is a *question*, and nothing is derived while there is one; what has no
-option, on either side, is a question as well. The rules are proved in the end like those of any family, forward and
-reversed.
+Every tensor of the model has *options* (:mod:`.candidates`): the layouts that its name, its shape and its layer
+allow. A single option is taken. Among several, a user's line decides, or a proved hint, or the same layer elsewhere
+in the model. An undecided tensor, or one without an option, is a *question*, and no rules are derived while a
+question is open. The rules are proved like those of any family, forward and reversed.
 
-A proof shows that every number has its place, not that it is the right one: two tensors of equal shape can be exchanged
-and all is proved. What tells them apart is their names, so names are evidence only as :mod:`.naming` says, and the
-conventions that are taken without evidence are listed in :mod:`.options`.
+A proof shows that every element has a location, not that the location is right: after an exchange of two tensors of
+equal shape the mapping is still proved. Names distinguish them, so names are evidence only under the conditions of
+:mod:`.name_matching`. Conventions that are assumed without evidence are listed in :mod:`.options`.
 
 Linear in the tensors; names of the two sides are compared by template.
 """
@@ -68,7 +67,7 @@ class Question:
     answers: tuple[tuple[str, ...], ...]
 
     def lines(self) -> list[str]:
-        """The question as a person reads it."""
+        """Return the question as a person reads it."""
         said = [f"{', '.join(fold(self.names))}: {self.why}"]
         for place, answer in enumerate(self.answers, start=1):
             said += [f"  {place}) {answer[0]}", *(f"     {line}" for line in answer[1:_MOST_LINES])]
@@ -125,7 +124,7 @@ def derive_rules(
     hint: Sequence[str] = (),
     settled: Sequence[str] = (),
 ) -> Derivation:
-    """The rules of a model that no family declares, and what is to be asked first.
+    """Return the rules of a model that no family declares, and what is to be asked first.
 
     Args:
         tensors: every tensor of the model, with the kind of its layer.
@@ -186,7 +185,7 @@ class _Study:
     # Ties.
 
     def _ties(self) -> tuple[list[Tie], list[Question]]:
-        """The head, where the configuration ties it: what has the embedding's shape and no canonical tensor."""
+        """Return the head, where the configuration ties it: what has the embedding's shape and no canonical tensor."""
         if not self._config.get("tie_word_embeddings"):
             return [], []
         owners = [
@@ -216,7 +215,7 @@ class _Study:
     # Options.
 
     def _claims(self, names: Sequence[str]) -> list[Candidate]:
-        """The options of every tensor, by the best level of names at which it has any."""
+        """Return the options of every tensor, by the best level of names at which it has any."""
         claims: list[Candidate] = []
         done: set[str] = set()
         for level in NameMatch:
@@ -256,7 +255,7 @@ class _Study:
         return questions
 
     def _claim_like(self, name: str, pieces: Mapping[str, Pieces]) -> Candidate | None:
-        """The claim with the one option that is just what a text says of its tensors."""
+        """Return the claim with the one option that is just what a text says of its tensors."""
         for level in NameMatch:
             for claim in self._seen.ways(name, level):
                 said = {target: pieces.get(target) for target in claim.targets}

@@ -1,6 +1,6 @@
 """What kind of layer a tensor belongs to, read off a live model without importing the framework it is made of.
 
-A layer's kind is told by the names of its classes: a tensor-parallel layer derives from no plain one, but is called
+A layer's kind follows from the names of its classes: a tensor-parallel layer derives from no plain one, but is called
 after it. One pass over the model's layers.
 """
 
@@ -37,7 +37,7 @@ class LayeredTensor:
 
 
 def layer_kinds(model: Any) -> dict[str, LayerKind]:
-    """The kind of every parameter's layer.
+    """Return the kind of every parameter's layer.
 
     Args:
         model: a live ``Layer``; only ``named_sublayers`` and ``named_parameters`` are called.
@@ -53,7 +53,7 @@ def layer_kinds(model: Any) -> dict[str, LayerKind]:
 
 
 def kind_of_classes(names: Iterable[str]) -> LayerKind:
-    """The kind of a layer whose class and base classes have these names."""
+    """Return the kind of a layer whose class and base classes have these names."""
     for name in names:
         if name == "Linear" or name.endswith("ParallelLinear"):
             return LayerKind.LINEAR

@@ -1,4 +1,4 @@
-"""How the names of two spaces correspond, for a model that nobody declared.
+"""How the names of two spaces correspond, for a model that no family declares.
 
 A name is a template and the numbers in it. Templates correspond at one of three levels, the first that has any:
 
@@ -55,17 +55,17 @@ class NameMatch(IntEnum):
 
 
 def split(name: str) -> tuple[str, Numbers]:
-    """The template of a name, and the numbers that stand in its holes."""
+    """Return the template of a name, and the numbers that stand in its holes."""
     return _NUMBER.sub(HOLE, name), tuple(int(number) for number in _NUMBER.findall(name))
 
 
 def filled(template: str, numbers: Iterable[int]) -> str:
-    """The name of a template with these numbers."""
+    """Return the name of a template with these numbers."""
     return template.format(*numbers)
 
 
 def words(template: str) -> tuple[tuple[str, ...], ...]:
-    """The words of every component, as they are compared: in the singular, and in one spelling."""
+    """Return the words of every component, as they are compared: in the singular, and in one spelling."""
     return tuple(_words(component) for component in template.split("."))
 
 
@@ -90,7 +90,7 @@ class Fusion:
 
 
 def fusions(template: str) -> Iterator[Fusion]:
-    """The parts that a template's own name says it is fused of: none, or several spellings."""
+    """Yield the parts that a template's own name says it is fused of: none, or several spellings."""
     components = template.split(".")
     place = _layer_place(components)
     for kind, names in FUSED.items():
@@ -114,13 +114,13 @@ def carvings(template: str) -> Iterator[tuple[str, Fusion]]:
 
 
 def fused_kind(template: str) -> str | None:
-    """Which layers a template's own name says that it is fused of."""
+    """Return the layers that a fused template consists of by its name."""
     component = template.split(".")[_layer_place(template.split("."))]
     return next((kind for kind, names in FUSED.items() if component in names), None)
 
 
 def layer_name(template: str) -> str:
-    """The name of the layer itself, without what it lies in and without ``weight`` or ``bias``."""
+    """Return the name of the layer itself, without what it lies in and without ``weight`` or ``bias``."""
     components = template.split(".")
     return components[_layer_place(components)]
 
@@ -142,7 +142,7 @@ def stacks(template: str) -> Iterator[tuple[str, ...]]:
 
 
 def prefix_of(template: str) -> str:
-    """What the layer of a template lies in."""
+    """Return the scope of a template's layer."""
     components = template.split(".")
     return ".".join(components[: _layer_place(components)])
 
@@ -173,7 +173,7 @@ class CanonicalNames:
         self._alike: dict[tuple[str, NameMatch], list[str]] = {}
 
     def named(self, template: str, numbers: Numbers, level: NameMatch) -> list[str]:
-        """The canonical names that correspond to a model's at one level."""
+        """Return the canonical names that correspond to a model's at one level."""
         moved = self.moved(template, numbers)
         return [filled(other, moved) for other in self._templates(template, level) if moved in self._held[other]]
 
@@ -188,7 +188,7 @@ class CanonicalNames:
         return found
 
     def moved(self, template: str, numbers: Numbers) -> Numbers:
-        """The numbers of a model's name as the canonical side counts."""
+        """Return the numbers of a model's name as the canonical side counts."""
         shift = self._shifts.get(template.split(HOLE)[0], 0)
         return (numbers[0] - shift, *numbers[1:]) if numbers and shift else numbers
 

@@ -64,7 +64,7 @@ class HintReader:
         self._ties = tuple(ties)
 
     def settled(self, lines: Sequence[str]) -> HintedMapping:
-        """What a user's lines say.
+        """Evaluate the lines of a user.
 
         Raises:
             MappingError: where a line means nothing here, or what they say of a tensor cannot be proved.
@@ -85,7 +85,7 @@ class HintReader:
         return _said(mapping, ())
 
     def hint(self, lines: Sequence[str]) -> HintedMapping:
-        """What a hint says that can be proved."""
+        """Evaluate the statements of a hint that can be proved."""
         said = [_CAST.sub("", line) for line in lines]
         named, wrong = self._named(said)
         unused = [f"passed over: {reason}" for reason in wrong]
@@ -100,7 +100,7 @@ class HintReader:
         return _said(mapping, tuple(unused))
 
     def _named(self, lines: Sequence[str]) -> tuple[list[set[str]], list[str]]:
-        """The names that every line fills or removes; none, with a reason, where it means nothing."""
+        """Return the names that every line fills or removes; none, with a reason, where it means nothing."""
         index = NameIndex(self._left)
         expander = Expander(index, NameIndex(self._right), Budget(_SPARE + 64 * (len(self._left) + len(self._right))))
         named: list[set[str]] = []
@@ -152,7 +152,7 @@ def _said(mapping: TensorMapping, unused: tuple[str, ...]) -> HintedMapping:
 
 
 def pieces_of(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> dict[str, Pieces]:
-    """The boxes of every target of some rules, in the largest boxes."""
+    """Return the boxes of every target of some rules, in the largest boxes."""
     found: dict[str, list[Correspondence]] = {}
     for rule in rules:
         for item in rule.correspondences([shapes[name] for name in rule.targets]):
@@ -181,7 +181,7 @@ def rules_of(pieces: Pieces, target: Shape, sources: Mapping[str, Shape]) -> tup
 def _stretches(
     ordered: list[Correspondence], target: Shape
 ) -> Iterable[list[tuple[Slab | None, list[Correspondence]]]]:
-    """The boxes as a whole, and taken apart along every axis."""
+    """Return the boxes as a whole, and taken apart along every axis."""
     yield [(None, ordered)]
     for axis in range(len(target)):
         groups: dict[tuple[int, int], list[Correspondence]] = {}
@@ -191,7 +191,7 @@ def _stretches(
 
 
 def _row(name: str, items: list[Correspondence], slab: Slab | None, sources: Mapping[str, Shape]) -> Rule | None:
-    """One rule that joins whole sources along one axis."""
+    """Return one rule that joins whole sources along one axis."""
     names = tuple(dict.fromkeys(item.source for item in items))
     axes = items[0].axes
     moving = {

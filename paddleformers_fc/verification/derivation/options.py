@@ -66,7 +66,7 @@ class OptionSource:
 
 
 def moved(target: LayeredTensor, source: OptionSource, fused: str | None, conventions: Conventions) -> list[Option]:
-    """The layouts in which a target is one source: as it is, or with its axes permuted.
+    """Return the layouts in which a target is one source: as it is, or with its axes permuted.
 
     Args:
         target: the model's tensor.
@@ -85,20 +85,20 @@ def moved(target: LayeredTensor, source: OptionSource, fused: str | None, conven
 
 
 def _permutations(source: Shape, target: Shape) -> Iterator[Axes]:
-    """The orders of a source's axes that give the target's shape; of those that move no element, one."""
+    """Yield the orders of a source's axes that give the target's shape; of those that move no element, one."""
     if len(source) != len(target) or sorted(source) != sorted(target):
         return
     seen: set[Axes] = set()
     for axes in itertools.permutations(range(len(source))):
         if all(source[axis] == length for axis, length in zip(axes, target, strict=True)):
-            told = tuple(axis for axis in axes if source[axis] > 1)
-            if told not in seen:
-                seen.add(told)
+            long = tuple(axis for axis in axes if source[axis] > 1)
+            if long not in seen:
+                seen.add(long)
                 yield axes
 
 
 def _conventional(found: list[Axes], kind: LayerKind, conventions: Conventions) -> list[Axes]:
-    """Of several orders that fit, the one that the kind of the layer tells; all where it tells none."""
+    """Of several orders that fit, the one of the layer's kind; all if the kind decides none."""
     straight = tuple(range(len(found[0])))
     if kind in (LayerKind.EMBEDDING, LayerKind.NORM) and straight in found:
         return [straight]
@@ -124,7 +124,7 @@ def _reinterleaved(
     """Layouts of a tensor that is fused in both spaces and cut along the axis of its parts.
 
     A cut as it stands is possible where the parts' elements take turns, and parts per rank where they lie one behind
-    the other in the canonical tensor: nothing but the text of the model tells which.
+    the other in the canonical tensor: only the source code of the model decides which.
     """
     tensor = target.tensor
     whole = _moved_option(tensor.name, tensor.shape, source.name, axes)
@@ -147,7 +147,7 @@ def _reinterleaved(
 def joined(
     target: LayeredTensor, sources: Sequence[OptionSource], fusion: Fusion, conventions: Conventions
 ) -> list[Option]:
-    """The layouts in which a target is its parts, joined along their output axis."""
+    """Return the layouts in which a target is its parts, joined along their output axis."""
     return [
         option
         for lying in _lyings(target.tensor.shape, [source.shape for source in sources], target.kind, conventions)
@@ -165,7 +165,7 @@ class _Lying:
 
 
 def _lyings(whole: Shape, parts: Sequence[Shape], kind: LayerKind, conventions: Conventions) -> list[_Lying]:
-    """How [out, in] parts can lie in a tensor of this shape: side by side turned, one below the other as they are."""
+    """Return the layouts of [out, in] parts in a tensor of this shape: transposed side by side, or stacked."""
     rank = len(whole)
     if rank not in (1, 2) or any(len(part) != rank or part[1:] != parts[0][1:] for part in parts):
         return []
@@ -214,7 +214,7 @@ def _qkv_layouts(parts: tuple[int, ...], cut: int, conventions: Conventions) -> 
 def carved(
     targets: Sequence[LayeredTensor], source: OptionSource, fusion: Fusion, conventions: Conventions
 ) -> list[Option]:
-    """The layouts in which targets are the parts of one source, which canonical files hold fused."""
+    """Return the layouts in which targets are the parts of one source, which canonical files hold fused."""
     shapes = [target.tensor.shape for target in targets]
     rank = len(source.shape)
     if rank not in (1, 2) or any(len(shape) != rank for shape in shapes):
@@ -250,7 +250,7 @@ def _canonical_layouts(parts: tuple[int, ...], kind: str, conventions: Conventio
 
 
 def stacked(target: LayeredTensor, experts: Sequence[Sequence[OptionSource]], conventions: Conventions) -> list[Option]:
-    """The layouts in which a target holds the experts of a layer.
+    """Return the layouts in which a target holds the experts of a layer.
 
     Args:
         target: the model's tensor.
@@ -273,7 +273,7 @@ def stacked(target: LayeredTensor, experts: Sequence[Sequence[OptionSource]], co
 
 
 def _of_one(shape: Shape, axis: int, new: bool, count: int) -> Shape | None:
-    """The shape of one expert of a stack, or None where the stack does not hold as many."""
+    """Return the shape of one expert of a stack, or None where the stack does not hold as many."""
     if len(shape) != 2 + new or shape[axis] % count or (new and shape[axis] != count):
         return None
     middle = () if new else (shape[axis] // count,)
@@ -298,7 +298,7 @@ def _stack_rules(
 
 
 def _along(axis: int) -> str:
-    """The attribute that a fused layout needs where it does not lie along axis 1."""
+    """Return the attribute that a fused layout needs where it does not lie along axis 1."""
     return "" if axis == 1 else f", axis={axis}"
 
 
@@ -307,7 +307,7 @@ def _view(name: str, axes: Axes) -> str:
 
 
 def head_counts(config: Mapping[str, object]) -> tuple[int, int] | None:
-    """The numbers of query heads and kv heads of a configuration, where it gives them and they group."""
+    """Return the numbers of query heads and kv heads of a configuration, where it gives them and they group."""
     heads = config.get("num_attention_heads")
     groups = config.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(groups, int) or heads < 1 or groups < 1 or heads % groups:
