@@ -15,7 +15,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Checkpoint": "paddleformers_fc.api",
+    "load": "paddleformers_fc.trainer.loop",
     "open": "paddleformers_fc.api",
+    "save": "paddleformers_fc.trainer.loop",
     "FlexCheckpointCallback": "paddleformers_fc.trainer.callback",
     "FlexTrainer": "paddleformers_fc.trainer.mixin",
     "FlexTrainerMixin": "paddleformers_fc.trainer.mixin",
@@ -37,8 +39,10 @@ __all__ = [
     "FlexTrainerMixin",
     "FlexTrainingArguments",
     "install",
+    "load",
     "load_open_weights",
     "open",
+    "save",
 ]
 
 

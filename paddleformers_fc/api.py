@@ -1,8 +1,8 @@
 """The Python API: open a checkpoint of any format, look at it, check, compare, plan and export it.
 
 ``paddleformers_fc.open`` returns a :class:`Checkpoint`; each method is a few lines over the packages below, and the
-commands of ``paddleformers-fc`` do the same. It needs neither Paddle nor an accelerator. :func:`save` and :func:`load`
-are for a training loop without PaddleFormers' Trainer; they import Paddle.
+commands of ``paddleformers-fc`` do the same.
+It needs neither Paddle nor an accelerator. ``save`` and ``load`` are in :mod:`paddleformers_fc.trainer.loop`.
 """
 
 from __future__ import annotations

@@ -32,9 +32,13 @@ FlexTrainer
 FlexTrainerMixin
 FlexTrainingArguments
 install() -> 'None'
+load(directory: 'str | PathLike[str] | RemotePath', model: 'Any', optimizer: 'Any' = None, *, \
+verify: 'str' = 'size', threads: 'int' = 4) -> 'LoadReport'
 load_open_weights(model: 'Any', directory: 'str | PathLike[str] | RemotePath', threads: 'int' = 4, \
 verify: 'str' = 'full') -> 'LoadReport'
 open(path_or_url: 'Location', verify: 'str' = 'size') -> 'Checkpoint'
+save(directory: 'str | PathLike[str]', model: 'Any', optimizer: 'Any' = None, *, step: 'int' = 0, \
+consumed_samples: 'int' = 0, parallel: 'Mapping[str, int] | None' = None) -> 'SaveReport'
 """
 
 
@@ -56,7 +60,13 @@ def test_the_surface_is_the_documented_one() -> None:
 
 def test_every_public_member_of_the_api_has_an_example() -> None:
     members = [one for name, one in vars(paddleformers_fc.Checkpoint).items() if not name.startswith("_")]
-    for one in [paddleformers_fc.open, paddleformers_fc.Checkpoint, *members]:
+    for one in [
+        paddleformers_fc.open,
+        paddleformers_fc.save,
+        paddleformers_fc.load,
+        paddleformers_fc.Checkpoint,
+        *members,
+    ]:
         assert ">>> " in (one.__doc__ or ""), one
 
 
