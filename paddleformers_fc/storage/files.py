@@ -63,7 +63,7 @@ def refused(action: str, path: Path | str, error: OSError, offset: int | None = 
     """The :class:`StorageError` for an ``error`` met when trying to ``action`` ``path``.
 
     Args:
-        action: a verb: "write", "rename".
+        action: an infinitive such as "write" or "rename".
         path: the name that the call was for.
         error: what the system said.
         offset: the byte of the file at which it failed, if any.

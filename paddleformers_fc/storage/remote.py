@@ -254,7 +254,7 @@ def refused(
     """The :class:`StorageError` for whatever a backend raised; its text without credentials.
 
     Args:
-        action: a verb, such as "read".
+        action: an infinitive such as "read".
         path: what was asked for.
         error: what the backend raised.
         offset: of the first byte that was wanted, for a read.

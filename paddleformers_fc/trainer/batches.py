@@ -137,7 +137,7 @@ class PositionTracker(TrainerCallback):
     the epoch of a run that was resumed in the middle of one.
 
     Args:
-        waiting: tells how many batches wait in a pipeline.
+        waiting: returns how many batches wait in a pipeline.
     """
 
     def __init__(self, waiting: Callable[[], int]) -> None:
@@ -202,7 +202,7 @@ class PositionTracker(TrainerCallback):
         self._count(args, state, self._waiting())
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the samples of steps that were left out (``skip_data_intervals``), of which nobody is told."""
+        """Count the samples of steps that were left out (``skip_data_intervals``), for which there is no event."""
         # What an epoch leaves over after its last step is taken once more when a run resumes there.
         self._count(args, state, self.position.waiting)
         self.position = replace(self.position, ended=True)

@@ -32,7 +32,7 @@ def locate_best(named: str, resumed: AnyPath, channel: Channel) -> str | None:
         channel: all ranks of the job; every rank must call.
 
     Returns:
-        a path of this rank, whoever sees it; None where no rank finds it.
+        a path of this rank, visible to any rank; None if no rank finds it.
 
     Raises:
         StorageError: the operating system refused to look.

@@ -48,7 +48,7 @@ class CheckpointReport:
 class FlexCheckpointCallback(TrainerCallback):
     """Writes one line per checkpoint that is saved or loaded.
 
-    A Trainer with ``flex_checkpoint: true`` has one by itself; add a subclass to do more.
+    A Trainer with ``flex_checkpoint: true`` has one by default; add a subclass to do more.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -178,7 +178,7 @@ def own_arguments(args: Any) -> dict[str, Any]:
 
 
 def read_arguments(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
-    """The training arguments that a checkpoint tells; none where they are not seen or cannot be read.
+    """Return the training arguments of a checkpoint; none if they are not visible or cannot be read.
 
     They are for a reader, and no run depends on them.
 

@@ -58,7 +58,7 @@ def refuse_unchecked(model: Any, accepted: bool) -> None:
 
     Args:
         model: the model of a Trainer.
-        accepted: ``flex_accept_model``; then the weights are named in the log and the run goes on.
+        accepted: ``flex_accept_model``; then the weights are named in the log and the run continues.
 
     Raises:
         OptionError: with every part that another loader has set.

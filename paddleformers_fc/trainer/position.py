@@ -167,10 +167,10 @@ def start_after(
         order: of this run.
         passes: forward passes per rank in an epoch of this run; None if that is not known, as for a stream.
         pipeline: whether batches can wait in this run as they did in the one that was saved. Where they cannot, or
-            come in other portions, it goes on with the first of them.
+            come in other portions, it resumes at the first of them.
 
     Raises:
-        OptionError: the samples that were trained cannot be told from the others under this run's settings.
+        OptionError: the trained samples are unknown under this run's settings.
     """
     position, old_pace, old_order = saved
     if not pipeline or pace != old_pace:

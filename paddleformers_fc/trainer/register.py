@@ -23,9 +23,9 @@ ERRORS = "PADDLEFORMERS_FC_ERRORS"
 
 
 def register() -> None:
-    """Let the stock Trainer and argument parser know ``flex_checkpoint``; on a CPU, mend Paddle for training.
+    """Add ``flex_checkpoint`` to the stock Trainer and argument parser; on a CPU, patch Paddle for training.
 
-    Where Paddle or PaddleFormers is not as this package knows it, a job that does not ask for flex checkpoints goes on
+    If Paddle or PaddleFormers differs from the tested versions, a job without flex checkpoints continues
     without this package, with a warning.
 
     Raises:
@@ -82,7 +82,7 @@ def _go_on_without(error: Exception) -> None:
 
 
 def _leave_error_in(directory: Path) -> None:
-    """Where this rank ends by an error of ours, leave it for whoever started the rank."""
+    """If this rank ends with an error of this package, write it for the starter of the rank."""
     from paddleformers_fc.errors import FlexError
 
     previous = sys.excepthook

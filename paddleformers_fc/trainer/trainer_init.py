@@ -77,7 +77,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
 
 
 def _refuse_other_arguments(arguments: Any) -> None:
-    """Refuse arguments with a ``flex_checkpoint`` of their own, which nobody has compared with the others."""
+    """Refuse arguments with a ``flex_checkpoint`` of their own, which was not compared with the others."""
     if not isinstance(arguments, FlexFields):
         raise OptionError(
             "flex_checkpoint: true is set in training arguments that lack the other options of paddleformers_fc.",

@@ -59,7 +59,7 @@ class Workplace:
     Args:
         root: the output directory.
         assets: corpus and models.
-        say: told what is being done.
+        say: receives a line for each stage.
     """
 
     root: Path

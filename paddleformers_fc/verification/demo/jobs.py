@@ -96,7 +96,7 @@ def train(run: DemoRun, directory: Path) -> Trained:
             f"The training {run.name!r} of the demo failed with code {result.returncode}.",
             where=str(recipe),
             evidence=[result.report()],
-            next_step="Read the log named above; the YAML can be started again by itself.",
+            next_step="Read the log named above; the YAML can be started again on its own.",
         )
     losses = _losses(result.logs[0].read_text(encoding="utf-8", errors="replace"))
     return Trained(run, output, losses, result.seconds)

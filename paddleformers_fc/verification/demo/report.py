@@ -61,7 +61,7 @@ class LossComparison:
 
     Args:
         model: its name.
-        resumed_at: the step after which the layouts went on.
+        resumed_at: the step at which the layouts resumed.
         reference: the uninterrupted run.
         lines: the resumed runs.
         reloaded: loss at the first step after the resume when training starts from the export.

@@ -3,10 +3,10 @@
 PaddleFormers' pipeline of ERNIE 4.5 MoE has no layer for multi-token prediction: its embedding joins the predictions'
 inputs along the last axis, its decoder layers take them apart along the first, and nothing computes them. So a pipeline
 can train only the rest of the model. A checkpoint must not lose the prediction layers for that: here a pipeline gets a
-stage member that holds their weights and passes activations through, and any model can be told to train without them.
+stage member that holds their weights and passes activations through, and any model can train without them.
 
 Idea: a layer asks its configuration how many prediction layers there are each time it computes. After the model is
-built with all of them, the layers are told that there are none, and the model itself keeps the true number, which its
+built with all of them, the layers are set to none, and the model itself keeps the true number, which its
 checkpoints describe.
 
 Importing this module imports PaddleFormers. Nothing here costs time or memory beside the weights.

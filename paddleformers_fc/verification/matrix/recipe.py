@@ -24,7 +24,7 @@ _PREDICTIONS = "num_nextn_predict_layers"
 
 
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two layouts trained from the same weights, set by hand, with no checkpoint in between: what differs by itself.
+    """Two layouts trained from the same weights, set by hand, with no checkpoint in between: the inherent difference.
 
     Args:
         title: of its paragraph.

@@ -137,7 +137,7 @@ class Workshop:
         self._stack.close()
 
     def run(self, cells: Iterable[Cell], each: Callable[[CellOutcome], None]) -> None:
-        """Run these cells; ``each`` is told every outcome, as it comes."""
+        """Run these cells; ``each`` receives every outcome when it is complete."""
         wanted = list(cells)
         # In the order of the rows, sources first: a cell never waits for a source that has not begun.
         for cell in wanted:
