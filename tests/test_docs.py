@@ -37,5 +37,18 @@ def test_the_reference_of_commands_has_every_command() -> None:
     assert set(re.findall(r"^\| `([\w-]+)", _page("commands"), re.MULTILINE)) == set(typer.main.get_group(app).commands)
 
 
+def test_the_python_api_in_the_readme_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.cli.support import save
+    from tests.execute.simulated import canonical
+
+    save(tmp_path / "out/checkpoint-500", canonical())
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if "paddleformers_fc.open" in block]
+    exec(block, {})
+    assert (tmp_path / "exported/model.safetensors").is_file()
+
+
 def _page(name: str) -> str:
     return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
