@@ -20,6 +20,7 @@ from paddleformers_fc.errors import Corrupt, MappingError
 from paddleformers_fc.families import ModelDescription, ModelTensor, OptionalNames, bind, family_for, is_known
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import IS_FLEET
+from paddleformers_fc.families.sizes import value_at
 from paddleformers_fc.families.stored import STRIPPED, completed
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint
@@ -33,6 +34,8 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import identity
 from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.report import Report
+
+_ABSENT = object()
 
 
 def resume_source(checkpoint: OpenedCheckpoint, live: RuleSet) -> tuple[ReadSource, Report]:
@@ -124,11 +127,12 @@ def _refuse_two_models(checkpoint: OpenedCheckpoint, model: ModelDescription) ->
     Raises:
         Corrupt: with every key that a mapping depends on and that both have, with different values.
     """
-    keys = {"model_type", *family_keys(family_for(model.config))} & checkpoint.config.keys() & model.config.keys()
+    keys = sorted({"model_type", *family_keys(family_for(model.config))})
+    values = [(key, value_at(checkpoint.config, key, _ABSENT), value_at(model.config, key, _ABSENT)) for key in keys]
     faults = [
-        f"{key}: {checkpoint.config[key]!r} in {CONFIG_NAME}, {model.config[key]!r} in {MAPPING_NAME}"
-        for key in sorted(keys)
-        if checkpoint.config[key] != model.config[key]
+        f"{key}: {one!r} in {CONFIG_NAME}, {other!r} in {MAPPING_NAME}"
+        for key, one, other in values
+        if _ABSENT not in (one, other) and one != other
     ]
     if faults:
         raise Corrupt(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families import ModelDescription, ModelTensor, bind, enumerate_tensors, prove_family
+from paddleformers_fc.errors import Corrupt, MappingError
+from paddleformers_fc.families import (
+    ModelDescription,
+    ModelTensor,
+    bind,
+    enumerate_tensors,
+    prove_family,
+    register,
+    registry,
+)
 from paddleformers_fc.families.bind import family_heads, family_keys
 from paddleformers_fc.families.declarations import FLEET, FORMERS, Geometry, same
 from paddleformers_fc.families.language import (
@@ -24,8 +33,12 @@ from paddleformers_fc.families.language import (
     tower,
 )
 from paddleformers_fc.families.text import aoa_text
+from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.plan.simulate import SimulatedModel
+from paddleformers_fc.plan.sources import resume_source
 from tests.families.spaces import differing, spaces
 from tests.mapping.numbers import moved
+from tests.plan.stored import checkpoint_of
 
 VISION = tower(
     "vision",
@@ -65,7 +78,9 @@ TINY: dict[str, Any] = {
         "vocab_size": 64,
     },
 }
-TOY = family("toy_vl", classes=(FORMERS,), outside=(), towers=(VISION, TEXT), tiny=TINY)
+TOY = family(
+    "toy_vl", classes=(FORMERS,), outside=(), towers=(VISION, TEXT), sizes={"layers": "text.layers"}, tiny=TINY
+)
 MODEL = ModelDescription({"model_type": "toy_vl", **TINY})
 
 
@@ -169,3 +184,17 @@ def test_one_class_leaves_no_condition_on_the_class() -> None:
     names = {statement.target for statement in fleet.statements}
     assert "model.lm_head.weight" in names
     assert "lm_head.weight" not in names
+
+
+def test_a_nested_key_that_differs_between_config_json_and_the_stored_model_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    register(TOY)
+    model = SimulatedModel(TOY, MODEL, parse_grid("tp=2"), enumerate_tensors(TOY, MODEL))
+    checkpoint = checkpoint_of(model)
+    resume_source(checkpoint, model.rules)
+    other = {**checkpoint.config, "vision_config": {**TINY["vision_config"], "num_heads": 2}}
+    with pytest.raises(Corrupt) as caught:
+        resume_source(replace(checkpoint, config=other), model.rules)
+    assert caught.value.evidence == ("vision_config.num_heads: 2 in config.json, 4 in mapping.json",)
