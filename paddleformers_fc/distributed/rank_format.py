@@ -1,15 +1,15 @@
-"""How ranks are named in a report: a thousand of them in one line."""
+"""Format ranks for reports: a thousand of them in one line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
 MOST_VALUES = 8
-"""How many different values one line tells; a line of a thousand would hide the one that matters."""
+"""Most values in one line."""
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3``, or ``ranks 0-2, 5``.
+    """Return ranks as ``rank 3`` or ``ranks 0-2, 5``.
 
     Args:
         ranks: at least one, in any order.
@@ -20,15 +20,15 @@ def format_ranks(ranks: Iterable[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    told = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-    return f"rank {told}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {told}"
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
 
 
 def group_by_value(values: Sequence[str] | Mapping[int, str]) -> str:
-    """Which ranks say what: ``8 on ranks 0-2; 9 on rank 3``. The value of the fewest ranks comes last.
+    """Return values with their ranks: ``8 on ranks 0-2; 9 on rank 3``. The value of the fewest ranks is last.
 
     Args:
-        values: what each rank says, by rank.
+        values: the value of each rank, by rank.
     """
     holders: dict[str, list[int]] = {}
     for rank, value in values.items() if isinstance(values, Mapping) else enumerate(values):
@@ -44,5 +44,5 @@ def _largest_group_first(entry: tuple[str, list[int]]) -> tuple[int, int]:
 
 
 def escape_text(text: str) -> str:
-    """A text that can travel: what in it is no character is escaped, as in the name of a file that is just bytes."""
+    """Return a text that UTF-8 can encode: surrogates, as in file names of arbitrary bytes, are escaped."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,16 +1,16 @@
-"""Whether ranks that hold the same part of a tensor hold the same numbers.
+"""Compare replicas: parts of a tensor that several ranks hold.
 
-A save writes one of several replicas, or rows of each. Replicas should be equal bit for bit: gradients were reduced, or
-parameters were broadcast. Where they are not, training has a fault that a checkpoint would hide, for after a resume all
-ranks have one of the versions. So before it writes, every rank hashes of its replicas: small ones as a whole, and of a
-large one that n ranks hold one part in n, another part at another step. Ranks that have gone apart in training differ
-nearly everywhere and are found at once; a single bit is found when its part's turn comes.
+A save writes one of several replicas, or rows of each. Replicas should be equal bit for bit, because gradients were
+reduced or parameters were broadcast. Different replicas are a fault of training that a checkpoint would hide: after a
+resume all ranks have one of the versions. So before a save every rank hashes its replicas: small ones as a whole, and
+one part in n of a large one that n ranks hold, another part at each step. Diverged ranks differ nearly everywhere and
+are found at once. A single bit is found when its part is hashed.
 
-Shards with the same holders come into one digest, which travels with the receipts; only where digests differ are those
-of single shards exchanged.
+Shards with the same holders share one digest, which is exchanged with the checksums of the files. Digests of single
+shards are exchanged only if these differ.
 
-Time: one xxh3 pass over about as many bytes as the rank writes, and on an accelerator their way to the host. Memory: 16
-bytes per group of holders, per rank.
+Time: one xxh3 pass over about as many bytes as the rank writes, and on an accelerator their copy to the host. Memory:
+16 bytes per group of holders and rank.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Digests = dict[str, bytes]
 
 @dataclass(frozen=True)
 class ReplicaDigests:
-    """What one rank has hashed.
+    """The digests of one rank.
 
     Args:
-        groups: one digest per group of holders, by the name that all of them give it.
-        shards: the digest of every replica, by group and by the name that all holders give it.
+        groups: one digest per group of holders, by the common name of the group.
+        shards: the digest of every replica, by group and by the common name of the replica.
     """
 
     groups: Digests
@@ -72,7 +72,7 @@ def hash_replicas(
 
 
 def stretch(replica: Replica, step: int) -> tuple[int, int]:
-    """The elements of a replica that are hashed at a step, the same for all who hold it: first, and behind the last."""
+    """Return the range of elements of a replica that is hashed at a step; equal for all holders."""
     if replica.nbytes <= WHOLE_BYTES:
         return 0, replica.rows * replica.row
     # Saves come at regular steps, so the remainder of the step itself might never change.
@@ -83,12 +83,12 @@ def stretch(replica: Replica, step: int) -> tuple[int, int]:
 
 
 def compare_replicas(channel: Channel, everyone: Sequence[Digests], own: ReplicaDigests) -> tuple[str, ...]:
-    """What differs between replicas, one line per tensor, the same on every rank. Every rank must call.
+    """Return the differences between replicas, one line per tensor, equal on every rank.
 
     Args:
-        channel: all ranks.
+        channel: all ranks; every rank must call.
         everyone: the digests of the groups of every rank, by rank.
-        own: what this rank has hashed.
+        own: the digests of this rank.
     """
     suspect = _unequal(everyone)
     if not suspect:
@@ -117,7 +117,7 @@ def refuse_different(lines: Sequence[str]) -> None:
 
 
 def _unequal(everyone: Sequence[Digests]) -> list[str]:
-    """The keys under which not all that have one have the same digest."""
+    """Return the keys whose digests differ."""
     found: dict[str, set[bytes]] = {}
     for digests in everyone:
         for key, digest in digests.items():

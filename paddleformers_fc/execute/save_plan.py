@@ -1,9 +1,9 @@
-"""What a save works out before its first byte, and keeps for the next save of the same job.
+"""Build the plan of a save before its first byte, and cache it for the next save of the same job.
 
 The files of this rank, with their headers; on the coordinator also ``mapping.json``, proved. All of it
 follows from the model's configuration and from how every rank describes its shards, and a job describes the same shards
 at every save. So a plan is kept under a digest of the descriptions of *all* ranks, and a later save exchanges digests
-alone. A rank whose description differs in anything has another digest, and then every rank works everything out anew:
+alone. If the description of one rank differs, its digest differs, and every rank builds a new plan:
 a plan is never used for shards that it was not made for.
 
 Memory: the headers of this rank's files and the names of its replicas, for the last few plans.

@@ -1,9 +1,8 @@
-"""A staging directory that all ranks of a job write into, and that is gone again if any of them fails.
+"""Create a staging directory for all ranks of a job, and remove it if any rank fails.
 
-The coordinator makes it beside the target. Ranks that do not see it have output directories on other disks; each of
-these gets a staging directory of its own, made by the lowest rank that sees it, its lead. Before that a lead deletes
-what crashed saves left beside the target, as far as nobody lives who needs it: a disk that is full of them must not
-stop the next save.
+The coordinator creates it beside the target. Ranks that do not see it have output directories on other disks; the
+leader of each of these disks creates a staging directory there. Before that, a leader deletes the leftovers of crashed
+saves whose processes have ended, so that a disk full of leftovers does not stop the next save.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from paddleformers_fc.storage.files import is_directory
 
 @dataclass(frozen=True)
 class StagingDirectory:
-    """Where this rank writes.
+    """The staging directory of a save.
 
     Args:
-        path: the staging directory on this rank's disk.
-        disks: which ranks share one.
+        path: the directory on this rank's disk.
+        disks: the disks of all ranks.
     """
 
     path: Path
@@ -41,13 +40,13 @@ def _itself(target: Path) -> Path:
 def staging_beside(
     target: Path, channel: Channel, before: Callable[[], None], place_of: Callable[[Path], Path] = _itself
 ) -> Iterator[StagingDirectory]:
-    """A fresh staging directory for ``target`` on every disk; discarded when the block raises.
+    """Create a staging directory for ``target`` on every disk; discard it when the block raises.
 
     Args:
-        target: what will be written.
+        target: the directory that is going to be written.
         channel: all ranks; every rank must enter.
-        before: what must hold before anything is created; run on the coordinator.
-        place_of: the name beside which the target of this rank is staged.
+        before: raises if the save must not begin; called on the coordinator.
+        place_of: returns the path beside which the target of this rank is staged.
     Raises:
         FlexError: the same on every rank.
     """
@@ -70,10 +69,10 @@ def staging_beside(
         )
         staging = staging_of(disks.token)
         if made and made[0] != staging:
-            discard(made.pop())  # Another rank, on another host, was the first on this disk.
+            discard(made.pop())  # A rank of another host was first on this disk.
         yield StagingDirectory(staging, disks)
     except BaseException:
-        # What cannot be deleted now is recognisable and goes with the next save; the first error counts.
+        # The next save deletes the rest; the first error takes precedence.
         for staging in made:
             with contextlib.suppress(StorageError):
                 discard(staging)
