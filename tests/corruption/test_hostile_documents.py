@@ -161,7 +161,7 @@ def test_a_manifest_cannot_name_a_file_outside_its_directory(name: str, place: P
     forged = type(one)(name, one.size, one.digest, one.block_bytes, one.blocks)
     changed = msgspec.structs.replace(manifest, files=[*manifest.files, forged])
     original = (place / MANIFEST_NAME).read_bytes()
-    with pytest.raises(FormatError, match="cannot be"):
+    with pytest.raises(FormatError, match="invalid files"):
         write_manifest(place, changed)
     assert (place / MANIFEST_NAME).read_bytes() == original
     # As somebody would write it who does not ask.
