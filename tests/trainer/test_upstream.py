@@ -54,6 +54,7 @@ def test_an_installation_that_breaks_off_puts_everything_back(ranks: ForkServer)
 
 def _sources(*packages: str) -> Iterator[tuple[Path, ast.Module]]:
     for package in packages:
+        assert (PACKAGE / package / "__init__.py").exists(), package
         for path in sorted((PACKAGE / package).glob("*.py")):
             yield path, ast.parse(path.read_text(encoding="utf-8"))
 
@@ -66,7 +67,7 @@ def test_every_name_that_is_imported_from_upstream_is_in_the_table() -> None:
     known = set().union(*map(_words, ALL))
     unknown = {
         f"{path.relative_to(PACKAGE)}: {node.module}.{one.name}"
-        for path, tree in _sources("trainer", "execute", "layout", "runtime")
+        for path, tree in _sources("trainer", "execute", "distributed", "layout", "cpu_runtime")
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in upstream.VERSIONS
         for one in node.names
@@ -80,7 +81,7 @@ def test_every_private_name_that_is_read_from_upstream_is_in_the_table() -> None
     known = set().union(*map(_words, ALL))
     unknown = {
         name: f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path, tree in _sources("trainer", "execute", "layout", "runtime")
+        for path, tree in _sources("trainer", "execute", "distributed", "layout", "cpu_runtime")
         for node, name in _private_names(tree)
         if name not in known and not name.startswith("_flex")
     }
