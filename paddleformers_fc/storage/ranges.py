@@ -205,13 +205,16 @@ class RangeReader:
                 return file
             # Another thread opened the same file in the meantime.
             shared.users += 1
-            self._held -= 1
-            self._change.notify_all()
         try:
             file.close()
         except BaseException:
             self._release(path)
             raise
+        finally:
+            # Not before the descriptor is closed: another thread may open a file as soon as this one is uncounted.
+            with self._change:
+                self._held -= 1
+                self._change.notify_all()
         return shared.file
 
     def _release(self, path: AnyPath) -> None:
