@@ -65,9 +65,10 @@ def load_open_weights(
     Args:
         model: the model as it was built, before or after its parallel wrapper.
         directory: safetensors files in canonical names, with their index: a path, or a URL such as
-        ``s3://bucket/model``. threads: how many tensors are filled at a time. verify: what is compared with the
-        ``flex_checksums.json`` of an export: ``full`` all that this rank reads,
-            ``size`` sizes and small files; without that file nothing is.
+            ``s3://bucket/model``.
+        threads: how many tensors are filled at a time.
+        verify: what is compared with the ``flex_checksums.json`` of an export: ``full`` compares all that this rank
+            reads, ``size`` sizes and small files; without that file nothing is compared.
 
     Raises:
         FlexError: the same on every rank, before any weight has changed, where files are missing or damaged, or names,
