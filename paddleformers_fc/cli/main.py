@@ -439,11 +439,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         the exit code.
     """
-    code = CLOSED
     with output.closed_pipe_ignored():
         code = _run(arguments)
+        # A buffered stream fails here at the earliest, after the command has returned its code.
         sys.stdout.flush()
-    return code
+        return code
+    return CLOSED
 
 
 def _run(arguments: Sequence[str] | None) -> int:

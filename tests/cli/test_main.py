@@ -288,13 +288,18 @@ def test_a_stream_of_text_gets_such_a_name_escaped(nameless: Path, monkeypatch: 
     ],
 )
 @pytest.mark.parametrize("both", [False, True], ids=["output", "both streams"])
-def test_a_closed_pipe_is_never_taken_for_a_wrong_checkpoint(four: Path, command: list[str], both: bool) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_closed_pipe_is_never_taken_for_a_wrong_checkpoint(
+    four: Path, command: list[str], both: bool, unbuffered: str
+) -> None:
     code = "import sys; from paddleformers_fc.cli.main import main; sys.exit(main(sys.argv[1:]))"
     argv = [sys.executable, "-c", code, *(part.format(four=four) for part in command)]
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = subprocess.run(argv, cwd=ROOT, stdout=writer, stderr=writer if both else subprocess.PIPE, check=False)
+        errors = writer if both else subprocess.PIPE
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(argv, cwd=ROOT, env=environment, stdout=writer, stderr=errors, check=False)
     finally:
         os.close(writer)
     closed = command != ["bogus"] or both
