@@ -76,7 +76,7 @@ class Expander:
         self._budget = budget
 
     def steps(self, statement: Statement) -> Iterator[Step]:
-        """Yield the steps that a statement stands for, in ascending order of its numbers.
+        """Yield the steps of an expanded statement, in ascending order of its numbers.
 
         Raises:
             Fault: where a pattern stands for nothing, or the statement does nothing.

@@ -86,7 +86,7 @@ class NameIndex:
             self._filed.setdefault(_DIGITS.sub(_HOLE, name), []).append((name, _DIGITS.findall(name)))
 
     def matches(self, pattern: str) -> list[tuple[str, tuple[str, ...]]]:
-        """Return every name that a pattern stands for, with the numbers that its placeholders take.
+        """Return every name that a pattern matches, with the numbers that its placeholders take.
 
         Args:
             pattern: a name with placeholders or wildcards.

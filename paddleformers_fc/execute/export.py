@@ -138,8 +138,8 @@ def export_checkpoint(
         FlexError: the same on every rank; older weights in the target are untouched.
     """
     facts = {"versions": software_versions(), "max_shard_bytes": max_shard_bytes, "flex_tied": tied}
-    roll = ConsistencyCheck(f"exporting to {target.name}", facts)
-    checkpoint = replace(open_on_all_ranks(source, channel, verify, roll=roll), tied=tied)
+    consistency = ConsistencyCheck(f"exporting to {target.name}", facts)
+    checkpoint = replace(open_on_all_ranks(source, channel, verify, consistency=consistency), tied=tied)
     return export_opened(checkpoint, target, max_shard_bytes, channel)
 
 

@@ -47,7 +47,7 @@ Stored = tuple[str, str]
 """Role and name of a stored tensor."""
 
 PLANS = PlanCache()
-"""Plans that this process keeps where nobody names another cache."""
+"""The plan cache of this process, unless the caller names another."""
 
 
 @dataclass(frozen=True)
@@ -325,15 +325,15 @@ def _opened_weights(
 
 
 def _header_facts(catalog: Catalog) -> dict[str, str]:
-    """What the headers of open weights say, file by file: there is no manifest that every rank could compare."""
+    """Digest the headers of open weights by file, for ranks to compare: open weights have no manifest."""
     held: dict[str, list[tuple[str, str, Shape, int]]] = {}
     for name in catalog.sorted_names[MODEL_STATE]:
         tensor = catalog.roles[MODEL_STATE][name]
         for file, begin in tensor.offsets:
             held.setdefault(file, []).append((name, tensor.dtype, tensor.shape, begin))
     return {
-        file: f"{count_text(len(told), 'tensor')}, xxh3_128 {xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(told))}"
-        for file, told in held.items()
+        file: f"{count_text(len(own), 'tensor')}, xxh3_128 {xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(own))}"
+        for file, own in held.items()
     }
 
 

@@ -86,7 +86,7 @@ class _ProbeMessage(msgspec.Struct):
 
 @dataclass(frozen=True)
 class _Visibility:
-    """What all ranks have told.
+    """What all ranks reported.
 
     Args:
         own: what this rank sees; None without a manifest.
@@ -124,7 +124,11 @@ _manifests = msgspec.msgpack.Decoder(Manifest)
 
 
 def open_on_all_ranks(
-    directory: AnyPath, channel: Channel, verify: str = "size", threads: int = 4, roll: ConsistencyFacts | None = None
+    directory: AnyPath,
+    channel: Channel,
+    verify: str = "size",
+    threads: int = 4,
+    consistency: ConsistencyFacts | None = None,
 ) -> OpenedCheckpoint:
     """Open a finished checkpoint on every rank, or raise the same error on every rank.
 
@@ -137,7 +141,7 @@ def open_on_all_ranks(
         channel: all ranks of the job; every rank must call.
         verify: ``off``, ``size`` or ``full``; each rank checks the files that it sees.
         threads: how many threads of this rank compare checksums.
-        roll: what must be the same on all ranks for them to go on.
+        consistency: what must be the same on all ranks for them to go on.
     """
     opened: list[OpenedCheckpoint] = []
 
@@ -155,7 +159,7 @@ def open_on_all_ranks(
             opened.append(replace(open_probed(directory, own, level, compared), unread=verify == "full"))
 
     # Nothing is made of a file's bytes before they are known to be those that were written.
-    looked = _probe(directory, channel, check_sizes if verify == "full" else open_alone, roll)
+    looked = _probe(directory, channel, check_sizes if verify == "full" else open_alone, consistency)
     if looked.alike:
         refuse_failed(channel, looked.faults)
         if verify == "full":
@@ -247,7 +251,7 @@ def _probe(
     directory: AnyPath,
     channel: Channel,
     alone: Callable[[FileVisibility | None], None],
-    roll: ConsistencyFacts | None = None,
+    consistency: ConsistencyFacts | None = None,
 ) -> _Visibility:
     """What this rank sees, and in short what every rank sees.
 
@@ -255,7 +259,7 @@ def _probe(
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
         alone: what a rank does with its sight where all ranks see the same.
-        roll: what must be the same on all ranks.
+        consistency: what must be the same on all ranks.
     """
 
     def look() -> tuple[_ProbeMessage, FileVisibility | None]:
@@ -266,7 +270,7 @@ def _probe(
             fault = error.to_wire()
         return _ProbeMessage(_contents_of(directory, seen), fault), seen
 
-    looks, own = gather_and_keep(channel, f"opening {directory.name}", look, _ProbeMessage, roll)
+    looks, own = gather_and_keep(channel, f"opening {directory.name}", look, _ProbeMessage, consistency)
     return _Visibility(own, [one.sight for one in looks], [one.fault for one in looks])
 
 
@@ -329,14 +333,14 @@ def _open_divided(
         documents = {path: read_document_bytes(directory, manifest, path) for path in mine if path in DOCUMENTS}
         return _ContentsMessage(shards, documents)
 
-    told: dict[str, list[_ShardMessage]] = {}
+    received: dict[str, list[_ShardMessage]] = {}
     documents: dict[str, bytes] = {}
     for one in all_gather_checked(channel, f"opening {directory.name}", tell, _ContentsMessage):
-        told.update(one.shards)
+        received.update(one.shards)
         documents.update(one.documents)
 
     def shards(path: str) -> Iterator[StoredShard]:
-        return _decoded(path, told[path]) if path in told else shards_of(directory, path)
+        return _decoded(path, received[path]) if path in received else shards_of(directory, path)
 
     if verify == "full":
         verify_whole_files(
@@ -421,8 +425,8 @@ def _encoded(stored: StoredShard) -> _ShardMessage:
     return _ShardMessage(record_of(shard), shard.dtype, begin, width)
 
 
-def _decoded(path: str, told: Sequence[_ShardMessage]) -> Iterator[StoredShard]:
-    for one in told:
+def _decoded(path: str, messages: Sequence[_ShardMessage]) -> Iterator[StoredShard]:
+    for one in messages:
         record = one.record
         box = shifted(record.shape, record.offset)
         yield Shard(record.name, one.dtype, record.global_shape, box, record.flat), path, one.begin, one.width

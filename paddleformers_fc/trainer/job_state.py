@@ -111,7 +111,7 @@ def refuse_optimizer(trainer: Any) -> None:
 
 
 def consistency_check_of(args: Any, doing: str) -> ConsistencyCheck:
-    """What ranks that were started alike have in common, for the roll call of what they are ``doing``."""
+    """What ranks that were started alike have in common, for the consistency check of what they are ``doing``."""
     names = (*FIELD_NAMES, *_SHARED_OPTIONS)
     return ConsistencyCheck(doing, {name: getattr(args, name) for name in names if hasattr(args, name)})
 

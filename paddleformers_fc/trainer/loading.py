@@ -271,9 +271,9 @@ def _ready(trainer: Any, directory: AnyPath, channel: Channel) -> _Ready:
 
 def _prepared(trainer: Any, directory: AnyPath, channel: Channel) -> _Ready:
     args = trainer.args
-    roll = consistency_check_of(args, f"resuming from {directory.name}")
+    consistency = consistency_check_of(args, f"resuming from {directory.name}")
     with _verifying():
-        checkpoint = open_on_all_ranks(directory, channel, args.flex_verify, args.flex_threads, roll)
+        checkpoint = open_on_all_ranks(directory, channel, args.flex_verify, args.flex_threads, consistency)
     checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint))
     continued = not args.ignore_load_lr_and_optim
     progress = documents.read_progress(checkpoint, channel) if continued else None

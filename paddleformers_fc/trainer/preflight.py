@@ -74,8 +74,8 @@ def check_disks(args: Any) -> None:
         _test_disk(args, channel_of(args))
 
 
-def _test_disk(args: Any, channel: Channel, roll: ConsistencyCheck | None = None) -> None:
-    run_on_all(channel, "testing the output directory", lambda: check_writable(Path(args.output_dir)), roll)
+def _test_disk(args: Any, channel: Channel, consistency: ConsistencyCheck | None = None) -> None:
+    run_on_all(channel, "testing the output directory", lambda: check_writable(Path(args.output_dir)), consistency)
 
 
 def _options(args: Any) -> Iterator[tuple[str, object]]:

@@ -58,7 +58,7 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
     args, channel = trainer.args, channel_of(trainer.args)
     trainer.runtime_timer.start("checkpoint saving time")
     directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    roll = consistency_check_of(args, f"saving {directory.name}")
+    consistency = consistency_check_of(args, f"saving {directory.name}")
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
         if job_state_of(trainer).ran:
@@ -66,7 +66,7 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
         _note_best(trainer, metrics, directory)
         return _roles_to_save(trainer), _files(trainer, channel)
 
-    roles, files = run_on_all(channel, "preparing a checkpoint", prepare, roll)
+    roles, files = run_on_all(channel, "preparing a checkpoint", prepare, consistency)
     run = job_state_of(trainer)
     run.record = run.record or lineage.new_run()
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args), run.record)
@@ -75,7 +75,7 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
     report = save_checkpoint(directory, roles, model, files, job, channel, bound, checked)
     _note_saved(job_state_of(trainer), directory, report.disks, args)
     for path in report.set_aside:
-        logger.warning(f"{path} was in the way of {directory} and is kept; delete it when nobody needs it.")
+        logger.warning(f"{path} was in the way of {directory} and is kept; delete it if it is not needed.")
     _tell_of_differences(trainer, directory, report.differences)
     if report.diverged_ties and args.should_log:
         lines = "".join(f"\n  - {line}" for tie in report.diverged_ties for line in tie.differences)
@@ -289,7 +289,7 @@ def save_pretrained(
 
 def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
     channel = channel_of(trainer.args)
-    roll = consistency_check_of(trainer.args, f"exporting to {directory.name}")
+    consistency = consistency_check_of(trainer.args, f"exporting to {directory.name}")
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
         roles = state.model_roles(trainer.model)
@@ -298,7 +298,7 @@ def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
         arguments = documents.arguments_document(trainer.args)
         return roles, {**documents.model_files(trainer), RUN_ARGUMENTS: arguments}
 
-    roles, files = run_on_all(channel, "preparing an export", prepare, roll)
+    roles, files = run_on_all(channel, "preparing an export", prepare, consistency)
     model, tied = describe(trainer.model), trainer.args.flex_tied
     report = save_weights(roles[MODEL_STATE], model, files, directory, max_shard_bytes, channel, tied)
     if trainer.args.should_log:

@@ -95,7 +95,7 @@ def test_ranks_that_read_for_themselves_say_nothing_between_the_preflight_and_th
         load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), MODEL, channel)
         return channel.exchanges - before, channel.largest
 
-    # The plans, with the roll call, and the end; nobody has ties to compare.
+    # The plans, with the consistency check, and the end; no rank has ties to compare.
     assert succeed(2, work) == [(2, 0)] * 2
 
 

@@ -34,7 +34,7 @@ def the_one_report(outcomes: list[Any]) -> FlexError:
 
 
 def call(channel: Any, facts: dict[str, object]) -> None:
-    """Work that goes well, with a roll."""
+    """Work that succeeds, with a consistency check."""
     run_on_all(channel, "working", lambda: None, ConsistencyCheck("a test", facts))
 
 

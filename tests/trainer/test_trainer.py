@@ -815,8 +815,8 @@ def test_every_save_and_load_is_one_line_in_the_log(ranks: ForkServer, saved: Sa
 
 
 def test_a_callback_of_the_user_gets_the_reports(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
-    (told,) = ranks.run(f"{JOBS}:reports", 1, {"output_dir": str(tmp_path), "resume": str(saved.third)}).values
-    assert told == [["loaded", 3, "checkpoint-3", True, True], ["saved", 4, "checkpoint-4", True, True]]
+    (reported,) = ranks.run(f"{JOBS}:reports", 1, {"output_dir": str(tmp_path), "resume": str(saved.third)}).values
+    assert reported == [["loaded", 3, "checkpoint-3", True, True], ["saved", 4, "checkpoint-4", True, True]]
 
 
 def test_a_trainer_that_does_not_know_the_option_is_refused(ranks: ForkServer, tmp_path: Path) -> None:
@@ -837,6 +837,6 @@ def test_the_loss_scaler_of_a_run_goes_on_where_it_was(ranks: ForkServer, tmp_pa
 
 
 def test_no_rank_waits_longer_than_it_was_told_to(ranks: ForkServer, tmp_path: Path) -> None:
-    told, _ = ranks.run(f"{JOBS}:left_alone", 2, {"output_dir": str(tmp_path)}).values
-    assert "Not every rank has arrived within flex_timeout: 100 s." in told
-    assert "rank 1 did not arrive" in told
+    reported, _ = ranks.run(f"{JOBS}:left_alone", 2, {"output_dir": str(tmp_path)}).values
+    assert "Not every rank has arrived within flex_timeout: 100 s." in reported
+    assert "rank 1 did not arrive" in reported
