@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-ATTENDANCE = ("tests/execute/test_attendance.py",)
-CHANNEL = ("tests/execute/test_channel.py",)
+ATTENDANCE = ("tests/distributed/test_liveness.py",)
+CHANNEL = ("tests/distributed/test_channel.py",)
 DISKS = ("tests/execute/test_disks.py",)
-EXCHANGE = ("tests/execute/test_exchange.py",)
+EXCHANGE = ("tests/execute/test_redistribute.py",)
 INTEGRITY = ("tests/execute/test_integrity.py",)
 OPENING = ("tests/execute/test_opening.py",)
 READING = ("tests/execute/test_reading.py",)
 REPLICAS = ("tests/execute/test_replicas.py",)
-ROLL = ("tests/execute/test_rollcall.py",)
+ROLL = ("tests/distributed/test_consistency.py",)
 SAVE = ("tests/execute/test_save_and_load.py",)
-PLANS = ("tests/execute/test_saveplan.py",)
-SHARES = ("tests/execute/test_shares.py",)
+PLANS = ("tests/execute/test_save_plan.py",)
+SHARES = ("tests/execute/test_replica_assignment.py",)
 STATEMENTS = ("tests/execute/test_statements.py",)
 TIES = ("tests/execute/test_ties.py",)
 CACHE = ("tests/execute/test_plan_cache.py",)
@@ -289,7 +289,7 @@ MUTANTS = (
         "execute/reading.py",
         "                before.settle()\n                before, size_before = targets, size\n",
         "                before, size_before = targets, size\n",
-        ("tests/execute/test_memory.py", "tests/execute/test_reading.py", "tests/execute/test_exchange.py"),
+        ("tests/execute/test_memory.py", "tests/execute/test_reading.py", "tests/execute/test_redistribute.py"),
         "a group of shards is not waited for",
     ),
     Mutant(
@@ -382,7 +382,7 @@ MUTANTS = (
         "distributed/channel.py",
         "    except Exception as error:  # The other ranks wait in the exchange below, so every error must be sent.",
         "    except ZeroDivisionError as error:",
-        ("tests/execute/test_channel.py::test_an_error_of_another_library_travels_with_what_was_being_done",),
+        ("tests/distributed/test_channel.py::test_an_error_of_another_library_travels_with_what_was_being_done",),
         "an error that is none of ours leaves the other ranks waiting",
     ),
     Mutant(
@@ -489,7 +489,7 @@ MUTANTS = (
         "execute/staging.py",
         "    except BaseException:\n",
         "    except StorageError:\n",
-        ("tests/execute/test_save_and_load.py", "tests/execute/test_saveplan.py", "tests/execute/test_replicas.py"),
+        ("tests/execute/test_save_and_load.py", "tests/execute/test_save_plan.py", "tests/execute/test_replicas.py"),
         "a save that is refused leaves its staging directory",
     ),
     Mutant(

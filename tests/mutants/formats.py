@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 STORED = ("tests/formats/test_stored.py",)
 HUGGING = ("tests/formats/test_huggingface.py",)
-DISTCP = ("tests/formats/test_distcp.py",)
+DISTCP = ("tests/formats/test_paddle_distcp.py",)
 RULES = (
     "tests/corruption/test_hostile_documents.py::test_rules_that_know_a_tensor_as_another_than_its_file_are_refused",
 )
@@ -131,7 +131,7 @@ MUTANTS = (
         "piece.length != shard.size * piece.width or piece.width",
         "piece.width",
         (
-            "tests/formats/test_distcp.py"
+            "tests/formats/test_paddle_distcp.py"
             "::test_a_damaged_stock_checkpoint_is_refused_and_the_fault_is_named[an array without its last row]",
         ),
         "an array of Paddle's that is shorter than its shard is read",

@@ -87,7 +87,7 @@ MUTANTS = (
         "layout/codec.py",
         "[numbers.setdefault(place, len(numbers)) for place in where]",
         "[numbers.setdefault(place, max(len(numbers) - 1, 0)) for place in where]",
-        ("tests/execute/test_shares.py",),
+        ("tests/execute/test_replica_assignment.py",),
         "ranks tell each other wrong places of their shards",
     ),
     Mutant(

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 BUILD = ("tests/plan/test_build.py",)
 ORACLE = ("tests/plan/test_oracle.py",)
 BLOCKS = ("tests/plan/test_blocks.py",)
-ROUTES = ("tests/plan/test_routes.py",)
+ROUTES = ("tests/plan/test_transfer_plan.py",)
 CACHE = ("tests/plan/test_cache.py", "tests/execute/test_plan_cache.py")
 FORECAST = (
     "tests/plan/test_forecast.py::test_a_forecast_counts_what_the_plan_of_every_rank_holds",
@@ -24,7 +24,7 @@ SIMULATE = (
 )
 EXPERTS = ("tests/plan/test_simulate.py::test_a_simulated_layout_is_the_live_one[ernie4_5_moe-ep2-model17]",)
 STAGES = ("tests/plan/test_simulate.py::test_a_simulated_layout_is_the_live_one[llama-pp4vpp2-model31]",)
-REHEARSE = ("tests/execute/test_rehearse.py",)
+REHEARSE = ("tests/verification/test_simulate_ranks.py",)
 STATEMENTS = ("tests/execute/test_statements.py",)
 SAVE = ("tests/execute/test_save_and_load.py",)
 

@@ -15,9 +15,9 @@ CRASH = (
 REMOVAL = ("tests/storage/test_crash.py::test_a_crash_while_a_checkpoint_is_removed_never_leaves_half_of_it",)
 WRITER = ("tests/storage/test_safetensors_writer.py",)
 READER = ("tests/storage/test_safetensors_reader.py",)
-AHEAD = ("tests/storage/test_ahead.py",)
-SCATTER = ("tests/storage/test_scatter.py",)
-OWNER = ("tests/storage/test_owner.py",)
+AHEAD = ("tests/storage/test_prefetch.py",)
+SCATTER = ("tests/storage/test_vectored_read.py",)
+OWNER = ("tests/storage/test_staging_lock.py",)
 
 MUTANTS = (
     # ---- Regions: which bytes go where.
@@ -89,7 +89,7 @@ MUTANTS = (
         "storage/files.py",
         "        count = max(0, count - view.nbytes)\n        offset += view.nbytes",
         "        offset += view.nbytes",
-        ("tests/storage/test_ranges.py", "tests/storage/test_scatter.py", "tests/execute/test_reading.py"),
+        ("tests/storage/test_ranges.py", "tests/storage/test_vectored_read.py", "tests/execute/test_reading.py"),
         "after a short read of several buffers some are not filled",
     ),
     Mutant(
@@ -461,7 +461,7 @@ MUTANTS = (
         "storage/names.py",
         "    match = _CHECKPOINT.fullmatch(path.name)",
         "    match = _CHECKPOINT.match(path.name)",
-        ("tests/storage/test_newest.py", "tests/storage/test_places.py"),
+        ("tests/storage/test_newest.py", "tests/storage/test_paths.py"),
         "checkpoint-5.old is taken for a checkpoint",
     ),
 )

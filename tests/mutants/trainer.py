@@ -10,7 +10,7 @@ POSITION = ("tests/trainer/test_position.py",)
 CODECS = ("tests/trainer/test_codecs.py",)
 STATES = ("tests/trainer/test_documents.py",)
 OPTIONS = ("tests/trainer/test_options.py",)
-WATCH = ("tests/trainer/test_watch.py",)
+WATCH = ("tests/distributed/test_communicator.py",)
 TRAINER = "tests/trainer/test_trainer.py::"
 
 MUTANTS = (

@@ -495,21 +495,21 @@ def parse_after_registration(path: str, values: Mapping[str, Any]) -> dict[str, 
 
 
 def reports(output_dir: str, resume: str) -> list[list[Any]]:
-    """Resume, save once, and return what a callback was told."""
+    """Resume, save once, and return the reports that a callback got."""
     from paddleformers_fc import FlexCheckpointCallback
 
-    told: list[list[Any]] = []
+    reported: list[list[Any]] = []
 
     class Remember(FlexCheckpointCallback):
         def on_checkpoint_saved(self, args: Any, report: Any) -> None:
-            told.append(["saved", report.step, report.directory.name, report.bytes > 0, report.seconds > 0])
+            reported.append(["saved", report.step, report.directory.name, report.bytes > 0, report.seconds > 0])
 
         def on_checkpoint_loaded(self, args: Any, report: Any) -> None:
-            told.append(["loaded", report.step, report.directory.name, report.bytes > 0, report.seconds > 0])
+            reported.append(["loaded", report.step, report.directory.name, report.bytes > 0, report.seconds > 0])
 
     arguments = {"max_steps": 4, "save_steps": 4}
     flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, callbacks=[Remember()]).train(resume)
-    return told
+    return reported
 
 
 def stock_trainer_with_our_callback(output_dir: str) -> str:

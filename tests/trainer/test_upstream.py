@@ -18,8 +18,8 @@ from paddleformers_fc import upstream
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.trainer.options import CONFLICTS, FIELD_NAMES, WITHOUT_EFFECT
 from tests.harness.tiny import DP2, SINGLE
+from tests.trainer.test_entry_points import ROOT, write_yaml
 from tests.trainer.test_trainer import JOBS as TRAINER_JOBS, settings
-from tests.trainer.test_ways_in import ROOT, write_yaml
 
 JOBS = "tests.trainer.upstream_jobs"
 PACKAGE = ROOT / "paddleformers_fc"

@@ -18,7 +18,7 @@ from paddleformers_fc.storage.files import refused
 from tests.execute.simulated import canonical, job, succeed
 from tests.execute.test_save_and_load import save
 
-JOBS = "tests.execute.channel_jobs"
+JOBS = "tests.distributed.channel_jobs"
 
 
 @pytest.mark.parametrize("ranks_of_the_job", [1, 2, 3, 8])
