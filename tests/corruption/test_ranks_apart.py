@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import DP2, MatrixLayout
@@ -53,10 +53,15 @@ def _digests(weights: Mapping[str, str]) -> dict[str, str]:
     return {name: hashlib.md5(json.dumps(bits).encode()).hexdigest() for name, bits in weights.items()}
 
 
+def started(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, **settings: Any) -> JobResult:
+    """A training, with what every rank returned and logged."""
+    given = {"layout": layout.to_json(), "output_dir": str(output_dir), **settings}
+    return ranks.run(f"{__name__}:train", layout.nproc, given)
+
+
 def run(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, **settings: Any) -> list[dict[str, Any]]:
     """What every rank returned."""
-    given = {"layout": layout.to_json(), "output_dir": str(output_dir), **settings}
-    return list(ranks.run(f"{__name__}:train", layout.nproc, given).values)
+    return list(started(ranks, layout, output_dir, **settings).values)
 
 
 @fault("T17", "one of two data-parallel ranks finds another run's checkpoint under the same name")
@@ -93,10 +98,13 @@ def test_t18_replicas_that_differ_are_told(ranks: ForkServer, tmp_path: Path) ->
     assert one["weights"][name] != other["weights"][name]
     assert (tmp_path / "stock/checkpoint-1").is_dir()
 
-    run(ranks, APART, tmp_path / "ours", **given, ours=True)
-    lines = read_manifest(tmp_path / "ours/checkpoint-1").differing_replicas
-    assert isinstance(lines, list)
-    (line,) = [line for line in lines if line.startswith(f"model_state {name} ")]
+    twice = {**given, "arguments": {**arguments, "max_steps": 2}}
+    logs = started(ranks, APART, tmp_path / "ours", **twice, ours=True).logs
+    assert [log.read_text().count("training has gone apart on them") for log in logs] == [1, 0]
+    for step in (2, 1):
+        lines = read_manifest(tmp_path / f"ours/checkpoint-{step}").differing_replicas
+        assert isinstance(lines, list)
+        (line,) = [line for line in lines if line.startswith(f"model_state {name} ")]
     refusing = {**given, "arguments": {**arguments, "flex_check_replicas": "refuse"}}
     refused = run(ranks, APART, tmp_path / "refused", **refusing, ours=True)
     assert [outcome["error"] for outcome in refused] == ["MismatchError"] * 2

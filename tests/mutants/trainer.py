@@ -236,14 +236,14 @@ MUTANTS = (
         "trainer/saving.py",
         "        needed = [path for path in (run.saved, None if best is None else Path(best)) if path is not None]",
         "        needed = [path for path in (run.saved,) if path is not None]",
-        (f"{TRAINER}test_the_best_checkpoint_stays_and_is_loaded_at_the_end",),
+        (f"{TRAINER}test_the_best_checkpoint_is_found_again_where_a_run_was_moved",),
         "the best checkpoint is rotated away",
     ),
     Mutant(
         "trainer/saving.py",
         "    better = np.greater if args.greater_is_better else np.less\n",
         "    better = np.greater\n",
-        (f"{TRAINER}test_the_best_checkpoint_stays_and_is_loaded_at_the_end",),
+        (f"{TRAINER}test_the_best_checkpoint_is_found_again_where_a_run_was_moved",),
         "the worst checkpoint is the best",
     ),
     Mutant(

@@ -27,12 +27,6 @@ def refused(places: list[str], **settings: Any) -> dict[str, Any]:
     return jobs.refused(**settings)
 
 
-def resume_and_save_again(places: list[str], **settings: Any) -> None:
-    """As ``jobs.resume_and_save_again``."""
-    go_to(places)
-    jobs.resume_and_save_again(**settings)
-
-
 def resume_by_itself(places: list[str], **settings: Any) -> dict[str, Any]:
     """Train as the command line does: each rank names the newest directory that it sees, and a fresh disk has none."""
     from paddleformers.trainer import get_last_checkpoint
@@ -72,15 +66,6 @@ def lose_what_was_saved(places: list[str], lost: str, flip: bool, **settings: An
     go_to(places)
     jobs.flex_trainer(**settings, callbacks=[Lose()]).train()
     return sorted(name for name in os.listdir("out") if "checkpoint" in name)
-
-
-def export(places: list[str], resume: str, **settings: Any) -> list[str]:
-    """Export after a resume; the files that this rank then sees."""
-    go_to(places)
-    trainer = jobs.flex_trainer(**settings)
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model("exported")
-    return sorted(os.listdir("exported")) if os.path.isdir("exported") else []
 
 
 def draw_after_resume(places: list[str], resume: str | None = None, **settings: Any) -> list[float]:

@@ -562,22 +562,8 @@ TO_BEST = {
 """A learning rate that makes the model worse, so that its first checkpoint is the best."""
 
 
-def run_to_best(output_dir: str) -> dict[str, Any]:
-    """Train beyond the best checkpoint; what it ends with is that one."""
-    from paddleformers_fc.trainer import loading
-
-    arguments = {**TO_BEST, "max_steps": 3}
-    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, eval_dataset=tiny.Samples())
-    trainer.train()
-    at_end = trainer.evaluate()["eval_loss"]
-    state, last = trainer.state, Path(output_dir) / "checkpoint-3"
-    found = {"best": state.best_metric, "at_end": at_end, "checkpoint": state.best_model_checkpoint}
-    loading._load_best(trainer, last)
-    return {**found, "of_last": trainer.evaluate()["eval_loss"]}
-
-
 def go_on_to_best(output_dir: str, steps: int, resume: str | None = None) -> dict[str, Any]:
-    """Train as :func:`run_to_best` does, up to a step; what is best, and what the model is at the end."""
+    """Train beyond the best checkpoint, up to a step; what is best, and what the model is at the end."""
     arguments = {**TO_BEST, "max_steps": steps}
     trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, eval_dataset=tiny.Samples())
     trainer.train(resume_from_checkpoint=resume)

@@ -43,14 +43,14 @@ def the_one_refusal(values: Any) -> str:
     return str(values[0]["text"])
 
 
-@pytest.mark.parametrize(("name", "level"), [*((name, "off") for name in DOCUMENTS), ("trainer/state.json", "full")])
-def test_an_altered_document_is_refused_on_every_rank_at_every_level(
-    ranks: ForkServer, third: Path, tmp_path: Path, name: str, level: str
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "trainer/state.json"])
+def test_an_altered_document_is_refused_on_every_rank_without_verification(
+    ranks: ForkServer, third: Path, tmp_path: Path, name: str
 ) -> None:
     broken = tmp_path / "checkpoint-3"
     shutil.copytree(third, broken)
     alter(broken / name)
-    given = settings(DP2, tmp_path / "out", broken, **SIX_STEPS, flex_verify=level)
+    given = settings(DP2, tmp_path / "out", broken, **SIX_STEPS, flex_verify="off")
     text = the_one_refusal(ranks.run(f"{JOBS}:refused", 2, given).values)
     assert re.search(rf"{name} does not match its checksum", text)
 
@@ -77,19 +77,6 @@ def test_all_altered_documents_come_in_one_error_under_size(ranks: ForkServer, t
     given = settings(DP2, tmp_path / "out", broken, **SIX_STEPS)
     text = the_one_refusal(ranks.run(f"{JOBS}:refused", 2, given).values)
     assert [name for name in DOCUMENTS if name not in text] == []
-
-
-def test_the_newest_checkpoint_with_an_altered_document_is_skipped(
-    ranks: ForkServer, third: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(third, tmp_path / "checkpoint-3")
-    result = ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, True, **SIX_STEPS))
-    alter(tmp_path / "checkpoint-6/trainer/state.json")
-    again = ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, True, **SIX_STEPS))
-    assert again.values[0]["losses"] == result.values[0]["losses"]
-    said = [line for line in again.logs[0].read_text().splitlines() if "WARN" in line and "checkpoint-6" in line]
-    assert len(said) == 1
-    assert "trainer/state.json does not match its checksum" in said[0]
 
 
 @pytest.mark.parametrize("level", ["off", "size"])

@@ -42,18 +42,13 @@ def table(log: str) -> dict[str, tuple[str, str]]:
     return {key: (saved, now) for key, saved, now in rows}
 
 
-@pytest.mark.parametrize("layout", [SINGLE, TP2, PP2], ids=lambda layout: layout.name)
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("rope_theta", 20000.0), ("rms_norm_eps", 1e-3), ("hidden_act", "gelu")],
-)
 def test_what_changes_the_meaning_of_weights_is_refused_on_every_rank(
-    ranks: ForkServer, saved: Path, tmp_path: Path, layout: MatrixLayout, key: str, value: Any
+    ranks: ForkServer, saved: Path, tmp_path: Path
 ) -> None:
-    given = settings(layout, tmp_path, saved, model={key: value}, arguments={"max_steps": 3})
-    for found in ranks.run(f"{JOBS}:refused", layout.nproc, given).values:
+    given = settings(PP2, tmp_path, saved, model={"hidden_act": "gelu"}, arguments={"max_steps": 3})
+    for found in ranks.run(f"{JOBS}:refused", 2, given).values:
         assert found["error"] == "MismatchError"
-        assert f"flex_allow_config_changes: [{key}]" in found["text"]
+        assert "flex_allow_config_changes: [hidden_act]" in found["text"]
         assert not found["changed"]
 
 
@@ -80,16 +75,6 @@ def test_a_change_that_is_allowed_is_in_the_table(
     assert [log.count(DIFFERS) for log in logs] == [1, 0]
 
 
-def test_allowing_one_change_does_not_allow_another(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
-    arguments = {"max_steps": 3, "flex_allow_config_changes": ["rope_theta"]}
-    model = {"rope_theta": 20000.0, "rms_norm_eps": 1e-3}
-    (found,) = ranks.run(
-        f"{JOBS}:refused", 1, settings(SINGLE, tmp_path, saved, model=model, arguments=arguments)
-    ).values
-    assert "flex_allow_config_changes: [rms_norm_eps, rope_theta]" in found["text"]
-    assert "20000" not in found["text"]
-
-
 @pytest.mark.parametrize(("model_type", "layouts"), [("llama", (TP2, PP2, SD2V2)), ("ernie4_5_moe", (EP2, TP2, PP2))])
 def test_another_layout_alone_is_no_change(
     ranks: ForkServer, tmp_path: Path, model_type: str, layouts: tuple[MatrixLayout, ...]
@@ -98,13 +83,6 @@ def test_another_layout_alone_is_no_change(
     for layout in (*layouts, SINGLE):
         given = settings(layout, tmp_path / layout.name, third, model_type=model_type, arguments={"max_steps": 2})
         assert DIFFERS not in ranks.run(f"{JOBS}:run", layout.nproc, given).logs[0].read_text(), layout.name
-
-
-def test_a_router_that_chooses_another_number_of_experts_is_refused(ranks: ForkServer, tmp_path: Path) -> None:
-    saved = save_two(ranks, tmp_path / "saved", EP2, model_type="ernie4_5_moe")
-    given = settings(EP2, tmp_path, saved, model_type="ernie4_5_moe", model={"moe_k": 1}, arguments={"max_steps": 3})
-    for found in ranks.run(f"{JOBS}:refused", 2, given).values:
-        assert "flex_allow_config_changes: [moe_k]" in found["text"]
 
 
 def test_changed_arguments_of_a_run_are_one_table(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.execute.digest import canonical_digests
-from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.storage.manifest import read_manifest
-from tests.harness.tiny import DP2, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout
+from tests.harness.tiny import DP2, SD2V2, TP2, TP2SD2V2, MatrixLayout
 from tests.trainer.test_trainer import SIX_STEPS
 
 JOBS = "tests.trainer.disk_jobs"
@@ -37,13 +34,6 @@ def run(
 def disks(directory: Path, *numbers: int) -> list[Path]:
     """The place of every rank."""
     return [directory / f"disk-{number}" for number in numbers]
-
-
-def merged(places: list[Path], step: str, target: Path) -> Path:
-    """All parts of a checkpoint in one directory, as after copying them to shared storage."""
-    for place in places:
-        shutil.copytree(place / "out" / step, target / step, dirs_exist_ok=True)
-    return target / step
 
 
 class Saved:
@@ -73,30 +63,14 @@ def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(directory, result.values[0]["losses"])
 
 
-def test_each_disk_has_its_part_under_one_manifest(saved: Saved) -> None:
-    first, second = (place / "out" for place in disks(saved.directory, 0, 1))
-    for step in ("checkpoint-3", "checkpoint-6"):
-        assert read_manifest(first / step) == read_manifest(second / step)
-        for number, disk in enumerate((first, second)):
-            assert all(f"rank-{number:05d}" in path.name for path in (disk / step).rglob("*.safetensors"))
-            assert (disk / step / "trainer/state.json").exists()
-    assert sorted(path.name for path in second.iterdir() if "checkpoint" in path.name) == [
-        "checkpoint-3",
-        "checkpoint-6",
-    ]
-
-
 @pytest.mark.parametrize(
     ("layout", "numbers"),
     [
-        (DP2, (0, 1)),
-        (DP2, (1, 0)),
         (TP2, (0, 1)),
         (SD2V2, (1, 0)),
-        (TP2SD2V2, (0, 0, 1, 1)),
         (TP2SD2V2, (2, 1, 0, 3)),
     ],
-    ids=["same", "swapped", "tp2", "sd2", "four", "with-new-hosts"],
+    ids=["tp2", "swapped", "with-new-hosts"],
 )
 @pytest.mark.parametrize("way", ["each", "once"])
 def test_a_run_goes_on_wherever_all_disks_are_seen(
@@ -111,16 +85,6 @@ def test_a_run_goes_on_wherever_all_disks_are_seen(
     assert manifests[0].world_size == layout.nproc
 
 
-@pytest.mark.parametrize("layout", [DP2, TP2], ids=lambda layout: layout.name)
-def test_what_is_loaded_from_two_disks_is_bitwise_what_was_saved(
-    ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout
-) -> None:
-    expected = list(canonical_digests(merged(disks(saved.directory, 0, 1), "checkpoint-3", tmp_path / "before")))
-    places = disks(saved.copied(tmp_path / "copy"), 1, 0)
-    run(ranks, "resume_and_save_again", layout, places, "out/checkpoint-3", max_steps=3)
-    assert list(canonical_digests(merged(places, "checkpoint-3", tmp_path / "after"))) == expected
-
-
 def test_random_generators_find_their_process_on_another_disk(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
     whole = run(ranks, "draw_after_resume", DP2, disks(tmp_path / "whole", 0, 1), max_steps=4).values
     saved.copied(tmp_path)
@@ -128,42 +92,6 @@ def test_random_generators_find_their_process_on_another_disk(ranks: ForkServer,
         result = run(ranks, "draw_after_resume", DP2, disks(tmp_path, *numbers), "out/checkpoint-3", max_steps=4)
         assert result.values == whole
         assert not any("Random generators start anew" in log.read_text() for log in result.logs)
-
-
-def test_a_step_that_one_disk_did_not_commit_is_passed_over_by_all(
-    ranks: ForkServer, saved: Saved, tmp_path: Path
-) -> None:
-    places = disks(saved.copied(tmp_path), 0, 1)
-    (places[1] / "out/checkpoint-6").rename(places[1] / "out/.checkpoint-6.unfinished-0123456789ab")
-    result = run(ranks, "run", DP2, places, True, **SIX_STEPS)
-    assert result.values[0]["losses"] == saved.losses[3:]
-    (warning,) = [line for line in result.logs[0].read_text().splitlines() if "is passed over" in line]
-    assert "out/checkpoint-6" in warning
-    assert "rank-00001.safetensors is seen by no rank" in warning
-    assert "rank 1: no checkpoint of this name is there" in warning
-
-
-def test_a_lost_disk_is_an_error_that_names_files_and_ranks(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
-    saved.copied(tmp_path)
-    result = run(ranks, "refused", DP2, disks(tmp_path, 0, 7), "out/checkpoint-3", **SIX_STEPS)
-    assert result.values[0] == result.values[1]
-    found = result.values[0]
-    assert found["error"] == "Corrupt"
-    assert "model_state/rank-00001.safetensors is seen by no rank" in found["text"]
-    assert "rank 1: no checkpoint of this name is there" in found["text"]
-    assert not found["changed"]
-    alone = run(ranks, "refused", SINGLE, disks(tmp_path, 0), "out/checkpoint-3", **SIX_STEPS).values[0]
-    assert "model_state/rank-00001.safetensors is missing" in alone["text"]
-
-
-@pytest.mark.parametrize("numbers", [(0, 7), (7, 0)], ids=["second fresh", "first fresh"])
-def test_a_node_with_a_fresh_disk_joins_the_decision_to_resume(
-    ranks: ForkServer, saved: Saved, tmp_path: Path, numbers: tuple[int, int]
-) -> None:
-    (tmp_path / "disk-0").mkdir()
-    merged(disks(saved.directory, 0, 1), "checkpoint-3", tmp_path / "disk-0/out")
-    result = run(ranks, "resume_by_itself", DP2, disks(tmp_path, *numbers), **SIX_STEPS)
-    assert [one["losses"] for one in result.values] == [saved.losses[3:]] * 2
 
 
 def test_parts_on_a_lost_disk_stop_the_run_on_every_node_with_the_reason_for_each_checkpoint(
@@ -179,11 +107,6 @@ def test_parts_on_a_lost_disk_stop_the_run_on_every_node_with_the_reason_for_eac
         assert "checkpoint-6 is damaged (rank 0)" in found["text"]
 
 
-def test_no_disk_has_a_checkpoint_and_the_run_begins_on_all(ranks: ForkServer, tmp_path: Path) -> None:
-    result = run(ranks, "resume_by_itself", DP2, disks(tmp_path, 0, 1), max_steps=1)
-    assert [one["step"] for one in result.values] == [1, 1]
-
-
 def test_old_checkpoints_are_deleted_on_every_disk(ranks: ForkServer, tmp_path: Path) -> None:
     places = disks(tmp_path, 0, 1)
     run(ranks, "run", DP2, places, max_steps=3, save_steps=1, save_total_limit=2)
@@ -194,7 +117,6 @@ def test_old_checkpoints_are_deleted_on_every_disk(ranks: ForkServer, tmp_path: 
 @pytest.mark.parametrize(
     ("lost", "numbers", "level"),
     [
-        ("checkpoint-3/model_state/rank-00001.safetensors", (0, 1), "size"),
         ("checkpoint-3/optimizer_state/rank-00000.safetensors", (0, 1), "size"),
         ("checkpoint-3/model_state/rank-00001.safetensors", (0, 1), "full"),
         ("checkpoint-3/model_state/rank-00001.safetensors", (0, 0), "full"),
@@ -216,13 +138,3 @@ def test_the_last_checkpoint_that_is_whole_over_all_disks_stays_on_each_of_them(
         assert len(said) == 1
         assert "checkpoint-3 is not whole, so out/checkpoint-2 stays" in said[0]
         assert Path(lost).name in said[0]
-
-
-def test_an_export_is_whole_on_the_first_disk(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
-    places = disks(saved.copied(tmp_path), 0, 1)
-    first, second = run(ranks, "export", TP2, places, "out/checkpoint-6", **SIX_STEPS).values
-    assert {"config.json", "model.safetensors"} <= set(first)
-    assert not second
-    whole = merged(places, "checkpoint-6", tmp_path / "whole")
-    expected = export_checkpoint(whole, tmp_path / "expected").digests()["model.safetensors"]
-    assert xxhash.xxh3_128_hexdigest((places[0] / "exported/model.safetensors").read_bytes()) == expected

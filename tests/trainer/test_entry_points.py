@@ -48,11 +48,6 @@ REPLACED = [
 ]
 
 
-def test_the_facade_imports_no_paddle() -> None:
-    code = "import sys, paddleformers_fc, paddleformers_fc.trainer; sys.exit('paddle' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT, check=False).returncode == 0
-
-
 def test_a_name_that_the_facade_does_not_have_is_an_attribute_error() -> None:
     import paddleformers_fc
 
@@ -227,18 +222,6 @@ def test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes(
     last = canonical_digests(tmp_path / "out" / "checkpoint-4")
     assert list(canonical_digests(tmp_path / "out")) == [one for one in last if one.role == "model_state"]
     assert (tmp_path / "alone" / "tokenizer.json").exists()
-
-
-def test_the_command_line_resumes_from_the_newest_finished_checkpoint(
-    ranks: ForkServer, corpus: Path, tmp_path: Path
-) -> None:
-    whole = losses(train_in_one_process(ranks, write_yaml(corpus, tmp_path / "out")))
-    assert len(whole) == 4
-    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
-    (tmp_path / "out" / "checkpoint-9").mkdir()
-    log = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "out", resume_from_checkpoint=True))
-    assert losses(log) == whole[2:]
-    assert "checkpoint-9 cannot be resumed from and is passed over" in log
 
 
 def test_the_command_line_reports_another_corpus_and_tokenizer_at_a_resume_and_nothing_of_the_same_run(

@@ -71,8 +71,15 @@ def test_a_model_and_the_random_numbers_after_it_are_those_of_the_stock_loader(
     assert found == {"equal": True, "initial": True}
 
 
-@pytest.mark.parametrize("way", ["after_arguments", "installed", "filled_again", "fresh_after_import"])
-@pytest.mark.parametrize("trainer", ["FlexTrainer", "Trainer"])
+@pytest.mark.parametrize(
+    ("way", "trainer"),
+    [
+        ("after_arguments", "FlexTrainer"),
+        ("installed", "Trainer"),
+        ("filled_again", "Trainer"),
+        ("fresh_after_import", "FlexTrainer"),
+    ],
+)
 def test_a_model_that_was_checked_or_is_fresh_is_trained(
     ranks: ForkServer, llama: Path, tmp_path: Path, way: str, trainer: str
 ) -> None:
@@ -90,22 +97,29 @@ def test_values_that_a_script_assigns_to_a_fresh_model_are_its_own_initialisatio
 
 
 @pytest.mark.parametrize(
-    ("way", "said"),
+    ("way", "trainer", "said"),
     [
-        ("imported", "the model: LlamaForCausalLM.from_pretrained('{source}')"),
-        ("after_other_arguments", "the model: built before paddleformers_fc could see which loader fills it"),
-        ("copied", "the model: LlamaForCausalLM.from_pretrained('{source}')"),
-        ("before_everything", "the model: built before paddleformers_fc could see which loader fills it"),
-        ("set_by_hand", "the model: set_state_dict"),
-        ("set_in_part", "lm_head: set_state_dict"),
-        ("set_by_paddle", "model.norm.weight: paddle.distributed.load_state_dict"),
-        ("set_by_paddles_module", "model.norm.weight: paddle.distributed.load_state_dict"),
-        ("set_faster", "the model: faster_set_state_dict"),
+        ("imported", "FlexTrainer", "the model: LlamaForCausalLM.from_pretrained('{source}')"),
+        (
+            "after_other_arguments",
+            "Trainer",
+            "the model: built before paddleformers_fc could see which loader fills it",
+        ),
+        ("copied", "Trainer", "the model: LlamaForCausalLM.from_pretrained('{source}')"),
+        (
+            "before_everything",
+            "FlexTrainer",
+            "the model: built before paddleformers_fc could see which loader fills it",
+        ),
+        ("set_by_hand", "FlexTrainer", "the model: set_state_dict"),
+        ("set_in_part", "Trainer", "lm_head: set_state_dict"),
+        ("set_by_paddle", "FlexTrainer", "model.norm.weight: paddle.distributed.load_state_dict"),
+        ("set_by_paddles_module", "Trainer", "model.norm.weight: paddle.distributed.load_state_dict"),
+        ("set_faster", "FlexTrainer", "the model: faster_set_state_dict"),
     ],
 )
-@pytest.mark.parametrize("trainer", ["FlexTrainer", "Trainer"])
 def test_a_model_that_another_loader_has_set_is_refused_with_what_that_was(
-    ranks: ForkServer, llama: Path, tmp_path: Path, way: str, said: str, trainer: str
+    ranks: ForkServer, llama: Path, tmp_path: Path, way: str, trainer: str, said: str
 ) -> None:
     source = shutil.copytree(llama, tmp_path / "weights")
     found = come_by(ranks, way, source, tmp_path, trainer=trainer)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.harness import tiny
@@ -46,27 +44,3 @@ def test_weights_pass_through_every_layout_unchanged(
         said = start(ranks, tmp_path, layout, source, model_type=model_type, model=model)
         assert said == {"fresh": [], "dropped": []}
         assert (tmp_path / f"again-{layout.name}/model.safetensors").read_bytes() == original
-
-
-def test_a_prediction_layer_that_is_not_in_the_files_keeps_its_values_and_is_named(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    source = weights_of(ranks, tmp_path, "ernie4_5_moe", MOE)
-    kept = {name: array for name, array in load_file(source / "model.safetensors").items() if ".mtp_" not in name}
-    save_file(kept, source / "model.safetensors")
-    (source / "flex_checksums.json").unlink()
-    said = start(ranks, tmp_path, tiny.TP2, source, model_type="ernie4_5_moe", model=MOE)
-    assert said["fresh"]
-    assert all(".mtp_" in name for name in said["fresh"])
-    loaded = load_file(tmp_path / "again-tp2/model.safetensors")
-    assert all(np.array_equal(loaded[name], kept[name]) for name in kept)
-    assert all(not array.any() for name, array in loaded.items() if name not in kept)
-
-
-def test_a_prediction_layer_that_the_model_does_not_have_is_dropped_and_named(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    source = weights_of(ranks, tmp_path, "ernie4_5_moe", MOE)
-    said = start(ranks, tmp_path, tiny.TP2, source, model_type="ernie4_5_moe", model={})
-    assert said["dropped"]
-    assert all(".mtp_" in name for name in said["dropped"])

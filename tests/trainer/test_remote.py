@@ -36,16 +36,6 @@ def test_a_run_resumed_from_a_url_goes_on_as_if_uninterrupted(
     assert result.values[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-6)
 
 
-def test_what_is_no_checkpoint_behind_a_url_is_refused_on_every_rank(ranks: ForkServer, tmp_path: Path) -> None:
-    (tmp_path / "store/checkpoint-1").mkdir(parents=True)
-    (tmp_path / "store/checkpoint-1/mapping.json").write_text("{}")
-    with serving(tmp_path / "store") as served:
-        for name, said in (("checkpoint-1", "is an unfinished checkpoint"), ("checkpoint-2", "does not exist")):
-            given = {**settings(TP2, tmp_path / "out", max_steps=1), "resume": f"{served.url}/{name}"}
-            for refusal in ranks.run(f"{JOBS}:refused", 2, given).values:
-                assert said in str(refusal)
-
-
 def test_a_model_starts_from_open_weights_behind_a_url(ranks: ForkServer, tmp_path: Path) -> None:
     source = weights_of(ranks, tmp_path, "llama", {})
     with serving(tmp_path) as served:

@@ -164,15 +164,6 @@ def test_flattened_states_are_filled_where_they_lie_though_a_slice_of_them_is_a_
     assert differing == []
 
 
-def test_a_single_process_resumes_from_the_newest_and_from_a_path(ranks: ForkServer, tmp_path: Path) -> None:
-    whole = train_six(ranks, tmp_path, SINGLE)
-    by_path = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "other", whole.third, **SIX_STEPS))
-    assert by_path.values[0]["losses"] == whole.losses[3:]
-    shutil.rmtree(tmp_path / "checkpoint-6")
-    newest = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, True, **SIX_STEPS))
-    assert newest.values[0]["losses"] == whole.losses[3:]
-
-
 def test_a_run_that_resumes_again_takes_its_plans_from_the_directory(
     ranks: ForkServer, saved: Saved, tmp_path: Path
 ) -> None:
@@ -215,17 +206,6 @@ def test_the_state_of_a_resumed_run_is_that_of_the_uninterrupted_one(ranks: Fork
     ]
     assert ninth[0] == ninth[1]
     assert ninth[0]["position"] == {"epoch": 1, "samples": 8, "consumed": 72}
-
-
-def test_an_empty_newest_directory_is_passed_over_with_a_warning(
-    ranks: ForkServer, saved: Saved, tmp_path: Path
-) -> None:
-    shutil.copytree(saved.third, tmp_path / "checkpoint-3")
-    (tmp_path / "checkpoint-5").mkdir()
-    result = ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, True, **SIX_STEPS))
-    assert result.values[0]["losses"] == saved.losses[3:]
-    warnings = [line for line in result.logs[0].read_text().splitlines() if "checkpoint-5" in line and "WARN" in line]
-    assert len(warnings) == 1
 
 
 def test_a_finished_run_trains_no_further_step(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
@@ -554,12 +534,6 @@ def test_gradients_may_be_fused_while_they_travel(ranks: ForkServer, saved_bf16:
     assert result.values[0]["losses"] == pytest.approx(saved_bf16.losses[3:], abs=1e-2)
 
 
-def test_data_shuffled_with_another_seed_is_refused(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
-    (found,) = ranks.run(f"{JOBS}:refused", 1, settings(SINGLE, tmp_path, saved.third, **SIX_STEPS, seed=7)).values
-    assert found["error"] == "OptionError"
-    assert "seed was 42 and is 7" in found["text"]
-
-
 def test_the_data_may_begin_anew(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
     (indices,) = ranks.run(
         f"{JOBS}:run_and_watch_samples",
@@ -570,74 +544,6 @@ def test_the_data_may_begin_anew(ranks: ForkServer, saved: Saved, tmp_path: Path
 
 
 # ---- What is refused.
-
-
-def test_a_directory_without_a_manifest_is_refused_on_every_rank_before_a_weight_changes(
-    ranks: ForkServer, saved: Saved, tmp_path: Path
-) -> None:
-    broken = tmp_path / "checkpoint-3"
-    shutil.copytree(saved.third, broken)
-    (broken / "flex_checkpoint.json").unlink()
-    result = ranks.run(f"{JOBS}:refused", 2, settings(TP2, tmp_path / "out", broken))
-    assert result.values[0] == result.values[1]
-    assert result.values[0]["error"] == "NotACheckpoint"
-    assert str(broken) in result.values[0]["text"]
-    assert not result.values[0]["changed"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model_state/rank-00000.safetensors",
-        "optimizer_state/rank-00001.safetensors",
-        "trainer/state.json",
-        "mapping.json",
-    ],
-)
-@pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_a_damaged_file_is_named_on_every_rank_before_a_weight_changes(
-    ranks: ForkServer, saved: Saved, tmp_path: Path, name: str, damage: str
-) -> None:
-    broken = tmp_path / "checkpoint-3"
-    shutil.copytree(saved.third, broken)
-    if damage == "missing":
-        (broken / name).unlink()
-    else:
-        (broken / name).write_bytes((broken / name).read_bytes()[:-1])
-    result = ranks.run(f"{JOBS}:refused", 2, settings(DP2, tmp_path / "out", broken))
-    assert result.values[0] == result.values[1]
-    assert result.values[0]["error"] == "Corrupt"
-    assert name in result.values[0]["text"]
-    assert not result.values[0]["changed"]
-
-
-def test_a_flipped_bit_is_found_by_a_full_check_only(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
-    broken = tmp_path / "checkpoint-3"
-    shutil.copytree(saved.third, broken)
-    path = broken / "model_state" / "rank-00000.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-    (by_size,) = ranks.run(f"{JOBS}:refused", 1, settings(SINGLE, tmp_path / "size", broken, max_steps=3)).values
-    assert by_size["error"] is None
-    (full,) = ranks.run(
-        f"{JOBS}:refused", 1, settings(SINGLE, tmp_path / "full", broken, max_steps=3, flex_verify="full")
-    ).values
-    assert full["error"] == "Corrupt"
-    assert "model_state/rank-00000.safetensors" in full["text"]
-    assert not full["changed"]
-
-
-def test_no_checkpoint_to_resume_from_is_an_error(ranks: ForkServer, tmp_path: Path) -> None:
-    (found,) = ranks.run(f"{JOBS}:refused", 1, settings(SINGLE, tmp_path, True)).values
-    assert found["error"] == "NotACheckpoint"
-    assert str(tmp_path) in found["text"]
-
-
-def test_contradictory_options_are_refused_by_both_keys(ranks: ForkServer, tmp_path: Path) -> None:
-    arguments = {"save_checkpoint_format": "unified_checkpoint"}
-    (text,) = ranks.run(f"{JOBS}:refused_arguments", 1, {"output_dir": str(tmp_path), "arguments": arguments}).values
-    assert "flex_checkpoint: true and save_checkpoint_format: unified_checkpoint" in text
 
 
 def test_every_option_that_is_compared_exists_in_paddleformers(ranks: ForkServer) -> None:
@@ -711,22 +617,6 @@ def test_secrets_are_not_saved(ranks: ForkServer, tmp_path: Path) -> None:
     ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, max_steps=1, save_steps=1, wandb_api_key="open sesame"))
     for path in (tmp_path / "checkpoint-1").rglob("*.json"):
         assert "open sesame" not in path.read_text()
-
-
-def test_old_checkpoints_beyond_the_limit_go(ranks: ForkServer, tmp_path: Path) -> None:
-    arguments = {"max_steps": 4, "save_steps": 1, "save_total_limit": 2}
-    ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, **arguments))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
-
-
-def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(ranks: ForkServer, tmp_path: Path) -> None:
-    (found,) = ranks.run(f"{JOBS}:run_to_best", 1, {"output_dir": str(tmp_path)}).values
-    best = Path(found["checkpoint"])
-    assert best != tmp_path / "checkpoint-3"
-    assert set(tmp_path.glob("checkpoint-*")) == {best, tmp_path / "checkpoint-3"}
-    # The last step is clearly worse, or keeping its weights would pass.
-    assert found["of_last"] > found["best"] + 0.5
-    assert found["at_end"] == pytest.approx(found["best"], rel=1e-5)
 
 
 def test_the_best_checkpoint_is_found_again_where_a_run_was_moved(ranks: ForkServer, tmp_path: Path) -> None:
