@@ -10,7 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tests.cli.support import flip, run
+from tests.cli.support import run
 from tests.cli.test_plan import stored  # noqa: F401
 from tests.storage.serving import Served, serving
 
@@ -59,12 +59,6 @@ def test_a_checkpoint_and_its_export_are_compared_across_stores(one: Path, serve
     assert (found.code, found.document["not_compared"]) == (0, ["optimizer_state"])
 
 
-def test_an_export_from_a_store_is_that_from_the_directory(four: Path, served: Served, tmp_path: Path) -> None:
-    expected = run("export", four, tmp_path / "a", "--json").document
-    found = run("export", f"{served.url}/checkpoint-3", tmp_path / "b", "--json").document
-    assert found["md5"] == expected["md5"]
-
-
 def test_a_load_from_a_store_is_planned_without_its_tensors(
     stored: Path,  # noqa: F811
     tmp_path: Path,
@@ -73,16 +67,6 @@ def test_a_load_from_a_store_is_planned_without_its_tensors(
     with serving(stored.parent) as served:
         found = run("plan", f"{served.url}/{stored.name}", "--to", "tp=4", "--json").document
     assert {**found, "path": ""} == {**expected, "path": ""}
-
-
-def test_damage_behind_a_url_is_found(served: Served) -> None:
-    path = next((served.root / "checkpoint-3/model_state").iterdir())
-    flip(path, path.stat().st_size - 1)
-    outcome = run("verify", f"{served.url}/checkpoint-3")
-    assert outcome.code == 1
-    assert "does not match its checksum" in outcome.err
-    path.unlink()
-    assert "is missing" in run("inspect", f"{served.url}/checkpoint-3").err
 
 
 def test_what_is_no_checkpoint_behind_a_url_is_told(served: Served) -> None:
@@ -122,17 +106,6 @@ def test_a_file_that_cannot_be_read_is_not_called_wrong(served: Served, ranges_o
     assert (document["error"], document["passed"]) == ("StorageError", False)
     assert "files" in document["not_checked"]
     assert all(check["passed"] for check in document["checks"])
-
-
-def test_damage_is_told_before_what_cannot_be_read(served: Served) -> None:
-    path = served.root / "checkpoint-3/model_state/rank-00000.safetensors"
-    flip(path, path.stat().st_size - 1)
-    size = (served.root / "checkpoint-3/mapping.json").stat().st_size
-    served.answer = lambda data: data + b"more" if len(data) == size else data
-    outcome = run("verify", f"{served.url}/checkpoint-3")
-    assert outcome.code == 1
-    assert "rank-00000.safetensors does not match its checksum" in outcome.err
-    assert "mapping.json cannot be read to the end" in outcome.err
 
 
 def test_a_password_in_a_url_is_not_printed() -> None:

@@ -272,14 +272,6 @@ def test_what_is_read_from_is_never_written_to(place: Path) -> None:
     assert facts(source) == before
 
 
-def test_open_weights_are_never_written_to(place: Path) -> None:
-    export_checkpoint(place / "checkpoint-3", place / "open", 4000)
-    before = facts(place / "open")
-    assert ours.load_open_weights(place / "open", ours.empty()).error is None
-    assert ours.load_open_weights(place / "open", live(canonical(layers=3), 1, 0, empty=True)).error is not None
-    assert facts(place / "open") == before
-
-
 _FIRST = """
 import os, sys, threading
 from pathlib import Path

@@ -205,29 +205,6 @@ def test_without_a_full_check_nothing_is_hashed(checkpoint: Path) -> None:
     assert succeed(2, work) == [0, 0]
 
 
-def test_a_file_that_is_replaced_after_its_blocks_were_compared_is_refused(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from paddleformers_fc.execute import load as loading
-
-    compared = loading.verify_planned_blocks
-
-    def then_replaced(*args: Any) -> int:
-        count = compared(*args)
-        flip(checkpoint / "model_state/rank-00000.safetensors", 3000)
-        return count
-
-    monkeypatch.setattr(loading, "verify_planned_blocks", then_replaced)
-    (error,) = job(
-        1,
-        lambda channel: load_checkpoint(
-            open_on_all_ranks(checkpoint, channel, "full"), live(ARRAYS, 1, 0, empty=True), MODEL, channel
-        ),
-    )
-    assert isinstance(error, Corrupt)
-    assert "was replaced or changed after it was checked" in str(error)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_open_weights_that_are_replaced_after_they_were_opened_are_refused(checkpoint: Path, ranks: int) -> None:
     export_checkpoint(checkpoint, checkpoint.parent / "hf")

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.distributed.rank_format import format_ranks
-from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
+from paddleformers_fc.errors import Corrupt, FlexError
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.opening import check_complete, open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions
@@ -173,14 +172,3 @@ def test_a_full_check_compares_every_file_to_its_last_byte(tmp_path: Path, store
         assert all(isinstance(error, Corrupt) and name in str(error) for error in errors), name
         for path in damaged:
             path.write_bytes(raw)
-
-
-def test_a_checkpoint_that_nobody_sees_is_refused_as_ever(tmp_path: Path) -> None:
-    assert isinstance(refused([tmp_path / "a", tmp_path / "a"]), NotACheckpoint)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 3, 8], "ranks 0-3, 8"), ([1, 3], "ranks 1, 3")]
-)
-def test_ranks_are_named_by_runs(ranks: list[int], text: str) -> None:
-    assert format_ranks(ranks) == text

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from msgspec import structs
 
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.execute import load as loading
@@ -89,25 +87,11 @@ def without_a_part(planned: CachedPlan) -> CachedPlan:
     return replace(planned, plan=replace(planned.plan, items=tuple(one for one in items if one is not part)))
 
 
-def into_no_shard(planned: CachedPlan) -> CachedPlan:
-    first, *others = planned.plan.items
-    return replace(planned, plan=replace(planned.plan, items=(structs.replace(first, name="no.such"), *others)))
-
-
-def out_of_another_file(planned: CachedPlan) -> CachedPlan:
-    first, *others = planned.plan.items
-    stored = structs.replace(first.stored, file="model_state/rank-00009.safetensors")
-    return replace(planned, plan=replace(planned.plan, items=(structs.replace(first, stored=stored), *others)))
-
-
-@pytest.mark.parametrize("forge", [without_a_part, into_no_shard, out_of_another_file])
-def test_a_plan_that_does_not_fit_is_as_good_as_none_though_its_file_is_sound(
-    tmp_path: Path, checkpoint: Path, forge: Callable[[CachedPlan], CachedPlan]
-) -> None:
+def test_a_plan_that_does_not_fit_is_as_good_as_none_though_its_file_is_sound(tmp_path: Path, checkpoint: Path) -> None:
     model, known = laid_out("dp=1"), PlanCache()
     expected = bits(loaded(checkpoint, model, known))
     ((key, planned),) = known._held.items()
-    PlanCache(tmp_path).keep(key, forge(planned))
+    PlanCache(tmp_path).keep(key, without_a_part(planned))
     (forged,) = (path.read_bytes() for path in tmp_path.iterdir())
     assert bits(loaded(checkpoint, model, PlanCache(tmp_path))) == expected
     (written,) = (path.read_bytes() for path in tmp_path.iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,14 @@ from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.read_pool import ReadOptions, ReadPool
+from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
-from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.paths import AnyPath, parse_path
-from paddleformers_fc.storage.regions import Region
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
-from tests.harness.limits import LIMIT
 from tests.storage.serving import Served, serving
 
 ARRAYS = canonical()
@@ -97,17 +93,6 @@ def test_a_file_that_is_replaced_between_check_and_read_stops_every_rank(served:
     assert "was replaced or changed" in outcomes[0].what
 
 
-def test_a_file_that_is_replaced_while_threads_read_it_is_refused_at_the_end(served: Served, tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(bytes(100))
-    path = parse_path(f"{served.url}/data")
-    with contextlib.ExitStack() as stack:
-        pool, out = stack.enter_context(ReadPool(identities=identities_of([path]))), np.zeros(10, np.uint8)
-        pool.begin(Region(path, 0, (100,), (0,), (10,), out.dtype), out).result(LIMIT)
-        (tmp_path / "data").write_bytes(bytes(99) + b"x")
-        with pytest.raises(Corrupt, match="was replaced or changed"):
-            stack.close()
-
-
 def test_a_store_that_fails_is_one_error_on_every_rank(served: Served) -> None:
     served.refuse["mapping.json"] = 503
     outcomes = load(parse_path(f"{served.url}/checkpoint-3"), 2, 1, ReadOptions())
@@ -116,32 +101,6 @@ def test_a_store_that_fails_is_one_error_on_every_rank(served: Served) -> None:
 
 
 HEIGHT, WIDTH = 64, 256 * 1024
-
-
-def test_a_store_without_ranges_is_no_damage_for_a_load_that_verifies(served: Served) -> None:
-    size = (served.root / "checkpoint-3/mapping.json").stat().st_size
-    served.answer = lambda data: data + b"more" if len(data) == size else data
-    outcomes = job(2, lambda channel: open_on_all_ranks(parse_path(f"{served.url}/checkpoint-3"), channel, "full"))
-    assert [type(outcome) for outcome in outcomes] == [StorageError, StorageError]
-    assert str(outcomes[0]) == str(outcomes[1])
-    assert "does not answer range requests" in str(outcomes[0])
-
-
-def test_a_tensor_parallel_slice_takes_its_bytes_and_a_bounded_number_of_requests(tmp_path: Path) -> None:
-    """Rows of half a MiB each, cut in two: what one of two ranks reads, and how often it asks."""
-    arrays = {"long": np.arange(HEIGHT * WIDTH, dtype=np.float32).reshape(HEIGHT, WIDTH)}
-
-    (tmp_path / "data").write_bytes(arrays["long"].tobytes())
-    half = WIDTH // 2
-    box, own = Box((0, half), (HEIGHT, WIDTH)), Box((0, 0), (HEIGHT, half))
-    item = ReadItem("r", "n", StoredPart("data", 0, (HEIGHT, WIDTH), box, "float32"), 0, (HEIGHT, half), own, (0, 1))
-    out = np.zeros(HEIGHT * half, np.float32)
-    with serving(tmp_path) as served:
-        plan = LoadPlan((item,), (), {}, Report())
-        execute_reads(plan, parse_path(served.url), {("r", "n"): ArraySlot(out)})
-        assert np.array_equal(out.reshape(HEIGHT, half), arrays["long"][:, half:])
-        assert served.bytes <= 1.05 * out.nbytes
-        assert len(served.ranges) <= HEIGHT
 
 
 def test_thousands_of_small_tensors_are_few_requests(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ from paddleformers_fc.storage.names import ASIDE, REMOVED, hidden_name, parse_hi
 from paddleformers_fc.storage.staging_lock import OWNER_NAME, PARTIAL_OWNER_NAME
 from tests.crash.refusals import with_own_mounts
 from tests.storage.support import (
-    STATE,
     WEIGHTS,
     Crash,
     Machine,
@@ -281,14 +280,6 @@ def test_two_processes_that_clean_at_the_same_time_do_not_disturb_each_other(
     assert [one.path for one in clean_unfinished(tmp_path)[0]] == [leftover]
     monkeypatch.setattr(commit_module, "unfinished", lambda output_dir: found)
     assert clean_unfinished(tmp_path) == ([], [])
-
-
-def test_a_rank_that_comes_too_late_does_not_bring_staging_back(tmp_path: Path) -> None:
-    staging = create_staging(tmp_path / "checkpoint-5")
-    discard(staging)
-    with pytest.raises(StorageError, match="ENOENT"):
-        write_file(staging / STATE, b"late", root=staging)
-    assert names_in(tmp_path) == []
 
 
 def test_a_removed_checkpoint_loses_its_name_first(tmp_path: Path) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from paddleformers_fc.storage.commit import clean_unfinished, commit, recover, remove_checkpoint
-from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, write_manifest
+from paddleformers_fc.storage.manifest import newest_checkpoint
 from tests.storage.support import (
     Crash,
     Machine,
     a_dead_process,
-    manifest_of,
     names_in,
     running_on,
     save,
@@ -154,24 +153,3 @@ def test_a_crash_while_recovering_can_be_recovered_from(tmp_path: Path, after: b
             survives(output_dir)
             return
     raise AssertionError("recovering never ends")
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_crash_while_a_manifest_is_written_leaves_the_old_or_the_new_one(tmp_path: Path, after: bool) -> None:
-    old, new = manifest_of([], step=OLD), manifest_of([], step=NEW)
-    for number in range(10_000):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        write_manifest(directory, old)
-        machine = Machine(number, after=after)
-        try:
-            with running_on(machine):
-                write_manifest(directory, new)
-        except Crash:
-            machine.lose_power(directory)
-            assert read_manifest(directory) in (old, new)
-        else:
-            assert read_manifest(directory) == new
-            assert machine.log[-1] == ("sync", str(directory))
-            return
-    raise AssertionError("writing never ends")

@@ -14,7 +14,7 @@ from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, veri
 from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.storage.ranges import RangeReader
 from tests.storage.buckets import CREDENTIALS, Bucket
-from tests.storage.support import STATE, WEIGHTS, save
+from tests.storage.support import STATE, save
 
 
 def test_names_of_a_bucket_are_looked_at_and_listed_as_in_a_directory(bucket: Bucket) -> None:
@@ -49,20 +49,6 @@ def test_a_range_of_an_object_arrives_and_nothing_else_is_sent(bucket: Bucket) -
         reader.read_into(path, 777, array)
     assert array.tobytes() == data[777:1777]
     assert bucket.store.answers == [(f"/{bucket.path.name}/data", 1000)]
-
-
-def test_a_checkpoint_of_a_bucket_is_verified_at_every_level(bucket: Bucket, tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", 7)
-    directory = bucket.upload(tmp_path / "checkpoint-3")
-    listed = read_manifest(directory)
-    for level in ("off", "size", "full"):
-        verify_files(directory, listed, level)
-    damaged = bytearray((tmp_path / "checkpoint-3" / WEIGHTS).read_bytes())
-    damaged[-1] ^= 1
-    bucket.put(f"checkpoint-3/{WEIGHTS}", bytes(damaged))
-    verify_files(directory, listed, "size")
-    with pytest.raises(Corrupt, match="does not match its checksum in 1 of"):
-        verify_files(directory, listed, "full")
 
 
 def test_a_missing_object_is_named(bucket: Bucket, tmp_path: Path) -> None:
