@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -63,37 +64,23 @@ def one_by_one(canonical: Arrays, layer: int = 0) -> tuple[list[Any], list[Any],
     return gate, up, down
 
 
-def test_experts_are_stacked_one_behind_the_other_along_the_rows() -> None:
+@pytest.mark.parametrize(
+    ("axis", "new", "joined"),
+    [
+        pytest.param(0, False, np.concatenate, id="one behind the other along the rows"),
+        pytest.param(0, True, np.stack, id="on an axis of their own"),
+        pytest.param(1, False, np.hstack, id="along the columns"),
+    ],
+)
+def test_experts_are_stacked_as_declared(axis: int, new: bool, joined: Callable[[list[Any]], Any]) -> None:
     name = "model.layers.{layer}.stack"
     canonical, model = both_ways(
-        bound(declared(stacked(f"{name}1", 0, False, GATE_UP), stacked(f"{name}2", 0, False, DOWN)))
-    )
-    gate, up, down = one_by_one(canonical)
-    rows = [np.concatenate(pair, axis=1) for pair in zip(gate, up, strict=True)]
-    assert np.array_equal(model["model.layers.0.stack1"], np.concatenate(rows))
-    assert np.array_equal(model["model.layers.0.stack2"], np.concatenate(down))
-
-
-def test_experts_are_stacked_on_an_axis_of_their_own() -> None:
-    name = "model.layers.{layer}.stack"
-    canonical, model = both_ways(
-        bound(declared(stacked(f"{name}1", 0, True, GATE_UP), stacked(f"{name}2", 0, True, DOWN)))
-    )
-    gate, up, down = one_by_one(canonical)
-    rows = [np.concatenate(pair, axis=1) for pair in zip(gate, up, strict=True)]
-    assert np.array_equal(model["model.layers.0.stack1"], np.stack(rows))
-    assert np.array_equal(model["model.layers.0.stack2"], np.stack(down))
-
-
-def test_experts_are_stacked_along_the_columns() -> None:
-    name = "model.layers.{layer}.stack"
-    canonical, model = both_ways(
-        bound(declared(stacked(f"{name}1", 1, False, GATE_UP), stacked(f"{name}2", 1, False, DOWN)))
+        bound(declared(stacked(f"{name}1", axis, new, GATE_UP), stacked(f"{name}2", axis, new, DOWN)))
     )
     gate, up, down = one_by_one(canonical)
     pairs = [np.concatenate(pair, axis=1) for pair in zip(gate, up, strict=True)]
-    assert np.array_equal(model["model.layers.0.stack1"], np.concatenate(pairs, axis=1))
-    assert np.array_equal(model["model.layers.0.stack2"], np.concatenate(down, axis=1))
+    assert np.array_equal(model["model.layers.0.stack1"], joined(pairs))
+    assert np.array_equal(model["model.layers.0.stack2"], joined(down))
 
 
 def test_experts_kept_as_stored_lie_gate_over_up() -> None:

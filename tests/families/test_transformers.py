@@ -13,7 +13,6 @@ import pytest
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import OptionalNames, bind, enumerate_tensors, family_for
-from paddleformers_fc.families.text import aoa_text
 from tests.families.spaces import model_of
 
 CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("transformers.json").read_text())
@@ -47,15 +46,6 @@ def test_the_tensors_of_a_family_are_those_that_transformers_writes(case: str, i
     optional = OptionalNames(family_for(config), model_of(config))
     found = canonical(config)
     assert {name: shape for name, shape in found.items() if name in stored or name not in optional} == stored
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_configuration_of_transformers_gives_statements_in_both_directions(case: str) -> None:
-    config = settings(case, is_fleet=True)
-    family = family_for(config)
-    tensors = [tensor.under() for tensor in enumerate_tensors(family, model_of(config))]
-    assert aoa_text(family, model_of(config), tensors)
-    assert aoa_text(family, model_of(config), tensors, reverse=True)
 
 
 def renamed(case: str, old: str, new: str) -> dict[str, Any]:
