@@ -27,7 +27,7 @@ from paddleformers_fc.execute.export import (
     export_opened,
     refuse_target,
 )
-from paddleformers_fc.execute.verification import Verification, verify_checkpoint
+from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
 from paddleformers_fc.layout.shards import Shard

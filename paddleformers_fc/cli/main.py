@@ -119,7 +119,7 @@ def verify(
     import msgspec
 
     from paddleformers_fc.cli import verification
-    from paddleformers_fc.execute.verification import verify_checkpoint
+    from paddleformers_fc.execute.verify import verify_checkpoint
 
     source = _named(directory)
     with output.working(f"checking {source}"):

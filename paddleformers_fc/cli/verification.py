@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paddleformers_fc.execute.verification import Verification
+from paddleformers_fc.execute.verify import Verification
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, broadcast, gather_and_keep, run_on_all
-from paddleformers_fc.execute.staging import StagingDirectory
+from paddleformers_fc.execute.staging_directory import StagingDirectory
 from paddleformers_fc.formats.flex import MAPPING_NAME
-from paddleformers_fc.storage.commit import prepare_commit, publish_name
+from paddleformers_fc.storage.commit import finish_commit, prepare_commit
 from paddleformers_fc.storage.files import read_file, write_file
 from paddleformers_fc.storage.manifest import FileChecksum, Manifest, write_manifest
 
@@ -96,7 +96,7 @@ def commit_on_all(
     def commit() -> list[bytes]:
         if not is_lead:
             return []
-        committed = publish_name(staged.path, directory)
+        committed = finish_commit(staged.path, directory)
         return [os.fsencode(path) for path in (*committed.kept, *committed.left)]
 
     run_on_all(channel, "finishing", prepare)

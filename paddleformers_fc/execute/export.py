@@ -43,7 +43,7 @@ from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadPool, run_wo
 from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
 from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed, read_redistributed
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
-from paddleformers_fc.execute.staging import staging_beside
+from paddleformers_fc.execute.staging_directory import staging_beside
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats.checkpoint import REFUSE, OpenedCheckpoint, not_a_flex_checkpoint
 from paddleformers_fc.formats.flex import MAPPING_NAME
@@ -53,9 +53,9 @@ from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, Report, canonical_layout, canonical_source, plan_reads
-from paddleformers_fc.storage.blocks import digest_of
+from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.checksum import BlockHasher
-from paddleformers_fc.storage.commit import discard, publish, replace as replace_files, staging_parent
+from paddleformers_fc.storage.commit import commit_export, discard, replace_export, staging_parent
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, write_checksums
 from paddleformers_fc.storage.file_checksums import FileChecksum
@@ -615,9 +615,9 @@ def _finish(
     receipts = [write_file(staging / name, data, root=staging) for name, data in texts.items()]
     write_checksums(staging, [*written, *(one for one in receipts if one.path != RUN_ARGUMENTS)])
     if target.is_dir() and list_directory(target):
-        replace_files(staging, target, (INDEX_NAME, SINGLE_NAME), _is_weight_file)
+        replace_export(staging, target, (INDEX_NAME, SINGLE_NAME), _is_weight_file)
     else:
-        publish(staging, target)
+        commit_export(staging, target)
 
 
 def described_files(checkpoint: OpenedCheckpoint) -> list[str]:

@@ -20,7 +20,7 @@ from paddleformers_fc.aoa import AoaTensor
 from paddleformers_fc.distributed.channel import Channel, ConsistencyFacts, all_gather_checked, gather_and_keep
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.integrity import verify_metadata_blocks, verify_planned_blocks
+from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_planned_blocks
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadOptions

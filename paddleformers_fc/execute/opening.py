@@ -29,7 +29,7 @@ from paddleformers_fc.distributed.channel import (
 )
 from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
-from paddleformers_fc.execute.integrity import verify_metadata_blocks, verify_whole_files
+from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_whole_files
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, StoredShard
 from paddleformers_fc.formats.flex import (
     DOCUMENTS,

@@ -41,7 +41,7 @@ from paddleformers_fc.execute.save_plan import (
     build_save_plan,
     digest,
 )
-from paddleformers_fc.execute.staging import StagingDirectory, staging_beside
+from paddleformers_fc.execute.staging_directory import StagingDirectory, staging_beside
 from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.bind import tied_names

@@ -15,7 +15,7 @@
 ``prefetch``          ranges of remote files in few large requests
 ``vectored_read``     many short ranges in few system calls
 ``regions``           boxes of a stored tensor, read into any strided array
-``blocks``            comparison of block checksums
+``block_checksums``   comparison of block checksums
 ``names``             names of the directories beside a checkpoint
 ``staging_lock``      the process that owns a staging directory, and whether it is alive
 ``manifest``          ``flex_checkpoint.json``: content and verification of a checkpoint

@@ -73,9 +73,9 @@ from paddleformers_fc.storage.names import (
 from paddleformers_fc.storage.staging_lock import (
     OWNER_NAME,
     PARTIAL_OWNER_NAME,
-    Liveness,
+    ProcessState,
     is_own,
-    liveness_of,
+    process_state,
     read_owner,
     write_owner,
 )
@@ -180,7 +180,7 @@ def commit(staging: Path, target: Path) -> Committed:
         StorageError: the operating system refused. ``target`` is the old or the new checkpoint, never a mixture.
     """
     prepare_commit(staging, target)
-    return publish_name(staging, target)
+    return finish_commit(staging, target)
 
 
 def prepare_commit(staging: Path, target: Path, elsewhere: Collection[str] = ()) -> None:
@@ -199,7 +199,7 @@ def prepare_commit(staging: Path, target: Path, elsewhere: Collection[str] = ())
         fsync_directory(directory)
 
 
-def publish_name(staging: Path, target: Path) -> Committed:
+def finish_commit(staging: Path, target: Path) -> Committed:
     """The rest of :func:`commit`: the name, for a directory that is ready."""
     _check_pair(staging, target)
     displaced = _displacing(staging, target)
@@ -209,7 +209,7 @@ def publish_name(staging: Path, target: Path) -> Committed:
     return Committed(target, tuple(kept), tuple(path for path in map(_try_remove, old) if path is not None))
 
 
-def publish(staging: Path, target: Path) -> None:
+def commit_export(staging: Path, target: Path) -> None:
     """Give a staging directory without a manifest (an export) its final name, durably.
 
     Args:
@@ -235,7 +235,7 @@ def publish(staging: Path, target: Path) -> None:
     _settle(target)
 
 
-def replace(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
+def replace_export(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
     """Let a staging directory without a manifest (an export) take the place of an older one, durably.
 
     Where the target holds nothing but files, it and the staging directory are exchanged in one step, and at every
@@ -362,7 +362,7 @@ def recover(output_dir: Path) -> list[Path]:
     recovered: list[Path] = []
     for path in list_directory(output_dir):
         parsed = parse_hidden(path)
-        if parsed is None or parsed[1] != ASIDE or _life(path) is Liveness.ALIVE:
+        if parsed is None or parsed[1] != ASIDE or _owner_state(path) is ProcessState.ALIVE:
             continue
         target = parsed[0]
         if not _is_finished(path) or _is_taken(target):
@@ -594,10 +594,10 @@ def _is_in_the_way(error: StorageError) -> bool:
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _IN_THE_WAY
 
 
-def _life(directory: Path) -> Liveness | None:
+def _owner_state(directory: Path) -> ProcessState | None:
     """Whether the directory's owner lives; None if it has no readable record."""
     owner = read_owner(directory)
-    return None if owner is None else liveness_of(owner)
+    return None if owner is None else process_state(owner)
 
 
 def _leftover_of(path: Path, target: Path, state: str) -> Leftover:
@@ -620,30 +620,30 @@ def _judged_kept(path: Path, target: Path) -> Leftover:
 
 
 def _judge_leftover(path: Path, target: Path, state: str) -> Leftover:
-    found = _judge_life(path, target, state)
-    alive = _life(path) is Liveness.ALIVE
+    found = _judge_owner(path, target, state)
+    alive = _owner_state(path) is ProcessState.ALIVE
     # A checkpoint that has only lost its name is one.
     lost = state != REMOVED and _is_finished(path) and not _is_finished(target)
     return changed(found, removable=found.disposable or not (alive or lost))
 
 
-def _judge_life(path: Path, target: Path, state: str) -> Leftover:
-    life = _life(path)
+def _judge_owner(path: Path, target: Path, state: str) -> Leftover:
+    owner_state = _owner_state(path)
     if state == REMOVED:
         return Leftover(path, target, "Its deletion was interrupted.", True)
-    if life is Liveness.ALIVE or life is Liveness.UNKNOWN:
+    if owner_state is ProcessState.ALIVE or owner_state is ProcessState.UNKNOWN:
         owner = read_owner(path)
         who = f"process {owner.pid} on {owner.host}" if owner else "a process"
-        runs = "runs" if life is Liveness.ALIVE else "may run: it was started elsewhere"
+        runs = "runs" if owner_state is ProcessState.ALIVE else "may run: it was started elsewhere"
         return Leftover(path, target, f"It belongs to {who}, which {runs}.", False)
-    if life is None and _is_finished(path):
+    if owner_state is None and _is_finished(path):
         if _is_finished(target):
             return Leftover(path, target, "It was replaced by a newer save of the same step.", True)
         if state == ASIDE:
             return Leftover(path, target, f"It is complete; recover() gives it the name {target.name} back.", False)
         why = f"It is complete, and the save that replaced it is gone; rename it to {target.name}, or delete it."
         return Leftover(path, target, why, False)
-    if life is Liveness.DEAD:
+    if owner_state is ProcessState.DEAD:
         return Leftover(path, target, "Its process died before it was finished.", True)
     if state == UNFINISHED and all(entry.name == PARTIAL_OWNER_NAME for entry in list_directory(path)):
         return Leftover(path, target, "It is empty.", True, nameless=True)

@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.storage.blocks import BlockComparison, compare_blocks
+from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
 from paddleformers_fc.storage.file_checksums import FileChecksum, is_document, receipt_faults, size_fault
 from paddleformers_fc.storage.files import exists, map_paths, stat_path, write_file
 from paddleformers_fc.storage.json_io import read_document, read_recorded

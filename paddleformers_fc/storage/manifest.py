@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, Diverged, FormatError, NotACheckpoint, OptionError
-from paddleformers_fc.storage.blocks import BlockComparison, compare_blocks
+from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
 from paddleformers_fc.storage.file_checksums import FileChecksum, is_document, receipt_faults, size_fault
 from paddleformers_fc.storage.files import (
     fsync_directory,

@@ -33,7 +33,7 @@ _ENDED = ("Z", "X")
 _MAX_BYTES = 64 * 1024
 
 
-class Liveness(enum.Enum):
+class ProcessState(enum.Enum):
     """What is known of a process."""
 
     ALIVE = "alive"
@@ -93,18 +93,18 @@ def is_own(directory: Path) -> bool:
     return read_owner(directory) == this_process()
 
 
-def liveness_of(owner: Owner) -> Liveness:
+def process_state(owner: Owner) -> ProcessState:
     """Whether ``owner`` still runs, as far as this process can prove it."""
     here = this_process()
     if not owner.boot or owner.boot != here.boot or owner.namespace != here.namespace:
-        return Liveness.UNKNOWN
+        return ProcessState.UNKNOWN
     if not _exists(owner.pid) or next(iter(_status(owner.pid)), "") in _ENDED:
-        return Liveness.DEAD
+        return ProcessState.DEAD
     started = _started(owner.pid)
     if not started or not owner.started:
-        return Liveness.UNKNOWN
+        return ProcessState.UNKNOWN
     # Another start time: the number now belongs to another process.
-    return Liveness.ALIVE if started == owner.started else Liveness.DEAD
+    return ProcessState.ALIVE if started == owner.started else ProcessState.DEAD
 
 
 def _boot() -> str:

@@ -251,7 +251,7 @@ def _owner(directory: Path) -> Target:
         path.write_bytes(raw)
         found = staging_lock.read_owner(place)
         if found is not None:
-            staging_lock.liveness_of(found)
+            staging_lock.process_state(found)
 
     return Target((json.loads(msgspec.json.encode(staging_lock.this_process())),), use)
 

@@ -23,7 +23,7 @@ from paddleformers_fc.execute.memory import HostPieces, host_pieces
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, commit, config_bytes, save_checkpoint, snapshot, write
 from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, SavePlan, SavePlanCache
-from paddleformers_fc.execute.staging import staging_beside
+from paddleformers_fc.execute.staging_directory import staging_beside
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.manifest import read_manifest

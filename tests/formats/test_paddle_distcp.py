@@ -19,7 +19,7 @@ from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
 from paddleformers_fc.execute.difference import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.verification import verify_checkpoint
+from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, open_distcp

@@ -8,7 +8,7 @@ ATTENDANCE = ("tests/distributed/test_liveness.py",)
 CHANNEL = ("tests/distributed/test_channel.py",)
 DISKS = ("tests/execute/test_disks.py",)
 EXCHANGE = ("tests/execute/test_redistribute.py",)
-INTEGRITY = ("tests/execute/test_integrity.py",)
+CHECKSUMS = ("tests/execute/test_collective_checksums.py",)
 OPENING = ("tests/execute/test_opening.py",)
 READING = ("tests/execute/test_reading.py",)
 REPLICAS = ("tests/execute/test_replicas.py",)
@@ -183,7 +183,7 @@ MUTANTS = (
         "execute/load.py",
         "    checked = check(plan)\n",
         "    checked = 0\n",
-        INTEGRITY,
+        CHECKSUMS,
         "under full verification the blocks that are read are not compared",
     ),
     Mutant(
@@ -437,24 +437,24 @@ MUTANTS = (
     ),
     # ---- Integrity, opening, disks, finishing.
     Mutant(
-        "execute/integrity.py",
+        "execute/collective_checksums.py",
         "        refuse_failed(channel, [one.refusal for one in everyone])",
         "        pass",
-        INTEGRITY,
+        CHECKSUMS,
         "what may not be read is called damaged",
     ),
     Mutant(
-        "execute/integrity.py",
+        "execute/collective_checksums.py",
         "        mine = [one for index, one in enumerate(files) if index % channel.world_size == channel.rank]",
         "        mine = [one for index, one in enumerate(files) if index % (channel.world_size + 1) == channel.rank]",
-        INTEGRITY,
+        CHECKSUMS,
         "no rank compares some headers",
     ),
     Mutant(
-        "execute/integrity.py",
+        "execute/collective_checksums.py",
         "    return range(-(-end // receipt.block_bytes))",
         "    return range(end // receipt.block_bytes)",
-        INTEGRITY,
+        CHECKSUMS,
         "the block in which a header ends is not compared",
     ),
     Mutant(
@@ -486,7 +486,7 @@ MUTANTS = (
         "a rank that does not see what it put down itself is asked for ever",
     ),
     Mutant(
-        "execute/staging.py",
+        "execute/staging_directory.py",
         "    except BaseException:\n",
         "    except StorageError:\n",
         ("tests/execute/test_save_and_load.py", "tests/execute/test_save_plan.py", "tests/execute/test_replicas.py"),
@@ -511,7 +511,7 @@ MUTANTS = (
         "execute/export.py",
         '        if checkpoint.unread and checkpoint.commit_record is not None:\n            verify_files(source, checkpoint.commit_record, "full")',
         "        pass",
-        INTEGRITY,
+        CHECKSUMS,
         "an export under full verification writes a flipped bit",
     ),
     Mutant(

@@ -95,7 +95,7 @@ MUTANTS = (
         "formats/huggingface.py",
         "    catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)",
         "    catalog = Catalog(directory, {MODEL_STATE: tensors})",
-        ("tests/execute/test_integrity.py",),
+        ("tests/execute/test_collective_checksums.py",),
         "open weights that are replaced while they are loaded are not noticed",
     ),
     Mutant(

@@ -138,7 +138,7 @@ MUTANTS = (
         "storage/ranges.py",
         "            refuse_replaced(file, self._identities)\n",
         "            pass\n",
-        ("tests/execute/test_integrity.py", "tests/execute/test_hygiene.py"),
+        ("tests/execute/test_collective_checksums.py", "tests/execute/test_hygiene.py"),
         "a file that was replaced after the check is read",
     ),
     Mutant(
@@ -159,7 +159,7 @@ MUTANTS = (
         "storage/identity.py",
         "return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)",
         "return FileIdentity(status.st_dev, 0, status.st_size, 0)",
-        ("tests/execute/test_integrity.py",),
+        ("tests/execute/test_collective_checksums.py",),
         "another file of the same size passes for the one that was checked",
     ),
     Mutant(
@@ -228,7 +228,7 @@ MUTANTS = (
         "the checksum of a block is that of all before it",
     ),
     Mutant(
-        "storage/blocks.py",
+        "storage/block_checksums.py",
         "                except StorageError as error:\n                    with lock:\n"
         "                        found.refusals[span.receipt.path] = error",
         "                except StorageError:\n                    pass",
@@ -236,14 +236,14 @@ MUTANTS = (
         "a full verification passes although every read fails",
     ),
     Mutant(
-        "storage/blocks.py",
+        "storage/block_checksums.py",
         "        for first in range(0, len(numbers), count):",
         "        for first in range(0, len(numbers) - 1, count):",
         MANIFEST,
         "the last block of a file is not compared where it is alone in a span",
     ),
     Mutant(
-        "storage/blocks.py",
+        "storage/block_checksums.py",
         "        end = min(position + receipt.block_bytes, receipt.size)",
         "        end = min(position + receipt.block_bytes, receipt.size - 1)",
         MANIFEST,
@@ -323,8 +323,8 @@ MUTANTS = (
     # ---- Commit.
     Mutant(
         "storage/commit.py",
-        "    for directory in directories_within(staging):\n        fsync_directory(directory)\n\n\ndef publish_name",
-        "\n\ndef publish_name",
+        "    for directory in directories_within(staging):\n        fsync_directory(directory)\n\n\ndef finish_commit",
+        "\n\ndef finish_commit",
         CRASH,
         "the entries of a checkpoint's directories are not brought to the device before its name",
     ),
@@ -401,8 +401,8 @@ MUTANTS = (
     # ---- Owners.
     Mutant(
         "storage/staging_lock.py",
-        "return Liveness.ALIVE if started == owner.started else Liveness.DEAD",
-        "return Liveness.ALIVE",
+        "return ProcessState.ALIVE if started == owner.started else ProcessState.DEAD",
+        "return ProcessState.ALIVE",
         OWNER,
         "a process number that was given again keeps a dead save's directory",
     ),

@@ -19,9 +19,9 @@ from paddleformers_fc.storage.commit import (
     Committed,
     clean_unfinished,
     commit,
+    commit_export,
     create_staging,
     discard,
-    publish,
     recover,
     remove_checkpoint,
     replace,
@@ -297,7 +297,7 @@ def test_an_export_is_published_whole(tmp_path: Path) -> None:
     (staging / "tokenizer.json").write_text("{}")
     machine = Machine()
     with running_on(machine):
-        publish(staging, tmp_path / "export")
+        commit_export(staging, tmp_path / "export")
     assert names_in(tmp_path) == ["export"]
     assert names_in(tmp_path / "export") == ["tokenizer.json"]
     named = machine.log.index(("rename", str(tmp_path / "export")))
@@ -309,10 +309,10 @@ def test_an_export_replaces_nothing(tmp_path: Path) -> None:
     (tmp_path / "export" / "model.safetensors").write_text("theirs")
     staging = create_staging(tmp_path / "export")
     with pytest.raises(StorageError, match="exists already and is not empty"):
-        publish(staging, tmp_path / "export")
+        commit_export(staging, tmp_path / "export")
     assert (tmp_path / "export" / "model.safetensors").read_text() == "theirs"
     (tmp_path / "export" / "model.safetensors").unlink()
-    publish(staging, tmp_path / "export")
+    commit_export(staging, tmp_path / "export")
 
 
 def leftover_of(process: staging_lock.Owner, target: Path) -> Path:

@@ -14,9 +14,9 @@ import pytest
 from paddleformers_fc.storage import staging_lock
 from paddleformers_fc.storage.staging_lock import (
     OWNER_NAME,
-    Liveness,
     Owner,
-    liveness_of,
+    ProcessState,
+    process_state,
     read_owner,
     this_process,
     write_owner,
@@ -32,7 +32,7 @@ input()
 
 
 def test_this_process_is_alive() -> None:
-    assert liveness_of(this_process()) is Liveness.ALIVE
+    assert process_state(this_process()) is ProcessState.ALIVE
 
 
 def test_another_running_process_is_alive_until_it_ends() -> None:
@@ -43,27 +43,27 @@ def test_another_running_process_is_alive_until_it_ends() -> None:
         assert process.stdout
         other = msgspec.json.decode(process.stdout.readline(), type=Owner)
         assert other.pid == process.pid
-        assert liveness_of(other) is Liveness.ALIVE
+        assert process_state(other) is ProcessState.ALIVE
         process.stdin.close()
         process.wait()
-        assert liveness_of(other) is Liveness.DEAD
+        assert process_state(other) is ProcessState.DEAD
 
 
 def test_a_reused_process_number_is_not_the_process() -> None:
-    assert liveness_of(msgspec.structs.replace(this_process(), started="1")) is Liveness.DEAD
+    assert process_state(msgspec.structs.replace(this_process(), started="1")) is ProcessState.DEAD
 
 
 @pytest.mark.parametrize(
     "change", [{"boot": "another-boot"}, {"boot": ""}, {"namespace": "pid:[1]"}], ids=lambda change: next(iter(change))
 )
 def test_elsewhere_nothing_is_proved(change: dict[str, str]) -> None:
-    assert liveness_of(msgspec.structs.replace(a_dead_process(), **change)) is Liveness.UNKNOWN
+    assert process_state(msgspec.structs.replace(a_dead_process(), **change)) is ProcessState.UNKNOWN
 
 
 def test_a_hidden_process_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = this_process()
     monkeypatch.setattr(staging_lock, "_started", lambda pid: "")
-    assert liveness_of(recorded) is Liveness.UNKNOWN
+    assert process_state(recorded) is ProcessState.UNKNOWN
 
 
 def test_a_process_that_may_not_be_signalled_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_process_that_may_not_be_signalled_is_not_taken_for_dead(monkeypatch: 
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "kill", refuse)
-    assert liveness_of(this_process()) is Liveness.ALIVE
+    assert process_state(this_process()) is ProcessState.ALIVE
 
 
 def test_a_program_name_with_spaces_and_parentheses_does_not_confuse(
@@ -102,7 +102,7 @@ def test_a_process_that_has_ended_is_dead_though_its_parent_has_not_asked() -> N
         started = stat.read_text().rpartition(")")[2].split()[19]
         here = staging_lock.this_process()
         it = staging_lock.Owner(here.host, process.pid, here.boot, here.namespace, started)
-        assert staging_lock.liveness_of(it) is staging_lock.Liveness.ALIVE
+        assert staging_lock.process_state(it) is staging_lock.ProcessState.ALIVE
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert staging_lock.liveness_of(it) is staging_lock.Liveness.DEAD
+        assert staging_lock.process_state(it) is staging_lock.ProcessState.DEAD

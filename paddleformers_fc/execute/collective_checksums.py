@@ -24,7 +24,7 @@ from paddleformers_fc.formats import Catalog
 from paddleformers_fc.formats.flex import DOCUMENTS
 from paddleformers_fc.plan import LoadPlan
 from paddleformers_fc.plan.blocks import blocks_read
-from paddleformers_fc.storage.blocks import BlockComparison, compare_blocks
+from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
 from paddleformers_fc.storage.file_checksums import FileChecksum, is_document
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.manifest import RESTORE
