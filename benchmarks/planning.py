@@ -112,18 +112,18 @@ def held_by(model: SimulatedModel, rank: int, roles: tuple[str, ...]) -> Roles:
 
 def write_checkpoint(directory: Path, model: SimulatedModel, roles: tuple[str, ...]) -> None:
     """What a save writes, with holes for the tensors and zeros for their checksums."""
-    receipts: list[FileChecksum] = []
+    checksums: list[FileChecksum] = []
     shares = assign_writers([held_by(model, rank, roles) for rank in range(model.grid.world_size)])
     for rank, pieces in enumerate(shares):
         for role in roles:
             shards = {piece.shard.name: piece.shard for piece in pieces if piece.role == role}
             if shards:
-                receipts.append(_write_holes(directory, f"{role}/rank-{rank:05d}.safetensors", shards))
+                checksums.append(_write_holes(directory, f"{role}/rank-{rank:05d}.safetensors", shards))
     for name, data in (
         ("mapping.json", encode_mapping(model.model, model.rules)),
         ("config.json", config_bytes(model.model.config)),
     ):
-        receipts.append(write_file(directory / name, data, root=directory))
+        checksums.append(write_file(directory / name, data, root=directory))
     manifest = Manifest(
         written_by="benchmark",
         step=1,
@@ -132,7 +132,7 @@ def write_checkpoint(directory: Path, model: SimulatedModel, roles: tuple[str, .
         parallel={},
         family=model.family.name,
         aoa={},
-        files=receipts,
+        files=checksums,
     )
     write_manifest(directory, manifest)
 

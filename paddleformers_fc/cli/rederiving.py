@@ -116,8 +116,8 @@ def _store(directory: Path, checkpoint: OpenedCheckpoint, mapping: bytes) -> Non
                     where=str(path),
                     next_step="Copy the checkpoint to another file system and derive its mapping there.",
                 )
-        receipt = write_file(staging / MAPPING_NAME, mapping, root=staging)
-        files = [receipt if one.path == MAPPING_NAME else one for one in checkpoint.manifest.files]
+        checksum = write_file(staging / MAPPING_NAME, mapping, root=staging)
+        files = [checksum if one.path == MAPPING_NAME else one for one in checkpoint.manifest.files]
         write_manifest(staging, msgspec.structs.replace(checkpoint.manifest, files=files, aoa={}))
         commit(staging, directory)
     except BaseException:

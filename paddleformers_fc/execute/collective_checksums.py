@@ -54,7 +54,7 @@ def verify_metadata_blocks(
 
     Args:
         directory: ``checkpoint-N``, or an export.
-        files: the receipts, as this rank sees them; none where it sees no checkpoint, which opening will say.
+        files: the checksums, as this rank sees them; none where it sees no checkpoint, which opening will say.
         identities: which files were looked at; another one is refused.
         channel: all ranks.
         threads: how many threads of this rank hash.
@@ -108,7 +108,7 @@ def verify_planned_blocks(
 
     Args:
         catalog: where they are.
-        files: the receipts of its files.
+        files: the checksums of its files.
         plan: what this rank reads.
         channel: all ranks.
         threads: how many threads of this rank hash.
@@ -121,8 +121,8 @@ def verify_planned_blocks(
     """
 
     def share() -> BlockComparison:
-        wanted = blocks_read(plan, {receipt.path: receipt.block_bytes for receipt in files})
-        chosen = [(receipt, sorted(wanted[receipt.path])) for receipt in files if receipt.path in wanted]
+        wanted = blocks_read(plan, {checksum.path: checksum.block_bytes for checksum in files})
+        chosen = [(checksum, sorted(wanted[checksum.path])) for checksum in files if checksum.path in wanted]
         return compare_blocks(catalog.root, chosen, threads, catalog.identities)
 
     return _compare_on_all(catalog.root, channel, share, next_step)
@@ -160,11 +160,11 @@ def _fault_message(fault: str, ranks: list[int], channel: Channel) -> str:
     return fault if channel.world_size == 1 else f"{fault} (found by {format_ranks(ranks)})"
 
 
-def _metadata_blocks(directory: AnyPath, receipt: FileChecksum, reader: RangeReader) -> range:
+def _metadata_blocks(directory: AnyPath, checksum: FileChecksum, reader: RangeReader) -> range:
     """The blocks of a file that hold anything but a tensor's numbers."""
-    if is_document(receipt.path) or receipt.size < _LENGTH.size:
-        return range(len(receipt.blocks))
+    if is_document(checksum.path) or checksum.size < _LENGTH.size:
+        return range(len(checksum.blocks))
     raw = bytearray(_LENGTH.size)
-    reader.read_into(directory / receipt.path, 0, raw)
-    end = min(_LENGTH.size + _LENGTH.unpack(raw)[0], receipt.size)
-    return range(-(-end // receipt.block_bytes))
+    reader.read_into(directory / checksum.path, 0, raw)
+    end = min(_LENGTH.size + _LENGTH.unpack(raw)[0], checksum.size)
+    return range(-(-end // checksum.block_bytes))

@@ -46,7 +46,7 @@ class _ManifestMessage(msgspec.Struct):
 def commit_on_all(
     staged: StagingDirectory,
     directory: Path,
-    receipts: Sequence[Sequence[FileChecksum]],
+    checksums: Sequence[Sequence[FileChecksum]],
     files: Mapping[str, bytes],
     describe: Callable[[list[FileChecksum]], Manifest],
     channel: Channel,
@@ -56,7 +56,7 @@ def commit_on_all(
     Args:
         staged: the staging directory.
         directory: its final name.
-        receipts: the checksums of the files of every rank, by rank.
+        checksums: the checksums of the files of every rank, by rank.
         files: this rank's small files; those of the coordinator go onto every disk.
         describe: writes the mapping and returns the manifest of these files and of itself; called on the coordinator.
         channel: all ranks; every rank must call.
@@ -69,7 +69,7 @@ def commit_on_all(
     def record() -> tuple[list[_ManifestMessage], bytes]:
         if channel.rank != 0:
             return [], b""
-        manifest, common = describe([receipt for theirs in receipts for receipt in theirs]), b""
+        manifest, common = describe([checksum for theirs in checksums for checksum in theirs]), b""
         if len(leads) > 1:
             common = msgspec.msgpack.encode({**files, MAPPING_NAME: read_file(staged.path / MAPPING_NAME)})
         return [_ManifestMessage(manifest, len(common))], common
@@ -86,9 +86,9 @@ def commit_on_all(
                     write_file(staged.path / path, data, root=staged.path)
             write_manifest(staged.path, described.manifest)
             elsewhere = [
-                receipt.path
-                for lead, theirs in zip(staged.disks.leads, receipts, strict=True)
-                for receipt in theirs
+                checksum.path
+                for lead, theirs in zip(staged.disks.leads, checksums, strict=True)
+                for checksum in theirs
                 if lead != channel.rank
             ]
             prepare_commit(staged.path, directory, frozenset(elsewhere) - shared.keys())

@@ -470,7 +470,7 @@ class _Output:
             self._turns.notify_all()
         if output.writer.write(batch.begin, data):
             output.writer.close()
-            self.receipts.append(output.hasher.receipt(name))
+            self.receipts.append(output.hasher.file_checksum(name))
             del self._open[name]
         return True
 

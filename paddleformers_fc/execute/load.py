@@ -296,7 +296,7 @@ def load_weights(
         recorded, advice = opened.recorded.values(), restore_or_delete(directory)
         return verify_planned_blocks(catalog, recorded, plan, channel, options.threads, advice)
 
-    checksums = {name: receipt.digest for name, receipt in opened.recorded.items()}
+    checksums = {name: checksum.digest for name, checksum in opened.recorded.items()}
     facts = {"open_weights": _header_facts(catalog), "checksums": checksums}
 
     def refuse(report: Report) -> None:

@@ -285,7 +285,7 @@ def _contents_of(directory: AnyPath, sight: FileVisibility | None) -> _Visibilit
     if sight is None:
         return _VisibilityMessage()
     manifest, missing = sight.manifest, set(sight.missing(directory))
-    bits = np.packbits([receipt.path in missing for receipt in manifest.files]).tobytes() if missing else b""
+    bits = np.packbits([checksum.path in missing for checksum in manifest.files]).tobytes() if missing else b""
     ranks, files = count_text(manifest.world_size, "rank"), count_text(len(manifest.files), "file")
     saved = f"step {manifest.step}, {ranks}, {files}"
     return _VisibilityMessage(manifest_seal(manifest), len(msgspec.msgpack.encode(manifest)), saved, bits)
@@ -373,17 +373,17 @@ def _verify_seen(
 def _documents_of(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> frozenset[str]:
     """Return the documents whose checksums this rank compares for all ranks."""
     return frozenset(
-        receipt.path for receipt in _verification_share(manifest, seen_by, channel) if is_document(receipt.path)
+        checksum.path for checksum in _verification_share(manifest, seen_by, channel) if is_document(checksum.path)
     )
 
 
 def _verification_share(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> list[FileChecksum]:
     """The files whose every byte this rank checks: each file is some rank's that sees it."""
     share: list[FileChecksum] = []
-    for index, receipt in enumerate(manifest.files):
-        ranks = seen_by.get(receipt.path, range(channel.world_size))
+    for index, checksum in enumerate(manifest.files):
+        ranks = seen_by.get(checksum.path, range(channel.world_size))
         if ranks[index % len(ranks)] == channel.rank:
-            share.append(receipt)
+            share.append(checksum)
     return share
 
 

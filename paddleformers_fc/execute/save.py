@@ -102,7 +102,7 @@ class SaveReport:
 class _WriteMessage(msgspec.Struct):
     """Checksums of the files that one rank has written, and digests of its replicas and of its tied tensors."""
 
-    receipts: list[FileChecksum]
+    checksums: list[FileChecksum] = msgspec.field(name="receipts")
     replicas: Digests
     ties: list[bytes]
 
@@ -138,12 +138,12 @@ class Written:
     """The files that all ranks have written.
 
     Args:
-        receipts: their checksums, by rank.
+        checksums: their checksums, by rank.
         differences: replicas that differ, one line per tensor.
         ties: tied tensors whose copies differ.
     """
 
-    receipts: list[list[FileChecksum]]
+    checksums: list[list[FileChecksum]]
     differences: tuple[str, ...]
     ties: tuple[DivergedTie, ...]
 
@@ -244,7 +244,7 @@ def write(taken: Snapshot, staging: Path, channel: Channel) -> Written:
     ties = diverged(taken.plan.ties, [one.ties for one in everyone])
     if taken.replicas == "refuse":
         refuse_different([*differences, *(line for tie in ties for line in tie.differences)])
-    return Written([one.receipts for one in everyone], differences, ties)
+    return Written([one.checksums for one in everyone], differences, ties)
 
 
 def commit(
@@ -262,10 +262,10 @@ def commit(
         FlexError: the same on every rank.
     """
 
-    def describe(receipts: list[FileChecksum]) -> Manifest:
-        return _describe(staged.path, receipts, taken.plan.described(), written, taken.job, channel.world_size)
+    def describe(checksums: list[FileChecksum]) -> Manifest:
+        return _describe(staged.path, checksums, taken.plan.described(), written, taken.job, channel.world_size)
 
-    return commit_on_all(staged, directory, written.receipts, taken.files, describe, channel)
+    return commit_on_all(staged, directory, written.checksums, taken.files, describe, channel)
 
 
 def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
@@ -321,9 +321,9 @@ def _refuse_undescribed(files: Mapping[str, bytes]) -> None:
 
 
 def _write_files(taken: Snapshot, staging: Path) -> list[FileChecksum]:
-    receipts = [_write_tensors(staging, file, taken.tensors[file.role]) for file in taken.plan.files]
-    receipts.extend(write_file(staging / path, data, root=staging) for path, data in sorted(taken.files.items()))
-    return receipts
+    checksums = [_write_tensors(staging, file, taken.tensors[file.role]) for file in taken.plan.files]
+    checksums.extend(write_file(staging / path, data, root=staging) for path, data in sorted(taken.files.items()))
+    return checksums
 
 
 def _write_tensors(staging: Path, file: PlannedFile, tensors: Mapping[str, HostPieces]) -> FileChecksum:
@@ -335,7 +335,7 @@ def _write_tensors(staging: Path, file: PlannedFile, tensors: Mapping[str, HostP
 
 def _describe(
     staging: Path,
-    receipts: list[FileChecksum],
+    checksums: list[FileChecksum],
     model: ModelRecord,
     written: Written,
     job: JobRecord,
@@ -351,7 +351,7 @@ def _describe(
         parallel=dict(job.parallel),
         family=model.family,
         aoa={},
-        files=sorted([*receipts, mapping], key=lambda receipt: receipt.path),
+        files=sorted([*checksums, mapping], key=lambda checksum: checksum.path),
         differing_replicas=list(written.differences) or msgspec.UNSET,
         diverged_ties=list(written.ties) or msgspec.UNSET,
         run=job.run or msgspec.UNSET,

@@ -7,7 +7,7 @@ is never resumed or kept in place of a whole one.
 
 What is compared is what is written. The copies of one tensor may be sharded differently on their stages (flattened
 ranges of fused buffers, tensor-parallel cuts), so the plan intersects the pieces that ranks write of one copy with
-those of the other. Each rank hashes its sides of the intersections, and the digests travel with the receipts.
+those of the other. Each rank hashes its sides of the intersections, and the digests travel with the checksums.
 
 Time: one xxh3 pass over the tied tensors that the rank writes, and on an accelerator their copy to the host. Memory:
 one block of 16 MiB, and 16 bytes per intersection and rank.

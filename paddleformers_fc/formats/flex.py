@@ -69,7 +69,7 @@ def probe(directory: AnyPath) -> FileVisibility:
     """
     manifest = read_manifest(directory)
     _refuse_unlisted(directory, manifest)
-    return FileVisibility(manifest, identities_of(directory / receipt.path for receipt in manifest.files))
+    return FileVisibility(manifest, identities_of(directory / checksum.path for checksum in manifest.files))
 
 
 def open_flex(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
@@ -126,7 +126,7 @@ def build_catalog(
     roles = {}
     faults: list[str] = []
     for role in ROLES:
-        paths = [receipt.path for receipt in manifest.files if is_shard_file(receipt.path, role)]
+        paths = [checksum.path for checksum in manifest.files if is_shard_file(checksum.path, role)]
         tensors, contradictions = gather_shards(
             shard for held in map_paths(lambda path: list(shards(path)), paths, directory) for shard in held
         )
@@ -167,7 +167,7 @@ def build_checkpoint(
 
 def _refuse_unlisted(directory: AnyPath, manifest: Manifest) -> None:
     """What the manifest does not list was not checked: it may be of another save, or a link to anywhere."""
-    listed = {receipt.path for receipt in manifest.files}
+    listed = {checksum.path for checksum in manifest.files}
     missing = [name for name in DOCUMENTS if name not in listed]
     if missing:
         raise Corrupt(

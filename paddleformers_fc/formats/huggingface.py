@@ -34,7 +34,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
 from paddleformers_fc.storage.export_checksums import (
     CHECKSUMS_NAME,
-    Receipts,
+    FileChecksums,
     read_checksums,
     read_exported,
     verify_export,
@@ -93,13 +93,13 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
         OptionError: the level is unknown.
     """
     refuse_level(verify)
-    receipts = read_checksums(directory)
-    files = _files(directory, receipts)
-    if receipts is not None and verify != "off":
+    checksums = read_checksums(directory)
+    files = _files(directory, checksums)
+    if checksums is not None and verify != "off":
         index = [INDEX_NAME] if exists(directory / INDEX_NAME) else []
         # Without the configuration nothing shows how the rows of a tensor belong to heads.
-        described = [CONFIG_NAME] if CONFIG_NAME in receipts else []
-        verify_export(directory, receipts, verify, needed=[*files, *index, *described])
+        described = [CONFIG_NAME] if CONFIG_NAME in checksums else []
+        verify_export(directory, checksums, verify, needed=[*files, *index, *described])
     # Before the headers: what is read later must be what they speak of.
     identities = identities_of(directory / name for name in files)
     headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
@@ -119,9 +119,9 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
     tensors, contradictions = gather_shards(_shards(_with_unnamed(files, headers, directory), headers))
     if contradictions:
         raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
-    recorded = {name: receipts[name] for name in files if name in receipts} if receipts is not None else {}
+    recorded = {name: checksums[name] for name in files if name in checksums} if checksums is not None else {}
     catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)
-    config = _read_config(directory, receipts)
+    config = _read_config(directory, checksums)
 
     def refuse() -> StoredModel:
         raise not_a_flex_checkpoint(HUGGINGFACE, directory)
@@ -140,22 +140,22 @@ def read_description(directory: AnyPath, name: str) -> bytes | None:
     return _read_document(directory, name, read_checksums(directory))
 
 
-def _read_document(directory: AnyPath, name: str, receipts: Receipts | None) -> bytes | None:
+def _read_document(directory: AnyPath, name: str, checksums: FileChecksums | None) -> bytes | None:
     if not exists(directory / name):
         return None
-    return read_exported(directory, receipts, name, MAX_DOCUMENT_BYTES)
+    return read_exported(directory, checksums, name, MAX_DOCUMENT_BYTES)
 
 
-def _read_config(directory: AnyPath, receipts: Receipts | None) -> dict[str, Any]:
-    raw = _read_document(directory, CONFIG_NAME, receipts)
+def _read_config(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, Any]:
+    raw = _read_document(directory, CONFIG_NAME, checksums)
     return {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
 
 
-def _files(directory: AnyPath, receipts: Receipts | None) -> dict[str, list[str]]:
+def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, list[str]]:
     """File name -> the tensors that the index names in it; none where there is no index."""
     index = directory / INDEX_NAME
     if exists(index):
-        return _indexed(index, receipts)
+        return _indexed(index, checksums)
     if exists(directory / SINGLE_NAME):
         return {SINGLE_NAME: []}
     names = [path.name for path in list_directory(directory)]
@@ -176,8 +176,8 @@ def _shortened(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _indexed(index: AnyPath, receipts: Receipts | None) -> dict[str, list[str]]:
-    raw = read_exported(index.parent, receipts, INDEX_NAME, MAX_INDEX_BYTES)
+def _indexed(index: AnyPath, checksums: FileChecksums | None) -> dict[str, list[str]]:
+    raw = read_exported(index.parent, checksums, INDEX_NAME, MAX_INDEX_BYTES)
     try:
         weight_map = parse_json(raw)["weight_map"]
         pairs = [(tensor, _text(name)) for tensor, name in weight_map.items()]
@@ -279,19 +279,19 @@ class HuggingFaceFormat(Format):
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check the recorded checksums of an export, and that every tensor is in the file that the index names."""
-        receipts = checks.prepare("checksums", lambda: read_checksums(directory))
-        if receipts is None:
+        checksums = checks.prepare("checksums", lambda: read_checksums(directory))
+        if checksums is None:
             checks.impossible.append(f"changed bytes: there is no {CHECKSUMS_NAME}, which exports of this package have")
         elif level != "off":
-            needed = [name for name in receipts if level == "full" or name.endswith(".safetensors")]
+            needed = [name for name in checksums if level == "full" or name.endswith(".safetensors")]
             checks.check(
                 "checksums",
-                lambda: verify_export(directory, receipts, level, needed=needed),
-                lambda _: f"{count_text(len(receipts), 'file')}: {DEPTH_TEXT[level]}",
+                lambda: verify_export(directory, checksums, level, needed=needed),
+                lambda _: f"{count_text(len(checksums), 'file')}: {DEPTH_TEXT[level]}",
             )
         return checks.check(
             "tensors",
-            lambda: open_huggingface(directory, "off" if receipts is None else level),
+            lambda: open_huggingface(directory, "off" if checksums is None else level),
             lambda found: f"{count_text(found.catalog.count, 'tensor')}, each in the file that the index names",
         )
 

@@ -105,7 +105,7 @@ def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
     config = {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
     hasher = BlockHasher()
     hasher.update(raw or b"")
-    recorded = {} if raw is None else {CONFIG_NAME: hasher.receipt(CONFIG_NAME)}
+    recorded = {} if raw is None else {CONFIG_NAME: hasher.file_checksum(CONFIG_NAME)}
     return OpenedCheckpoint(PADDLE_DISTCP, catalog, config, lambda: _derived(catalog, config, cuts), recorded)
 
 

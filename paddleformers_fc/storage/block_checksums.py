@@ -76,13 +76,13 @@ def compare_blocks(
     """Compare blocks with their checksums and return the differences.
 
     Args:
-        directory: what the receipts' paths are relative to.
-        wanted: receipts, and the numbers of the blocks of each.
+        directory: what the checksums' paths are relative to.
+        wanted: checksums, and the numbers of the blocks of each.
         threads: how many threads read and hash.
         identities: which files were looked at before; another one under a path is a fault.
     """
-    files = [(receipt, numbers) for receipt, numbers in wanted if numbers]
-    bad: dict[str, list[int]] = {receipt.path: [] for receipt, _ in files}
+    files = [(checksum, numbers) for checksum, numbers in wanted if numbers]
+    bad: dict[str, list[int]] = {checksum.path: [] for checksum, _ in files}
     unreadable: dict[str, str] = {}
     found = BlockComparison()
     with RangeReader(identities=identities) as reader:
@@ -101,13 +101,13 @@ def compare_blocks(
                     blocks, count = check.differing(span, buffer)
                 except StorageError as error:
                     with lock:
-                        found.refusals[span.receipt.path] = error
+                        found.refusals[span.checksum.path] = error
                 except FlexError as error:
                     with lock:
-                        unreadable[span.receipt.path] = error.what
+                        unreadable[span.checksum.path] = error.what
                 else:
                     with lock:
-                        bad[span.receipt.path].extend(blocks)
+                        bad[span.checksum.path].extend(blocks)
                         found.bytes += count
 
         with ThreadPoolExecutor(max(1, threads), "flex-verify") as pool:
@@ -117,7 +117,7 @@ def compare_blocks(
             finally:
                 # An interrupt ends the check after the spans in work, not after the last one.
                 stop.set()
-    found.faults += [_block_line(receipt, sorted(bad[receipt.path])) for receipt, _ in files if bad[receipt.path]]
+    found.faults += [_block_line(checksum, sorted(bad[checksum.path])) for checksum, _ in files if bad[checksum.path]]
     found.faults += [_unread_line(path, what) for path, what in sorted(unreadable.items())]
     return found
 
@@ -141,15 +141,15 @@ def digest_of(path: Path) -> str:
 class _Span:
     """Some blocks of one file: what one thread hashes at a time."""
 
-    receipt: FileChecksum
+    checksum: FileChecksum
     numbers: Numbers
 
 
 def _spans(wanted: Iterable[tuple[FileChecksum, Numbers]]) -> Iterator[_Span]:
-    for receipt, numbers in wanted:
-        count = max(1, _SPAN_BYTES // receipt.block_bytes)
+    for checksum, numbers in wanted:
+        count = max(1, _SPAN_BYTES // checksum.block_bytes)
         for first in range(0, len(numbers), count):
-            yield _Span(receipt, numbers[first : first + count])
+            yield _Span(checksum, numbers[first : first + count])
 
 
 @dataclass(frozen=True)
@@ -169,19 +169,19 @@ class _SpanCheck:
         differing: list[int] = []
         total = 0
         for number in span.numbers:
-            digest, count = self._block(span.receipt, number, buffer)
+            digest, count = self._block(span.checksum, number, buffer)
             total += count
-            if digest != span.receipt.blocks[number]:
+            if digest != span.checksum.blocks[number]:
                 differing.append(number)
         return differing, total
 
-    def _block(self, receipt: FileChecksum, number: int, buffer: memoryview) -> tuple[str, int]:
-        begin = position = number * receipt.block_bytes
-        end = min(position + receipt.block_bytes, receipt.size)
+    def _block(self, checksum: FileChecksum, number: int, buffer: memoryview) -> tuple[str, int]:
+        begin = position = number * checksum.block_bytes
+        end = min(position + checksum.block_bytes, checksum.size)
         state = xxhash.xxh3_64()
         while position < end:
             chunk = buffer[: min(len(buffer), end - position)]
-            self.reader.read_into(self.directory / receipt.path, position, chunk)
+            self.reader.read_into(self.directory / checksum.path, position, chunk)
             state.update(chunk)
             position += len(chunk)
         return state.hexdigest(), end - begin
@@ -191,10 +191,10 @@ def _unread_line(path: str, what: str) -> str:
     return f"{path} cannot be read to the end: {what}"
 
 
-def _block_line(receipt: FileChecksum, blocks: Numbers) -> str:
-    shown = [f"block {number} (from byte {number * receipt.block_bytes})" for number in blocks[:_SHOWN]]
+def _block_line(checksum: FileChecksum, blocks: Numbers) -> str:
+    shown = [f"block {number} (from byte {number * checksum.block_bytes})" for number in blocks[:_SHOWN]]
     more = [f"{len(blocks) - _SHOWN} more"] if len(blocks) > _SHOWN else []
     return (
-        f"{receipt.path} does not match its checksum in {len(blocks)} of {len(receipt.blocks)} blocks: "
+        f"{checksum.path} does not match its checksum in {len(blocks)} of {len(checksum.blocks)} blocks: "
         f"{', '.join(shown + more)}"
     )

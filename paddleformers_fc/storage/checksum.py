@@ -54,8 +54,8 @@ class BlockHasher:
             taken += chunk.nbytes
             self._advance(chunk.nbytes)
 
-    def receipt(self, path: str) -> FileChecksum:
-        """What was hashed up to now, as the receipt of a file called ``path``; the stream may go on afterwards."""
+    def file_checksum(self, path: str) -> FileChecksum:
+        """What was hashed up to now, as the checksum of a file called ``path``; the stream may go on afterwards."""
         blocks = list(self._blocks)
         if self._room != self._block_bytes:
             blocks.append(self._block.hexdigest())

@@ -193,7 +193,7 @@ def prepare_commit(staging: Path, target: Path, elsewhere: Collection[str] = ())
     """
     _check_pair(staging, target)
     manifest = read_manifest(staging)
-    here = [receipt for receipt in manifest.files if receipt.path not in elsewhere]
+    here = [checksum for checksum in manifest.files if checksum.path not in elsewhere]
     verify_files(staging, msgspec.structs.replace(manifest, files=here), "size", documents=())
     for directory in directories_within(staging):
         fsync_directory(directory)

@@ -16,7 +16,7 @@ import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
-from paddleformers_fc.storage.file_checksums import FileChecksum, is_document, receipt_faults, size_fault
+from paddleformers_fc.storage.file_checksums import FileChecksum, checksum_faults, is_document, size_fault
 from paddleformers_fc.storage.files import exists, map_paths, stat_path, write_file
 from paddleformers_fc.storage.json_io import read_document, read_recorded
 from paddleformers_fc.storage.paths import AnyPath
@@ -29,12 +29,12 @@ VERSION = 1
 MAX_CHECKSUMS_BYTES = 256 * 1024 * 1024
 """The longest file of checksums that is read: that of an export of 50 TB."""
 
-Receipts = Mapping[str, FileChecksum]
-"""Receipts by path relative to the directory."""
+FileChecksums = Mapping[str, FileChecksum]
+"""FileChecksums by path relative to the directory."""
 
 
 class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The document: ``seal`` is xxh3_128 of the encoded receipts."""
+    """The document: ``seal`` is xxh3_128 of the encoded checksums."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -45,22 +45,22 @@ class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 _decoder = msgspec.json.Decoder(_Checksums)
 
 
-def write_checksums(directory: Path, receipts: Iterable[FileChecksum]) -> None:
+def write_checksums(directory: Path, checksums: Iterable[FileChecksum]) -> None:
     """Write the checksum file of an export.
 
     Args:
         directory: where the export is staged.
-        receipts: of all its files.
+        checksums: of all its files.
 
     Raises:
         StorageError: the operating system refused.
     """
-    files = sorted(receipts, key=lambda receipt: receipt.path)
+    files = sorted(checksums, key=lambda checksum: checksum.path)
     raw = msgspec.json.encode(_Checksums(files=files, seal=_seal(files)))
     write_file(directory / CHECKSUMS_NAME, msgspec.json.format(raw, indent=1) + b"\n", root=directory)
 
 
-def read_checksums(directory: AnyPath) -> Receipts | None:
+def read_checksums(directory: AnyPath) -> FileChecksums | None:
     """Return what the checksum file of a directory of open weights records; None where there is no such file.
 
     Raises:
@@ -84,22 +84,22 @@ def read_checksums(directory: AnyPath) -> Receipts | None:
             evidence=[f"recorded {document.seal}, computed {_seal(document.files)}"],
             next_step=restore_or_delete(directory),
         )
-    faults = [f"{one.path!r} {fault}" for one in document.files for fault in receipt_faults(one)]
+    faults = [f"{one.path!r} {fault}" for one in document.files for fault in checksum_faults(one)]
     if faults:
         raise _malformed(path, faults)
     return {one.path: one for one in document.files}
 
 
 def verify_export(
-    directory: AnyPath, receipts: Receipts, level: str, *, needed: Collection[str], threads: int = 4
+    directory: AnyPath, checksums: FileChecksums, level: str, *, needed: Collection[str], threads: int = 4
 ) -> None:
-    """Compare the files of an export with their receipts.
+    """Compare the files of an export with their checksums.
 
     A listed file that is neither there nor needed is no fault: a download may leave out what it does not use.
 
     Args:
         directory: the export.
-        receipts: what :func:`read_checksums` returned.
+        checksums: what :func:`read_checksums` returned.
         level: ``size`` compares sizes, and the checksums of documents; ``full`` compares all checksums.
         needed: the files that must be there, and must be listed.
         threads: how many threads read and hash.
@@ -108,9 +108,9 @@ def verify_export(
         Corrupt: with every fault as evidence.
         StorageError: a file cannot be read, and nothing else is wrong.
     """
-    unlisted = [f"{name} is not listed" for name in sorted(needed) if name not in receipts]
-    seen = dict(zip(receipts, map_paths(stat_path, (directory / name for name in receipts), directory), strict=True))
-    checked = [one for one in receipts.values() if one.path in needed or seen[one.path] is not None]
+    unlisted = [f"{name} is not listed" for name in sorted(needed) if name not in checksums]
+    seen = dict(zip(checksums, map_paths(stat_path, (directory / name for name in checksums), directory), strict=True))
+    checked = [one for one in checksums.values() if one.path in needed or seen[one.path] is not None]
     sizes = {one.path: fault for one in checked if (fault := size_fault(seen[one.path], one.size))}
     hashed = [one for one in checked if one.path not in sizes and (level == "full" or is_document(one.path))]
     found = (
@@ -131,12 +131,12 @@ def verify_export(
         )
 
 
-def read_exported(directory: AnyPath, receipts: Receipts | None, name: str, most: int) -> bytes:
-    """Return the bytes of a document of open weights after comparing them with its receipt, if it has one.
+def read_exported(directory: AnyPath, checksums: FileChecksums | None, name: str, most: int) -> bytes:
+    """Return the bytes of a document of open weights after comparing them with its checksum, if it has one.
 
     Args:
         directory: the open weights.
-        receipts: what :func:`read_checksums` returned.
+        checksums: what :func:`read_checksums` returned.
         name: the document's path relative to the directory.
         most: bound on its length in bytes.
 
@@ -145,9 +145,9 @@ def read_exported(directory: AnyPath, receipts: Receipts | None, name: str, most
         FormatError: it is longer than the bound, or not a regular file.
         StorageError: it cannot be read.
     """
-    if receipts is None or name not in receipts:
+    if checksums is None or name not in checksums:
         return read_document(directory / name, most)
-    return read_recorded(directory, receipts[name], most, restore_or_delete(directory))
+    return read_recorded(directory, checksums[name], most, restore_or_delete(directory))
 
 
 def restore_or_delete(directory: AnyPath) -> str:

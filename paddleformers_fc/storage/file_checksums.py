@@ -42,15 +42,15 @@ def is_document(path: str) -> bool:
     return not path.endswith(".safetensors")
 
 
-def receipt_faults(receipt: FileChecksum) -> Iterator[str]:
+def checksum_faults(checksum: FileChecksum) -> Iterator[str]:
     """Yield the faults of a record that was read from a disk."""
-    if not _is_plain(receipt.path):
+    if not _is_plain(checksum.path):
         yield "is not a plain relative path"
-    if receipt.size < 0 or receipt.block_bytes < 1:
-        yield f"has the size {receipt.size} in blocks of {receipt.block_bytes} bytes"
-    elif len(receipt.blocks) != -(-receipt.size // receipt.block_bytes):
-        yield f"has {len(receipt.blocks)} block checksums for {receipt.size} bytes in blocks of {receipt.block_bytes}"
-    if not _is_hex(receipt.digest, 32) or not all(_is_hex(block, 16) for block in receipt.blocks):
+    if checksum.size < 0 or checksum.block_bytes < 1:
+        yield f"has the size {checksum.size} in blocks of {checksum.block_bytes} bytes"
+    elif len(checksum.blocks) != -(-checksum.size // checksum.block_bytes):
+        yield f"has {len(checksum.blocks)} block checksums for {checksum.size} bytes in blocks of {checksum.block_bytes}"
+    if not _is_hex(checksum.digest, 32) or not all(_is_hex(block, 16) for block in checksum.blocks):
         yield "has a checksum that is not of the right form"
 
 

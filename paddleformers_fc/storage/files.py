@@ -326,11 +326,11 @@ class SequentialWriter:
     """A new file, written from the front to the end, hashed on the way and synced when it is closed.
 
     Memory is one block of hash state: bytes go from the caller's buffer to the operating system without a copy.
-    Closing on an error leaves what was written; a half-written file has no receipt.
+    Closing on an error leaves what was written; a half-written file has no checksum.
 
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
-        root: the directory that the receipt's path is relative to. Without it the receipt holds the bare file name.
+        root: the directory that the checksum's path is relative to. Without it the checksum holds the bare file name.
         block_bytes: length of a checksum block in bytes.
 
     Raises:
@@ -341,7 +341,7 @@ class SequentialWriter:
     def __init__(self, path: Path, *, root: Path | None = None, block_bytes: int = DEFAULT_BLOCK_BYTES) -> None:
         self._hasher = BlockHasher(block_bytes)
         self._offset = 0
-        self._receipt: FileChecksum | None = None
+        self._checksum: FileChecksum | None = None
         self._file = RandomAccessWriter(path, root=root)
 
     def write(self, buffer: Any) -> None:
@@ -358,15 +358,15 @@ class SequentialWriter:
             self._offset += chunk.nbytes
 
     def close(self) -> FileChecksum:
-        """Sync and close; the receipt. A second call returns the same receipt.
+        """Sync and close; the checksum. A second call returns the same checksum.
 
         Raises:
             StorageError: the bytes could not be brought to the device.
         """
-        if self._receipt is None:
+        if self._checksum is None:
             self._file.close()
-            self._receipt = self._hasher.receipt(self._file.name)
-        return self._receipt
+            self._checksum = self._hasher.file_checksum(self._file.name)
+        return self._checksum
 
     def abandon(self) -> None:
         """Close the descriptor and leave the file as it is; harmless after ``close``."""

@@ -60,12 +60,12 @@ def read_document(path: AnyPath, most: int = MAX_DOCUMENT_BYTES) -> bytes:
         return read_range(file, 0, file.size)
 
 
-def read_recorded(directory: AnyPath, receipt: FileChecksum, most: int, next_step: str) -> bytes:
+def read_recorded(directory: AnyPath, checksum: FileChecksum, most: int, next_step: str) -> bytes:
     """Return all bytes of a small file after comparing them with its recorded checksum.
 
     Args:
-        directory: the directory that the receipt's path is relative to.
-        receipt: the size and checksum recorded when the file was written.
+        directory: the directory that the checksum's path is relative to.
+        checksum: the size and checksum recorded when the file was written.
         most: bound on its length in bytes, as for :func:`read_document`.
         next_step: advice for an altered file.
 
@@ -74,14 +74,14 @@ def read_recorded(directory: AnyPath, receipt: FileChecksum, most: int, next_ste
         FormatError: it is longer than the bound, or not a regular file.
         StorageError: it cannot be read.
     """
-    path = directory / receipt.path
+    path = directory / checksum.path
     raw = read_document(path, most)
     digest = xxhash.xxh3_128_hexdigest(raw)
-    if (len(raw), digest) != (receipt.size, receipt.digest):
+    if (len(raw), digest) != (checksum.size, checksum.digest):
         raise Corrupt(
             f"{path} does not match its checksum.",
             where=str(path),
-            evidence=[f"recorded {receipt.size} bytes, {receipt.digest}; found {len(raw)} bytes, {digest}"],
+            evidence=[f"recorded {checksum.size} bytes, {checksum.digest}; found {len(raw)} bytes, {digest}"],
             next_step=next_step,
         )
     return raw

@@ -23,7 +23,7 @@ import xxhash
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, Diverged, FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
-from paddleformers_fc.storage.file_checksums import FileChecksum, is_document, receipt_faults, size_fault
+from paddleformers_fc.storage.file_checksums import FileChecksum, checksum_faults, is_document, size_fault
 from paddleformers_fc.storage.files import (
     fsync_directory,
     is_directory,
@@ -510,7 +510,7 @@ def _faults(manifest: Manifest) -> list[str]:
             faults.append(f"{name} is {getattr(manifest, name)}")
     seen: set[str] = set()
     for receipt in manifest.files:
-        faults.extend(f"{receipt.path!r} {fault}" for fault in (*receipt_faults(receipt), *_reserved(receipt)))
+        faults.extend(f"{receipt.path!r} {fault}" for fault in (*checksum_faults(receipt), *_reserved(receipt)))
         if receipt.path in seen:
             faults.append(f"{receipt.path!r} is listed twice")
         seen.add(receipt.path)

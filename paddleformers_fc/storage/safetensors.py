@@ -192,7 +192,7 @@ class SequentialTensorWriter:
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
         layout: what it will hold, from :func:`layout_file`.
-        root: the directory that the receipt's path is relative to. Without it the receipt holds the bare file name.
+        root: the directory that the checksum's path is relative to. Without it the checksum holds the bare file name.
         block_bytes: length of a checksum block in bytes.
 
     Raises:
@@ -254,7 +254,7 @@ class SequentialTensorWriter:
         return self._sizes[self._next]
 
     def close(self) -> FileChecksum:
-        """Sync and close the complete file; its receipt. A second call returns the same receipt.
+        """Sync and close the complete file; its checksum. A second call returns the same checksum.
 
         Raises:
             FormatError: not every declared tensor was written.

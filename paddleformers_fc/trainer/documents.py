@@ -222,7 +222,7 @@ def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingPro
         FormatError: a document is damaged.
     """
     directory = checkpoint.catalog.root
-    listed = {receipt.path for receipt in checkpoint.manifest.files}
+    listed = {checksum.path for checksum in checkpoint.manifest.files}
 
     def work() -> dict[str, bytes]:
         missing = sorted({STATE, SCHEDULER, DATA} - listed)

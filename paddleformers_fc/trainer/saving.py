@@ -307,4 +307,4 @@ def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
 
 
 def _total_bytes(manifest: Manifest) -> int:
-    return sum(receipt.size for receipt in manifest.files)
+    return sum(checksum.size for checksum in manifest.files)

@@ -69,13 +69,13 @@ def save(
 def seal(checkpoint: Path, block_bytes: int = 1 << 20) -> None:
     """Write the manifest anew for the files as they are now, with checksum blocks of this length."""
     manifest = read_manifest(checkpoint)
-    receipts = []
+    checksums = []
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST_NAME):
         hasher = BlockHasher(block_bytes)
         hasher.update(path.read_bytes())
-        receipts.append(hasher.receipt(path.relative_to(checkpoint).as_posix()))
+        checksums.append(hasher.file_checksum(path.relative_to(checkpoint).as_posix()))
     fields = {name: getattr(manifest, name) for name in Manifest.__struct_fields__}
-    write_manifest(checkpoint, Manifest(**{**fields, "files": receipts}))
+    write_manifest(checkpoint, Manifest(**{**fields, "files": checksums}))
 
 
 def alter(path: Path) -> None:

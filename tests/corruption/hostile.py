@@ -192,7 +192,7 @@ def forged(directory: Path, name: str, raw: bytes) -> Iterator[None]:
     hasher = BlockHasher()
     hasher.update(raw)
     manifest = read_manifest(directory)
-    files = [hasher.receipt(name) if one.path == name else one for one in manifest.files]
+    files = [hasher.file_checksum(name) if one.path == name else one for one in manifest.files]
     paths[0].write_bytes(raw)
     paths[1].write_bytes(sealed(msgspec.structs.replace(manifest, files=files)))
     try:

@@ -119,8 +119,8 @@ def whole(checkpoint: Path) -> int:
     except FlexError as error:
         raise Lost(error.render()) from error
     generation = manifest.consumed_samples
-    for receipt in manifest.files:
-        path = checkpoint / receipt.path
+    for checksum in manifest.files:
+        path = checkpoint / checksum.path
         data = path.read_bytes()
         if path.suffix == ".safetensors":
             for name, entry in read_header(path).tensors.items():

@@ -34,10 +34,10 @@ def checkpoint(tmp_path: Path) -> Path:
     ours.save(directory, tp=2)
     manifest = read_manifest(directory)
     files = []
-    for receipt in manifest.files:
+    for checksum in manifest.files:
         hasher = BlockHasher(BLOCK)
-        hasher.update((directory / receipt.path).read_bytes())
-        files.append(hasher.receipt(receipt.path))
+        hasher.update((directory / checksum.path).read_bytes())
+        files.append(hasher.file_checksum(checksum.path))
     write_manifest(directory, msgspec.structs.replace(manifest, files=files))
     return directory
 

@@ -97,27 +97,27 @@ def test_every_exported_file_is_recorded_as_it_is_on_disk(
     monkeypatch.setattr(export, "_CACHE_BYTES", 512)  # In more and smaller batches.
     source = save(tmp_path / "checkpoint-3", 2, 2)
     succeed(ranks, lambda channel: export_checkpoint(source, tmp_path / "hf", bound, channel))
-    receipts = read_checksums(tmp_path / "hf")
-    assert receipts is not None
+    checksums = read_checksums(tmp_path / "hf")
+    assert checksums is not None
     found = {path.relative_to(tmp_path / "hf").as_posix() for path in (tmp_path / "hf").rglob("*") if path.is_file()}
-    assert found == {*receipts, CHECKSUMS_NAME}
+    assert found == {*checksums, CHECKSUMS_NAME}
     assert {"config.json", *TOKENIZER} < found
     assert (INDEX in found) == (bound == 4000)
-    for name, receipt in receipts.items():
+    for name, checksum in checksums.items():
         hasher = BlockHasher()
         hasher.update((tmp_path / "hf" / name).read_bytes())
-        assert receipt == hasher.receipt(name)
+        assert checksum == hasher.file_checksum(name)
 
 
 def test_blocks_of_large_files_are_recorded_in_order_whoever_writes_them(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).standard_normal((200_000, 16), dtype=np.float32)
     source = save(tmp_path / "checkpoint-3", 2, 1, {**ARRAYS, "lm_head.weight": rows})
     export_checkpoint(source, tmp_path / "hf")
-    (receipt,) = [one for one in (read_checksums(tmp_path / "hf") or {}).values() if one.path == "model.safetensors"]
+    (checksum,) = [one for one in (read_checksums(tmp_path / "hf") or {}).values() if one.path == "model.safetensors"]
     hasher = BlockHasher()
     hasher.update((tmp_path / "hf/model.safetensors").read_bytes())
-    assert receipt == hasher.receipt("model.safetensors")
-    assert len(receipt.blocks) > 3
+    assert checksum == hasher.file_checksum("model.safetensors")
+    assert len(checksum.blocks) > 3
 
 
 @pytest.mark.parametrize("bound", [4000, 10**9], ids=["many", "single"])

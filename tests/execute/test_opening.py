@@ -163,7 +163,7 @@ def test_a_full_check_compares_every_file_to_its_last_byte(tmp_path: Path, store
         check_complete(places[channel.rank] / STEP, channel, "full")
 
     succeed(2, check)
-    for name in [receipt.path for receipt in manifest.files]:
+    for name in [checksum.path for checksum in manifest.files]:
         damaged = [path for path in {place / STEP / name for place in places} if path.exists()]
         for path in damaged:
             raw = path.read_bytes()

@@ -452,8 +452,8 @@ MUTANTS = (
     ),
     Mutant(
         "execute/collective_checksums.py",
-        "    return range(-(-end // receipt.block_bytes))",
-        "    return range(end // receipt.block_bytes)",
+        "    return range(-(-end // checksum.block_bytes))",
+        "    return range(end // checksum.block_bytes)",
         CHECKSUMS,
         "the block in which a header ends is not compared",
     ),

@@ -230,7 +230,7 @@ MUTANTS = (
     Mutant(
         "storage/block_checksums.py",
         "                except StorageError as error:\n                    with lock:\n"
-        "                        found.refusals[span.receipt.path] = error",
+        "                        found.refusals[span.checksum.path] = error",
         "                except StorageError:\n                    pass",
         MANIFEST,
         "a full verification passes although every read fails",
@@ -244,15 +244,15 @@ MUTANTS = (
     ),
     Mutant(
         "storage/block_checksums.py",
-        "        end = min(position + receipt.block_bytes, receipt.size)",
-        "        end = min(position + receipt.block_bytes, receipt.size - 1)",
+        "        end = min(position + checksum.block_bytes, checksum.size)",
+        "        end = min(position + checksum.block_bytes, checksum.size - 1)",
         MANIFEST,
         "the last byte of a file is not compared",
     ),
     Mutant(
         "storage/json_io.py",
-        "    if (len(raw), digest) != (receipt.size, receipt.digest):",
-        "    if len(raw) != receipt.size:",
+        "    if (len(raw), digest) != (checksum.size, checksum.digest):",
+        "    if len(raw) != checksum.size:",
         ("tests/trainer/test_altered_documents.py", "tests/storage/test_manifest.py"),
         "an edit of equal length of a small document is not noticed",
     ),
@@ -315,10 +315,10 @@ MUTANTS = (
     ),
     Mutant(
         "storage/file_checksums.py",
-        "    elif len(receipt.blocks) != -(-receipt.size // receipt.block_bytes):",
-        "    elif len(receipt.blocks) > -(-receipt.size // receipt.block_bytes):",
+        "    elif len(checksum.blocks) != -(-checksum.size // checksum.block_bytes):",
+        "    elif len(checksum.blocks) > -(-checksum.size // checksum.block_bytes):",
         MANIFEST,
-        "a receipt with too few block checksums passes, and its last bytes are never compared",
+        "a checksum with too few block checksums passes, and its last bytes are never compared",
     ),
     # ---- Commit.
     Mutant(

@@ -142,7 +142,7 @@ def changed_checkpoints(stored: OpenedCheckpoint) -> dict[str, OpenedCheckpoint]
         roles[role][name] = msgspec.structs.replace(tensor, **changes)
         return replace(stored, catalog=Catalog(stored.catalog.root, roles))
 
-    receipt = FileChecksum(file, 8, "0" * 32, 4, ["0" * 16] * 2)
+    checksum = FileChecksum(file, 8, "0" * 32, 4, ["0" * 16] * 2)
     rules, description = stored.rules, stored.known
 
     def with_model(rules: RuleSet, description: ModelDescription | None) -> OpenedCheckpoint:
@@ -153,7 +153,7 @@ def changed_checkpoints(stored: OpenedCheckpoint) -> dict[str, OpenedCheckpoint]
         "file": with_tensor(offsets=((file + "x", begin),)),
         "dtype": with_tensor(form=replace(tensor.form, dtype="float16")),
         "boxes": with_tensor(form=replace(tensor.form, boxes=())),
-        "manifest": replace(stored, commit_record=msgspec.structs.replace(stored.manifest, files=[receipt])),
+        "manifest": replace(stored, commit_record=msgspec.structs.replace(stored.manifest, files=[checksum])),
         "step": replace(stored, commit_record=msgspec.structs.replace(stored.manifest, step=2)),
         "rules": with_model(replace(rules, rules=tuple(reversed(rules.rules))), description),
         "fresh": with_model(replace(rules, fresh=("x",)), description),

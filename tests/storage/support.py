@@ -63,7 +63,7 @@ def save(target: Path, value: int) -> Committed:
     return commit(stage(target, value), target)
 
 
-def manifest_of(receipts: list[FileChecksum], **fields: Any) -> Manifest:
+def manifest_of(checksums: list[FileChecksum], **fields: Any) -> Manifest:
     """A manifest with something in every field."""
     values: dict[str, Any] = {
         "step": 500,
@@ -74,7 +74,7 @@ def manifest_of(receipts: list[FileChecksum], **fields: Any) -> Manifest:
         "aoa": {"forward": ["a -> b"], "reverse": ["b -> a"]},
         "written_by": "a test",
     }
-    return Manifest(files=receipts, **{**values, **fields})
+    return Manifest(files=checksums, **{**values, **fields})
 
 
 def value_of(checkpoint: Path) -> int:

@@ -20,10 +20,10 @@ def test_pieces_of_any_length_give_the_checksums_of_the_whole(pieces: list[bytes
     for piece in pieces:
         hasher.update(piece)
     whole = b"".join(pieces)
-    receipt = hasher.receipt("x")
-    assert (receipt.path, receipt.size, receipt.block_bytes) == ("x", len(whole), block_bytes)
-    assert receipt.digest == xxhash.xxh3_128_hexdigest(whole)
-    assert receipt.blocks == [
+    checksum = hasher.file_checksum("x")
+    assert (checksum.path, checksum.size, checksum.block_bytes) == ("x", len(whole), block_bytes)
+    assert checksum.digest == xxhash.xxh3_128_hexdigest(whole)
+    assert checksum.blocks == [
         xxhash.xxh3_64_hexdigest(whole[begin : begin + block_bytes]) for begin in range(0, len(whole), block_bytes)
     ]
 
@@ -32,7 +32,10 @@ def test_a_block_longer_than_one_step_is_hashed_whole() -> None:
     data = bytes(range(256)) * 4 * (checksum._CHUNK_BYTES // 512)
     hasher = BlockHasher(len(data) - 1)
     hasher.update(data)
-    assert hasher.receipt("x").blocks == [xxhash.xxh3_64_hexdigest(data[:-1]), xxhash.xxh3_64_hexdigest(data[-1:])]
+    assert hasher.file_checksum("x").blocks == [
+        xxhash.xxh3_64_hexdigest(data[:-1]),
+        xxhash.xxh3_64_hexdigest(data[-1:]),
+    ]
 
 
 @pytest.mark.parametrize("size", [0, 1, blocks._READ_BYTES, blocks._READ_BYTES + 1])
@@ -42,13 +45,13 @@ def test_the_checksum_of_a_file_is_that_of_all_its_bytes(tmp_path: Path, size: i
     assert blocks.digest_of(tmp_path / "x") == xxhash.xxh3_128_hexdigest(data[:size])
 
 
-def test_a_receipt_in_between_does_not_disturb_the_stream() -> None:
+def test_a_checksum_in_between_does_not_disturb_the_stream() -> None:
     hasher, undisturbed = BlockHasher(10), BlockHasher(10)
     hasher.update(b"1234567")
-    assert len(hasher.receipt("x").blocks) == 1
+    assert len(hasher.file_checksum("x").blocks) == 1
     hasher.update(b"1234567")
     undisturbed.update(b"12345671234567")
-    assert hasher.receipt("x") == undisturbed.receipt("x")
+    assert hasher.file_checksum("x") == undisturbed.file_checksum("x")
 
 
 def test_a_block_of_no_bytes_is_refused() -> None:

@@ -345,11 +345,11 @@ def test_damage_is_found_at_its_level_and_not_below(checkpoint: Path, case: str)
 
 
 def test_all_faults_come_in_one_error(checkpoint: Path) -> None:
-    receipts = [
+    checksums = [
         write_file(checkpoint / f"trainer/{n}", bytes(300), root=checkpoint, block_bytes=BLOCK) for n in range(3)
     ]
     manifest = read_manifest(checkpoint)
-    manifest = msgspec.structs.replace(manifest, files=[*manifest.files, *receipts])
+    manifest = msgspec.structs.replace(manifest, files=[*manifest.files, *checksums])
     verify_files(checkpoint, manifest, "full")
     (checkpoint / "trainer/0").unlink()
     os.truncate(checkpoint / "trainer/1", 1)

@@ -94,13 +94,13 @@ def test_tensors_lie_in_the_declared_order_from_an_aligned_start(tmp_path: Path)
         assert header.tensors["z" * length].begin % 4096 == 0
 
 
-def test_the_receipt_states_size_and_checksums_of_the_bytes_on_disk(tmp_path: Path) -> None:
-    receipt = write_pair(tmp_path / "model_state" / "x", root=tmp_path, block_bytes=100)
+def test_the_checksum_states_size_and_checksums_of_the_bytes_on_disk(tmp_path: Path) -> None:
+    checksum = write_pair(tmp_path / "model_state" / "x", root=tmp_path, block_bytes=100)
     raw = (tmp_path / "model_state" / "x").read_bytes()
-    assert receipt.path == "model_state/x"
-    assert receipt.size == len(raw)
-    assert receipt.digest == xxhash.xxh3_128_hexdigest(raw)
-    assert receipt.blocks == [xxhash.xxh3_64_hexdigest(raw[n : n + 100]) for n in range(0, len(raw), 100)]
+    assert checksum.path == "model_state/x"
+    assert checksum.size == len(raw)
+    assert checksum.digest == xxhash.xxh3_128_hexdigest(raw)
+    assert checksum.blocks == [xxhash.xxh3_64_hexdigest(raw[n : n + 100]) for n in range(0, len(raw), 100)]
 
 
 def test_every_kind_of_buffer_is_taken(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_what_cannot_be_declared_is_refused_before_a_file_exists(
         ("a", np.zeros(6, ">f4"), "big-endian"),
     ],
 )
-def test_a_wrong_write_is_refused_and_no_receipt_is_given(tmp_path: Path, key: str, buffer: Any, message: str) -> None:
+def test_a_wrong_write_is_refused_and_no_checksum_is_given(tmp_path: Path, key: str, buffer: Any, message: str) -> None:
     writer = writer_of(tmp_path / "x", PAIR, {})
     with pytest.raises(FormatError, match=message):
         writer.write(key, buffer)
@@ -166,7 +166,7 @@ def test_a_wrong_write_is_refused_and_no_receipt_is_given(tmp_path: Path, key: s
         writer.close()
 
 
-def test_a_file_left_before_its_last_tensor_has_no_receipt(tmp_path: Path) -> None:
+def test_a_file_left_before_its_last_tensor_has_no_checksum(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="1 of 2 tensors were not given, 'b' first"):
         with writer_of(tmp_path / "x", PAIR, {}) as writer:
             writer.write("a", np.zeros(6, np.float32))
@@ -228,9 +228,9 @@ class StingyOs:
 def test_short_writes_go_on_until_every_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = write_pair(tmp_path / "whole")
     monkeypatch.setattr(files, "os", StingyOs(accepted=7))
-    receipt = write_pair(tmp_path / "pieces")
+    checksum = write_pair(tmp_path / "pieces")
     assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
-    assert receipt.digest == expected.digest
+    assert checksum.digest == expected.digest
 
 
 def test_a_full_disk_is_a_storage_error_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,9 @@ def test_a_write_that_accepts_nothing_ends_with_an_error(tmp_path: Path, monkeyp
         write_pair(tmp_path / "x")
 
 
-def test_a_failed_sync_gives_no_receipt_and_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sync_gives_no_checksum_and_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class BrokenOs(StingyOs):
         def fsync(self, descriptor: int) -> None:
             raise OSError(errno.EIO, "Input/output error")

@@ -22,9 +22,9 @@ def make_checkpoint(output_dir: Path, step: int) -> Path:
     directory = output_dir / f"checkpoint-{step}"
     directory.mkdir()
     names = ("config.json", "mapping.json", WEIGHTS)
-    receipts = [write_file(directory / name, b"{}", root=directory) for name in names]
+    checksums = [write_file(directory / name, b"{}", root=directory) for name in names]
     manifest = Manifest(
-        written_by="test", step=step, consumed_samples=0, world_size=1, parallel={}, family="", aoa={}, files=receipts
+        written_by="test", step=step, consumed_samples=0, world_size=1, parallel={}, family="", aoa={}, files=checksums
     )
     write_manifest(directory, manifest)
     return directory
