@@ -460,7 +460,7 @@ def differences(hooks: Iterable[Hook]) -> list[str]:
     return list(dict.fromkeys(line for hook in hooks for line in _differences(hook)))
 
 
-def cpu_runtime() -> tuple[Hook, ...]:
+def cpu_runtime_hooks() -> tuple[Hook, ...]:
     """The rows of :data:`CPU_RUNTIME` that count here: none on an accelerator, and none of a package that is absent."""
     if importlib.import_module("paddle").device.get_device() != "cpu":
         return ()

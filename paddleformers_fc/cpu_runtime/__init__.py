@@ -53,11 +53,11 @@ def activate() -> tuple[str, ...]:
 
 def needed() -> tuple[upstream.Hook, ...]:
     """The upstream hooks that :func:`activate` will depend on; none once it was called, and none on an accelerator."""
-    return upstream.cpu_runtime() if _applied is None else ()
+    return upstream.cpu_runtime_hooks() if _applied is None else ()
 
 
 def _activate() -> tuple[str, ...]:
-    hooks = upstream.cpu_runtime()
+    hooks = upstream.cpu_runtime_hooks()
     if not hooks:
         return ()
     upstream.require(hooks)

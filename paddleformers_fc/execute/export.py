@@ -384,9 +384,9 @@ def _write_files(staging: Path, source: ReadSource, files: list[_FilePlan], room
 
     def lane(draw: Callable[[], _Batch | None]) -> int:
         memory, total = memories.pop(), 0
-        with output.stopping(), ReadPool(options, source.catalog.identities) as crew:
+        with output.stopping(), ReadPool(options, source.catalog.identities) as pool:
             while (batch := draw()) is not None:
-                total += fill_arrays(crew, source.catalog.root, batch.items, batch.carved(memory))
+                total += fill_arrays(pool, source.catalog.root, batch.items, batch.carved(memory))
                 if not output.write(batch, memory):
                     break
         return total

@@ -3,7 +3,7 @@
 A large tensor is many jobs of a few MiB. Of small ones that follow one another in a file, up to a thousand are one job
 and one system call. So neither one large tensor nor very many small ones leave threads idle, and nobody waits for a
 tensor. An item that is one run of bytes in the file and in its shard, and changes nothing, is read straight to where it
-belongs; every other is a region whose blocks :mod:`paddleformers_fc.storage.regions` knows how to read.
+belongs; every other is a region whose tiles :mod:`paddleformers_fc.storage.regions` knows how to read.
 
 Time: a few look-ups per item, because items that are alike share what follows from their boxes. Memory: one job at a
 time; the stream is made as it is drawn.
@@ -29,7 +29,7 @@ from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import MOST_BUFFERS, memory_at
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.storage.regions import BLOCK_BYTES, Blocks, Region, Workspace, blocks_of
+from paddleformers_fc.storage.regions import TILE_BYTES, Region, Tiles, Workspace, tiles_of
 from paddleformers_fc.storage.vectored_read import ScatterList
 
 Key = tuple[str, str]
@@ -118,7 +118,7 @@ class ContiguousRead:
     lengths: list[int] = field(default_factory=list)
 
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
-        """See :class:`Job`."""
+        """See :class:`ReadJob`."""
         if len(self.addresses) == 1:
             reader.read_into(self.path, self.begin, memory_at(self.addresses[0], self.lengths[0]))
         else:
@@ -132,15 +132,15 @@ class ContiguousRead:
 
 @dataclass(frozen=True, slots=True)
 class StridedRead:
-    """Some blocks of a region."""
+    """Some tiles of a region."""
 
-    blocks: Blocks
+    tiles: Tiles
     first: int
     last: int
 
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
-        """See :class:`Job`."""
-        return self.blocks.read(self.first, self.last, reader, workspace)
+        """See :class:`ReadJob`."""
+        return self.tiles.read(self.first, self.last, reader, workspace)
 
 
 def read_jobs(
@@ -166,8 +166,8 @@ def read_jobs(
             continue
         begin, size = stored.begin + straight.source, straight.size
         start = memory.at(item.start * straight.dtype.itemsize + straight.target, size)
-        for low in range(start, start + size, BLOCK_BYTES):
-            length = min(BLOCK_BYTES, start + size - low)
+        for low in range(start, start + size, TILE_BYTES):
+            length = min(TILE_BYTES, start + size - low)
             if run is None or not _continues(run, path, begin, length):
                 if run is not None:
                     yield run.end - run.begin, run
@@ -185,7 +185,7 @@ def _continues(run: ContiguousRead, path: AnyPath, begin: int, length: int) -> b
         run.end == begin
         and run.path is path
         and len(run.addresses) < MOST_BUFFERS
-        and run.end - run.begin + length <= BLOCK_BYTES
+        and run.end - run.begin + length <= TILE_BYTES
     )
 
 
@@ -239,13 +239,13 @@ def _strided_reads(
     path: AnyPath, item: ReadItem, array: np.ndarray[Any, Any], options: ReadOptions
 ) -> Iterator[tuple[int, StridedRead]]:
     region = _region(path, item.stored)
-    blocks = blocks_of(region, item_view(array, item), options.scratch_bytes, options.max_over_read)
-    if blocks is None:
+    tiles = tiles_of(region, item_view(array, item), options.scratch_bytes, options.max_over_read)
+    if tiles is None:
         return
-    step = max(1, BLOCK_BYTES // blocks.block_bytes)
-    for first in range(0, blocks.count, step):
-        last = min(first + step, blocks.count)
-        yield (last - first) * blocks.block_bytes, StridedRead(blocks, first, last)
+    step = max(1, TILE_BYTES // tiles.tile_bytes)
+    for first in range(0, tiles.count, step):
+        last = min(first + step, tiles.count)
+        yield (last - first) * tiles.tile_bytes, StridedRead(tiles, first, last)
 
 
 def batch_jobs(jobs: Iterator[tuple[int, ReadJob]]) -> Iterator[ReadTask]:
@@ -253,7 +253,7 @@ def batch_jobs(jobs: Iterator[tuple[int, ReadJob]]) -> Iterator[ReadTask]:
     task: ReadTask = []
     size = 0
     for length, job in jobs:
-        if task and (size + length > BLOCK_BYTES or len(task) == _JOBS_PER_TASK):
+        if task and (size + length > TILE_BYTES or len(task) == _JOBS_PER_TASK):
             yield task
             task, size = [], 0
         task.append(job)

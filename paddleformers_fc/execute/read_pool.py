@@ -4,8 +4,8 @@ A *job* is a few MiB of work that depends on no other; a *task* is some jobs tha
 draw tasks from one stream until it is empty, the caller is one of them, and the first failure, an interrupt too, ends
 the others after the task they are at. What jobs there are is said in :mod:`paddleformers_fc.execute.read_jobs`.
 
-Memory: ``scratch_bytes`` for each thread, all together never more than ``staging_bytes``. The stream is made as it is
-drawn.
+Memory: ``scratch_bytes`` for each thread, all together never more than ``staging_memory_bytes``. The stream is made as
+it is drawn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.prefetch import ExpectedRange
 from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
 from paddleformers_fc.storage.regions import (
-    DEFAULT_STAGING_BYTES,
+    DEFAULT_STAGING_MEMORY_BYTES,
     HOT_BYTES,
     MAX_OVER_READ,
     Region,
@@ -46,7 +46,7 @@ class ReadOptions:
 
     Args:
         threads: how many read at a time.
-        staging_bytes: bound of the memory that transposes, casts and host copies pass through, of all threads together.
+        staging_memory_bytes: bound of the memory that transposes, casts and host copies pass through, of all threads.
         max_over_read: bound on bytes read over bytes needed, where short runs are read with the gaps between them.
         once: whether what several ranks want is read by one of them, which hands it to the others.
     Raises:
@@ -54,17 +54,17 @@ class ReadOptions:
     """
 
     threads: int = 4
-    staging_bytes: int = DEFAULT_STAGING_BYTES
+    staging_memory_bytes: int = DEFAULT_STAGING_MEMORY_BYTES
     max_over_read: float = MAX_OVER_READ
     once: bool = False
 
     def __post_init__(self) -> None:
-        if self.threads < 1 or self.staging_bytes < 1 or self.max_over_read < 1:
+        if self.threads < 1 or self.staging_memory_bytes < 1 or self.max_over_read < 1:
             raise OptionError(
                 "Nothing can be read with these options.",
                 evidence=[
                     f"threads: {self.threads}",
-                    f"staging_bytes: {self.staging_bytes}",
+                    f"staging_memory_bytes: {self.staging_memory_bytes}",
                     f"max_over_read: {self.max_over_read}",
                 ],
                 next_step="Each of them is 1 or more.",
@@ -73,7 +73,7 @@ class ReadOptions:
     @property
     def scratch_bytes(self) -> int:
         """Scratch memory of one thread."""
-        return max(_SMALLEST_SCRATCH, min(HOT_BYTES, self.staging_bytes // self.threads))
+        return max(_SMALLEST_SCRATCH, min(HOT_BYTES, self.staging_memory_bytes // self.threads))
 
 
 DEFAULT_OPTIONS = ReadOptions()
@@ -141,19 +141,19 @@ def run_workers(
     stream = chain(first, stream)
     if threads == 1 or len(first) < 2:
         return work(lambda: next(stream, None))
-    lock, gate = threading.Lock(), StopLatch()
+    lock, latch = threading.Lock(), StopLatch()
 
     def draw() -> _T | None:
         with lock:
-            return None if gate.shut else next(stream, None)
+            return None if latch.shut else next(stream, None)
 
     def other() -> int:
-        with gate.entered() as may:
+        with latch.entered() as may:
             try:
                 return work(draw) if may else 0
             except BaseException:
                 # An interrupt too must stop the other threads; it is raised again where results are collected.
-                gate.shut = True
+                latch.shut = True
                 raise
 
     futures: list[Future[int]] = []
@@ -165,7 +165,7 @@ def run_workers(
     finally:
         # An interrupt, even one between the start of a thread and our knowing of it, ends the work after what is
         # under way: nothing is written after this returns.
-        gate.close()
+        latch.close()
     return total + sum(future.result() for future in futures if not future.cancel())
 
 

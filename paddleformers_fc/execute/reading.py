@@ -3,8 +3,8 @@
 A :class:`Slot` is the memory of one wanted shard. On a CPU it is the tensor's own memory; on an accelerator it is a
 host array that is handed over when it is full, and travels while the next are read.
 
-The items of a plan become jobs (:mod:`.jobs`), which the threads of a crew draw (:mod:`.crew`). Memory beyond the
-targets: at most ``staging_bytes`` for all threads together, or one host copy of a shard where that is larger.
+The items of a plan become jobs (:mod:`.read_jobs`), which the threads of a pool take (:mod:`.read_pool`). Memory beyond
+the targets: at most ``staging_memory_bytes`` for all threads together, or one host copy of a shard if that is larger.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ def execute_reads(
     Raises:
         Corrupt, StorageError: a read failed; reading stops, threads are joined, targets hold an undefined mixture.
     """
-    room = options.staging_bytes - options.threads * options.scratch_bytes
+    room = options.staging_memory_bytes - options.threads * options.scratch_bytes
     count, size_before = 0, 0
     before = targets = _Targets(slots)
     try:
-        with ReadPool(options, identities) as crew:
+        with ReadPool(options, identities) as pool:
             for group, size in _groups(plan.items, slots, room // 2):
                 # While a group is read, the host arrays of the one before travel to their device, if both have room.
                 if size_before + size > room:
                     before.settle()
                 targets = _Targets(slots)
-                count += _fill(crew, root, targets, group)
+                count += _fill(pool, root, targets, group)
                 before.settle()
                 before, size_before = targets, size
     finally:
@@ -86,9 +86,9 @@ def execute_reads(
     return count
 
 
-def _fill(crew: ReadPool, root: AnyPath, targets: _Targets, items: list[ReadItem]) -> int:
-    crew.expect(region_of(root, item.stored) for item in items)
-    count = crew.run(batch_jobs(read_jobs(items, root, targets, crew.options)))
+def _fill(pool: ReadPool, root: AnyPath, targets: _Targets, items: list[ReadItem]) -> int:
+    pool.expect(region_of(root, item.stored) for item in items)
+    count = pool.run(batch_jobs(read_jobs(items, root, targets, pool.options)))
     targets.close()
     return count
 
@@ -171,9 +171,9 @@ def verify_equal(
     if not checks:
         return
     differing: set[int] = set()
-    with ReadPool(options, identities) as crew:
-        crew.expect(region_of(root, side) for check in checks for side in (check.left, check.right))
-        crew.run(batch_jobs(_comparisons(checks, root, crew.options.scratch_bytes, differing)))
+    with ReadPool(options, identities) as pool:
+        pool.expect(region_of(root, side) for check in checks for side in (check.left, check.right))
+        pool.run(batch_jobs(_comparisons(checks, root, pool.options.scratch_bytes, differing)))
     refuse_unequal([checks[number] for number in sorted(differing)], root)
 
 
@@ -204,7 +204,7 @@ class Comparison:
     differing: set[int]
 
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
-        """See :class:`Job`."""
+        """See :class:`ReadJob`."""
         total, sides = 0, []
         for region in (self.left, self.right):
             sides.append(np.empty(region.size, region.dtype))
@@ -247,19 +247,19 @@ class ArraySlot:
 
 
 def read_tensors(
-    crew: ReadPool, root: AnyPath, wanted: Iterable[tuple[Shard, Sequence[ReadItem]]]
+    pool: ReadPool, root: AnyPath, wanted: Iterable[tuple[Shard, Sequence[ReadItem]]]
 ) -> Iterator[tuple[Shard, np.ndarray[Any, Any]]]:
     """Wanted tensors, one at a time, each as a flat array of its own; for export and digests.
 
     Args:
-        crew: who reads; all its threads do if a tensor is large.
+        pool: who reads; all its threads do if a tensor is large.
         root: the catalog's directory.
         wanted: every tensor with its items, in order.
     """
     for portion in _portions(wanted):
-        crew.expect(region_of(root, item.stored) for _, items in portion for item in items)
+        pool.expect(region_of(root, item.stored) for _, items in portion for item in items)
         for shard, items in portion:
-            yield shard, _read_tensor(crew, root, shard, items)
+            yield shard, _read_tensor(pool, root, shard, items)
 
 
 def _portions(
@@ -279,30 +279,30 @@ def _portions(
         yield portion
 
 
-def _read_tensor(crew: ReadPool, root: AnyPath, shard: Shard, items: Sequence[ReadItem]) -> np.ndarray[Any, Any]:
+def _read_tensor(pool: ReadPool, root: AnyPath, shard: Shard, items: Sequence[ReadItem]) -> np.ndarray[Any, Any]:
     array = np.empty(shard.size, dtype_of(shard.dtype))
     if items:
-        _fill_arrays(crew, root, items, {(items[0].role, items[0].name): array})
+        _fill_arrays(pool, root, items, {(items[0].role, items[0].name): array})
     return array
 
 
 def fill_arrays(
-    crew: ReadPool, root: AnyPath, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]
+    pool: ReadPool, root: AnyPath, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]
 ) -> int:
     """Read whole tensors into memory of the caller's; bytes read from storage.
 
     Args:
-        crew: who reads; all its threads do if there is much.
+        pool: who reads; all its threads do if there is much.
         root: the catalog's directory.
         items: the items of these tensors.
         arrays: a flat array of its dtype and size for every tensor, by role and name.
     """
-    crew.expect(region_of(root, item.stored) for item in items)
-    return _fill_arrays(crew, root, items, arrays)
+    pool.expect(region_of(root, item.stored) for item in items)
+    return _fill_arrays(pool, root, items, arrays)
 
 
 def _fill_arrays(
-    crew: ReadPool, root: AnyPath, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]
+    pool: ReadPool, root: AnyPath, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]
 ) -> int:
     targets = _Targets({key: ArraySlot(array) for key, array in arrays.items()})
-    return crew.run(batch_jobs(read_jobs(items, root, targets, crew.options)))
+    return pool.run(batch_jobs(read_jobs(items, root, targets, pool.options)))

@@ -180,10 +180,10 @@ def run_rounds(
     failures: list[Exception] = []
     _attempt(failures, before)
     read = received = 0
-    with ReadPool(options, storage.identities) as crew:
-        source = _RangeSource(crew, storage.root, channel.rank)
+    with ReadPool(options, storage.identities) as pool:
+        source = _RangeSource(pool, storage.root, channel.rank)
         mine = (piece for pieces in schedule.rounds for piece in pieces if piece.move.owner == channel.rank)
-        crew.expect(region_of(storage.root, piece.stored) for piece in mine)
+        pool.expect(region_of(storage.root, piece.stored) for piece in mine)
         begun = [source.begin(pieces) for pieces in schedule.rounds[:1]]
         for number, pieces in enumerate(schedule.rounds):
             begun.extend(source.begin(later) for later in schedule.rounds[number + 1 : number + 2])
@@ -243,12 +243,12 @@ def _agreed_digests(
 
 def _digests(parts: Sequence[StoredPart], storage: ReadContext, options: ReadOptions) -> list[bytes]:
     found: list[bytes] = []
-    with ReadPool(options, storage.identities) as crew:
-        crew.expect(region_of(storage.root, part) for part in parts)
+    with ReadPool(options, storage.identities) as pool:
+        pool.expect(region_of(storage.root, part) for part in parts)
         for part in parts:
             state = xxhash.xxh3_128()
             for box in boxes_within(part.part, _DIGEST_ELEMENTS):
-                array, reading = _begin(crew, storage.root, msgspec.structs.replace(part, part=box))
+                array, reading = _begin(pool, storage.root, msgspec.structs.replace(part, part=box))
                 reading.result()
                 state.update(byte_view(array))
             found.append(state.digest())
@@ -259,14 +259,14 @@ def _digests(parts: Sequence[StoredPart], storage: ReadContext, options: ReadOpt
 class _RangeSource:
     """Reads this rank's pieces in threads."""
 
-    crew: ReadPool
+    pool: ReadPool
     root: paths.AnyPath
     rank: int
 
     def begin(self, pieces: Sequence[TransferPiece]) -> dict[int, _Begun]:
         """Start to read what this rank owns of a round; by index."""
         return {
-            index: _begin(self.crew, self.root, piece.stored)
+            index: _begin(self.pool, self.root, piece.stored)
             for index, piece in enumerate(pieces)
             if piece.move.owner == self.rank
         }
@@ -367,11 +367,11 @@ def _round(
     return found
 
 
-def _begin(crew: ReadPool, root: paths.AnyPath, part: StoredPart) -> _Begun:
+def _begin(pool: ReadPool, root: paths.AnyPath, part: StoredPart) -> _Begun:
     """Start to read a range into an array of its own."""
     region = region_of(root, part)
     array: Array = np.empty(region.size, region.dtype)
-    return array, crew.begin(region, array)
+    return array, pool.begin(region, array)
 
 
 def _packed(array: Array) -> Bytes:

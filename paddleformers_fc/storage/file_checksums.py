@@ -49,7 +49,8 @@ def checksum_faults(checksum: FileChecksum) -> Iterator[str]:
     if checksum.size < 0 or checksum.block_bytes < 1:
         yield f"has the size {checksum.size} in blocks of {checksum.block_bytes} bytes"
     elif len(checksum.blocks) != -(-checksum.size // checksum.block_bytes):
-        yield f"has {len(checksum.blocks)} block checksums for {checksum.size} bytes in blocks of {checksum.block_bytes}"
+        blocks, size, length = len(checksum.blocks), checksum.size, checksum.block_bytes
+        yield f"has {blocks} block checksums for {size} bytes in blocks of {length}"
     if not _is_hex(checksum.digest, 32) or not all(_is_hex(block, 16) for block in checksum.blocks):
         yield "has a checksum that is not of the right form"
 

@@ -1,23 +1,23 @@
 """Read a box of a stored, row-major box directly into any strided array.
 
 A region and its target are reduced to the axes that matter: one run of bytes on both sides is one axis. Then the region
-is cut into *blocks*. There are three strategies to read one:
+is cut into *tiles*. There are three strategies to read one:
 
 - **Direct**: runs of bytes that are contiguous in the target too. They are read from the file into the target, one by
   one or many in a system call (:mod:`.vectored_read`), without a copy: same layouts, rows, column slices, and parts of
   a file that are interleaved in runs of a KiB or more.
-- **Gathered**: transposes, casts, and finer interleavings. The runs of a block are gathered in scratch memory and
+- **Buffered**: transposes, casts, and finer interleavings. The runs of a tile are gathered in scratch memory and
   written to the target in one strided copy. The scratch memory is reused, and small enough for the processor's cache:
-  new memory of many MiB costs more in page faults than the copy. A block of a transpose is as long as the target's runs
+  new memory of many MiB costs more in page faults than the copy. A tile of a transpose is as long as the target's runs
   need (``STRIPE`` elements) and as wide as the file's runs need (``RUN_BYTES``). Its rows lie an odd number of cache
   lines apart, because rows at a power of two would evict one another.
-- **Spanned**: runs shorter than ``SHORT_RUN`` that lie close together. They are read with the gaps between them, up to
-  ``max_over_read`` times the needed bytes, and picked out.
+- **Sieved** (data sieving): runs shorter than ``SHORT_RUN`` that lie close together. They are read with the gaps
+  between them, up to ``max_over_read`` times the needed bytes, and picked out.
 
 A checkpoint has very many regions of few kinds: the strategy of a kind is computed once.
 
-Blocks are independent, so that many threads can read one large region. Memory is one scratch memory per thread, of the
-size that the caller chose. The bytes that are read do not depend on that size or on the assignment of blocks to
+Tiles are independent, so that many threads can read one large region. Memory is one scratch memory per thread, of the
+size that the caller chose. The bytes that are read do not depend on that size or on the assignment of tiles to
 threads.
 """
 
@@ -42,12 +42,12 @@ from paddleformers_fc.storage.prefetch import ExpectedRange, joins
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
 
-DEFAULT_STAGING_BYTES = 64 << 20
+DEFAULT_STAGING_MEMORY_BYTES = 64 << 20
 """Bound of the scratch memory of all threads together."""
 HOT_BYTES = 128 * (8192 + 64)
 """Scratch memory of one thread at most; more would leave the processor's cache."""
-BLOCK_BYTES = 8 << 20
-"""Bytes of a direct block at most: enough to make a system call cheap, few enough to share a tensor among threads."""
+TILE_BYTES = 8 << 20
+"""Bytes of a direct tile at most: enough to make a system call cheap, few enough to share a tensor among threads."""
 MAX_OVER_READ = 2.0
 SHORT_RUN = 1024
 RUN_BYTES = 8192
@@ -104,7 +104,7 @@ class Workspace:
         return self._memory
 
     def lines(self, count: int, pitch: int, length: int) -> list[memoryview]:
-        """So many lines of the scratch memory, ``pitch`` bytes from one to the next; kept, for blocks are alike."""
+        """So many lines of the scratch memory, ``pitch`` bytes from one to the next; kept, for tiles are alike."""
         if self._lines[0] != (count, pitch, length):
             memory = self.memory.data
             self._lines = (
@@ -175,7 +175,7 @@ def row_major(shape: Sizes, width: int) -> Sizes:
     return tuple(reversed(strides))
 
 
-def span_of(walk: StridedAxes, scratch_bytes: int, max_over_read: float) -> int:
+def runs_per_sieve(walk: StridedAxes, scratch_bytes: int, max_over_read: float) -> int:
     """How many short runs are read as one span, with the gaps between them; 1 if every run is read alone."""
     axes, run = walk.run
     if axes == len(walk.sizes) or run >= SHORT_RUN:
@@ -197,7 +197,7 @@ def bytes_read(
         scratch_bytes: scratch memory of one thread.
         max_over_read: bound on bytes read over bytes needed.
     """
-    count = span_of(walk, scratch_bytes, max_over_read)
+    count = runs_per_sieve(walk, scratch_bytes, max_over_read)
     if count == 1:
         return math.prod(walk.sizes) * width
     axes, run = walk.run
@@ -239,32 +239,32 @@ def ranges_of(region: Region) -> Iterator[ExpectedRange]:
         yield ExpectedRange(place, place + length, size)
 
 
-class Blocks(Protocol):
-    """A region cut into blocks that can be read in any order, by any thread."""
+class Tiles(Protocol):
+    """A region cut into tiles that can be read in any order, by any thread."""
 
     @property
     def count(self) -> int:
-        """How many blocks."""
+        """How many tiles."""
 
     @property
-    def block_bytes(self) -> int:
+    def tile_bytes(self) -> int:
         """Bytes that the largest of them brings into the target, in the file's elements."""
 
     def read(self, first: int, last: int, reader: RangeReader, workspace: Workspace) -> int:
-        """Read the blocks ``first <= number < last``; bytes read from storage.
+        """Read the tiles ``first <= number < last``; bytes read from storage.
 
         Raises:
             Corrupt, StorageError: a read failed.
         """
 
 
-def blocks_of(
+def tiles_of(
     region: Region,
     out: np.ndarray[Any, Any],
     scratch_bytes: int = HOT_BYTES,
     max_over_read: float = MAX_OVER_READ,
-) -> Blocks | None:
-    """Cut a region and its target into blocks; None where it has no element.
+) -> Tiles | None:
+    """Cut a region and its target into tiles; None where it has no element.
 
     Args:
         region: what to read.
@@ -294,11 +294,11 @@ def blocks_of(
     dtype = region.dtype if cast else target.dtype
     if cast:
         target = target.view(out.dtype)
-    if way.kind == "spanned":
-        return Spanned(region.path, begin, way.walk, way.block, target, dtype)
+    if way.kind == "sieved":
+        return SievedTiles(region.path, begin, way.walk, way.tile, target, dtype)
     if way.kind == "direct":
-        return Direct(region.path, begin, way.walk, way.block, target, dtype)
-    return Gathered(region.path, begin, way.walk, way.block, target, dtype, way.room)
+        return DirectTiles(region.path, begin, way.walk, way.tile, target, dtype)
+    return BufferedTiles(region.path, begin, way.walk, way.tile, target, dtype, way.room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,14 +307,14 @@ class _ReadStrategy:
 
     Args:
         walk: their axes.
-        kind: ``spanned``, ``direct`` or ``gathered``.
-        block: lengths of a block.
+        kind: ``sieved``, ``direct`` or ``gathered``.
+        tile: lengths of a tile.
         room: bytes of the scratch memory that may be used.
     """
 
     walk: StridedAxes
     kind: str
-    block: Sizes
+    tile: Sizes
     room: int = 0
 
 
@@ -328,18 +328,18 @@ def _read_strategy(
     scratch_bytes: int,
     max_over_read: float,
 ) -> _ReadStrategy:
-    """See :func:`strided_axes` for the first four, and :func:`blocks_of` for the others."""
+    """See :func:`strided_axes` for the first four, and :func:`tiles_of` for the others."""
     walk, width = strided_axes(size, sources, targets, widths), widths[0]
-    spans = span_of(walk, scratch_bytes, max_over_read)
+    spans = runs_per_sieve(walk, scratch_bytes, max_over_read)
     if spans > 1:
         axes, _ = walk.run
         outer = (1,) * (len(walk.sizes) - axes - 1)
-        return _ReadStrategy(walk, "spanned", (*outer, spans, *walk.sizes[-axes:]))
+        return _ReadStrategy(walk, "sieved", (*outer, spans, *walk.sizes[-axes:]))
     if not cast and is_direct(walk, width):
-        return _ReadStrategy(walk, "direct", _grown(walk.sizes, (1,) * len(walk.sizes), BLOCK_BYTES // width))
+        return _ReadStrategy(walk, "direct", _grown(walk.sizes, (1,) * len(walk.sizes), TILE_BYTES // width))
     # Numbers of 8 bits are cast through an index of 8 bytes each.
     room = scratch_bytes // 16 if cast and width == 1 else scratch_bytes
-    return _ReadStrategy(walk, "gathered", _gathered_block(walk, width, room), room)
+    return _ReadStrategy(walk, "buffered", _buffered_tile(walk, width, room), room)
 
 
 def read_region(
@@ -349,7 +349,7 @@ def read_region(
     workspace: Workspace,
     max_over_read: float = MAX_OVER_READ,
 ) -> int:
-    """Read a whole region in the calling thread; see :func:`blocks_of` for the arguments.
+    """Read a whole region in the calling thread; see :func:`tiles_of` for the arguments.
 
     Returns:
         bytes read from storage.
@@ -357,8 +357,8 @@ def read_region(
         Corrupt: the file ends before the region does.
         StorageError: the operating system refused the read.
     """
-    blocks = blocks_of(region, out, workspace.scratch_bytes, max_over_read)
-    return 0 if blocks is None else blocks.read(0, blocks.count, reader, workspace)
+    tiles = tiles_of(region, out, workspace.scratch_bytes, max_over_read)
+    return 0 if tiles is None else tiles.read(0, tiles.count, reader, workspace)
 
 
 def split_region(region: Region, piece_bytes: int) -> Iterator[Region]:
@@ -375,14 +375,14 @@ def split_region(region: Region, piece_bytes: int) -> Iterator[Region]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _StridedTiles:
     """A region cut along its axes.
 
     Args:
         path: the file.
         begin: byte offset of the region's first element.
         walk: its axes.
-        block: lengths of a block; the last one along an axis may be shorter.
+        tile: lengths of a tile; the last one along an axis may be shorter.
         target: what it goes into, with the axes of the walk.
         dtype: element type in the file.
     """
@@ -390,42 +390,42 @@ class _Cut:
     path: AnyPath
     begin: int
     walk: StridedAxes
-    block: Sizes
+    tile: Sizes
     target: np.ndarray[Any, Any]
     dtype: np.dtype[Any]
 
     @property
     def count(self) -> int:
-        """How many blocks."""
-        return math.prod(-(-size // length) for size, length in zip(self.walk.sizes, self.block, strict=True))
+        """How many tiles."""
+        return math.prod(-(-size // length) for size, length in zip(self.walk.sizes, self.tile, strict=True))
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return math.prod(self.block) * self.dtype.itemsize
+    def tile_bytes(self) -> int:
+        """Bytes of a tile."""
+        return math.prod(self.tile) * self.dtype.itemsize
 
-    def _blocks(self, first: int, last: int) -> Iterator[tuple[int, Sizes, np.ndarray[Any, Any]]]:
-        """Of each block its offset in the file, its lengths and its target."""
-        counts = [-(-size // length) for size, length in zip(self.walk.sizes, self.block, strict=True)]
+    def _tiles(self, first: int, last: int) -> Iterator[tuple[int, Sizes, np.ndarray[Any, Any]]]:
+        """Of each tile its offset in the file, its lengths and its target."""
+        counts = [-(-size // length) for size, length in zip(self.walk.sizes, self.tile, strict=True)]
         for number in range(first, last):
             lows = []
-            for count, length in zip(reversed(counts), reversed(self.block), strict=True):
+            for count, length in zip(reversed(counts), reversed(self.tile), strict=True):
                 number, index = divmod(number, count)
                 lows.append(index * length)
             lows.reverse()
             offset = self.begin + sum(low * stride for low, stride in zip(lows, self.walk.sources, strict=True))
-            target = self.target[tuple(slice(low, low + n) for low, n in zip(lows, self.block, strict=True))]
+            target = self.target[tuple(slice(low, low + n) for low, n in zip(lows, self.tile, strict=True))]
             yield offset, target.shape, target
 
 
 @dataclass(frozen=True, slots=True)
-class Direct(_Cut):
+class DirectTiles(_StridedTiles):
     """Runs that are the same in the target."""
 
     def read(self, first: int, last: int, reader: RangeReader, workspace: Workspace) -> int:
-        """See :class:`Blocks`."""
+        """See :class:`Tiles`."""
         total = 0
-        for offset, size, target in self._blocks(first, last):
+        for offset, size, target in self._tiles(first, last):
             total += target.nbytes
             if target.size == size[-1]:
                 reader.read_into(self.path, offset, target)
@@ -441,7 +441,7 @@ class Direct(_Cut):
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered(_Cut):
+class BufferedTiles(_StridedTiles):
     """Runs that are gathered in scratch memory, and from there transposed, cast or interleaved.
 
     Args:
@@ -451,9 +451,9 @@ class Gathered(_Cut):
     room: int
 
     def read(self, first: int, last: int, reader: RangeReader, workspace: Workspace) -> int:
-        """See :class:`Blocks`."""
+        """See :class:`Tiles`."""
         total = 0
-        for offset, size, target in self._blocks(first, last):
+        for offset, size, target in self._tiles(first, last):
             source = self._fetched(offset, size, reader, workspace)
             self._copy(target, source)
             total += source.size * source.itemsize
@@ -471,7 +471,7 @@ class Gathered(_Cut):
             copy_cast(target[stripe], source[stripe], self.path)
 
     def _fetched(self, offset: int, size: Sizes, reader: RangeReader, workspace: Workspace) -> np.ndarray[Any, Any]:
-        """The block in scratch memory."""
+        """The tile in scratch memory."""
         width, memory = self.dtype.itemsize, workspace.memory
         axes, run = _run(size, self.walk.sources)
         row = size[-1] * width
@@ -500,13 +500,13 @@ class Gathered(_Cut):
 
 
 @dataclass(frozen=True, slots=True)
-class Spanned(_Cut):
+class SievedTiles(_StridedTiles):
     """Short runs that are read with the gaps between them."""
 
     def read(self, first: int, last: int, reader: RangeReader, workspace: Workspace) -> int:
-        """See :class:`Blocks`."""
+        """See :class:`Tiles`."""
         total = 0
-        for offset, size, target in self._blocks(first, last):
+        for offset, size, target in self._tiles(first, last):
             strides = self.walk.sources
             span = sum((n - 1) * s for n, s in zip(size, strides, strict=True)) + self.dtype.itemsize
             reader.read_into(self.path, offset, workspace.memory[:span])
@@ -526,7 +526,7 @@ def _run(size: Sizes, strides: Sizes) -> tuple[int, int]:
 
 
 def _row_positions(first: int, size: Sizes, strides: Sizes) -> np.ndarray[Any, Any]:
-    """The byte positions of all rows of a block, in order."""
+    """The byte positions of all rows of a tile, in order."""
     kept = math.prod(size) <= _MOST_ROWS
     return (_kept_positions if kept else _positions)(size, strides) + first
 
@@ -538,7 +538,7 @@ def _positions(size: Sizes, strides: Sizes) -> np.ndarray[Any, Any]:
     return places
 
 
-# Blocks are alike; what is kept is 4 MiB at most.
+# Tiles are alike; what is kept is 4 MiB at most.
 _kept_positions = lru_cache(maxsize=128)(_positions)
 
 
@@ -547,12 +547,12 @@ def _is_transposing(walk: StridedAxes) -> bool:
 
 
 def _pitch(walk: StridedAxes, row: int, scratch_bytes: int) -> int:
-    """Bytes from one row of a block to the next: an odd number of cache lines where columns are read."""
+    """Bytes from one row of a tile to the next: an odd number of cache lines where columns are read."""
     padded = (-(-row // _LINE) | 1) * _LINE
     return padded if _is_transposing(walk) and padded * _LINE <= scratch_bytes else row
 
 
-def _gathered_block(walk: StridedAxes, width: int, scratch_bytes: int) -> Sizes:
+def _buffered_tile(walk: StridedAxes, width: int, scratch_bytes: int) -> Sizes:
     ones, last = (1,) * len(walk.sizes), len(walk.sizes) - 1
     if not _is_transposing(walk):
         return _grown(walk.sizes, ones, scratch_bytes // width)
@@ -560,13 +560,13 @@ def _gathered_block(walk: StridedAxes, width: int, scratch_bytes: int) -> Sizes:
     row = _even(walk.sizes[-1], max(1, min(RUN_BYTES, scratch_bytes) // width))
     rows = min(_MOST_LINES, max(1, scratch_bytes // _pitch(walk, row * width, scratch_bytes)))
     stripe = _even(walk.sizes[fast], min(STRIPE, rows))
-    block = tuple(row if axis == last else stripe if axis == fast else 1 for axis in range(len(ones)))
-    return (*_grown(walk.sizes[:-1], block[:-1], rows), row)
+    tile = tuple(row if axis == last else stripe if axis == fast else 1 for axis in range(len(ones)))
+    return (*_grown(walk.sizes[:-1], tile[:-1], rows), row)
 
 
-def _grown(sizes: Sizes, block: Sizes, room: int) -> Sizes:
-    """A block made as long as ``room`` elements allow, the last axis first, in few enough rows."""
-    grown = list(block)
+def _grown(sizes: Sizes, tile: Sizes, room: int) -> Sizes:
+    """A tile made as long as ``room`` elements allow, the last axis first, in few enough rows."""
+    grown = list(tile)
     for axis in reversed(range(len(sizes))):
         others = max(1, math.prod(grown) // grown[axis])
         rows = max(1, others // grown[-1]) if axis < len(sizes) - 1 else 1

@@ -144,7 +144,9 @@ def _open_communicator(patience: float, address: tuple[str, int] | None) -> Comm
 def read_options(args: Any) -> ReadOptions:
     """How the options of a run read tensors."""
     return ReadOptions(
-        threads=args.flex_threads, staging_bytes=parse_size(args.flex_staging_size), once=args.flex_read == "once"
+        threads=args.flex_threads,
+        staging_memory_bytes=parse_size(args.flex_staging_size),
+        once=args.flex_read == "once",
     )
 
 

@@ -30,7 +30,7 @@ from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPa
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage import files, vectored_read
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.regions import BLOCK_BYTES, HOT_BYTES
+from paddleformers_fc.storage.regions import HOT_BYTES, TILE_BYTES
 from tests.harness.limits import LIMIT
 
 ROLE = "model_state"
@@ -118,8 +118,8 @@ class Stored:
 
 @pytest.mark.parametrize("order", ["as stored", "apart"])
 def test_tensors_just_past_a_block_are_read_to_their_last_element(tmp_path: Path, order: str) -> None:
-    block = BLOCK_BYTES // 4
-    sizes = [block - 1, 1, block, block + 1, 1, 2 * block + 1, 3]
+    tile = TILE_BYTES // 4
+    sizes = [tile - 1, 1, tile, tile + 1, 1, 2 * tile + 1, 3]
     values = random_bytes(sum(sizes) * 4).view(np.float32)
     (tmp_path / "matrix").write_bytes(values.tobytes())
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -216,7 +216,7 @@ def test_items_that_share_some_of_their_boxes_are_each_filled_by_all_of_theirs(t
 
 
 def test_one_large_tensor_is_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = matrix(tmp_path, 4, BLOCK_BYTES // 4)
+    values = matrix(tmp_path, 4, TILE_BYTES // 4)
     machine = CountingOs(threading.Barrier(4))
     monkeypatch.setattr(files, "os", machine)
     items = [item_of(values.shape, whole(values.shape), (0, 1))]
@@ -250,7 +250,7 @@ def test_small_tensors_that_follow_one_another_are_read_by_one_call(
 
 def test_tensors_of_all_sizes_that_follow_one_another_are_filled_in_one_go(tmp_path: Path) -> None:
     sizes = [int(size) for size in np.random.default_rng(0).integers(0, 300, 4000)]
-    sizes[1000] = BLOCK_BYTES // 4 + 1
+    sizes[1000] = TILE_BYTES // 4 + 1
     begins = np.concatenate([[0], np.cumsum(sizes)])
     values = matrix(tmp_path, 1, int(begins[-1])).ravel()
     items = [
@@ -282,7 +282,7 @@ def test_memory_beside_the_targets_is_bounded_for_all_threads_together(tmp_path:
     slots = empty_slots(items)
     tracemalloc.start()
     try:
-        execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads=16, staging_bytes=256 << 10))
+        execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads=16, staging_memory_bytes=256 << 10))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -335,7 +335,9 @@ def test_host_copies_are_bounded_too(tmp_path: Path) -> None:
     held = [0]
     slots: dict[tuple[str, str], Any] = {(ROLE, str(row)): StandIn(1000, held) for row in range(40)}
     slots[ROLE, "large"] = StandIn(40_000, held)
-    execute_reads(plan_of([*items, large]), tmp_path, slots, ReadOptions(threads=1, staging_bytes=HOT_BYTES + 10_000))
+    execute_reads(
+        plan_of([*items, large]), tmp_path, slots, ReadOptions(threads=1, staging_memory_bytes=HOT_BYTES + 10_000)
+    )
     assert slots[ROLE, "large"].result == values.T.tobytes()
     assert all(slots[ROLE, str(row)].result == values[row].tobytes() for row in range(40))
     assert max(held) == 160_000, "what is larger than the bound passes alone"
@@ -369,7 +371,7 @@ def test_host_arrays_travel_while_the_next_are_read_and_all_have_arrived_at_the_
     held, travelling, met = [0], [0], []
     slots = {(ROLE, str(row)): StandIn(1000, held, travelling) for row in range(40)}
     noting = {key: Noting(slot, lambda: met.append(travelling[-1])) for key, slot in slots.items()}
-    options = ReadOptions(threads=1, staging_bytes=HOT_BYTES + 16_000)
+    options = ReadOptions(threads=1, staging_memory_bytes=HOT_BYTES + 16_000)
     execute_reads(plan_of(rows_of(*values.shape)), tmp_path, noting, options)
     assert all(slots[ROLE, str(row)].result == values[row].tobytes() for row in range(40))
     assert met == [0, 0, *[2] * 38], "groups of two, each read while the one before it travels"
@@ -382,7 +384,7 @@ def test_nothing_travels_any_more_when_a_read_has_failed(tmp_path: Path) -> None
     held, travelling = [0], [0]
     slots: dict[tuple[str, str], Any] = {(ROLE, str(row)): StandIn(1000, held, travelling) for row in range(40)}
     os.truncate(tmp_path / "matrix", values.nbytes // 2)
-    options = ReadOptions(threads=1, staging_bytes=HOT_BYTES + 16_000)
+    options = ReadOptions(threads=1, staging_memory_bytes=HOT_BYTES + 16_000)
     with pytest.raises(Corrupt):
         execute_reads(plan_of(rows_of(*values.shape)), tmp_path, slots, options)
     assert max(travelling) == 4
@@ -529,8 +531,8 @@ class Meeting:
 def test_as_many_tasks_are_under_way_as_there_are_threads_and_one_of_them_is_the_callers(count: int) -> None:
     by: list[threading.Thread] = []
     meeting = Meeting(threading.Barrier(count), by)
-    with ReadPool(ReadOptions(threads=count)) as crew:
-        assert crew.run(iter([[meeting]] * count)) == count
+    with ReadPool(ReadOptions(threads=count)) as pool:
+        assert pool.run(iter([[meeting]] * count)) == count
     assert threading.current_thread() in by
     assert len(set(by)) == count
 
@@ -538,8 +540,8 @@ def test_as_many_tasks_are_under_way_as_there_are_threads_and_one_of_them_is_the
 @pytest.mark.usefixtures("nothing_left")
 def test_one_task_wakes_no_thread() -> None:
     by: list[threading.Thread] = []
-    with ReadPool(ReadOptions(threads=4)) as crew:
-        assert crew.run(iter([[Meeting(threading.Barrier(1), by)] * 3])) == 3
+    with ReadPool(ReadOptions(threads=4)) as pool:
+        assert pool.run(iter([[Meeting(threading.Barrier(1), by)] * 3])) == 3
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("flex-read")]
     assert by == [threading.current_thread()] * 3
 
@@ -628,15 +630,15 @@ def test_pairs_that_differ_anywhere_are_found(tmp_path: Path) -> None:
 def test_a_whole_tensor_is_put_together_for_an_export(tmp_path: Path, rows: int) -> None:
     values = matrix(tmp_path, rows, 1024)
     item = item_of(values.shape, whole(values.shape), (1, 0))
-    with ReadPool() as crew:
+    with ReadPool() as pool:
         full = Shard("full", "float32", values.shape, whole(values.shape))
         empty = Shard("empty", "bfloat16", (0,), whole((0,)))
-        (_, array), (_, nothing) = read_tensors(crew, tmp_path, [(full, (item,)), (empty, ())])
+        (_, array), (_, nothing) = read_tensors(pool, tmp_path, [(full, (item,)), (empty, ())])
         assert nothing.dtype == dtype_of("bfloat16")
     assert array.tobytes() == values.T.tobytes()
 
 
-@pytest.mark.parametrize("wrong", [{"threads": 0}, {"staging_bytes": 0}, {"max_over_read": 0.5}])
+@pytest.mark.parametrize("wrong", [{"threads": 0}, {"staging_memory_bytes": 0}, {"max_over_read": 0.5}])
 def test_options_that_nothing_can_be_read_with_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(wrong))):
         ReadOptions(**wrong)

@@ -301,7 +301,7 @@ MUTANTS = (
     ),
     Mutant(
         "execute/read_pool.py",
-        "                gate.shut = True\n                raise",
+        "                latch.shut = True\n                raise",
         "                raise",
         READING,
         "threads go on reading after one has failed",

@@ -72,7 +72,7 @@ def test_any_shard_of_a_fused_tensor_is_put_together_from_any_pieces(
     assert plan.report.empty
     expected = moved(mapping, arrays)["qkv"][slices(box)].ravel()
     low, high = flat or (0, box.volume)
-    got = filled(plan, root, shard, threads=1 + pieces % 2, staging_bytes=64)
+    got = filled(plan, root, shard, threads=1 + pieces % 2, staging_memory_bytes=64)
     assert (got == expected[low:high]).all()
 
 

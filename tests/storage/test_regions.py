@@ -15,19 +15,19 @@ from hypothesis import given, settings, strategies as st
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import (
-    BLOCK_BYTES,
     HOT_BYTES,
     INTERLEAVED_RUN,
     RUN_BYTES,
     SHORT_RUN,
     STRIPE,
+    TILE_BYTES,
     Region,
     Workspace,
-    blocks_of,
     bytes_read,
     read_region,
     row_major,
     strided_axes,
+    tiles_of,
 )
 
 DTYPES = [
@@ -126,18 +126,18 @@ def test_a_region_is_what_indexing_gives(tmp_path_factory: pytest.TempPathFactor
 def test_blocks_read_in_any_order_fill_the_whole(
     tmp_path_factory: pytest.TempPathFactory, case: Case, random: Any
 ) -> None:
-    path = tmp_path_factory.getbasetemp() / "blocks.bin"
+    path = tmp_path_factory.getbasetemp() / "tiles.bin"
     values = case.numbers()
     path.write_bytes(values.tobytes())
     out = case.target()
     region = Region(path, 0, case.shape, case.lo, case.size, case.dtypes[0])
-    blocks = blocks_of(region, out, case.scratch, case.over_read)
-    if blocks is not None:
-        order = list(range(blocks.count))
+    tiles = tiles_of(region, out, case.scratch, case.over_read)
+    if tiles is not None:
+        order = list(range(tiles.count))
         random.shuffle(order)
         with RangeReader() as reader, Workspace(case.scratch) as workspace:
             for number in order:
-                blocks.read(number, number + 1, reader, workspace)
+                tiles.read(number, number + 1, reader, workspace)
     assert same_bits(out, part_of(case, values).astype(case.dtypes[1]))
 
 
@@ -194,13 +194,13 @@ def test_a_transposed_region_is_whole_also_where_it_is_just_longer_than_a_stripe
 
 # Rows and columns of a region, elements of a row in the file, and whether it is transposed.
 BESIDE_A_BOUND = {
-    "a direct block": (2, BLOCK_BYTES // 8 + 1, BLOCK_BYTES // 8 + 1, False),
-    "two direct blocks": (1, BLOCK_BYTES // 2 + 1, BLOCK_BYTES // 2 + 1, False),
+    "a direct tile": (2, TILE_BYTES // 8 + 1, TILE_BYTES // 8 + 1, False),
+    "two direct tiles": (1, TILE_BYTES // 2 + 1, TILE_BYTES // 2 + 1, False),
     "scratch memory": (HOT_BYTES // 4 + 1, 2, 2, True),
     "a run of a transpose": (STRIPE + 1, RUN_BYTES // 4 + 1, RUN_BYTES // 4 + 1, True),
-    "runs just short enough to be spanned": (300, SHORT_RUN // 4 - 1, SHORT_RUN // 2 - 2, False),
-    "runs just too long to be spanned": (300, SHORT_RUN // 4, SHORT_RUN // 2, False),
-    "gaps just too long to be spanned": (300, SHORT_RUN // 4 - 1, SHORT_RUN // 2 - 1, False),
+    "runs just short enough to be sieved": (300, SHORT_RUN // 4 - 1, SHORT_RUN // 2 - 2, False),
+    "runs just too long to be sieved": (300, SHORT_RUN // 4, SHORT_RUN // 2, False),
+    "gaps just too long to be sieved": (300, SHORT_RUN // 4 - 1, SHORT_RUN // 2 - 1, False),
     "rows kept in mind": (4097, 3, 7, False),
 }
 
@@ -216,7 +216,7 @@ def test_a_region_just_past_a_bound_is_what_numpy_gives(tmp_path: Path, beside: 
         count = read_region(reader, Region(path, 0, values.shape, (0, 0), out.shape, values.dtype), out, workspace)
     assert (out == values[:, :columns]).all()
     assert out.nbytes <= count <= 2 * out.nbytes
-    assert (count > out.nbytes) == (beside == "runs just short enough to be spanned")
+    assert (count > out.nbytes) == (beside == "runs just short enough to be sieved")
 
 
 def test_a_file_that_ends_early_is_named_with_the_offset(tmp_path: Path) -> None:

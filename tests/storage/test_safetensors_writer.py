@@ -245,9 +245,7 @@ def test_a_write_that_accepts_nothing_ends_with_an_error(tmp_path: Path, monkeyp
         write_pair(tmp_path / "x")
 
 
-def test_a_failed_sync_gives_no_checksum_and_is_not_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_sync_gives_no_checksum_and_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class BrokenOs(StingyOs):
         def fsync(self, descriptor: int) -> None:
             raise OSError(errno.EIO, "Input/output error")
