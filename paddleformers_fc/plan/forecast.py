@@ -39,7 +39,7 @@ from paddleformers_fc.storage.regions import (
     bytes_read,
     is_direct,
     row_major,
-    span_of,
+    runs_per_sieve,
     strided_axes,
 )
 from paddleformers_fc.text import natural
@@ -230,7 +230,9 @@ def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
     walk = strided_axes(
         size, row_major(stored.shape, widths[0]), tuple(targets.get(i, 0) for i in range(len(size))), widths
     )
-    direct = stored.dtype == dtype and is_direct(walk, widths[1]) and span_of(walk, HOT_BYTES, MAX_OVER_READ) == 1
+    direct = (
+        stored.dtype == dtype and is_direct(walk, widths[1]) and runs_per_sieve(walk, HOT_BYTES, MAX_OVER_READ) == 1
+    )
     return bytes_read(walk, widths[0]), 0 if direct else HOT_BYTES
 
 

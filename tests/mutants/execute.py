@@ -238,7 +238,7 @@ MUTANTS = (
     # ---- Reading.
     Mutant(
         "execute/read_jobs.py",
-        "        and run.end - run.begin + length <= BLOCK_BYTES",
+        "        and run.end - run.begin + length <= TILE_BYTES",
         "",
         READING,
         "a job is larger than 8 MiB, and a tensor is read by one thread",
@@ -273,10 +273,10 @@ MUTANTS = (
     ),
     Mutant(
         "execute/read_jobs.py",
-        "    for first in range(0, blocks.count, step):",
-        "    for first in range(0, blocks.count - blocks.count % step, step):",
+        "    for first in range(0, tiles.count, step):",
+        "    for first in range(0, tiles.count - tiles.count % step, step):",
         READING,
-        "the last blocks of a region are not read",
+        "the last tiles of a region are not read",
     ),
     Mutant(
         "execute/reading.py",

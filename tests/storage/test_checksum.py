@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.storage import blocks, checksum
+from paddleformers_fc.storage import block_checksums, checksum
 from paddleformers_fc.storage.checksum import BlockHasher
 
 
@@ -38,11 +38,11 @@ def test_a_block_longer_than_one_step_is_hashed_whole() -> None:
     ]
 
 
-@pytest.mark.parametrize("size", [0, 1, blocks._READ_BYTES, blocks._READ_BYTES + 1])
+@pytest.mark.parametrize("size", [0, 1, block_checksums._READ_BYTES, block_checksums._READ_BYTES + 1])
 def test_the_checksum_of_a_file_is_that_of_all_its_bytes(tmp_path: Path, size: int) -> None:
     data = bytes(range(1, 256)) * (size // 255 + 1)
     (tmp_path / "x").write_bytes(data[:size])
-    assert blocks.digest_of(tmp_path / "x") == xxhash.xxh3_128_hexdigest(data[:size])
+    assert block_checksums.digest_of(tmp_path / "x") == xxhash.xxh3_128_hexdigest(data[:size])
 
 
 def test_a_checksum_in_between_does_not_disturb_the_stream() -> None:

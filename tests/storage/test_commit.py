@@ -24,7 +24,7 @@ from paddleformers_fc.storage.commit import (
     discard,
     recover,
     remove_checkpoint,
-    replace,
+    replace_export,
     staging_parent,
     unfinished,
 )
@@ -571,7 +571,7 @@ def older(target: Path) -> Path:
 
 def replaced(staging: Path, target: Path) -> dict[str, str]:
     """What is in a target after an export was let into it."""
-    replace(staging, target, (MARK,), lambda name: name.startswith("model"))
+    replace_export(staging, target, (MARK,), lambda name: name.startswith("model"))
     return {path.name: path.read_text() for path in target.iterdir() if path.is_file()}
 
 

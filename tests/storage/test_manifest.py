@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError, StorageError
-from paddleformers_fc.storage import blocks as blocks_module, manifest as manifest_module
+from paddleformers_fc.storage import block_checksums as blocks_module, manifest as manifest_module
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
