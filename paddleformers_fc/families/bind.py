@@ -156,7 +156,7 @@ def family_keys(family: Family) -> frozenset[str]:
     open_names = {
         (one.tower, name)
         for one in family.statements
-        for text in (one.where, *one.shape, "experts" if one.stack is not None else "")
+        for text in (one.where, *one.shape, *one.parts, "experts" if one.stack is not None else "")
         for name in names_of(text) - holes
     }
     counted = [numbers[hole] for hole in holes & numbers.keys()]
@@ -405,9 +405,10 @@ def _qkv_layout(statement: Statement, length: int, cut: int, layout: _Layout, si
     heads, groups = sizes.length("heads"), sizes.length("kv_heads")
     if heads < 1 or groups < 1 or heads % groups:
         return f"num_attention_heads={heads} and num_key_value_heads={groups} do not group query heads"
-    if length % (heads + 2 * groups):
+    parts = tuple(sizes.length(part) for part in statement.parts)
+    if not parts and length % (heads + 2 * groups):
         return f"length {length} does not hold {heads} query and 2 x {groups} key and value heads"
-    declared = _whole_width(statement, layout.axis, sizes)
+    declared = sum(parts) if parts else _whole_width(statement, layout.axis, sizes)
     if declared not in (None, length):
         return (
             f"length {length} is not the {declared} that {heads} query and 2 x {groups} key and value heads of the "
@@ -417,7 +418,7 @@ def _qkv_layout(statement: Statement, length: int, cut: int, layout: _Layout, si
     blocks = groups if statement.geometry is Geometry.FUSED_QKV else cut
     if groups % blocks:
         return f"{groups} key and value heads are not divisible among {blocks} tensor-parallel ranks"
-    return replace(layout, parts=(heads * head, groups * head, groups * head), blocks=blocks)
+    return replace(layout, parts=parts or (heads * head, groups * head, groups * head), blocks=blocks)
 
 
 def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:

@@ -84,6 +84,7 @@ class Statement:
         dtype: the dtype of the tensor where it differs from the model's; empty for the model's.
         model_class: the model class that has the tensor; None for both. ``family`` turns it into a condition.
         tower: the tower whose sizes the expressions refer to; empty for the family itself.
+        parts: the lengths of query, key and value of a fused layer. Empty for heads of one size.
     """
 
     target: str
@@ -97,6 +98,7 @@ class Statement:
     dtype: str = ""
     model_class: ModelClass | None = None
     tower: str = ""
+    parts: tuple[str, ...] = ()
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -310,13 +312,23 @@ def within(scope: str, *groups: Statements, canonical: str | None = None) -> Sta
     Args:
         scope: the prefix in the model.
         groups: statements with names relative to it.
-        canonical: the prefix of canonical names, if that differs.
+        canonical: the prefix of canonical names, if that differs; empty for none.
     """
     other = scope if canonical is None else canonical
+    prefix = f"{other}." if other else ""
     return tuple(
-        replace(one, target=f"{scope}.{one.target}", sources=tuple(f"{other}.{source}" for source in one.sources))
+        replace(one, target=f"{scope}.{one.target}", sources=tuple(prefix + source for source in one.sources))
         for one in declared(*groups)
     )
+
+
+def renumbered(number: str, *groups: Statements) -> Statements:
+    """Replace ``layer`` in conditions and shapes by another number of the name, such as that of a prediction layer."""
+
+    def moved(expression: str) -> str:
+        return re.sub(r"\blayer\b", number, expression)
+
+    return tuple(replace(one, where=moved(one.where), shape=tuple(map(moved, one.shape))) for one in declared(*groups))
 
 
 def renamed(names: Mapping[str, str], *groups: Statements) -> Statements:

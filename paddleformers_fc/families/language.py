@@ -16,34 +16,43 @@ from dataclasses import replace
 from typing import Any
 
 from paddleformers_fc.families.declarations import (
-    FLEET,
-    FORMERS,
+    FLEET as FLEET,
+    FORMERS as FORMERS,
     PLACEHOLDER,
     SIZES,
     Family,
     Geometry,
     ModelClass,
-    Numbers,
+    Numbers as Numbers,
     Statements,
     TiedName,
     Tower,
     as_stored,
-    choice,
-    declared,
+    choice as choice,
+    declared as declared,
+    fresh as fresh,
     fused,
-    linear,
-    of_class,
-    only,
-    same,
+    linear as linear,
+    of_class as of_class,
+    only as only,
+    renamed as renamed,
+    renumbered as renumbered,
+    same as same,
     stacked,
-    whole,
-    within,
+    whole as whole,
+    within as within,
 )
 
-LAYER, PREDICTION = "model.layers.{layer}", "model.layers.{mtp}"
+PREDICTION = "model.layers.{mtp}"
 
 STEPPED = "layer not in (mlp_only_layers or ()) and (layer + 1) % decoder_sparse_step == 0"
 """Layers with experts, where a configuration excludes some layers and takes every n-th of the others."""
+
+AFTER_DENSE = "layer >= first_k_dense_replace or layer >= layers"
+"""Layers with experts, where the first ones have none. Prediction layers, which follow the last layer, have experts."""
+
+PER_RANK = Geometry.FUSED_QKV_PER_RANK
+"""Query, key and value side by side for every tensor-parallel rank."""
 
 TINY = {
     "hidden_size": 32,
@@ -70,30 +79,39 @@ TINY_MOE = {"n_routed_experts": 4, "moe_intermediate_size": 16}
 MTP_LAYERS = "mtp_num_layers or num_nextn_predict_layers or 0"
 """The number of prediction layers where a configuration has two keys for it."""
 
-PREDICTION_KEY = {"num_nextn_predict_layers": "mtp_layers"}
+_PREDICTION_KEY = {"num_nextn_predict_layers": "mtp_layers"}
 """A key of canonical configurations. PaddleFormers drops it as a setting of a run."""
 
 _CONDITIONS = {FLEET: "is_fleet", FORMERS: "not is_fleet"}
-_TIED = {
-    FORMERS: TiedName("lm_head.weight", "model.embed_tokens.weight"),
-    FLEET: TiedName("model.lm_head.weight", "model.embedding.embed_tokens.weight"),
-}
+_TEXT = "text"
 
 
-def ends(embedding_cut: int | None = 0, head_bias: str = "lm_head_bias") -> Statements:
+def ends(
+    embedding_cut: int | None = 0,
+    head_bias: str = "lm_head_bias",
+    scope: str = "model",
+    canonical: str | None = None,
+) -> Statements:
     """Declare embedding, last norm and head.
 
     Args:
         embedding_cut: the axis of a PaddleFormers embedding that tensor parallelism cuts.
         head_bias: the condition under which a PaddleFormers head has a bias.
+        scope: the prefix of embedding and norm in the model.
+        canonical: their prefix in files, if that differs.
     """
-    shape, embedding, head = ("vocab", "hidden"), "model.embed_tokens.weight", "lm_head.weight"
+    shape, head = ("vocab", "hidden"), "lm_head.weight"
     return declared(
-        norm("model.norm"),
-        of_class(FORMERS, same(embedding, shape=shape, cut=embedding_cut), same(head, shape=shape, cut=0)),
+        within(
+            scope,
+            norm("norm"),
+            of_class(FORMERS, same("embed_tokens.weight", shape=shape, cut=embedding_cut)),
+            of_class(FLEET, same("embedding.embed_tokens.weight", "embed_tokens.weight", shape, cut=0)),
+            canonical=canonical,
+        ),
+        of_class(FORMERS, same(head, shape=shape, cut=0)),
         of_class(FORMERS, only(head_bias, same("lm_head.bias", shape=("vocab",), cut=0))),
-        of_class(FLEET, same("model.embedding.embed_tokens.weight", embedding, shape, cut=0)),
-        of_class(FLEET, same("model.lm_head.weight", head, shape, cut=0)),
+        of_class(FLEET, same(f"{scope}.{head}", head, shape, cut=0)),
     )
 
 
@@ -103,7 +121,10 @@ _NONE: Mapping[str, Any] = {}
 def family(
     name: str,
     *,
-    classes: tuple[ModelClass, ...],
+    classes: tuple[ModelClass, ...] = (FORMERS,),
+    scope: str = "model",
+    canonical: str | None = None,
+    key: str = "",
     layer: Iterable[Statements] = (),
     prediction: Iterable[Statements] = (),
     outside: Iterable[Statements] | None = None,
@@ -120,10 +141,14 @@ def family(
     Args:
         name: its name, which is the ``model_type`` of its configurations.
         classes: the model classes that the family has.
+        scope: the prefix of its layers and ends in the model.
+        canonical: their prefix in files, if that differs.
+        key: the path of their nested configuration, such as ``text_config``. The layers are then tower ``text``:
+            others refer to their sizes as ``text.hidden``.
         layer: the parts of every layer, named relative to it.
         prediction: the parts of the transformer layer in PaddleFleet's multi-token prediction layers, which follow the
-            last layer. Files may lack these layers.
-        outside: the parts outside of layers; by default embedding, last norm and head.
+            last layer. In their conditions ``layer`` is the number of the prediction layer. Files may lack them.
+        outside: the parts outside of layers, with full names; by default embedding, last norm and head.
         towers: towers of :func:`tower`.
         optional: prefixes of canonical names that a file may lack, as in :class:`Family`.
         sizes: sizes that differ from :data:`SIZES`.
@@ -133,29 +158,44 @@ def family(
             head size, the tiny one is 8.
         exported: keys of an exported ``config.json`` and the expressions of their values.
     """
-    outside = (ends(),) if outside is None else outside
-    statements = _for_classes(classes, declared(*outside, within(LAYER, *layer), *(one.statements for one in towers)))
-    sizes, numbers = dict(sizes), (*numbers, *(one.numbers for one in towers))
+    outside = (ends(scope=scope, canonical=canonical),) if outside is None else outside
+    layers = within(f"{scope}.layers.{{layer}}", *layer, canonical=f"{canonical or scope}.layers.{{layer}}")
+    statements = _for_classes(classes, declared(*outside, layers))
+    sizes = dict(sizes)
     if prediction := tuple(prediction):
-        statements += _for_classes((FLEET,), _prediction(prediction))
+        statements += _for_classes((FLEET,), _prediction(scope, canonical or scope, prediction))
         numbers += _fleet_numbers(classes)
-        optional, exported = (*optional, f"{PREDICTION}."), {**PREDICTION_KEY, **exported}
+        optional = (*optional, f"{canonical or scope}.layers.{{mtp}}.")
         if FORMERS in classes:
             # PaddleFormers' classes of such families build no prediction layer.
             sizes["mtp_layers"] = f"({sizes.get('mtp_layers', SIZES['mtp_layers'])}) * is_fleet"
+    if any("mtp_layers" in one.count for one in numbers):
+        exported = {**_PREDICTION_KEY, **exported}
+    small = {**TINY, **({"head_dim": 8} if "head_dim" in defaults else {})}
+    tiny = {**tiny, key: {**small, **tiny.get(key, {})}} if key else {**small, **tiny}
+    if key:
+        text = tuple(replace(one, tower=_TEXT) for one in statements)
+        towers = (Tower(_TEXT, key, text, Numbers("layer", "text.layers"), sizes, defaults), *towers)
+        statements, sizes, defaults = (), {size: f"text.{size}" for size in ("layers", "experts", "mtp_layers")}, {}
     return Family(
         name,
         (name,),
-        statements,
-        tied=tuple(_TIED[one] for one in (FORMERS, FLEET) if one in classes),
+        declared(statements, *(_for_classes(classes, one.statements) for one in towers)),
+        tied=tuple(_tied(one, scope) for one in (FORMERS, FLEET) if one in classes),
         optional=optional,
         sizes=sizes,
-        numbers=numbers,
+        numbers=(*(one.numbers for one in towers), *numbers),
         defaults=defaults,
-        tiny={**TINY, **({"head_dim": 8} if "head_dim" in defaults else {}), **tiny},
+        tiny=tiny,
         exported=exported,
         towers=towers,
     )
+
+
+def _tied(model_class: ModelClass, scope: str) -> TiedName:
+    if model_class is FORMERS:
+        return TiedName("lm_head.weight", f"{scope}.embed_tokens.weight")
+    return TiedName(f"{scope}.lm_head.weight", f"{scope}.embedding.embed_tokens.weight")
 
 
 def tower(
@@ -208,16 +248,15 @@ def _fleet_numbers(classes: tuple[ModelClass, ...]) -> tuple[Numbers, ...]:
     return (Numbers("layer", "layers", shift=shift), Numbers("mtp", "mtp_layers", start="layers", shift=shift))
 
 
-def _prediction(parts: Iterable[Statements]) -> Statements:
+def _prediction(scope: str, canonical: str, parts: Iterable[Statements]) -> Statements:
     """Declare a multi-token prediction layer of PaddleFleet around the parts of a transformer layer."""
-    return declared(
-        within(f"{PREDICTION}.transformer_layer", *parts, canonical=PREDICTION),
-        within(
-            PREDICTION,
-            column("eh_proj", "2 * hidden", "hidden"),
-            norm("{enorm,hnorm}"),
-            same("norm.weight", "shared_head.norm.weight", shape=("hidden",)),
-        ),
+    return within(
+        f"{scope}.layers.{{mtp}}",
+        renumbered("mtp", within("transformer_layer", *parts, canonical="")),
+        column("eh_proj", "2 * hidden", "hidden"),
+        norm("{enorm,hnorm}"),
+        same("norm.weight", "shared_head.norm.weight", shape=("hidden",)),
+        canonical=f"{canonical}.layers.{{mtp}}",
     )
 
 
@@ -268,9 +307,14 @@ def fused_qkv(
     bias: str = "",
     geometry: Geometry = Geometry.FUSED_QKV,
     name: str = "qkv_proj",
+    parts: tuple[str, ...] = (),
 ) -> Statements:
-    """Declare the fused layer ``name`` of the layers ``canonical`` in the same scope: three, or one that is fused."""
-    return _fused(prefix, name, canonical, geometry, "q + 2 * kv", bias)
+    """Declare the fused layer ``name`` of the layers ``canonical`` in the same scope: three, or one that is fused.
+
+    ``parts`` are the lengths of query, key and value where they are not heads of one size, as of queries with a gate.
+    """
+    fused_layers = _fused(prefix, name, canonical, geometry, " + ".join(parts) or "q + 2 * kv", bias)
+    return tuple(replace(one, parts=parts) for one in fused_layers)
 
 
 def _fused(prefix: str, name: str, canonical: tuple[str, ...], geometry: Geometry, width: str, bias: str) -> Statements:

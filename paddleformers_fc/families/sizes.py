@@ -8,16 +8,18 @@ dotted name is a size of a tower (``vision.hidden``) or a key of a nested config
 Libraries have several names for one key: ``num_experts | num_local_experts`` is the value of the one in the
 configuration, or the default of the first. Several values must be equal.
 
+Some keys are lists: ``layer_types[layer]`` is an entry, ``len(vision.deepstack_visual_indexes)`` the number of entries.
+
 Expressions are parsed by Python's parser and restricted to a short list of nodes, so that a declaration is data:
-integers, texts, names, arithmetic, comparison, ``and or not``, ``x if y else z``, names joined by ``|``. Each text is
-parsed once per process.
+integers, texts, names, arithmetic, comparison, ``and or not``, ``x if y else z``, names joined by ``|``, entries and
+lengths of lists. Each text is parsed once per process.
 """
 
 from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -146,6 +148,10 @@ class Sizes:
             return self._walk(node.body if self._walk(node.test, numbers) else node.orelse, numbers)
         if isinstance(node, ast.Compare):
             return self._compared(node, numbers)
+        if isinstance(node, ast.Subscript):
+            return _entry(self._walk(node.value, numbers), self._walk(node.slice, numbers))
+        if isinstance(node, ast.Call):
+            return len(_list(self._walk(node.args[0], numbers)))
         return tuple(self._walk(item, numbers) for item in node.elts) if isinstance(node, ast.Tuple) else None
 
     def _chosen(self, node: ast.BoolOp, numbers: Mapping[str, int]) -> Any:
@@ -228,8 +234,21 @@ class Sizes:
 def _number(value: Any) -> Any:
     """Return a value if it is a number: text multiplied by a number could have any length."""
     if not isinstance(value, (int, float)):
-        raise TypeError(f"{value if value is None else type(value).__name__} is no number")
+        raise TypeError(f"needs a number and not {value if value is None else type(value).__name__}")
     return value
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"needs a list and not {value if value is None else type(value).__name__}")
+    return value
+
+
+def _entry(values: Any, index: Any) -> Any:
+    """Return an entry of a list, counted from 0."""
+    if not isinstance(index, int) or not 0 <= index < len(_list(values)):
+        raise TypeError(f"needs entry {index} of a list of {len(values)}")
+    return values[index]
 
 
 @lru_cache(maxsize=4096)
@@ -279,6 +298,8 @@ def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
 def _names(node: ast.AST) -> Iterator[str]:
     if name := _name(node):
         yield name
+    elif isinstance(node, ast.Call):
+        yield from _names(node.args[0])
     else:
         for child in ast.iter_child_nodes(node):
             yield from _names(child)
@@ -299,12 +320,14 @@ def _is_known(node: ast.AST) -> bool:
         return bool(synonyms(node))
     if isinstance(node, ast.Attribute):
         return bool(_name(node))
+    if isinstance(node, ast.Call):
+        return _name(node.func) == "len" and len(node.args) == 1 and not node.keywords
     if isinstance(node, ast.Constant):
         return node.value is None or isinstance(node.value, (int, str))
     return isinstance(
         node,
         (
-            *(ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Name, ast.Tuple),
+            *(ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Name, ast.Tuple, ast.Subscript),
             *(ast.Load, ast.And, ast.Or, ast.Not, ast.USub),
         ),
     )

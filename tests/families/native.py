@@ -54,7 +54,9 @@ class Config(SimpleNamespace):
         return getattr(self, name, default)
 
 
-def statements(model_type: str, config: Mapping[str, Any], *, inverse: bool, fleet: bool = False) -> list[str]:
+def statements(
+    model_type: str, config: Mapping[str, Any], *, inverse: bool, fleet: bool = False, **attributes: Any
+) -> list[str]:
     """The statements that PaddleFormers writes for a model.
 
     Args:
@@ -62,10 +64,11 @@ def statements(model_type: str, config: Mapping[str, Any], *, inverse: bool, fle
         config: the model's configuration.
         inverse: for the export instead of the load.
         fleet: of the PaddleFleet class.
+        attributes: further attributes of the class.
     """
     functions = _functions(model_type)
     function = functions["_gen_inv_aoa_config" if inverse else "_gen_aoa_config"]
-    kind = SimpleNamespace(base_model_class=None, base_model_prefix="model", is_fleet=fleet)
+    kind = SimpleNamespace(base_model_class=None, base_model_prefix="model", is_fleet=fleet, **attributes)
     kind.get_layer_attn_split_info = functions.get("get_layer_attn_split_info")
     return list(function(kind, Config(**{**DEFAULTS, **config}))["aoa_statements"])
 

@@ -128,8 +128,8 @@ FAULTY: list[tuple[str, tuple[Statement, ...], str]] = [
     ),
     (
         "an expression that calls a function",
-        declared(STATEMENTS, same("model.norm.weight", shape=("len(hidden)",))),
-        "`len(hidden)` uses Call",
+        declared(STATEMENTS, same("model.norm.weight", shape=("abs(hidden)",))),
+        "`abs(hidden)` uses Call",
     ),
     ("no tensor at all", only("False", STATEMENTS), "declares no tensor under its tiny configuration"),
 ]

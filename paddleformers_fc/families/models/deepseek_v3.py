@@ -4,45 +4,24 @@ A prediction layer has a bias that canonical files lack, and lacks the norm, hea
 Without ``q_lora_rank`` the class still creates a norm for it, which no layer uses.
 """
 
-from paddleformers_fc.families.declarations import FORMERS, Numbers, choice, declared, fresh, whole, within
-from paddleformers_fc.families.language import (
-    PREDICTION,
-    PREDICTION_KEY,
-    TINY_LATENT,
-    TINY_MOE,
-    ends,
-    experts,
-    family,
-    ffn,
-    latent_attention,
-    norm,
-    replicated,
-    router,
-)
+from paddleformers_fc.families import language as lang
 
 SPARSE = "experts and layer >= first_k_dense_replace and layer % moe_layer_freq == 0"
-ROUTED = declared(
-    router("mlp.gate", correction=True),
-    experts("mlp", formers=whole(ffn("mlp.experts.{expert}", "expert_ffn"))),
-    ffn("mlp.shared_experts", "expert_ffn * n_shared_experts"),
-)
-
-FAMILY = family(
+EXPERTS = lang.experts("mlp", formers=lang.whole(lang.ffn("mlp.experts.{expert}", "expert_ffn")))
+SHARED = lang.ffn("mlp.shared_experts", "expert_ffn * n_shared_experts")
+JOINED = lang.replicated("eh_proj", "2 * hidden", "hidden", bias="True")
+FAMILY = lang.family(
     "deepseek_v3",
-    classes=(FORMERS,),
     layer=[
-        norm("{input,post_attention}_layernorm"),
-        latent_attention("self_attn", down_bias="attention_bias"),
-        fresh("self_attn.q_a_layernorm.weight", shape=("hidden",), where="not q_lora_rank"),
-        choice(SPARSE, ROUTED, ffn("mlp")),
+        lang.norm("{input,post_attention}_layernorm"),
+        lang.latent_attention("self_attn", down_bias="attention_bias"),
+        lang.fresh("self_attn.q_a_layernorm.weight", shape=("hidden",), where="not q_lora_rank"),
+        lang.choice(SPARSE, lang.declared(lang.router("mlp.gate", correction=True), EXPERTS, SHARED), lang.ffn("mlp")),
     ],
-    outside=[
-        ends(),
-        within(PREDICTION, norm("{enorm,hnorm}"), replicated("eh_proj", "2 * hidden", "hidden", bias="True")),
-    ],
-    optional=(f"{PREDICTION}.eh_proj.bias", f"{PREDICTION}."),
-    numbers=(Numbers("layer", "layers + mtp_layers"), Numbers("mtp", "mtp_layers", start="layers")),
+    outside=[lang.ends(), lang.within(lang.PREDICTION, lang.norm("{enorm,hnorm}"), JOINED)],
+    optional=(f"{lang.PREDICTION}.eh_proj.bias", f"{lang.PREDICTION}."),
+    numbers=(lang.Numbers("layer", "layers + mtp_layers"), lang.Numbers("mtp", "mtp_layers", start="layers")),
     defaults={"moe_layer_freq": 1, "first_k_dense_replace": 0},
-    tiny=TINY_LATENT | TINY_MOE | {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
-    exported=PREDICTION_KEY,
+    tiny=lang.TINY_LATENT
+    | {**lang.TINY_MOE, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
 )

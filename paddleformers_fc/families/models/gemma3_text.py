@@ -1,11 +1,9 @@
 """Gemma 3 (text): four norms per layer, norms over heads, and an embedding that tensor parallelism does not cut."""
 
-from paddleformers_fc.families.declarations import FORMERS
 from paddleformers_fc.families.language import ends, family, fused_attention, fused_ffn, head_norms, norm
 
 FAMILY = family(
     "gemma3_text",
-    classes=(FORMERS,),
     layer=[
         norm("{input,post_attention,pre_feedforward,post_feedforward}_layernorm"),
         fused_attention("self_attn", bias="attention_bias", output_bias="attention_bias"),

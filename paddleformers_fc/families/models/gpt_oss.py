@@ -1,11 +1,9 @@
 """GPT-OSS: in both spaces the experts of a layer are stacked on a new axis, gate and up columns alternate."""
 
-from paddleformers_fc.families.declarations import FORMERS, fresh, same
-from paddleformers_fc.families.language import attention, ends, family, norm
+from paddleformers_fc.families.language import attention, ends, family, fresh, norm, same
 
 FAMILY = family(
     "gpt_oss",
-    classes=(FORMERS,),
     layer=[
         norm("{input,post_attention}_layernorm"),
         attention("self_attn", bias="attention_bias", output_bias="attention_bias"),

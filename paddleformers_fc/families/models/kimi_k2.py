@@ -1,30 +1,18 @@
 """Kimi K2: latent attention, dense first layers, fused experts."""
 
-from paddleformers_fc.families.declarations import FLEET, Statements, choice, declared
-from paddleformers_fc.families.language import (
-    TINY_LATENT,
-    TINY_MOE,
-    family,
-    fused_ffn,
-    latent_attention,
-    norm,
-    routed_ffn,
+from paddleformers_fc.families import language as lang
+
+SPARSE = lang.routed_ffn("mlp", "n_shared_experts", correction=True)
+LAYER = (
+    lang.norm("{input,post_attention}_layernorm"),
+    lang.latent_attention("self_attn", down_bias="attention_bias"),
+    lang.choice(lang.AFTER_DENSE, SPARSE, lang.fused_ffn("mlp")),
 )
-
-
-def _layer(sparse: str) -> Statements:
-    return declared(
-        norm("{input,post_attention}_layernorm"),
-        latent_attention("self_attn", down_bias="attention_bias"),
-        choice(sparse, routed_ffn("mlp", "n_shared_experts", correction=True), fused_ffn("mlp")),
-    )
-
-
-FAMILY = family(
+FAMILY = lang.family(
     "kimi_k2",
-    classes=(FLEET,),
-    layer=[_layer("layer >= first_k_dense_replace")],
-    prediction=[_layer("True")],
+    classes=(lang.FLEET,),
+    layer=LAYER,
+    prediction=LAYER,
     defaults={"first_k_dense_replace": 3, "n_shared_experts": 1},
-    tiny=TINY_LATENT | TINY_MOE | {"first_k_dense_replace": 1, "moe_expert_fusion": True},
+    tiny={**lang.TINY_LATENT, **lang.TINY_MOE, "first_k_dense_replace": 1, "moe_expert_fusion": True},
 )

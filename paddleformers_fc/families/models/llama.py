@@ -1,11 +1,9 @@
-"""Llama: attention and feed-forward as in canonical files, or fused where the configuration says so."""
+"""Llama: attention and feed-forward as in canonical files, or fused where the configuration requests it."""
 
-from paddleformers_fc.families.declarations import FORMERS, only
-from paddleformers_fc.families.language import attention, family, ffn, gate_up, norm
+from paddleformers_fc.families.language import attention, family, ffn, gate_up, norm, only
 
 FAMILY = family(
     "llama",
-    classes=(FORMERS,),
     layer=[
         norm("{input,post_attention}_layernorm"),
         attention("self_attn", "attention_bias", "attention_bias", fused_where="fuse_attention_qkv"),

@@ -1,14 +1,12 @@
 """Phi-3 and Phi-4: fused in canonical files as for one rank; in the model [Q | K | V] and [gate | up] per rank."""
 
-from paddleformers_fc.families.declarations import FORMERS, Geometry
-from paddleformers_fc.families.language import family, fused_qkv, gate_up, norm, row
+from paddleformers_fc.families.language import PER_RANK, family, fused_qkv, gate_up, norm, row
 
 FAMILY = family(
     "phi3",
-    classes=(FORMERS,),
     layer=[
         norm("{input,post_attention}_layernorm"),
-        fused_qkv("self_attn", canonical=("qkv_proj",), geometry=Geometry.FUSED_QKV_PER_RANK),
+        fused_qkv("self_attn", canonical=("qkv_proj",), geometry=PER_RANK),
         row("self_attn.o_proj", "q", "hidden"),
         gate_up("mlp", canonical=("gate_up_proj",), name="gate_up_proj"),
         row("mlp.down_proj", "ffn", "hidden"),

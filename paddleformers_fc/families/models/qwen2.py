@@ -1,7 +1,6 @@
 """Qwen 2: fused qkv with a bias, fused [gate | up]."""
 
-from paddleformers_fc.families.declarations import FLEET, FORMERS
-from paddleformers_fc.families.language import family, fused_attention, fused_ffn, norm
+from paddleformers_fc.families.language import FLEET, FORMERS, family, fused_attention, fused_ffn, norm
 
 FAMILY = family(
     "qwen2",

@@ -1,29 +1,23 @@
 """Qwen 2 MoE: routed experts and one shared expert with a gate, which PaddleFleet's class names in another way."""
 
-from paddleformers_fc.families.declarations import FLEET, FORMERS, choice, declared, linear, of_class, renamed
-from paddleformers_fc.families.language import STEPPED, family, fused_attention, fused_ffn, norm, routed_ffn
+from paddleformers_fc.families import language as lang
 
-GATE = "mlp.shared_expert_gate.weight"
-SHARED = {FORMERS: ("mlp.shared_expert", GATE), FLEET: ("mlp.shared_experts", "mlp.shared_experts.gate_weight")}
-SPARSE = declared(
-    routed_ffn("mlp"),
-    *(
-        of_class(
-            model_class,
-            renamed({"shared_experts": "shared_expert"}, fused_ffn(scope, "shared_ffn")),
-            linear(gate, GATE, shape=("hidden", "1")),
-        )
-        for model_class, (scope, gate) in SHARED.items()
-    ),
+GATE, GATE_SHAPE = "mlp.shared_expert_gate.weight", ("hidden", "1")
+SHARED = lang.fused_ffn("mlp.shared_expert", "shared_ffn")
+FLEET_GATE = lang.linear("mlp.shared_experts.gate_weight", GATE, GATE_SHAPE)
+FLEET_SHARED = lang.renamed({"shared_experts": "shared_expert"}, lang.fused_ffn("mlp.shared_experts", "shared_ffn"))
+SPARSE = lang.declared(
+    lang.routed_ffn("mlp"),
+    lang.of_class(lang.FORMERS, SHARED, lang.linear(GATE, shape=GATE_SHAPE)),
+    lang.of_class(lang.FLEET, FLEET_SHARED, FLEET_GATE),
 )
-
-FAMILY = family(
+FAMILY = lang.family(
     "qwen2_moe",
-    classes=(FLEET, FORMERS),
+    classes=(lang.FLEET, lang.FORMERS),
     layer=[
-        norm("{input,post_attention}_layernorm"),
-        fused_attention("self_attn", bias="qkv_bias"),
-        choice(STEPPED, SPARSE, fused_ffn("mlp")),
+        lang.norm("{input,post_attention}_layernorm"),
+        lang.fused_attention("self_attn", bias="qkv_bias"),
+        lang.choice(lang.STEPPED, SPARSE, lang.fused_ffn("mlp")),
     ],
     sizes={"shared_ffn": "shared_expert_intermediate_size"},
     defaults={"qkv_bias": True, "decoder_sparse_step": 1},

@@ -1,7 +1,6 @@
 """Qwen 3: as Qwen 2, with norms over heads."""
 
-from paddleformers_fc.families.declarations import FLEET, FORMERS
-from paddleformers_fc.families.language import family, fused_attention, fused_ffn, head_norms, norm
+from paddleformers_fc.families.language import FLEET, FORMERS, family, fused_attention, fused_ffn, head_norms, norm
 
 FAMILY = family(
     "qwen3",

@@ -1,24 +1,15 @@
 """Qwen 3 MoE: routed experts in all layers but ``mlp_only_layers``."""
 
-from paddleformers_fc.families.declarations import FLEET, FORMERS, choice
-from paddleformers_fc.families.language import (
-    STEPPED,
-    family,
-    fused_attention,
-    fused_ffn,
-    head_norms,
-    norm,
-    routed_ffn,
-)
+from paddleformers_fc.families import language as lang
 
-FAMILY = family(
+FAMILY = lang.family(
     "qwen3_moe",
-    classes=(FLEET, FORMERS),
+    classes=(lang.FLEET, lang.FORMERS),
     layer=[
-        norm("{input,post_attention}_layernorm"),
-        fused_attention("self_attn", bias="attention_bias", output_bias="attention_bias"),
-        head_norms("self_attn"),
-        choice(STEPPED, routed_ffn("mlp"), fused_ffn("mlp")),
+        lang.norm("{input,post_attention}_layernorm"),
+        lang.fused_attention("self_attn", bias="attention_bias", output_bias="attention_bias"),
+        lang.head_norms("self_attn"),
+        lang.choice(lang.STEPPED, lang.routed_ffn("mlp"), lang.fused_ffn("mlp")),
     ],
     defaults={"decoder_sparse_step": 1},
     tiny={"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0]},

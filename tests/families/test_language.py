@@ -1,0 +1,199 @@
+"""The language of declarations: layouts that no family here has, against PaddleFormers' own statements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.aoa import normal, parse, uncut
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families import Family, ModelDescription, bind, enumerate_tensors, language as lang, prove_family
+from paddleformers_fc.families.bind import family_keys, tied_names
+from paddleformers_fc.families.declarations import Geometry
+from paddleformers_fc.families.models.qwen2_moe import SPARSE
+from paddleformers_fc.families.sizes import Sizes
+from tests.families import native
+
+LINEAR_ATTENTION = lang.declared(
+    lang.same("linear_attn.{A_log,dt_bias}", shape=("linear_num_value_heads",)),
+    lang.same("linear_attn.conv1d.weight", shape=("2 * keys + values", "1", "linear_conv_kernel_dim")),
+    lang.replicated("linear_attn.in_proj_qkvz", "hidden", "2 * keys + 2 * values"),
+    lang.replicated("linear_attn.in_proj_ba", "hidden", "2 * linear_num_value_heads"),
+    lang.norm("linear_attn.norm", "linear_value_head_dim"),
+    lang.replicated("linear_attn.out_proj", "values", "hidden"),
+)
+GATED_ATTENTION = lang.declared(
+    lang.fused_qkv("self_attn", parts=("2 * q", "kv", "kv")),
+    lang.row("self_attn.o_proj", "q", "hidden"),
+    lang.norm("self_attn.{q,k}_norm", "head"),
+)
+NEXT = lang.family(
+    "next",
+    layer=[
+        lang.norm("{input,post_attention}_layernorm"),
+        lang.choice("layer_types[layer] == 'linear_attention'", LINEAR_ATTENTION, GATED_ATTENTION),
+        SPARSE,
+    ],
+    sizes={
+        "keys": "linear_num_key_heads * linear_key_head_dim",
+        "values": "linear_num_value_heads * linear_value_head_dim",
+        "shared_ffn": "shared_expert_intermediate_size",
+    },
+    optional=("mtp.",),
+    tiny={"head_dim": 8, "num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+    | {"linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 8}
+    | {"linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"]},
+)
+
+MERGER = lang.declared(
+    lang.norm("norm", "wide", bias="True"),
+    lang.replicated("linear_fc1", "wide", "wide", bias="True"),
+    lang.replicated("linear_fc2", "wide", "out_hidden_size", bias="True"),
+)
+VISION = lang.tower(
+    "vision",
+    "vision_config",
+    "model.visual",
+    layers="blocks.{block}",
+    layer=[
+        lang.norm("norm{1,2}", bias="True"),
+        lang.replicated("attn.qkv", "hidden", "3 * hidden", bias="True"),
+        lang.replicated("attn.proj", "hidden", "hidden", bias="True"),
+        lang.replicated("mlp.linear_fc1", "hidden", "ffn", bias="True"),
+        lang.replicated("mlp.linear_fc2", "ffn", "hidden", bias="True"),
+    ],
+    outside=[
+        lang.same("patch_embed.proj.weight", shape=("hidden", "3", "2", "patch_size", "patch_size")),
+        lang.same("patch_embed.proj.bias", shape=("hidden",)),
+        lang.same("pos_embed.weight", shape=("num_position_embeddings", "hidden")),
+        lang.within("merger", MERGER),
+        lang.within("deepstack_merger_list.{merger}", MERGER),
+    ],
+    sizes={"layers": "depth", "heads": "num_heads", "wide": "4 * hidden"},
+)
+VISION_TINY = {"depth": 3, "hidden_size": 16, "num_heads": 4, "intermediate_size": 24, "patch_size": 2}
+VISION_TINY |= {"num_position_embeddings": 9, "out_hidden_size": 32}
+SEEING = lang.family(
+    "seeing",
+    scope="model.language_model",
+    key="text_config",
+    layer=[
+        lang.norm("{input,post_attention}_layernorm"),
+        lang.fused_attention("self_attn"),
+        lang.norm("self_attn.{q,k}_norm", "head"),
+        lang.fused_ffn("mlp"),
+    ],
+    towers=(VISION,),
+    numbers=(lang.Numbers("merger", "len(vision.deepstack_visual_indexes)"),),
+    tiny={"vision_config": {**VISION_TINY, "deepstack_visual_indexes": [0, 2]}},
+)
+
+
+def differences(family: Family, statements: list[str], config: dict[str, Any]) -> Any:
+    """The boxes that a family and statements do not agree on."""
+    model = ModelDescription(config)
+    mapping = bind(family, model, [one.under() for one in enumerate_tensors(family, model)]).mapping()
+    left, right = (
+        {name: uncut(spec.shape, spec.dtype) for name, spec in side.items()}
+        for side in (mapping.sources, mapping.targets)
+    )
+    return normal(mapping) ^ normal(parse(statements, left, right))
+
+
+def test_linear_attention_and_gated_queries_are_what_the_native_statements_mean() -> None:
+    config = {**NEXT.tiny, "model_type": "next"}
+    assert prove_family(NEXT) == 3 + 2 * (2 + 1 + 2 * 2 + 3) + 7 + 4
+    assert differences(NEXT, native.statements("qwen3_next", config, inverse=False), config) == set()
+
+
+def test_parts_that_do_not_fill_a_fused_layer_are_refused() -> None:
+    config = {**NEXT.tiny, "model_type": "next"}
+    wrong = [one.under() for one in enumerate_tensors(NEXT, ModelDescription(config)) if "qkv_proj.weight" in one.name]
+    with pytest.raises(MappingError, match="cannot be mapped") as caught:
+        bind(NEXT, ModelDescription({**config, "head_dim": 4}), wrong)
+    assert "length 192 is not the 96" in caught.value.evidence[0]
+
+
+def test_text_and_vision_of_nested_configurations_are_what_the_native_statements_mean() -> None:
+    config = {**SEEING.tiny, "model_type": "seeing"}
+    nested = {key: native.Config(**value) if isinstance(value, dict) else value for key, value in config.items()}
+    conversion = {"^visual": "model.visual", "^model": "model.language_model"}
+    statements = native.statements(
+        "qwen3_vl", nested, inverse=False, _checkpoint_conversion_mapping=conversion, _tied_weights_keys={"a": "b"}
+    )
+    prove_family(SEEING)
+    assert differences(SEEING, statements, config) == set()
+    mergers = [one.name for one in enumerate_tensors(SEEING, ModelDescription(config)) if "list.1.norm" in one.name]
+    assert len(mergers) == 2
+
+
+def test_a_text_in_another_scope_ties_its_own_ends_in_both_classes() -> None:
+    tied = {**SEEING.tiny, "model_type": "seeing", "tie_word_embeddings": True}
+    assert tied_names(SEEING, ModelDescription(tied)) == {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+    fleet = lang.family("fleet", classes=(lang.FLEET,), scope="model.language_model", layer=[lang.norm("norm")])
+    assert tied_names(fleet, ModelDescription({"tie_word_embeddings": True}, True)) == {
+        "model.language_model.lm_head.weight": "model.language_model.embedding.embed_tokens.weight"
+    }
+    assert "text_config.num_attention_heads" in family_keys(SEEING)
+
+
+def test_a_layer_that_is_fused_in_files_is_interleaved_per_head_in_the_model() -> None:
+    heads = lang.family(
+        "heads", layer=[lang.fused_qkv("attn", ("qkv",), geometry=Geometry.FUSED_QKV)], tiny={"num_key_value_heads": 8}
+    )
+    config = {**heads.tiny, "model_type": "heads"}
+    statements = [
+        "model.layers.$LAYER_ID.attn.qkv.weight -> q.$LAYER_ID.a, k.$LAYER_ID.a, v.$LAYER_ID.a, axis=0",
+        *(f"{part}.{layer}.a^T -> {part}.{layer}.a" for layer in range(2) for part in "qkv"),
+        *(
+            f"q.{layer}.a, k.{layer}.a, v.{layer}.a -> model.layers.{layer}.attn.qkv_proj.weight, fused_qkv, "
+            "num_heads=8, num_key_value_groups=8"
+            for layer in range(2)
+        ),
+    ]
+    assert differences(heads, statements, config) == set()
+
+
+def test_experts_of_two_sizes_follow_the_entries_of_a_list() -> None:
+    size = "moe_intermediate_size[0] if expert < moe_num_experts[0] else moe_intermediate_size[1]"
+    two = lang.family(
+        "two",
+        layer=[lang.whole(lang.fused_ffn("mlp.experts.{expert}", size))],
+        sizes={"experts": "moe_num_experts[0] + moe_num_experts[1]"},
+        tiny={"moe_num_experts": [2, 1], "moe_intermediate_size": [8, 4]},
+    )
+    prove_family(two)
+    shapes = {one.name: one.shape for one in enumerate_tensors(two, ModelDescription(dict(two.tiny)))}
+    assert shapes["model.layers.1.mlp.experts.1.down_proj.weight"] == (8, 32)
+    assert shapes["model.layers.1.mlp.experts.2.down_proj.weight"] == (4, 32)
+
+
+def test_entries_and_lengths_of_lists_are_evaluated() -> None:
+    sizes = Sizes({}, {"kinds": ["a", "b"], "nested": {"one": [3]}})
+    assert sizes.holds("kinds[layer] == 'b'", {"layer": 1})
+    assert not sizes.holds("kinds[layer] == 'b'", {"layer": 0})
+    assert sizes.length("len(kinds) + nested.one[0]") == 5
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("kinds[2]", "needs entry 2 of a list of 2"),
+        ("kinds[0 - 1]", "needs entry -1 of a list of 2"),
+        ("width[0]", "needs a list and not int"),
+        ("len(width)", "needs a list and not int"),
+        ("absent[0]", "needs absent, which the configuration does not hold"),
+        ("kinds['a']", "needs entry a of a list of 2"),
+    ],
+)
+def test_an_entry_that_a_list_does_not_have_is_refused(expression: str, reason: str) -> None:
+    sizes = Sizes({}, {"kinds": ["a", "b"], "width": 3})
+    with pytest.raises(MappingError, match=reason):
+        sizes.value(expression)
+
+
+@pytest.mark.parametrize("expression", ["max(kinds)", "len(kinds, 1)", "len(a=kinds)", "kinds[0:1]", "kinds.pop(0)"])
+def test_the_language_of_sizes_has_no_other_call_or_slice(expression: str) -> None:
+    with pytest.raises(MappingError, match="which the language of sizes does not have"):
+        Sizes({}, {"kinds": [1]}).value(expression)
