@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from paddleformers_fc.aoa import AoaTensor, parse, parse_config
+from paddleformers_fc.aoa import AoaTensor, parse
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import prove
 from tests.aoa.spaces import side
@@ -43,16 +43,6 @@ def test_any_text_is_a_mapping_or_a_mapping_error(text: list[str], right: dict[s
     except MappingError:
         return
     prove(mapping.reversed())
-
-
-@settings(max_examples=100)
-@given(st.dictionaries(st.text(max_size=20), st.one_of(st.none(), st.booleans(), st.lists(st.integers()), st.text())))
-@example({"aoa_statements": [None, 3, ["a"]]})
-def test_any_configuration_is_a_mapping_or_a_mapping_error(config: dict[str, object]) -> None:
-    try:
-        parse_config(config, LEFT, RIGHT)
-    except MappingError:
-        pass
 
 
 HOSTILE = {

@@ -29,52 +29,33 @@ ALL = [own(rank) for rank in range(SIZE)]
 SUM = reduce(np.add, ALL)
 
 
-def assert_on_all(results: tuple[dict[str, Any], ...], name: str, expected: list[Any]) -> None:
-    for rank, want in enumerate(expected):
-        np.testing.assert_array_equal(np.array(results[rank][name]), np.array(want), err_msg=f"{name} on rank {rank}")
+PARTS = [np.split(array, SIZE) for array in ALL]
+RECEIVED = [[PARTS[source][rank] for source in range(SIZE)] for rank in range(SIZE)]
+CUTS = [np.split(array, [rank + 1, rank + 2]) for rank, array in enumerate(ALL)]
+EXPECTED = {
+    "all_reduce": [SUM] * SIZE,
+    "all_reduce_max": [ALL[-1]] * SIZE,
+    "broadcast": [ALL[2]] * SIZE,
+    "all_gather": [np.stack(ALL)] * SIZE,
+    "all_gather_into_tensor": [np.concatenate(ALL)] * SIZE,
+    "reduce_scatter_tensor": np.split(SUM, SIZE),
+    "reduce_scatter": np.split(SUM, SIZE),
+    "all_to_all": RECEIVED,
+    "all_to_all_tensor": [np.concatenate(parts) for parts in RECEIVED],
+    "all_to_all_single": [np.concatenate([CUTS[source][rank] for source in range(SIZE)]) for rank in range(SIZE)],
+    "scatter": np.split(ALL[0], SIZE),
+}
+"""What every rank gets of each collective; ``reduce`` leaves its sum on rank 1 alone."""
 
 
-def test_all_reduce_sums_on_every_rank(results: tuple[dict[str, Any], ...]) -> None:
-    assert_on_all(results, "all_reduce", [SUM] * SIZE)
-
-
-def test_all_reduce_takes_the_largest(results: tuple[dict[str, Any], ...]) -> None:
-    assert_on_all(results, "all_reduce_max", [ALL[-1]] * SIZE)
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_collective_gives_every_rank_what_numpy_does(results: tuple[dict[str, Any], ...], name: str) -> None:
+    for rank, expected in enumerate(EXPECTED[name]):
+        np.testing.assert_array_equal(np.array(results[rank][name]), np.array(expected), err_msg=f"on rank {rank}")
 
 
 def test_reduce_sums_on_the_rank_that_asked(results: tuple[dict[str, Any], ...]) -> None:
     np.testing.assert_array_equal(np.array(results[1]["reduce"]), SUM)
-
-
-def test_broadcast_gives_the_source_to_all(results: tuple[dict[str, Any], ...]) -> None:
-    assert_on_all(results, "broadcast", [ALL[2]] * SIZE)
-
-
-def test_all_gather_keeps_the_order_of_ranks(results: tuple[dict[str, Any], ...]) -> None:
-    assert_on_all(results, "all_gather", [np.stack(ALL)] * SIZE)
-    assert_on_all(results, "all_gather_into_tensor", [np.concatenate(ALL)] * SIZE)
-
-
-def test_reduce_scatter_leaves_each_rank_its_part_of_the_sum(results: tuple[dict[str, Any], ...]) -> None:
-    assert_on_all(results, "reduce_scatter_tensor", np.split(SUM, SIZE))
-    assert_on_all(results, "reduce_scatter", np.split(SUM, SIZE))
-
-
-def test_all_to_all_transposes_ranks_and_parts(results: tuple[dict[str, Any], ...]) -> None:
-    parts = [np.split(array, SIZE) for array in ALL]
-    received = [[parts[source][rank] for source in range(SIZE)] for rank in range(SIZE)]
-    assert_on_all(results, "all_to_all", received)
-    assert_on_all(results, "all_to_all_tensor", [np.concatenate(part) for part in received])
-
-
-def test_all_to_all_takes_uneven_parts(results: tuple[dict[str, Any], ...]) -> None:
-    cuts = [np.split(array, [rank + 1, rank + 2]) for rank, array in enumerate(ALL)]
-    expected = [np.concatenate([cuts[source][rank] for source in range(SIZE)]) for rank in range(SIZE)]
-    assert_on_all(results, "all_to_all_single", expected)
-
-
-def test_scatter_hands_out_the_parts_of_the_source(results: tuple[dict[str, Any], ...]) -> None:
-    assert_on_all(results, "scatter", np.split(ALL[0], SIZE))
 
 
 def test_sums_of_halves_are_rounded_once(ranks: ForkServer) -> None:

@@ -269,6 +269,12 @@ def test_a_changed_number_in_a_manifest_is_corrupt(checkpoint: Path) -> None:
         read_manifest(checkpoint)
 
 
+def test_a_manifest_without_its_last_byte_is_corrupt(checkpoint: Path) -> None:
+    os.truncate(checkpoint / MANIFEST_NAME, (checkpoint / MANIFEST_NAME).stat().st_size - 1)
+    with pytest.raises(Corrupt, match="its last byte is missing"):
+        read_manifest(checkpoint)
+
+
 @settings(derandomize=True, max_examples=200)
 @given(raw=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_random_bytes_are_no_manifest(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
