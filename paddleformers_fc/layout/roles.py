@@ -1,4 +1,4 @@
-"""The roles of a checkpoint and the states of each optimizer: one table that every other module reads.
+"""The roles of a checkpoint and the supported optimizers with their states: one table that every other module reads.
 
 Paddle names the states of a parameter ``p`` as ``p.w_0`` (master weight), ``p.moment1_0``, ``p.moment2_0`` and
 ``p.beta1_pow_acc_0``, ``p.beta2_pow_acc_0`` (``paddle/optimizer/adamw.py``, ``sharded_state_dict``). A state with the
@@ -8,6 +8,7 @@ shape of its parameter follows the mapping of the parameter.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -44,23 +45,48 @@ class StateDescriptor:
     half_only: bool = False
 
 
+@dataclass(frozen=True)
+class OptimizerDescriptor:
+    """An optimizer whose states a checkpoint can contain.
+
+    Args:
+        name: its class in ``paddle.optimizer``; subclasses have the same states.
+        states: the states of a parameter.
+        option: the value of PaddleFormers' ``optim`` that selects it; empty if only a script can.
+        variants: names of subclasses with other states.
+        flags: arguments of the class under which it has other states.
+    """
+
+    name: str
+    states: tuple[StateDescriptor, ...]
+    option: str = ""
+    variants: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+
 MASTER = StateDescriptor(MASTER_WEIGHT, ".w_0", dtype="float32", half_only=True)
 
-OPTIMIZERS: dict[str, tuple[StateDescriptor, ...]] = {
-    "AdamW": (
-        StateDescriptor(OPTIMIZER_STATE, ".moment1_0", dtype="float32"),
-        StateDescriptor(OPTIMIZER_STATE, ".moment2_0", dtype="float32"),
-        StateDescriptor(OPTIMIZER_STATE, ".beta1_pow_acc_0", StateShape.NUMBER, "float32"),
-        StateDescriptor(OPTIMIZER_STATE, ".beta2_pow_acc_0", StateShape.NUMBER, "float32"),
-        MASTER,
+OPTIMIZERS = (
+    OptimizerDescriptor(
+        "AdamW",
+        (
+            StateDescriptor(OPTIMIZER_STATE, ".moment1_0", dtype="float32"),
+            StateDescriptor(OPTIMIZER_STATE, ".moment2_0", dtype="float32"),
+            StateDescriptor(OPTIMIZER_STATE, ".beta1_pow_acc_0", StateShape.NUMBER, "float32"),
+            StateDescriptor(OPTIMIZER_STATE, ".beta2_pow_acc_0", StateShape.NUMBER, "float32"),
+            MASTER,
+        ),
+        option="adamw",
+        variants=("AdamWMini", "AdamWCustom"),
+        flags=("amsgrad",),
     ),
-}
-"""The states of each supported class of ``paddle.optimizer``."""
+)
+"""The supported optimizers; the first one is assumed if a checkpoint has no optimizer states."""
 
 STATES = (
     StateDescriptor(MODEL_STATE),
     MASTER,
-    *(state for states in OPTIMIZERS.values() for state in states if state is not MASTER),
+    *(state for optimizer in OPTIMIZERS for state in optimizer.states),
     # Checkpoints of other writers contain these.
     StateDescriptor(OPTIMIZER_STATE, ".moment2_max_0", dtype="float32"),
     StateDescriptor(OPTIMIZER_STATE, ".velocity_0", dtype="float32"),
@@ -113,3 +139,13 @@ def split_state_name(role: str, name: str) -> StateName:
         if scalar is not None:
             return StateName(parameter, dot + last, scalar)
     return StateName(name, "", False)
+
+
+def optimizer_of(states: Iterable[str]) -> OptimizerDescriptor:
+    """Return the optimizer that has most of the kinds of states in a checkpoint.
+
+    Args:
+        states: full names of stored optimizer states.
+    """
+    suffixes = {name[name.rfind(".") :] for name in states}
+    return max(OPTIMIZERS, key=lambda one: sum(state.suffix in suffixes for state in one.states))

@@ -24,7 +24,7 @@ from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import require_format
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
-from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, split_state_name
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, optimizer_of, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.build import FillPattern, Planner, ReadSource, ShardFill
 from paddleformers_fc.plan.items import ReadItem
@@ -158,6 +158,7 @@ class _Costs:
 
     def __init__(self, source: ReadSource) -> None:
         self._roles = source.catalog.roles
+        self._optimizer = optimizer_of(self._roles.get(OPTIMIZER_STATE, ()))
         self._known: dict[tuple[object, ...], Cost] = {}
         self._patterns: dict[tuple[FillPattern, str], Cost] = {}
         self._weights: dict[tuple[int, ...], Cost] = {}
@@ -174,7 +175,7 @@ class _Costs:
         cost = self._weights[key]
         if len(self._roles) > 1:
             for parameter in model.owned(rank).values():
-                for role, state in states_of(parameter):
+                for role, state in states_of(parameter, self._optimizer):
                     if role in self._roles:
                         cost += self._of(role, state)
         return cost

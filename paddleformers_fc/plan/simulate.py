@@ -36,7 +36,7 @@ from paddleformers_fc.layout.partition import (
     uniform_bounds,
     whole_owners,
 )
-from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZERS, StateShape
+from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZERS, OptimizerDescriptor, StateShape
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -142,11 +142,11 @@ class SimulatedModel:
             for index, part in buffer.share(rank_, ranks)
         )
 
-    def roles(self, rank: int) -> dict[str, Shards]:
-        """Every shard of one rank: role -> full name -> shard, as a live model and its AdamW describe them."""
+    def roles(self, rank: int, optimizer: OptimizerDescriptor = OPTIMIZERS[0]) -> dict[str, Shards]:
+        """Return every shard of one rank as a live model and optimizer describe them: role -> full name -> shard."""
         roles: dict[str, Shards] = {MODEL_STATE: self.weights(rank)}
         for parameter in self.owned(rank).values():
-            for role, shard in states_of(parameter):
+            for role, shard in states_of(parameter, optimizer):
                 roles.setdefault(role, {})[shard.name] = shard
         return roles
 
@@ -274,9 +274,9 @@ def stored_model(
     return SimulatedModel(family, model, grid, [*found, *blocks])
 
 
-def states_of(parameter: Shard) -> Iterator[tuple[str, Shard]]:
-    """Yield role and shard of every AdamW state of a parameter's shard."""
-    for state in OPTIMIZERS["AdamW"]:
+def states_of(parameter: Shard, optimizer: OptimizerDescriptor) -> Iterator[tuple[str, Shard]]:
+    """Yield role and shard of every state that an optimizer keeps of a parameter's shard."""
+    for state in optimizer.states:
         name, dtype = parameter.name + state.suffix, state.dtype or parameter.dtype
         if state.shape is StateShape.NUMBER:
             yield state.role, Shard(name, dtype, (1,), whole((1,)))

@@ -1,9 +1,8 @@
 """Refuse unsupported optimizers before a step runs and before anything is loaded.
 
-A checkpoint contains the states of Paddle's AdamW, by parameter. Another optimizer has states of other names or shapes,
-or none that it describes. One whose parameters sharding has fused has states of the fused buffers, not of the
-parameters. The first would fail at the first save. The second would also resume without an error, with loaded states
-that it does not use.
+A checkpoint contains the states of :data:`~paddleformers_fc.layout.roles.OPTIMIZERS` by parameter. Another optimizer
+has states of other names or shapes, and would fail at the first save. An optimizer whose parameters sharding has fused
+has states of the fused buffers. It would also resume without an error, with loaded states that it does not use.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import paddle
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
     DygraphShardingOptimizer,
 )
-from paddle.optimizer import AdamW
-from paddleformers.utils.optimizer import AdamWCustom, AdamWMini
 
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.layout.roles import OPTIMIZERS, OptimizerDescriptor
 
 _WRAPPED = ("_inner_opt", "_optim")
 """Where Paddle's wrappers keep what they wrap."""
@@ -30,12 +29,12 @@ def refuse_unsupported(optimizer: Any) -> None:
         optimizer: the optimizer with whatever wrappers the Trainer has put around it; None if there is none yet.
 
     Raises:
-        OptionError: it is not Paddle's AdamW, or its parameters are fused.
+        OptionError: its class or an argument of it is not supported, or its parameters are fused.
     """
     if optimizer is None:
         return
     wrappers = list(_unwrapped(optimizer))
-    _refuse_other_than_adamw(wrappers[-1])
+    _refuse_unknown_states(wrappers[-1])
     for wrapper in wrappers:
         if isinstance(wrapper, DygraphShardingOptimizer):
             _refuse_fused(wrapper)
@@ -54,18 +53,24 @@ def _unwrapped(optimizer: Any) -> Iterator[Any]:
         yield from _unwrapped(wrapped)
 
 
-def _refuse_other_than_adamw(optimizer: Any) -> None:
-    kind = type(optimizer).__name__
-    if isinstance(optimizer, AdamW) and not isinstance(optimizer, AdamWMini | AdamWCustom):
-        if not optimizer._amsgrad:
+def _refuse_unknown_states(optimizer: Any) -> None:
+    kind, names = type(optimizer).__name__, {one.__name__ for one in type(optimizer).__mro__}
+    rows = [one for one in OPTIMIZERS if isinstance(optimizer, getattr(paddle.optimizer, one.name))]
+    if rows and names.isdisjoint(rows[0].variants):
+        set_flags = [flag for flag in rows[0].flags if getattr(optimizer, f"_{flag}")]
+        if not set_flags:
             return
-        kind += "(amsgrad=True)"
+        kind += f"({', '.join(f'{flag}=True' for flag in set_flags)})"
     raise OptionError(
-        f"flex_checkpoint: true does not support the optimizer {kind}, only paddle.optimizer.AdamW without amsgrad.",
+        f"flex_checkpoint: true does not support the optimizer {kind}, only {' or '.join(map(_text, OPTIMIZERS))}.",
         where="optimizer of the Trainer",
-        next_step="Train with AdamW; or set ignore_save_lr_and_optim: true to save weights alone; or remove "
-        "flex_checkpoint.",
+        next_step=f"Train with {' or '.join(one.name for one in OPTIMIZERS)}; or set ignore_save_lr_and_optim: true to "
+        "save weights alone; or remove flex_checkpoint.",
     )
+
+
+def _text(optimizer: OptimizerDescriptor) -> str:
+    return f"paddle.optimizer.{optimizer.name}" + "".join(f" without {flag}" for flag in optimizer.flags)
 
 
 def _refuse_fused(optimizer: Any) -> None:

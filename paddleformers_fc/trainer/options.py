@@ -20,6 +20,7 @@ from typing import Any
 from paddleformers_fc.aoa import statements_of
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.formats.checkpoint import TIED_WAYS
+from paddleformers_fc.layout.roles import OPTIMIZERS
 from paddleformers_fc.storage.manifest import LEVELS
 from paddleformers_fc.storage.paths import require_local
 
@@ -324,8 +325,8 @@ def _spelled(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def _is_not(value: Any) -> Callable[[Any], bool]:
-    return lambda found: getattr(found, "value", found) != value
+def _is_not(*values: Any) -> Callable[[Any], bool]:
+    return lambda found: getattr(found, "value", found) not in values
 
 
 def _given(found: Any) -> bool:
@@ -353,6 +354,7 @@ def _is_offloaded(found: Any) -> bool:
 
 _OTHER_FORMAT = "the second asks for another checkpoint format"
 _NOT_YET = "not supported yet"
+_OPTIMIZERS = [optimizer.option for optimizer in OPTIMIZERS if optimizer.option]
 _SAVES_ITSELF = "both would save the same state, each in its own way"
 
 CONFLICTS = (
@@ -386,7 +388,7 @@ CONFLICTS = (
         _is_several,
     ),
     Conflict("sharding", f"offloaded parameters are {_NOT_YET}", _is_offloaded),
-    Conflict("optim", f"optimizers other than adamw are {_NOT_YET}", _is_not("adamw")),
+    Conflict("optim", f"optimizers other than {' and '.join(_OPTIMIZERS)} are {_NOT_YET}", _is_not(*_OPTIMIZERS)),
     Conflict("tensorwise_offload_optimizer", f"offloaded optimizer states are {_NOT_YET}", _is_on),
     Conflict("using_sonic_moe", f"its interleaved expert weights are {_NOT_YET}", _is_on),
     Conflict("replicate_saved_into_local", f"copies of checkpoints on disks of single nodes are {_NOT_YET}", _is_on),

@@ -172,7 +172,7 @@ def _split(static: str) -> tuple[str, str]:
         ending = "_" + state.suffix[1:]
         if state.role == OPTIMIZER_STATE and static.endswith(ending):
             return static[: -len(ending)].removesuffix(_MASTER), state.suffix
-    raise ValueError(f"{static}: unknown state of AdamW")
+    raise ValueError(f"{static}: unknown optimizer state")
 
 
 def _piece(name: str, storage: Any, weight: Any) -> Any:

@@ -77,7 +77,7 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
             "The optimizer holds a state that belongs to no parameter of the model.",
             where=type(optimizer).__name__,
             evidence=[f"{type(error).__name__}: {error}"],
-            next_step="Use PaddleFormers' AdamW over parameters of this model only.",
+            next_step="Use an optimizer over parameters of this model only.",
         ) from error
     roles[MASTER.role] = {name: state for name, state in states.items() if name.endswith(MASTER.suffix)}
     roles[OPTIMIZER_STATE] = {name: state for name, state in states.items() if not name.endswith(MASTER.suffix)}

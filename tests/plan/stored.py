@@ -10,6 +10,7 @@ from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.catalog import StoredForm, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import StoredModel
 from paddleformers_fc.formats.flex import FLEX
+from paddleformers_fc.layout.roles import OPTIMIZERS, OptimizerDescriptor
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan.simulate import SimulatedModel
@@ -29,12 +30,12 @@ def opened(catalog: Catalog, manifest: Manifest, model: StoredModel, config: dic
     return OpenedCheckpoint(FLEX, catalog, config, lambda: model, commit_record=manifest)
 
 
-def checkpoint_of(model: SimulatedModel) -> OpenedCheckpoint:
+def checkpoint_of(model: SimulatedModel, optimizer: OptimizerDescriptor = OPTIMIZERS[0]) -> OpenedCheckpoint:
     """The checkpoint that a simulated job would write: each distinct shard by the first rank that holds it."""
     found: dict[str, list[tuple[Shard, str, int, int]]] = {}
     seen: set[tuple[str, Shard]] = set()
     for rank in range(model.grid.world_size):
-        for role, shards in model.roles(rank).items():
+        for role, shards in model.roles(rank, optimizer).items():
             at = 0
             for shard in shards.values():
                 if (role, shard) in seen:
