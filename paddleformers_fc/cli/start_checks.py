@@ -16,6 +16,7 @@ from typing import Any
 from paddleformers_fc.cli.stock_keys import stock_keys
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
+from paddleformers_fc.families.declarations import DIVIDED
 from paddleformers_fc.formats.registry import read_config
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
@@ -53,12 +54,6 @@ _RESUMING_STAGES = ("SFT", "PT", "VL-SFT", "VL-PT")
 """Where PaddleFormers heeds what is named to resume from; for preferences it takes the newest of ``output_dir``."""
 
 _TEXT_STAGES = ("SFT", "PT", "DPO")
-_CHECKED = ("vocab_size", "num_attention_heads", "num_key_value_heads")
-"""What every declared model of PaddleFormers checks against its tensor parallel degree, but for the next."""
-
-_CHECKS_VOCABULARY_ALONE = ("minimax_m2", "deepseek_v3", "kimi_k2")
-"""Families whose attention has no heads of keys and values to cut, or does not look whether they divide."""
-
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OWN_EXPERTS = ("expert_model_parallel_size", "use_expert_parallel")
 _LISTS_OF_PATHS = {"train_dataset_path": "train_dataset_prob", "eval_dataset_path": "eval_dataset_prob"}
@@ -335,9 +330,9 @@ def refuse_adapters(settings: Mapping[str, Any]) -> None:
 def refuse_model(settings: Mapping[str, Any]) -> None:
     """Refuse a model that every rank would refuse: its configuration, or its tensor parallel degree.
 
-    Only where its ``config.json`` is on this machine. A degree is refused only if one of the numbers that all models of
-    PaddleFormers check does not divide; then the error lists all that do not, as ``plan`` does. A pipeline may have
-    empty layers and another way to divide them, so that its degree is left to PaddleFormers.
+    The ``config.json`` must be on this machine. A degree is refused if it does not divide a size that the class of the
+    family checks; the error then lists all that it does not divide, as ``plan`` does. Pipelines are left to
+    PaddleFormers.
 
     Raises:
         FormatError: the configuration is not a JSON object.
@@ -353,13 +348,12 @@ def refuse_model(settings: Mapping[str, Any]) -> None:
     family = family_for(config)
     # PaddleFormers takes keys of the model from the same file.
     given = {key: value for key, value in settings.items() if value is not None}
-    checked = _CHECKED[:1] if family.name in _CHECKS_VOCABULARY_ALONE else _CHECKED
     try:
         # Where PaddleFleet has a class of the family as well, PaddleFormers' commands build that one.
         described = ModelDescription({**config, **given}, is_fleet=True)
         declared_model(family, described, ParallelGrid(tp=_checked_degree(settings)))
     except OptionError as error:
-        if any(line.startswith(f"{name}=") for line in error.evidence for name in checked):
+        if any(line.startswith(f"{DIVIDED[size]}=") for line in error.evidence for size in family.divided):
             raise
 
 
@@ -367,6 +361,5 @@ def _checked_degree(settings: Mapping[str, Any]) -> int:
     """The tensor parallel degree, or 1 where other keys decide what it divides."""
     degree = settings.get(_DEGREES[0])
     changed = any(settings.get(key) not in (None, False, 1) for key in _OWN_EXPERTS)
-    return (
-        degree if isinstance(degree, int) and degree > 1 and not changed and settings.keys().isdisjoint(_CHECKED) else 1
-    )
+    known = not changed and settings.keys().isdisjoint(DIVIDED.values())
+    return max(degree, 1) if known and isinstance(degree, int) else 1

@@ -54,6 +54,15 @@ class Geometry(Enum):
     FUSED_FFN = "fused_ffn"
 
 
+class Stage(Enum):
+    """The place in a pipeline of a tensor outside of the model's layers."""
+
+    FIRST = "beside the embedding"
+    NORM = "behind the last layer"
+    LAST = "beside the head"
+    ABSENT = "in no pipeline"
+
+
 @dataclass(frozen=True)
 class Stack:
     """The layout of the experts of one layer in one tensor.
@@ -85,6 +94,8 @@ class Statement:
         model_class: the model class that has the tensor; None for both. ``family`` turns it into a condition.
         tower: the tower whose sizes the expressions refer to; empty for the family itself.
         parts: the lengths of query, key and value of a fused layer. Empty for heads of one size.
+        stage: its place in a pipeline; None for that of its tower, or beside the head. Ignored for tensors of layers.
+        trained: whether an optimizer updates it.
     """
 
     target: str
@@ -99,6 +110,8 @@ class Statement:
     model_class: ModelClass | None = None
     tower: str = ""
     parts: tuple[str, ...] = ()
+    stage: Stage | None = None
+    trained: bool = True
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -171,6 +184,12 @@ SIZES: Mapping[str, str] = {
 }
 """Sizes that most families share; those of a family precede them."""
 
+DIVIDED = {"vocab": "vocab_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+"""Sizes that the degree of tensor parallelism divides, and their keys."""
+
+BUILT = ("embed", "layers", "norm")
+"""The parts that every class builds first, in order, by the beginnings of names under ``model.``."""
+
 NUMBERS: tuple[Numbers, ...] = (Numbers("layer", "layers"), Numbers("expert", "experts"))
 """Numbers that most families share; those of a family precede them."""
 
@@ -196,6 +215,8 @@ class Family:
         exported: keys of an exported ``config.json`` beside those that PaddleFormers writes, and the expressions of
             their values: the names of other libraries for a size, and keys that PaddleFormers drops.
         towers: parts of the model with sizes of their own.
+        built: the parts that the class builds after :data:`BUILT`, in order, by the beginnings of names.
+        divided: sizes of :data:`DIVIDED` that the class itself compares with the degree of tensor parallelism.
     """
 
     name: str
@@ -209,6 +230,8 @@ class Family:
     tiny: Mapping[str, Any] = field(default_factory=dict)
     exported: Mapping[str, str] = field(default_factory=dict)
     towers: tuple[Tower, ...] = ()
+    built: tuple[str, ...] = ()
+    divided: tuple[str, ...] = tuple(DIVIDED)
 
 
 class TargetIndex(Generic[T]):
@@ -371,6 +394,16 @@ def as_stored(group: Statements) -> Statements:
 def whole(group: Statements) -> Statements:
     """Exclude layers from tensor parallelism, as routed experts are."""
     return tuple(replace(one, cut=None) for one in group)
+
+
+def untrained(group: Statements) -> Statements:
+    """Exclude tensors from the optimizer."""
+    return tuple(replace(one, trained=False) for one in group)
+
+
+def at(stage: Stage, *groups: Statements) -> Statements:
+    """Place tensors outside of layers in a pipeline."""
+    return tuple(replace(one, stage=stage) for one in declared(*groups))
 
 
 def expanded(statement: Statement) -> Statements:

@@ -16,7 +16,7 @@ from math import prod
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import ModelTensor, family_numbers, family_sizes, has_shape
-from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Statement, TargetIndex
+from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Stage, Statement, TargetIndex
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.sizes import Sizes, names_of
 from paddleformers_fc.mapping import Shape, TensorSpec
@@ -34,6 +34,8 @@ class DeclaredTensor:
         cut: the axis that tensor parallelism cuts, if any.
         expert_axis: the axis that expert parallelism cuts, where the tensor is a stack of experts.
         numbers: the numbers in its name by placeholder, in the canonical counting: its layer, its expert.
+        stage: its place in a pipeline, if it is outside of the model's layers.
+        trained: whether an optimizer updates it.
     """
 
     name: str
@@ -42,6 +44,8 @@ class DeclaredTensor:
     cut: int | None
     expert_axis: int | None
     numbers: Mapping[str, int]
+    stage: Stage
+    trained: bool
 
     def under(self, tp: int = 1, ep: int = 1) -> ModelTensor:
         """Return the tensor as a model under these degrees of parallelism describes it.
@@ -120,7 +124,6 @@ def _of_statement(statement: Statement, sizes: Sizes, spans: _Spans, dtype: str)
     inner = [hole for hole in holes if hole not in needed]
     if not outer and not sizes.holds(statement.where):
         return
-    expert_axis = None if statement.stack is None else statement.stack.axis
     for fixed in _numberings(outer, spans):
         if not sizes.holds(statement.where, fixed):
             continue
@@ -128,7 +131,12 @@ def _of_statement(statement: Statement, sizes: Sizes, spans: _Spans, dtype: str)
         for rest in _numberings(inner, spans):
             numbers = {**fixed, **rest}
             name = statement.target.format(**{hole: number + spans.of(hole)[1] for hole, number in numbers.items()})
-            yield DeclaredTensor(name, shape, statement.dtype or dtype, statement.cut, expert_axis, numbers)
+            yield _declared(statement, name, shape, statement.dtype or dtype, numbers)
+
+
+def _declared(statement: Statement, name: str, shape: Shape, dtype: str, numbers: Mapping[str, int]) -> DeclaredTensor:
+    axis, stage = None if statement.stack is None else statement.stack.axis, statement.stage or Stage.LAST
+    return DeclaredTensor(name, shape, dtype, statement.cut, axis, numbers, stage, statement.trained)
 
 
 def _numberings(holes: list[str], spans: _Spans) -> Iterator[dict[str, int]]:
@@ -175,8 +183,7 @@ def recognised_tensors(
             continue
         # Several statements of one name differ in shape; where they do not, in the configurations that have them.
         statement, numbers = max(fitting, key=lambda one: _fit(one[0], one[1], spec.shape, sizes))
-        axis = None if statement.stack is None else statement.stack.axis
-        found.append(DeclaredTensor(name, spec.shape, spec.dtype, statement.cut, axis, numbers))
+        found.append(_declared(statement, name, spec.shape, spec.dtype, numbers))
     if strange:
         raise MappingError(
             f"No statement of family {family.name} declares {len(strange)} tensors.",

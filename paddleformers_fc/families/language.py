@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from paddleformers_fc.families.declarations import (
+    DIVIDED,
     FLEET as FLEET,
     FORMERS as FORMERS,
     PLACEHOLDER,
@@ -24,10 +25,12 @@ from paddleformers_fc.families.declarations import (
     Geometry,
     ModelClass,
     Numbers as Numbers,
+    Stage,
     Statements,
     TiedName,
     Tower,
     as_stored,
+    at,
     choice as choice,
     declared as declared,
     fresh as fresh,
@@ -39,6 +42,7 @@ from paddleformers_fc.families.declarations import (
     renumbered as renumbered,
     same as same,
     stacked,
+    untrained,
     whole as whole,
     within as within,
 )
@@ -104,9 +108,11 @@ def ends(
     return declared(
         within(
             scope,
-            norm("norm"),
-            of_class(FORMERS, same("embed_tokens.weight", shape=shape, cut=embedding_cut)),
-            of_class(FLEET, same("embedding.embed_tokens.weight", "embed_tokens.weight", shape, cut=0)),
+            at(Stage.NORM, norm("norm")),
+            at(Stage.FIRST, of_class(FORMERS, same("embed_tokens.weight", shape=shape, cut=embedding_cut))),
+            at(
+                Stage.FIRST, of_class(FLEET, same("embedding.embed_tokens.weight", "embed_tokens.weight", shape, cut=0))
+            ),
             canonical=canonical,
         ),
         of_class(FORMERS, same(head, shape=shape, cut=0)),
@@ -135,6 +141,8 @@ def family(
     defaults: Mapping[str, Any] = _NONE,
     tiny: Mapping[str, Any] = _NONE,
     exported: Mapping[str, str] = _NONE,
+    built: tuple[str, ...] = (),
+    divided: tuple[str, ...] = tuple(DIVIDED),
 ) -> Family:
     """Declare a family.
 
@@ -157,6 +165,8 @@ def family(
         tiny: changes of :data:`TINY`, the configuration on which the family is proved. Where the class has a default
             head size, the tiny one is 8.
         exported: keys of an exported ``config.json`` and the expressions of their values.
+        built: the parts of the model behind its last norm, as in :class:`Family`.
+        divided: sizes that the class compares with the degree of tensor parallelism, as in :class:`Family`.
     """
     outside = (ends(scope=scope, canonical=canonical),) if outside is None else outside
     layers = within(f"{scope}.layers.{{layer}}", *layer, canonical=f"{canonical or scope}.layers.{{layer}}")
@@ -189,6 +199,8 @@ def family(
         tiny=tiny,
         exported=exported,
         towers=towers,
+        built=built,
+        divided=divided,
     )
 
 
@@ -209,6 +221,7 @@ def tower(
     canonical: str | None = None,
     sizes: Mapping[str, str] = _NONE,
     defaults: Mapping[str, Any] = _NONE,
+    stage: Stage = Stage.FIRST,
 ) -> Tower:
     """Declare a tower: a part of a model with layers, sizes and a nested configuration of its own.
 
@@ -222,11 +235,13 @@ def tower(
         canonical: the prefix of its canonical tensors, if that differs.
         sizes: sizes that differ from :data:`SIZES`; ``layers`` is the number of layers.
         defaults: the values of the model's class for keys that the nested configuration lacks.
+        stage: its place in a pipeline. Tensors of ``{layer}`` are placed with their layers.
     """
     statements = within(scope, *outside, within(layers, *layer), canonical=canonical)
     (placeholder,) = PLACEHOLDER.findall(layers)
     numbers = Numbers(placeholder, f"{name}.layers")
-    return Tower(name, key, tuple(replace(one, tower=name) for one in statements), numbers, sizes, defaults)
+    placed = tuple(replace(one, tower=name, stage=one.stage or stage) for one in statements)
+    return Tower(name, key, placed, numbers, sizes, defaults)
 
 
 def _for_classes(classes: tuple[ModelClass, ...], statements: Statements) -> Statements:
@@ -400,8 +415,17 @@ def router(name: str, turned: bool = True, correction: bool = False) -> Statemen
     """
     kept = same(f"{name}.weight", shape=("experts", "hidden"), dtype="float32")
     formers = linear(f"{name}.weight", shape=("hidden", "experts"), dtype="float32") if turned else kept
-    bias = same(f"{name}.e_score_correction_bias", shape=("experts",), dtype="float32")
-    return declared(of_class(FLEET, kept), of_class(FORMERS, formers), bias if correction else ())
+    return declared(of_class(FLEET, kept), of_class(FORMERS, formers), balance(name) if correction else ())
+
+
+def balance(name: str, shape: tuple[str, ...] = ("experts",)) -> Statements:
+    """Declare a load-balancing bias, which is set by counting: an optimizer has no states of it."""
+    return untrained(same(f"{name}.e_score_correction_bias", shape=shape, dtype="float32"))
+
+
+def outside_pipelines(*groups: Statements) -> Statements:
+    """Declare tensors beside the layers that the class for pipelines does not build."""
+    return at(Stage.ABSENT, *groups)
 
 
 def experts(prefix: str, formers: Statements = ()) -> Statements:

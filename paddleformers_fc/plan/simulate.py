@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ast
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -25,7 +25,7 @@ import msgspec
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind
 from paddleformers_fc.families.bind import family_sizes
-from paddleformers_fc.families.declarations import Family
+from paddleformers_fc.families.declarations import BUILT, DIVIDED, Family, Stage
 from paddleformers_fc.families.enumerate import DeclaredTensor, enumerate_tensors, recognised_tensors
 from paddleformers_fc.layout.grid import MEBIBYTE, Coordinates, ParallelGrid
 from paddleformers_fc.layout.partition import (
@@ -45,24 +45,8 @@ from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 
 Shards = dict[str, Shard]
 
-_UNTRAINED = ".e_score_correction_bias"
-"""The router's balance is set by counting, not by gradients: the optimizer has no state of it."""
-
-_SECTIONS = ("embed", "layers", "norm", "mtp_block", "mtp_hidden_norm", "mtp_emb_norm", "mtp_linear_proj")
-"""The order in which PaddleFormers' models build their parts, by the beginnings of names."""
-
 _SEGMENT_METHOD = "layer:DecoderLayer|EmptyLayer"
 """What a PaddleFormers pipeline does where its configuration says nothing; the only method that may fall back."""
-
-_BESIDE = "index"
-"""The placeholder of prediction blocks that lie beside the layers and not among them."""
-
-_CONFIG_NAMES = {
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "vocab": "vocab_size",
-    "experts": "the number of experts",
-}
 
 
 class SimulatedModel:
@@ -92,7 +76,8 @@ class SimulatedModel:
         self._ties = {tie.alias: tie.owner for tie in family.tied if tied and tie.alias in by_name}
         self._experts = sizes.length("experts") if sizes.knows("experts") else 0
         pipeline = _pipeline(family, self.model, grid)
-        placed = [(by_name[name], pipeline.stage_of(by_name[name])) for name in built_order(by_name)]
+        self._untrained = frozenset(name for name, tensor in by_name.items() if not tensor.trained)
+        placed = [(by_name[name], pipeline.stage_of(by_name[name])) for name in built_order(by_name, family.built)]
         self._on_stage = [[tensor for tensor, at in placed if at == stage] for stage in range(grid.pp)]
         # Caches of this model, which live as long as it does.
         self._weights = lru_cache(maxsize=None)(self._make_weights)
@@ -165,7 +150,7 @@ class SimulatedModel:
         experts: list[Shard] = []
         for tensor in self._on_stage[pp]:
             shard = weights.get(tensor.name)
-            if shard is None or tensor.name in shared or tensor.name.endswith(_UNTRAINED):
+            if shard is None or tensor.name in shared or not tensor.trained:
                 continue
             held = experts if self.grid.ep > 1 and _is_expert(tensor) else dense
             held.append(msgspec.structs.replace(shard, name=names.get(shard.name, shard.name)))
@@ -189,7 +174,7 @@ class SimulatedModel:
 
     def _slices(self, shards: Iterable[Shard], place: Coordinates) -> Iterator[Shard]:
         for shard in shards:
-            if shard.size <= self.grid.slice_above or shard.name.endswith(_UNTRAINED):
+            if shard.size <= self.grid.slice_above or shard.name in self._untrained:
                 yield shard
                 continue
             width = _width(shard.dtype)
@@ -268,7 +253,7 @@ def stored_model(
     found = recognised_tensors(family, model, specs)
     saved = min({tensor.dtype for tensor in found}, key=lambda name: (name == "float32", name))
     declared = list(enumerate_tensors(family, model, dtype or saved))
-    blocks = [tensor for tensor in declared if _BESIDE in tensor.numbers and tensor.name not in specs]
+    blocks = [tensor for tensor in declared if tensor.stage is Stage.ABSENT and tensor.name not in specs]
     if dtype not in (None, saved):
         found = [replace(tensor, dtype=dtype) if tensor.dtype == saved else tensor for tensor in found]
     return SimulatedModel(family, model, grid, [*found, *blocks])
@@ -284,36 +269,39 @@ def states_of(parameter: Shard, optimizer: OptimizerDescriptor) -> Iterator[tupl
             yield state.role, msgspec.structs.replace(parameter, name=name, dtype=dtype)
 
 
-def built_order(names: Iterable[str]) -> list[str]:
-    """Names in the order in which PaddleFormers' models build their parameters, on which sharding depends.
+def built_order(names: Iterable[str], last_parts: Sequence[str] = ()) -> list[str]:
+    """Return names in the order in which a model builds its parameters, on which sharding depends.
 
-    A module's parameters are together; a layer has its norms last; parts of the model are as in ``_SECTIONS``. All else
-    keeps the order given.
+    The parameters of a module are adjacent, and a layer has its norms last. Everything else keeps the order given.
+
+    Args:
+        names: names of parameters.
+        last_parts: ``built`` of the model's family.
     """
     tree: _Node = {}
     for name in names:
         node = tree
         for piece in name.split("."):
             node = node.setdefault(piece, {})
-    return list(_walked(tree, "", ""))
+    return list(_walked(tree, "", "", (*BUILT, *last_parts)))
 
 
 _Node = dict[str, Any]
 
 
-def _walked(node: _Node, name: str, last: str) -> Iterator[str]:
+def _walked(node: _Node, name: str, last: str, sections: Sequence[str]) -> Iterator[str]:
     if not node:
         yield name
     # Sorting is stable, so that what has no place of its own stays as it was declared.
-    for piece in sorted(node, key=lambda piece: _place(piece, last)):
-        yield from _walked(node[piece], f"{name}.{piece}" if name else piece, piece)
+    for piece in sorted(node, key=lambda piece: _position(piece, last, sections)):
+        yield from _walked(node[piece], f"{name}.{piece}" if name else piece, piece, sections)
 
 
-def _place(piece: str, parent: str) -> int:
+def _position(piece: str, parent: str, sections: Sequence[str]) -> int:
     if piece.isdecimal():
         return int(piece)
     if parent == "model":
-        return next((place for place, start in enumerate(_SECTIONS) if piece.startswith(start)), len(_SECTIONS))
+        return next((place for place, start in enumerate(sections) if piece.startswith(start)), len(sections))
     return int(parent.isdecimal() and "norm" in piece)
 
 
@@ -333,12 +321,12 @@ def _refuse_unfit(
     sizes = family_sizes(family, model)
     faults: list[str] = []
 
-    def divides(size: str, count: int, axis: str) -> None:
+    divisors = [(size, key, "tp", grid.tp) for size, key in DIVIDED.items()]
+    for size, key, axis, count in (*divisors, ("experts", "the number of experts", "ep", grid.ep)):
         if sizes.knows(size) and sizes.length(size) % count:
-            faults.append(f"{_CONFIG_NAMES[size]}={sizes.length(size)} is not divisible by {axis}={count}")
-
-    for size in ("heads", "kv_heads", "vocab"):
-        divides(size, grid.tp, "tp")
+            faults.append(f"{key}={sizes.length(size)} is not divisible by {axis}={count}")
+    if grid.ep > 1 and not sizes.knows("experts"):
+        faults.append(f"ep={grid.ep}: the model has no experts")
     if sizes.length("layers") < grid.pp * grid.vpp:
         faults.append(
             f"num_hidden_layers={sizes.length('layers')} is less than pp x vpp = {grid.pp} x {grid.vpp} = "
@@ -349,11 +337,6 @@ def _refuse_unfit(
             _pipeline(family, model, grid)
         except ValueError as error:
             faults.append(str(error))
-    if grid.ep > 1:
-        if sizes.knows("experts"):
-            divides("experts", grid.ep, "ep")
-        else:
-            faults.append(f"ep={grid.ep}: the model has no experts")
     uncut = [
         f"{tensor.name}: {tensor.shape[tensor.cut]} on axis {tensor.cut} is not divisible by tp={grid.tp}"
         for tensor in tensors
@@ -391,20 +374,14 @@ class _Pipeline:
         """The stage that builds a tensor; None where no stage does."""
         if self.stages == 1:
             return 0
-        numbers = tensor.numbers
-        if _BESIDE in numbers:
-            # Prediction blocks beside the layers belong to a class that pipelines do not build.
+        if tensor.stage is Stage.ABSENT:
             return None
-        if "layer" in numbers:
-            item = self.first_layer + numbers["layer"]
-        elif "mtp" in numbers:
-            item = self.norm + 1 + numbers["mtp"] - self.layers
-        elif "embed_tokens" in tensor.name:
-            item = 0
-        elif tensor.name.startswith("model.norm."):
-            item = self.norm
+        if "layer" in tensor.numbers:
+            item = self.first_layer + tensor.numbers["layer"]
+        elif "mtp" in tensor.numbers:
+            item = self.norm + 1 + tensor.numbers["mtp"] - self.layers
         else:
-            item = self.bounds[-1] - 1
+            item = {Stage.FIRST: 0, Stage.NORM: self.norm, Stage.LAST: self.bounds[-1] - 1}[tensor.stage]
         return (bisect_right(self.bounds, item) - 1) % self.stages
 
 

@@ -34,7 +34,7 @@ from paddleformers_fc.families.language import (
 )
 from paddleformers_fc.families.text import aoa_text
 from paddleformers_fc.layout.grid import parse_grid
-from paddleformers_fc.plan.simulate import SimulatedModel
+from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.plan.sources import resume_source
 from tests.families.spaces import differing, spaces
 from tests.mapping.numbers import moved
@@ -113,6 +113,13 @@ def test_numbers_of_both_towers_come_back_and_fused_layers_use_the_heads_of_thei
 def test_statements_of_two_towers_are_rendered(reverse: bool) -> None:
     tensors = [one.under(tp=2) for one in enumerate_tensors(TOY, MODEL)]
     assert any("visual.merger.mlp." in line for line in aoa_text(TOY, MODEL, tensors, reverse=reverse))
+
+
+def test_a_tower_is_on_the_first_stage_of_a_pipeline_and_layers_are_on_their_own() -> None:
+    model = declared_model(TOY, MODEL, parse_grid("pp=2"))
+    first, last = model.weights(0), model.weights(1)
+    assert {name for name in model.rules.targets if name.startswith("model.visual.")} <= first.keys()
+    assert not [name for name in last if not name.startswith("model.language_model.layers.1.")]
 
 
 def test_a_literal_number_is_no_other_number() -> None:

@@ -24,4 +24,5 @@ FAMILY = lang.family(
     defaults={"moe_layer_freq": 1, "first_k_dense_replace": 0},
     tiny=lang.TINY_LATENT
     | {**lang.TINY_MOE, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+    divided=("vocab",),
 )

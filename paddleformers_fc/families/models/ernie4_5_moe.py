@@ -1,7 +1,8 @@
 """ERNIE 4.5 MoE: the dense family's layers, routed and shared experts, and multi-token-prediction blocks.
 
-A prediction block has experts by its own number, as the layer of that number would have. Biases are those of the dense
-family; ``use_bias`` of Transformers sets one of the head as well, and none of a routed expert.
+Prediction blocks are beside the layers, in a class that pipelines do not build. A block has experts by its own number,
+as the layer of that number would have. Biases are those of the dense family; ``use_bias`` of Transformers sets one of
+the head as well, and none of a routed expert.
 """
 
 from paddleformers_fc.families import language as lang
@@ -10,13 +11,13 @@ from paddleformers_fc.families.models.ernie4_5 import DENSE, EXPORTED_BIASES, FF
 SPARSE = "(layer + 1) % moe_layer_interval == 0 and moe_layer_start_index <= layer <= last_moe_layer"
 LAST = "layers - 1 if moe_layer_end_index == -1 else moe_layer_end_index"
 STATICS_NAMES = tuple(f"model.{block}.mlp.moe_statics." for block in ("layers.{layer}", "mtp_block.{index}"))
-STATICS = lang.same("mlp.moe_statics.e_score_correction_bias", shape=("1", "experts"), dtype="float32")
+STATICS = lang.balance("mlp.moe_statics", ("1", "experts"))
 EXPERT = lang.whole(lang.fused_ffn("mlp.experts.{expert}", "expert_ffn", bias="mlp_bias"))
 SHARED = lang.fused_ffn("mlp.shared_experts", "expert_ffn * moe_num_shared_experts", bias=FFN_BIAS)
 OPTIONAL = (lang.only("moe_use_aux_free", STATICS), lang.only("moe_num_shared_experts > 0", SHARED))
 *ATTENTION, FFN = DENSE
 LAYER = (*ATTENTION, lang.choice(SPARSE, lang.declared(lang.router("mlp.gate"), EXPERT, *OPTIONAL), FFN))
-PREDICTIONS = (
+PREDICTIONS = lang.outside_pipelines(
     lang.renumbered("index", lang.within("model.mtp_block.{index}", *LAYER)),
     lang.norm("model.mtp_{emb,hidden}_norm.{index}"),
     lang.replicated("model.mtp_linear_proj.{index}", "2 * hidden", "hidden", bias="use_bias"),
@@ -24,7 +25,7 @@ PREDICTIONS = (
 FAMILY = lang.family(
     "ernie4_5_moe",
     layer=LAYER,
-    outside=(lang.ends(head_bias="use_bias if lm_head_bias == None else lm_head_bias"), *PREDICTIONS),
+    outside=(lang.ends(head_bias="use_bias if lm_head_bias == None else lm_head_bias"), PREDICTIONS),
     optional=(*STATICS_NAMES, "model.mtp_{block,emb_norm,hidden_norm,linear_proj}.{index}."),
     sizes={"experts": "moe_num_experts | num_experts", "last_moe_layer": LAST},
     numbers=(lang.Numbers("index", "mtp_layers"),),
@@ -33,4 +34,5 @@ FAMILY = lang.family(
     tiny={"num_hidden_layers": 3, "num_nextn_predict_layers": 2, "moe_num_experts": 4, "moe_intermediate_size": 16}
     | {"use_bias": True, "mlp_bias": False, "lm_head_bias": False},
     exported={"moe_use_aux_free": "moe_use_aux_free", "moe_norm_min": "moe_norm_min", **EXPORTED_BIASES},
+    built=("mtp_block", "mtp_hidden_norm", "mtp_emb_norm", "mtp_linear_proj"),
 )

@@ -15,4 +15,5 @@ FAMILY = lang.family(
     prediction=LAYER,
     defaults={"first_k_dense_replace": 3, "n_shared_experts": 1},
     tiny={**lang.TINY_LATENT, **lang.TINY_MOE, "first_k_dense_replace": 1, "moe_expert_fusion": True},
+    divided=("vocab",),
 )

@@ -28,4 +28,5 @@ FAMILY = lang.family(
     defaults={"first_k_dense_replace": 0, "use_qk_norm": True, "qk_norm_type": "per_layer", "head_dim": 128},
     tiny={**lang.TINY_MOE, "num_nextn_predict_layers": 1},
     exported={"num_local_experts": "experts", "intermediate_size": EXPORTED_SIZE},
+    divided=("vocab",),
 )
