@@ -10,11 +10,11 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from paddleformers_fc.cli.stock_keys import stock_keys
-from paddleformers_fc.errors import EnvironmentMismatch, OptionError
+from paddleformers_fc.errors import EnvironmentMismatch, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.declarations import DIVIDED
 from paddleformers_fc.formats.registry import read_config
@@ -110,7 +110,10 @@ def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
             # PaddleFormers does not look at data that is never drawn.
             paths = [path for path, chance in zip(paths, chances, strict=True) if not _is_nothing(chance)]
         named.extend((key, path.partition("#")[0]) for path in paths)
-    missing = [f"{key}: {path}" for key, path in named if _is_local(path) and not Path(expand_user(path)).exists()]
+    output_dir = PurePath(str(settings.get("output_dir") or ""))
+    missing = [
+        f"{key}: {path}" for key, path in named if _is_local(path, output_dir) and not Path(expand_user(path)).exists()
+    ]
     if missing:
         raise OptionError(
             "The configuration names missing files or directories.",
@@ -133,13 +136,13 @@ def _is_nothing(chance: str) -> bool:
         return False
 
 
-def _is_local(path: str) -> bool:
+def _is_local(path: str, output_dir: PurePath) -> bool:
     """Return whether this can only be a path.
 
-    ``owner/name`` may be on a hub, unless the working directory contains ``owner``.
+    ``owner/name`` may be on a hub, unless the working directory or the path of the output contains ``owner``.
     """
     first, slash, _ = path.partition("/")
-    return bool(slash) and (_HUB_NAME.fullmatch(path) is None or Path(first).is_dir())
+    return bool(slash) and (_HUB_NAME.fullmatch(path) is None or Path(first).is_dir() or first in output_dir.parts[:1])
 
 
 def refuse_layout(settings: Mapping[str, Any], ranks: int) -> None:
@@ -243,7 +246,8 @@ def refuse_resume(settings: Mapping[str, Any], several_nodes: bool = False) -> N
         several_nodes: whether other nodes take part in the job.
 
     Raises:
-        NotACheckpoint: a directory was named that is none.
+        OptionError: a directory was named that does not exist.
+        NotACheckpoint: a directory was named that is not a flex checkpoint.
         Corrupt: a file of it is missing or of another size, which is looked at unless ``flex_verify`` is off.
     """
     named = settings.get("resume_from_checkpoint")
@@ -255,7 +259,13 @@ def refuse_resume(settings: Mapping[str, Any], several_nodes: bool = False) -> N
         return
     if several_nodes:
         return  # What is not on this node's disk may be on another's; the ranks look together.
-    refuse_no_checkpoint(found)
+    try:
+        refuse_no_checkpoint(found)
+    except NotACheckpoint as error:
+        if exists(found):
+            raise
+        # Like any other argument that names nothing: the exit code is that of invalid usage.
+        raise OptionError(error.what, where=error.where, evidence=error.evidence, next_step=error.next_step) from None
     if settings.get("flex_verify", "size") not in ("off", False):
         verify_files(found, read_manifest(found), "size")
 

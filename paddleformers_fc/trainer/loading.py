@@ -137,7 +137,7 @@ def _chosen(args: Any, requested: str | bool | None, warn: Callable[[str], None]
         return None, False
     if requested is True:
         return resume.newest_or_refuse(Path(args.output_dir), channel_of(args), warn), False
-    return resume.named(parse_path(expand_user(requested)), channel_of(args)), True
+    return resume.require_named(parse_path(expand_user(requested)), channel_of(args)), True
 
 
 def _begin(run: JobState, args: Any) -> None:

@@ -1,9 +1,9 @@
-"""Which checkpoint a run resumes from.
+"""The choice of the checkpoint that a run resumes.
 
-All ranks look, for they may have output directories on different disks, and all take the same step: the newest of which
-somebody sees every file. A directory that is not a finished checkpoint, or is one on some disks only, is passed over
-with a warning that names it, if the newest one was asked for; if it was asked for by its name, it is an error. One that
-a rank may not look at is an error in any case: to go on from an older one because of a mount would lose steps.
+Ranks may have output directories on different disks. All ranks choose the same step: the newest one of which every file
+is visible to some rank. An incomplete or damaged checkpoint is skipped with a warning if the newest one was asked for,
+and is an error if it was named. A directory that a rank may not read is always an error: to resume an older checkpoint
+because of a failed mount would lose steps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.distributed.rank_format import format_ranks
@@ -26,44 +25,44 @@ from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candida
 from paddleformers_fc.storage.names import UNFINISHED, parse_hidden, parse_step
 from paddleformers_fc.storage.paths import AnyPath
 
+_DAMAGED = "is damaged"
 _MOST_NAMED = 3
-_NONE: Mapping[str, str] = MappingProxyType({})
 
 
-def newest(
+def find_newest(
     output_dir: Path, channel: Channel, level: str = "size", threads: int = 4, without: Collection[str] = ()
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Find the newest finished checkpoint of a run.
+    """Find the newest finished checkpoint of a run. Every rank must call.
 
     Args:
         output_dir: where the run saves.
-        channel: all ranks of the job; every rank must call.
+        channel: all ranks of the job.
         level: as for :func:`check_complete`.
         threads: as for :func:`check_complete`.
         without: names of directories that are known to be unusable.
     Returns:
-        of one and the same step on every rank, a path in this rank's output directory, or None; and every newer
-        directory that is passed over, with the reason, which is the same on every rank and names ranks that differ.
+        a path in this rank's output directory, of the same step on every rank, or None; and every newer directory that
+        is skipped with the reason, which is the same on every rank.
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system refused access.
     """
-    passed_over: list[tuple[Path, str]] = []
+    skipped: list[tuple[Path, str]] = []
     for name in _names(output_dir, channel):
         if name in without:
             continue
         try:
             check_complete(output_dir / name, channel, level, threads)
         except (CheckpointError, Diverged) as error:
-            passed_over.append((output_dir / name, error.in_one_line()))
+            skipped.append((output_dir / name, error.in_one_line()))
         else:
-            return output_dir / name, passed_over
-    return None, passed_over
+            return output_dir / name, skipped
+    return None, skipped
 
 
 def _names(output_dir: Path, channel: Channel) -> list[str]:
-    """The names under which any rank sees a checkpoint or what may be one, the newest first."""
-    first = _listed(output_dir, channel)
-    replaced = {rank for name, rank in first.items() if parse_hidden(Path(name)) is not None}
+    """Return the names of all candidates that any rank sees, newest first."""
+    seen_by = _seen_by(channel, lambda: [path.name for path in candidates_in(output_dir)])
+    replaced = {ranks[0] for name, ranks in seen_by.items() if parse_hidden(Path(name)) is not None}
     if replaced:
 
         def recover_own() -> None:
@@ -71,129 +70,127 @@ def _names(output_dir: Path, channel: Channel) -> list[str]:
                 recover(output_dir)
 
         run_on_all(channel, "recovering checkpoints", recover_own)
-        first = _listed(output_dir, channel)
-    return [path.name for path in candidates(output_dir / name for name in first)]
+        seen_by = _seen_by(channel, lambda: [path.name for path in candidates_in(output_dir)])
+    return [path.name for path in candidates(output_dir / name for name in seen_by)]
 
 
-def _listed(output_dir: Path, channel: Channel) -> dict[str, int]:
-    """The first rank that sees each candidate, by name."""
-
-    def look() -> list[str]:
-        return [path.name for path in candidates_in(output_dir)]
-
-    first: dict[str, int] = {}
-    for rank, names in enumerate(all_gather_checked(channel, "looking for checkpoints", look, list[str])):
-        for name in names:
-            first.setdefault(name, rank)
-    return first
-
-
-def newest_or_begin(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path | None:
-    """As :func:`newest`, for a run that begins anew where nothing was saved.
-
-    A run that begins anew beside checkpoints that are damaged, or that another format holds, would save over them.
-
-    Args:
-        output_dir: where the run saves.
-        channel: all ranks of the job; every rank must call.
-        warn: gets a line for every directory that is passed over, on every rank.
-
-    Raises:
-        NotACheckpoint: the same on every rank: there are checkpoints, and none can be resumed from.
-    """
-    found, passed_over = newest(output_dir, channel)
-    for path, why in passed_over:
-        warn(f"{path} cannot be resumed from and is passed over: {why}")
-    held = _held(output_dir, channel) if found is None and passed_over else []
-    if held:
-        raise NotACheckpoint(
-            f"{output_dir} holds checkpoints, and none can be resumed from. A run from the beginning would write "
-            "over them.",
-            where=str(output_dir),
-            evidence=[*held, *(f"{path.name}: {why}" for path, why in passed_over)],
-            next_step="Put back what is missing, or name a checkpoint in resume_from_checkpoint. To begin anew, "
-            "name another output_dir, or set overwrite_output_dir: true.",
-        )
-    return found
-
-
-def _held(output_dir: Path, channel: Channel) -> list[str]:
-    """What the ranks see in an output directory with nothing to resume from; empty directories do not count."""
-
-    def look() -> list[str]:
-        seen = [path for path in candidates_in(output_dir) if is_directory(path) and list_directory(path)]
-        return [_kind_of(path) for path in seen]
-
+def _seen_by(channel: Channel, look: Callable[[], list[str]]) -> dict[str, list[int]]:
+    """Return the ranks that see each line, in rising order."""
     ranks: dict[str, list[int]] = {}
     for rank, lines in enumerate(all_gather_checked(channel, "looking for checkpoints", look, list[str])):
         for line in lines:
             ranks.setdefault(line, []).append(rank)
-    return [
-        line if len(seers) == channel.world_size else f"{line} ({format_ranks(seers)})" for line, seers in ranks.items()
-    ]
+    return ranks
 
 
-def _kind_of(directory: Path) -> str:
-    """What a directory that cannot be resumed from is, by the names in it alone."""
-    if exists(directory / MANIFEST_NAME):
-        return f"{directory.name} is damaged"
-    found = format_of(directory)
-    return f"{directory.name} has no {MANIFEST_NAME}" if found is None else f"{directory.name} {found.predicate}"
-
-
-def newest_or_refuse(
-    output_dir: Path, channel: Channel, warn: Callable[[str], None], unusable: Mapping[str, str] = _NONE
-) -> Path:
-    """As :func:`newest_or_begin`, for a run that must resume.
+def newest_or_begin(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path | None:
+    """Find the checkpoint of a run that starts from the beginning if nothing was saved. Every rank must call.
 
     Args:
         output_dir: where the run saves.
-        channel: all ranks of the job; every rank must call.
-        warn: as for :func:`newest_or_begin`.
-        unusable: directories that have failed verification since, by name, with the reasons.
-
+        channel: all ranks of the job.
+        warn: receives a line for every directory that is skipped.
     Raises:
-        NotACheckpoint: the same on every rank: there is none, with the reason for every directory passed over.
+        NotACheckpoint: the same on every rank: there are checkpoints, and none can be resumed. A run from the beginning
+            would overwrite them.
     """
-    found, passed_over = newest(output_dir, channel, without=unusable)
-    for path, why in passed_over:
-        warn(f"{path} cannot be resumed from and is passed over: {why}")
+    found, skipped = _find(output_dir, channel, warn)
+    kinds = _kinds(output_dir, channel) if found is None and skipped else {}
+    if kinds:
+        raise NotACheckpoint(
+            f"{output_dir} has checkpoints, and none can be resumed. A run from the beginning would overwrite them.",
+            where=str(output_dir),
+            evidence=[_reason(path.name, kinds.get(path.name, ""), why) for path, why in skipped],
+            next_step="Restore what is missing, or name a checkpoint in resume_from_checkpoint. To start from the "
+            "beginning, name another output_dir, or set overwrite_output_dir: true.",
+        )
+    return found
+
+
+def _reason(name: str, kind: str, why: str) -> str:
+    """Return one line about a directory that is skipped; a checkpoint of another format needs no fault beside it."""
+    if kind and _DAMAGED not in kind:
+        return f"{name}{kind}"
+    return f"{name}{kind}: {why.removeprefix(f'{name} {_DAMAGED}: ')}"
+
+
+def _find(
+    output_dir: Path, channel: Channel, warn: Callable[[str], None], without: Collection[str] = ()
+) -> tuple[Path | None, list[tuple[Path, str]]]:
+    found, skipped = find_newest(output_dir, channel, without=without)
+    for path, why in skipped:
+        warn(f"{path} cannot be resumed and is skipped: {why}")
+    return found, skipped
+
+
+def _kinds(output_dir: Path, channel: Channel) -> dict[str, str]:
+    """Return what the candidates are, by name, with the ranks that see them; empty directories are omitted."""
+
+    def look() -> list[str]:
+        seen = [path for path in candidates_in(output_dir) if is_directory(path) and list_directory(path)]
+        return [f"{path.name}/{_kind_of(path)}" for path in seen]
+
+    kinds: dict[str, str] = {}
+    for line, ranks in _seen_by(channel, look).items():
+        name, _, kind = line.partition("/")
+        where = "" if len(ranks) == channel.world_size else f" ({format_ranks(ranks)})"
+        kinds[name] = f"{kinds[name]}," if name in kinds else ""
+        kinds[name] += f" {kind}{where}"
+    return kinds
+
+
+def _kind_of(directory: Path) -> str:
+    """Return what a directory that cannot be resumed is, from the names in it alone."""
+    if exists(directory / MANIFEST_NAME):
+        return _DAMAGED
+    found = format_of(directory)
+    return f"has no {MANIFEST_NAME}" if found is None else found.predicate
+
+
+def newest_or_refuse(
+    output_dir: Path, channel: Channel, warn: Callable[[str], None], unusable: Mapping[str, str] | None = None
+) -> Path:
+    """Find the checkpoint of a run that must resume. Every rank must call.
+
+    Args:
+        output_dir: where the run saves.
+        channel: all ranks of the job.
+        warn: as for :func:`newest_or_begin`.
+        unusable: names of directories that have failed verification before, with the reasons.
+    Raises:
+        NotACheckpoint: the same on every rank: there is none, with the reason for every directory that is skipped.
+    """
+    unusable = unusable or {}
+    found, skipped = _find(output_dir, channel, warn, unusable)
     if found is None:
+        reasons = [*unusable.items(), *((path.name, why) for path, why in skipped)]
         raise NotACheckpoint(
             f"{output_dir} has no finished checkpoint to resume from.",
             where=str(output_dir),
-            evidence=[
-                *(f"{name}: {why}" for name, why in unusable.items()),
-                *(f"{path.name}: {why}" for path, why in passed_over),
-            ],
+            evidence=[f"{name}: {why}" for name, why in reasons],
             next_step="Name a checkpoint in resume_from_checkpoint, or remove that key to start from the beginning.",
         )
     return found
 
 
-def named(directory: AnyPath, channel: Channel) -> AnyPath:
-    """The checkpoint that a user named, if any rank sees that it is one. Every rank must call.
+def require_named(directory: AnyPath, channel: Channel) -> AnyPath:
+    """Return the checkpoint that a user named if any rank sees its manifest. Every rank must call.
 
     Raises:
-        NotACheckpoint: it is none; the error says what it is instead, as the first rank sees it.
+        NotACheckpoint: no rank sees it; the error describes what the first rank sees.
     """
-    seen = all_gather_checked(channel, f"looking for {directory.name}", lambda: exists(directory / MANIFEST_NAME), bool)
-
-    def refuse() -> None:
-        if channel.rank == 0:
-            refuse_no_checkpoint(directory)
-
+    what = f"looking for {directory.name}"
+    seen = all_gather_checked(channel, what, lambda: exists(directory / MANIFEST_NAME), bool)
     if not any(seen):
-        run_on_all(channel, f"looking for {directory.name}", refuse)
+        run_on_all(channel, what, lambda: None if channel.rank else refuse_no_checkpoint(directory))
     return directory
 
 
 def refuse_no_checkpoint(directory: AnyPath) -> None:
-    """Tell what is wrong with a directory that was named in ``resume_from_checkpoint``, by the names in it alone.
+    """Refuse a directory that was named in ``resume_from_checkpoint`` if it has no manifest.
 
     Raises:
-        NotACheckpoint: it does not exist, holds open weights, is Paddle's or an unfinished checkpoint, or has no
-            manifest.
+        NotACheckpoint: with what the directory is, from the names in it alone.
     """
     if exists(directory / MANIFEST_NAME):
         return
@@ -211,7 +208,7 @@ def refuse_no_checkpoint(directory: AnyPath) -> None:
     raise NotACheckpoint(
         f"{directory} is an unfinished checkpoint." if unfinished else f"{directory} is not a flex checkpoint.",
         where=str(directory),
-        evidence=[f"{MANIFEST_NAME}, which is written last, is not there"],
+        evidence=[f"missing: {MANIFEST_NAME}, which is written last"],
         next_step=choose
         or _advice_from_deeper(directory)
         or "Set resume_from_checkpoint: true for the newest finished one in output_dir.",
@@ -219,13 +216,13 @@ def refuse_no_checkpoint(directory: AnyPath) -> None:
 
 
 def is_unfinished(directory: AnyPath) -> bool:
-    """Whether a directory without a manifest is what a save left that did not come to its end."""
+    """Return whether a directory without a manifest is the rest of an interrupted save."""
     beside = parse_hidden(directory)
     return (beside is not None and beside[1] == UNFINISHED) or exists(directory / MAPPING_NAME)
 
 
 def _advice_from_deeper(directory: AnyPath) -> str:
-    """For a directory with output directories in it, as the demo's: some of the checkpoints in those."""
+    """Name some checkpoints in the output directories below a directory, such as that of the demo."""
     if not isinstance(directory, Path):
         return ""
     deeper = (path for above in ("*", "*/*") for path in directory.glob(f"{above}/checkpoint-*/{MANIFEST_NAME}"))

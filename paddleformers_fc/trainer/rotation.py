@@ -88,7 +88,7 @@ def rotate(
     too_many, before = gather_and_keep(channel, "cleaning the output directory", clean, bool)
     if not any(too_many) or limit is None:
         return
-    newest, damaged = resume.newest(output_dir, channel, "full" if level == "full" else "size", threads)
+    newest, damaged = resume.find_newest(output_dir, channel, "full" if level == "full" else "size", threads)
     if not is_lead:
         return
     # What another job has replaced meanwhile may have looked damaged, and is not the checkpoint that was looked at.

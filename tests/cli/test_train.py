@@ -271,6 +271,14 @@ def test_paths_are_read_as_paddleformers_reads_them(tmp_path: Path, on: Any) -> 
     assert caught.value.evidence == (f"train_dataset_path: {tmp_path}/other.jsonl",)
 
 
+def test_a_model_in_the_output_directory_is_never_looked_up_on_a_hub(tmp_path: Path, on: Any) -> None:
+    path = config(tmp_path, model_name_or_path="runs/nothing", output_dir="./runs/first")
+    with pytest.raises(OptionError) as caught:
+        prepare(path, 1, [])
+    assert caught.value.evidence == ("model_name_or_path: runs/nothing",)
+    assert prepare(config(tmp_path, model_name_or_path="owner/name", output_dir="runs", **FULL), 1, []).ranks == 1
+
+
 def test_data_that_is_never_drawn_may_be_missing(tmp_path: Path, on: Any) -> None:
     data = tmp_path / "train.jsonl"
     data.touch()
@@ -315,6 +323,9 @@ def test_what_cannot_be_resumed_from_is_refused_before_anything_starts(tmp_path:
     outcome = run("train", config(tmp_path), f"resume_from_checkpoint={tmp_path / 'weights'}")
     assert outcome.code == 1
     assert "holds open weights" in outcome.err
+    outcome = run("train", config(tmp_path), f"resume_from_checkpoint={tmp_path / 'nothing'}")
+    assert outcome.code == 2
+    assert "nothing does not exist" in outcome.err
     assert not (tmp_path / "out").exists()
 
 

@@ -32,7 +32,7 @@ from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, verify_files
 from paddleformers_fc.storage.names import parse_hidden, parse_step
 from paddleformers_fc.storage.safetensors import read_header
-from paddleformers_fc.trainer.resume import newest
+from paddleformers_fc.trainer.resume import find_newest
 from paddleformers_fc.trainer.rotation import rotate
 from paddleformers_fc.verification.simulate_ranks import Roles, filled, run_threads
 
@@ -90,7 +90,7 @@ def save_together(output_dir: Path, grid: str, step: int, generation: int) -> No
 
 def resume_and_save(output_dir: Path, grid: str, step: int, generation: int, channel: Channel) -> None:
     """Load the newest checkpoint under a layout, look at every number, and save a step."""
-    found = newest(output_dir, channel)[0]
+    found = find_newest(output_dir, channel)[0]
     if found is None:
         raise Lost(f"{output_dir} has nothing to resume from.")
     roles = filled(_model(grid).roles(channel.rank), functools.partial(_constant, 0))
@@ -169,7 +169,7 @@ def chosen(output_dir: Path, kept: bool = False) -> Found:
         theirs = kept and name.startswith("kept-")
         if parse_step(output_dir / name) is None and name not in hidden and not theirs:
             raise Lost(f"{name} is neither a checkpoint nor recognised as unfinished.")
-    after = newest(output_dir, ALONE)[0]
+    after = find_newest(output_dir, ALONE)[0]
     if after is None or (after != before and whole(after) != generation):
         raise Lost(f"{before} was the newest, and {after} is taken.")
     step = parse_step(after)

@@ -26,7 +26,7 @@ from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, open_distcp
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.trainer.resume import named, newest_or_begin
+from paddleformers_fc.trainer.resume import newest_or_begin, require_named
 from tests.cli.support import run
 from tests.formats.jobs import arrays
 from tests.harness.tiny import TP2, MatrixLayout
@@ -116,11 +116,11 @@ def test_the_verb_exports_the_stock_trainers_checkpoint_and_plans_no_resume_of_i
 
 def test_a_run_does_not_begin_anew_over_the_stock_trainers_checkpoints(pair: tuple[Path, Path]) -> None:
     theirs, _ = pair
-    with pytest.raises(NotACheckpoint, match="holds checkpoints, and none can be resumed from") as caught:
+    with pytest.raises(NotACheckpoint, match="has checkpoints, and none can be resumed") as caught:
         newest_or_begin(theirs.parent, LocalChannel(), lambda _: None)
     assert caught.value.evidence[0] == "checkpoint-3 was written by Paddle's own FlexCheckpoint"
     with pytest.raises(NotACheckpoint, match="was written by Paddle's own FlexCheckpoint"):
-        named(theirs, LocalChannel())
+        require_named(theirs, LocalChannel())
 
 
 def test_a_stock_checkpoint_is_inspected_and_verified(pair: tuple[Path, Path]) -> None:

@@ -276,7 +276,7 @@ def test_the_command_line_is_not_misled_by_an_unfinished_directory(
     (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
     log = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "out"))
     assert losses(log) == whole
-    assert "checkpoint-2 cannot be resumed from and is passed over" in log
+    assert "checkpoint-2 cannot be resumed and is skipped" in log
 
 
 def test_the_command_line_refuses_a_contradiction_by_both_keys(ranks: ForkServer, corpus: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
-from paddleformers_fc.trainer.resume import named, newest, newest_or_begin, newest_or_refuse
+from paddleformers_fc.trainer.resume import find_newest, newest_or_begin, newest_or_refuse, require_named
 from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.trainer.test_rotation import make_checkpoint
 
@@ -18,13 +18,13 @@ from tests.trainer.test_rotation import make_checkpoint
 def test_the_newest_finished_one_is_taken(tmp_path: Path) -> None:
     for step in (2, 10, 9):
         make_checkpoint(tmp_path, step)
-    assert newest(tmp_path, LocalChannel()) == (tmp_path / "checkpoint-10", [])
+    assert find_newest(tmp_path, LocalChannel()) == (tmp_path / "checkpoint-10", [])
 
 
 def test_an_empty_newest_directory_is_passed_over_with_a_warning_that_names_it(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 2)
     (tmp_path / "checkpoint-4").mkdir()
-    found, passed_over = newest(tmp_path, LocalChannel())
+    found, passed_over = find_newest(tmp_path, LocalChannel())
     assert found == tmp_path / "checkpoint-2"
     assert [path for path, _ in passed_over] == [tmp_path / "checkpoint-4"]
 
@@ -32,7 +32,7 @@ def test_an_empty_newest_directory_is_passed_over_with_a_warning_that_names_it(t
 def test_a_truncated_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 2)
     (make_checkpoint(tmp_path, 4) / "config.json").write_bytes(b"")
-    found, passed_over = newest(tmp_path, LocalChannel())
+    found, passed_over = find_newest(tmp_path, LocalChannel())
     assert found == tmp_path / "checkpoint-2"
     assert "config.json" in passed_over[0][1]
 
@@ -43,7 +43,7 @@ def test_links_in_a_circle_are_passed_over_with_a_warning_that_names_the_step(tm
     circle = make_checkpoint(tmp_path, 4) / what
     circle.rename(tmp_path / "elsewhere")
     circle.symlink_to(circle)
-    found, passed_over = newest(tmp_path, LocalChannel())
+    found, passed_over = find_newest(tmp_path, LocalChannel())
     assert found == tmp_path / "checkpoint-2"
     assert [path for path, _ in passed_over] == [tmp_path / "checkpoint-4"]
 
@@ -81,13 +81,22 @@ def test_a_run_does_not_begin_anew_over_checkpoints_that_can_be_mended(tmp_path:
     succeed(2, work)
 
 
+def test_a_renamed_checkpoint_that_stops_a_run_is_listed_once(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 6).rename(tmp_path / "checkpoint-9")
+    with pytest.raises(NotACheckpoint) as caught:
+        newest_or_begin(tmp_path, LocalChannel(), lambda _: None)
+    (line,) = caught.value.evidence
+    assert line.startswith("checkpoint-9 is damaged: ")
+    assert "6" in line
+
+
 def test_a_missing_output_directory_holds_nothing(tmp_path: Path) -> None:
-    assert newest(tmp_path / "absent", LocalChannel()) == (None, [])
+    assert find_newest(tmp_path / "absent", LocalChannel()) == (None, [])
 
 
 def together(outputs: list[Path], said: list[str]) -> list[Path | None]:
     """What every rank takes, each with an output directory of its own; what the first passes over is said."""
-    found = succeed(len(outputs), lambda channel: newest(outputs[channel.rank], channel))
+    found = succeed(len(outputs), lambda channel: find_newest(outputs[channel.rank], channel))
     reasons = [[why for _, why in passed_over] for _, passed_over in found]
     assert reasons == [reasons[0]] * len(outputs)
     said.extend(f"{path}: {why}" for path, why in found[0][1])
@@ -143,12 +152,12 @@ def test_an_interrupted_replacement_is_finished_on_the_disk_that_has_it(tmp_path
 def test_what_was_named_is_taken_where_any_rank_sees_it(tmp_path: Path) -> None:
     finished = make_checkpoint(tmp_path, 2)
     given = [tmp_path / "elsewhere" / "checkpoint-2", finished]
-    assert succeed(2, lambda channel: named(given[channel.rank], channel)) == given
+    assert succeed(2, lambda channel: require_named(given[channel.rank], channel)) == given
 
 
 def test_what_was_named_and_is_no_checkpoint_is_called_what_it_is(tmp_path: Path) -> None:
     finished = make_checkpoint(tmp_path, 2)
-    assert named(finished, LocalChannel()) == finished
+    assert require_named(finished, LocalChannel()) == finished
     for directory, file in (("weights", "model.safetensors"), ("checkpoint-4", "mapping.json"), ("notes", "a.txt")):
         (tmp_path / directory).mkdir()
         (tmp_path / directory / file).touch()
@@ -160,5 +169,5 @@ def test_what_was_named_and_is_no_checkpoint_is_called_what_it_is(tmp_path: Path
         ("", "is not a flex checkpoint", "checkpoint-2"),
     ):
         with pytest.raises(NotACheckpoint, match=what) as caught:
-            named(tmp_path / directory, LocalChannel())
+            require_named(tmp_path / directory, LocalChannel())
         assert advice in caught.value.next_step
