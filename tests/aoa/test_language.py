@@ -21,148 +21,121 @@ logging.getLogger("paddle.distributed.flex_checkpoint.aoa.aoa_engine").setLevel(
 Shapes = MappingABC[str, Shape]
 HEADS = "num_heads=4, num_key_value_groups=2"
 
-FORMS: dict[str, tuple[list[str], Shapes, Shapes, Shapes, Shapes]] = {
-    # name: statements, left shapes, right shapes, left cuts, right cuts
-    "equal names": ([], {"a": (2, 3)}, {"a": (2, 3)}, {}, {}),
-    "rename": (["a -> b"], {"a": (2, 3)}, {"b": (2, 3)}, {}, {}),
-    "transpose": (["a^T -> b"], {"a": (2, 3, 4)}, {"b": (4, 3, 2)}, {}, {}),
-    "permute": (["a -> b, permute='[2, 0, 1]'"], {"a": (2, 3, 4)}, {"b": (4, 2, 3)}, {}, {}),
-    "permute nothing": (['a -> b, permute = "[]"'], {"a": (2, 3)}, {"b": (3, 2)}, {}, {}),
-    "transpose and permute": (["a^T -> b, permute='[0,2,1]'"], {"a": (2, 3, 4)}, {"b": (4, 2, 3)}, {}, {}),
-    "axis of one name": (["a -> b, axis=0"], {"a": (2, 3)}, {"b": (2, 3)}, {}, {}),
-    "concat": (["a, b -> c, axis=1"], {"a": (2, 3), "b": (2, 1)}, {"c": (2, 4)}, {}, {}),
-    "concat, turned": (["a^T, b -> c, axis=0"], {"a": (3, 2), "b": (1, 3)}, {"c": (3, 3)}, {}, {}),
-    "split": (["c -> a, b, axis=1"], {"c": (2, 4)}, {"a": (2, 2), "b": (2, 2)}, {}, {}),
-    "array": (
-        ["c -> c[0:4], axis=0", "c[0:1] -> a", "c[1:4] -> b, axis=0"],
-        {"c": (8, 2)},
-        {"a": (2, 2), "b": (6, 2)},
-        {},
-        {},
+Form = tuple[list[str], Shapes, Shapes, Shapes, Shapes]
+
+
+def form(
+    statements: list[str],
+    left: Shapes,
+    right: Shapes,
+    left_cuts: Shapes | None = None,
+    right_cuts: Shapes | None = None,
+) -> Form:
+    """Statements, the shapes of both sides, and into how many parts their axes are cut."""
+    return statements, left, right, left_cuts or {}, right_cuts or {}
+
+
+FORMS: dict[str, Form] = {
+    "equal names": form([], {"a": (2, 3)}, {"a": (2, 3)}),
+    "rename": form(["a -> b"], {"a": (2, 3)}, {"b": (2, 3)}),
+    "transpose": form(["a^T -> b"], {"a": (2, 3, 4)}, {"b": (4, 3, 2)}),
+    "permute": form(["a -> b, permute='[2, 0, 1]'"], {"a": (2, 3, 4)}, {"b": (4, 2, 3)}),
+    "permute nothing": form(['a -> b, permute = "[]"'], {"a": (2, 3)}, {"b": (3, 2)}),
+    "transpose and permute": form(["a^T -> b, permute='[0,2,1]'"], {"a": (2, 3, 4)}, {"b": (4, 2, 3)}),
+    "axis of one name": form(["a -> b, axis=0"], {"a": (2, 3)}, {"b": (2, 3)}),
+    "concat": form(["a, b -> c, axis=1"], {"a": (2, 3), "b": (2, 1)}, {"c": (2, 4)}),
+    "concat, turned": form(["a^T, b -> c, axis=0"], {"a": (3, 2), "b": (1, 3)}, {"c": (3, 3)}),
+    "split": form(["c -> a, b, axis=1"], {"c": (2, 4)}, {"a": (2, 2), "b": (2, 2)}),
+    "array": form(
+        ["c -> c[0:4], axis=0", "c[0:1] -> a", "c[1:4] -> b, axis=0"], {"c": (8, 2)}, {"a": (2, 2), "b": (6, 2)}
     ),
-    "wildcard on the left": (
-        ["e.*.w -> s, axis=0"],
-        {f"e.{i}.w": (1, 2) for i in (2, 0, 10, 1)},
-        {"s": (4, 2)},
-        {},
-        {},
-    ),
-    "wildcard on the right": (["s -> e.*.w, axis=0"], {"s": (3, 2)}, {f"e.{i}.w": (1, 2) for i in (2, 0, 1)}, {}, {}),
-    "layers": (
+    "wildcard on the left": form(["e.*.w -> s, axis=0"], {f"e.{i}.w": (1, 2) for i in (2, 0, 10, 1)}, {"s": (4, 2)}),
+    "wildcard on the right": form(["s -> e.*.w, axis=0"], {"s": (3, 2)}, {f"e.{i}.w": (1, 2) for i in (2, 0, 1)}),
+    "layers": form(
         ["h.$LAYER_ID.w^T -> m.$LAYER_ID.w"],
         {f"h.{i}.w": (2, 3) for i in (0, 1, 10)},
         {f"m.{i}.w": (3, 2) for i in (0, 1, 10)},
-        {},
-        {},
     ),
-    "experts": (
+    "experts": form(
         ["h.$LAYER_ID.e.$EXPERT_ID.w -> m.$EXPERT_ID.e.$LAYER_ID.w"],
         {f"h.{i}.e.{e}.w": (2,) for i in range(2) for e in range(3)},
         {f"m.{e}.e.{i}.w": (2,) for i in range(2) for e in range(3)},
-        {},
-        {},
     ),
-    "experts of every layer, apart": (
+    "experts of every layer, apart": form(
         ["h.$LAYER_ID.w -> m.$LAYER_ID.e.*.w, axis=0"],
         {"h.0.w": (4,), "h.3.w": (4,)},
         {f"m.{layer}.e.{e}.w": (2,) for layer in (0, 3) for e in range(2)},
-        {},
-        {},
     ),
-    "layers that move down": (
+    "layers that move down": form(
         ["h.$LAYER_ID_OFFSET.w -> m.$LAYER_ID_OFFSET.w, permute='[1,0]'"],
         {f"h.{i}.w": (2, 3) for i in (1, 2, 3)},
         {f"m.{i}.w": (3, 2) for i in (0, 1, 2)},
-        {},
-        {},
     ),
-    "names in between": (
-        ["a -> t", "t -> u, v, axis=0", "u^T -> b", "v -> c"],
-        {"a": (4, 2)},
-        {"b": (2, 2), "c": (2, 2)},
-        {},
-        {},
+    "names in between": form(
+        ["a -> t", "t -> u, v, axis=0", "u^T -> b", "v -> c"], {"a": (4, 2)}, {"b": (2, 2), "c": (2, 2)}
     ),
-    "a name assigned anew": (["a^T -> a", "a -> b, c, axis=0"], {"a": (2, 4)}, {"b": (2, 2), "c": (2, 2)}, {}, {}),
-    "added and removed": (["a -> _", "_ -> b"], {"a": (2,), "c": (1,)}, {"b": (3,), "c": (1,)}, {}, {}),
-    "gate and up": (["g^T, u^T -> gu, fused_ffn"], {"g": (8, 3), "u": (8, 3)}, {"gu": (3, 16)}, {}, {"gu": (1, 4)}),
-    "gate and up, biases": (
-        ["g, u -> gu, fused_ffn, axis=0"],
-        {"g": (8,), "u": (8,)},
-        {"gu": (16,)},
-        {},
-        {"gu": (2,)},
+    "a name assigned anew": form(["a^T -> a", "a -> b, c, axis=0"], {"a": (2, 4)}, {"b": (2, 2), "c": (2, 2)}),
+    "added and removed": form(["a -> _", "_ -> b"], {"a": (2,), "c": (1,)}, {"b": (3,), "c": (1,)}),
+    "gate and up": form(
+        ["g^T, u^T -> gu, fused_ffn"], {"g": (8, 3), "u": (8, 3)}, {"gu": (3, 16)}, right_cuts={"gu": (1, 4)}
     ),
-    "gate and up, read": (
-        ["gu -> g, u, axis=1, fused_ffn"],
-        {"gu": (3, 16)},
-        {"g": (3, 8), "u": (3, 8)},
-        {"gu": (1, 4)},
-        {},
+    "gate and up, biases": form(
+        ["g, u -> gu, fused_ffn, axis=0"], {"g": (8,), "u": (8,)}, {"gu": (16,)}, right_cuts={"gu": (2,)}
     ),
-    "gate and up, other ranks": (["a -> b, fused_ffn"], {"a": (3, 24)}, {"b": (3, 24)}, {"a": (1, 2)}, {"b": (1, 3)}),
-    "gate and up, through names in between": (
+    "gate and up, read": form(
+        ["gu -> g, u, axis=1, fused_ffn"], {"gu": (3, 16)}, {"g": (3, 8), "u": (3, 8)}, left_cuts={"gu": (1, 4)}
+    ),
+    "gate and up, other ranks": form(
+        ["a -> b, fused_ffn"], {"a": (3, 24)}, {"b": (3, 24)}, left_cuts={"a": (1, 2)}, right_cuts={"b": (1, 3)}
+    ),
+    "gate and up, through names in between": form(
         ["g, u -> t, fused_ffn", "t -> gu, permute='[1,0]'"],
         {"g": (3, 8), "u": (3, 8)},
         {"gu": (16, 3)},
-        {},
-        {"gu": (4, 1)},
+        right_cuts={"gu": (4, 1)},
     ),
-    "gate and up, through a name in between that is turned": (
-        ["g, u -> t, fused_ffn", "t^T -> gu"],
-        {"g": (3, 8), "u": (3, 8)},
-        {"gu": (16, 3)},
-        {},
-        {"gu": (4, 1)},
+    "gate and up, through a name in between that is turned": form(
+        ["g, u -> t, fused_ffn", "t^T -> gu"], {"g": (3, 8), "u": (3, 8)}, {"gu": (16, 3)}, right_cuts={"gu": (4, 1)}
     ),
-    "gate and up, read through names in between": (
+    "gate and up, read through names in between": form(
         ["gu^T -> t", "t -> g, u, fused_ffn, axis=0"],
         {"gu": (3, 16)},
         {"g": (8, 3), "u": (8, 3)},
-        {"gu": (1, 2)},
-        {},
+        left_cuts={"gu": (1, 2)},
     ),
-    "query, key and value": (
+    "query, key and value": form(
         [f"q^T, k^T, v^T -> qkv, fused_qkv, {HEADS}"],
         {"q": (8, 3), "k": (4, 3), "v": (4, 3)},
         {"qkv": (3, 16)},
-        {},
-        {"qkv": (1, 2)},
+        right_cuts={"qkv": (1, 2)},
     ),
-    "query, key and value, of unequal heads": (
-        [f"q, k, v -> qkv, fused_qkv, {HEADS}, axis=0"],
-        {"q": (8, 3), "k": (6, 3), "v": (2, 3)},
-        {"qkv": (16, 3)},
-        {},
-        {},
+    "query, key and value, of unequal heads": form(
+        [f"q, k, v -> qkv, fused_qkv, {HEADS}, axis=0"], {"q": (8, 3), "k": (6, 3), "v": (2, 3)}, {"qkv": (16, 3)}
     ),
-    "query, key and value, read": (
+    "query, key and value, read": form(
         [f"qkv^T -> q, k, v, fused_qkv, {HEADS}, axis=0"],
         {"qkv": (3, 16)},
         {"q": (8, 3), "k": (4, 3), "v": (4, 3)},
-        {"qkv": (1, 4)},
-        {},
+        left_cuts={"qkv": (1, 4)},
     ),
-    "query, key and value per rank": (
+    "query, key and value per rank": form(
         [f"q^T, k^T, v^T -> qkv, fused_qkv_old, {HEADS}"],
         {"q": (8, 3), "k": (4, 3), "v": (4, 3)},
         {"qkv": (3, 16)},
-        {},
-        {"qkv": (1, 2)},
+        right_cuts={"qkv": (1, 2)},
     ),
-    "query, key and value per rank, read": (
+    "query, key and value per rank, read": form(
         [f"qkv -> q, k, v, fused_qkv_old, {HEADS}"],
         {"qkv": (3, 16)},
         {"q": (3, 8), "k": (3, 4), "v": (3, 4)},
-        {"qkv": (1, 2)},
-        {},
+        left_cuts={"qkv": (1, 2)},
     ),
-    "query, key and value per rank, other ranks": (
+    "query, key and value per rank, other ranks": form(
         [f"a -> b, fused_qkv_old, {HEADS}"],
         {"a": (3, 16)},
         {"b": (3, 16)},
-        {"a": (1, 2)},
-        {"b": (1, 1)},
+        left_cuts={"a": (1, 2)},
+        right_cuts={"b": (1, 1)},
     ),
 }
 

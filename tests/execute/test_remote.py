@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,17 @@ from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.read_pool import ReadOptions
+from paddleformers_fc.execute.read_pool import ReadOptions, ReadPool
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report
 from paddleformers_fc.plan.items import StoredPart
+from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.paths import AnyPath, parse_path
+from paddleformers_fc.storage.regions import Region
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
+from tests.harness.limits import LIMIT
 from tests.storage.serving import Served, serving
 
 ARRAYS = canonical()
@@ -91,6 +95,17 @@ def test_a_file_that_is_replaced_between_check_and_read_stops_every_rank(served:
     assert all(isinstance(outcome, Corrupt) for outcome in outcomes), outcomes
     assert {outcome.render() for outcome in outcomes} == {outcomes[0].render()}
     assert "was replaced or changed" in outcomes[0].what
+
+
+def test_a_file_that_is_replaced_while_threads_read_it_is_refused_at_the_end(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(100))
+    path = parse_path(f"{served.url}/data")
+    with contextlib.ExitStack() as stack:
+        pool, out = stack.enter_context(ReadPool(identities=identities_of([path]))), np.zeros(10, np.uint8)
+        pool.begin(Region(path, 0, (100,), (0,), (10,), out.dtype), out).result(LIMIT)
+        (tmp_path / "data").write_bytes(bytes(99) + b"x")
+        with pytest.raises(Corrupt, match="was replaced or changed"):
+            stack.close()
 
 
 def test_a_store_that_fails_is_one_error_on_every_rank(served: Served) -> None:

@@ -314,6 +314,26 @@ def test_a_model_of_another_family_is_said_before_all_that_follows_from_it(tmp_p
     assert len(error.evidence) > 1
 
 
+def test_a_model_of_other_heads_is_refused_though_every_tensor_has_its_shape(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+    heads, groups, head = (CONFIG[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    other = {"num_attention_heads": heads // 2, "num_key_value_heads": groups // 2, "head_dim": 2 * head}
+
+    def work(channel: Any) -> None:
+        wanted = live(ARRAYS, 1, channel.rank, empty=True)
+        load_checkpoint(
+            open_on_all_ranks(tmp_path / "checkpoint-3", channel),
+            wanted,
+            ModelDescription({**CONFIG, **other}),
+            channel,
+        )
+
+    (error,) = job(1, work)
+    assert isinstance(error, MismatchError)
+    assert f"num_attention_heads: stored {heads}, wanted {heads // 2}" in str(error)
+    assert f"num_key_value_heads: stored {groups}, wanted {groups // 2}" in str(error)
+
+
 def test_names_missing_on_both_sides_come_in_one_report(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint-3"
     save(directory, canonical(layers=3), 1, 1)

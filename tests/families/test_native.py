@@ -176,78 +176,36 @@ def test_minimax_m2_exports_experts_kept_as_stored_where_stock_forgets_their_nam
     assert "model.layers.0.block_sparse_moe.experts.0.w2.weight" in differing(*_export(theirs))
 
 
-RAISES: list[tuple[str, str, dict[str, Any], str, str]] = [
-    (
-        "ERNIE without shared experts",
-        "ernie4_5_moe",
-        {**NO_MTP, "moe_num_shared_experts": 0},
-        "export",
-        "shared_experts",
-    ),
-    (
-        "ERNIE whose last layers are dense",
-        "ernie4_5_moe",
-        {**NO_MTP, "moe_layer_end_index": 1},
-        "export",
-        "layers.2.mlp",
-    ),
-    (
-        "ERNIE with every second layer dense",
-        "ernie4_5_moe",
-        {**NO_MTP, "moe_layer_interval": 2},
-        "export",
-        "layers.2.mlp",
-    ),
-    (
-        "ERNIE with experts in a prediction block",
-        "ernie4_5_moe",
-        {"moe_layer_start_index": 0},
-        "load",
-        "mtp_block.0.mlp",
-    ),
-    (
-        "ERNIE with experts in a prediction block",
-        "ernie4_5_moe",
-        {"moe_layer_start_index": 0},
-        "export",
-        "mtp_block.0.mlp",
-    ),
-    ("ERNIE with biases in its feed-forward", "ernie4_5", {"mlp_bias": True}, "load", "up_gate_proj.bias"),
-    ("Qwen 3 MoE with mlp_only_layers", "qwen3_moe", {}, "load", "layers.0.mlp.up_gate_proj"),
-    ("Qwen 3 MoE with mlp_only_layers", "qwen3_moe", {}, "export", "layers.0.mlp.experts.0"),
-    ("Qwen 3 MoE of the other class", "qwen3_moe", PLAIN, "export", "layers.0.mlp.experts.0"),
-    ("Qwen 3 MoE with a tied head", "qwen3_moe", {**ALL_SPARSE, "tie_word_embeddings": True}, "load", "lm_head"),
-    ("Qwen 2 MoE with mlp_only_layers", "qwen2_moe", {"mlp_only_layers": [0]}, "export", "layers.0.mlp"),
-    ("Qwen 2 MoE with grouped experts", "qwen2_moe", {"moe_expert_fusion": True}, "load", "grouped_gemm_experts"),
-    ("Phi-3 with a tied head", "phi3", {"tie_word_embeddings": True}, "load", "lm_head"),
-    ("DeepSeek V3 with a tied head", "deepseek_v3", {**NO_MTP, "tie_word_embeddings": True}, "load", "lm_head"),
-    (
-        "DeepSeek V3 with stacked experts",
-        "deepseek_v3",
-        {**NO_MTP, "fd_fallback": True},
-        "load",
-        "experts.gate_up_proj",
-    ),
-    ("DeepSeek V3 without q_lora_rank", "deepseek_v3", {**NO_MTP, "q_lora_rank": None}, "load", "q_a_layernorm"),
-    (
-        "Kimi K2 with two dense layers",
-        "kimi_k2",
-        {"num_hidden_layers": 3, "first_k_dense_replace": 2},
-        "load",
-        "layers.1",
-    ),
-    ("Kimi K2 with a prediction layer", "kimi_k2", {"num_nextn_predict_layers": 1}, "load", "transformer_layer"),
+RAISES: list[tuple[str, dict[str, Any], str, str]] = [
+    ("ernie4_5_moe", {**NO_MTP, "moe_num_shared_experts": 0}, "export", "shared_experts"),
+    ("ernie4_5_moe", {**NO_MTP, "moe_layer_end_index": 1}, "export", "layers.2.mlp"),
+    ("ernie4_5_moe", {**NO_MTP, "moe_layer_interval": 2}, "export", "layers.2.mlp"),
+    ("ernie4_5_moe", {"moe_layer_start_index": 0}, "load", "mtp_block.0.mlp"),
+    ("ernie4_5_moe", {"moe_layer_start_index": 0}, "export", "mtp_block.0.mlp"),
+    ("ernie4_5", {"mlp_bias": True}, "load", "up_gate_proj.bias"),
+    ("qwen3_moe", {}, "load", "layers.0.mlp.up_gate_proj"),
+    ("qwen3_moe", {}, "export", "layers.0.mlp.experts.0"),
+    ("qwen3_moe", PLAIN, "export", "layers.0.mlp.experts.0"),
+    ("qwen3_moe", {**ALL_SPARSE, "tie_word_embeddings": True}, "load", "lm_head"),
+    ("qwen2_moe", {"mlp_only_layers": [0]}, "export", "layers.0.mlp"),
+    ("qwen2_moe", {"moe_expert_fusion": True}, "load", "grouped_gemm_experts"),
+    ("phi3", {"tie_word_embeddings": True}, "load", "lm_head"),
+    ("deepseek_v3", {**NO_MTP, "tie_word_embeddings": True}, "load", "lm_head"),
+    ("deepseek_v3", {**NO_MTP, "fd_fallback": True}, "load", "experts.gate_up_proj"),
+    ("deepseek_v3", {**NO_MTP, "q_lora_rank": None}, "load", "q_a_layernorm"),
+    ("kimi_k2", {"num_hidden_layers": 3, "first_k_dense_replace": 2}, "load", "layers.1"),
+    ("kimi_k2", {"num_nextn_predict_layers": 1}, "load", "transformer_layer"),
 ]
 
 
-@pytest.mark.parametrize(("what", "name", "changes", "way", "named"), RAISES, ids=[f"{c[0]}, {c[3]}" for c in RAISES])
+@pytest.mark.parametrize(("name", "changes", "way", "named"), RAISES, ids=str)
 def test_what_stock_refuses_goes_both_ways(
-    ranks: ForkServer, what: str, name: str, changes: dict[str, Any], way: str, named: str
+    ranks: ForkServer, name: str, changes: dict[str, Any], way: str, named: str
 ) -> None:
     # Our way there and back is a part of this, under every degree.
     for (load, export), _, _ in _carried_out(ranks, name, changes, DEGREES):
         found = load if way == "load" else export
-        assert named in found.get("error", "nothing"), what
+        assert named in found.get("error", "nothing")
 
 
 def test_stock_refuses_files_of_ernie_without_the_prediction_blocks_of_the_model(ranks: ForkServer) -> None:

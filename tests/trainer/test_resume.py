@@ -15,28 +15,6 @@ from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.trainer.test_rotation import make_checkpoint
 
 
-def test_the_newest_finished_one_is_taken(tmp_path: Path) -> None:
-    for step in (2, 10, 9):
-        make_checkpoint(tmp_path, step)
-    assert find_newest(tmp_path, LocalChannel()) == (tmp_path / "checkpoint-10", [])
-
-
-def test_an_empty_newest_directory_is_passed_over_with_a_warning_that_names_it(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 2)
-    (tmp_path / "checkpoint-4").mkdir()
-    found, passed_over = find_newest(tmp_path, LocalChannel())
-    assert found == tmp_path / "checkpoint-2"
-    assert [path for path, _ in passed_over] == [tmp_path / "checkpoint-4"]
-
-
-def test_a_truncated_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 2)
-    (make_checkpoint(tmp_path, 4) / "config.json").write_bytes(b"")
-    found, passed_over = find_newest(tmp_path, LocalChannel())
-    assert found == tmp_path / "checkpoint-2"
-    assert "config.json" in passed_over[0][1]
-
-
 @pytest.mark.parametrize("what", ["", "config.json", "flex_checkpoint.json"])
 def test_links_in_a_circle_are_passed_over_with_a_warning_that_names_the_step(tmp_path: Path, what: str) -> None:
     make_checkpoint(tmp_path, 2)
@@ -88,10 +66,6 @@ def test_a_renamed_checkpoint_that_stops_a_run_is_listed_once(tmp_path: Path) ->
     (line,) = caught.value.evidence
     assert line.startswith("checkpoint-9 is damaged: ")
     assert "6" in line
-
-
-def test_a_missing_output_directory_holds_nothing(tmp_path: Path) -> None:
-    assert find_newest(tmp_path / "absent", LocalChannel()) == (None, [])
 
 
 def together(outputs: list[Path], said: list[str]) -> list[Path | None]:
