@@ -262,7 +262,7 @@ TRAINER = (
     Hook(
         "paddle:Tensor",
         names=("_slice", "_clear_data", "_is_initialized", "clear_gradient", "data_ptr", "is_contiguous", "pin_memory")
-        + ("copy_",),
+        + ("copy_", "_copy_to"),
     ),
     Hook("paddle.device:Stream", names=("wait_stream", "record_event")),
     Hook("paddle.device:current_stream"),

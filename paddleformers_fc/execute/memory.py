@@ -2,8 +2,8 @@
 
 On a CPU a contiguous tensor's memory is seen through a numpy array over its address, so that bytes go from a file
 straight into the tensor. On an accelerator, or where a tensor is not contiguous, a host array stands in between and is
-copied when it is full; it lives only until that is done. For a GPU it is page-locked, so that the device fetches it
-without another copy on the host, on a stream beside the one that computes, while the next shards are being read.
+copied when it is full; it lives only until that is done. Where the device has streams (:mod:`.device`) it is copied
+beside the computation, while the next shards are being read; it is page-locked if Paddle has such memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.execute.device import (
+    current_stream,
+    has_pinned_memory,
+    has_streams,
+    in_host_memory,
+    side_stream,
+)
 from paddleformers_fc.execute.read_jobs import Key, Memory
 from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.layout.live import Roles
@@ -57,7 +64,7 @@ def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _has_view(tensor: Any) -> bool:
-    return bool(tensor.place.is_cpu_place() and tensor.is_contiguous())
+    return bool(in_host_memory(tensor.place) and tensor.is_contiguous())
 
 
 def _memory(tensor: Any) -> Memory:
@@ -66,35 +73,32 @@ def _memory(tensor: Any) -> Memory:
 
 
 def _host_tensor(tensor: Any) -> Any:
-    """A tensor of the same shape and dtype in host memory, page-locked where a GPU is to fetch it."""
+    """A tensor of the same shape and dtype in host memory, page-locked where Paddle can do so."""
     import paddle
 
     staged = paddle.empty(tensor.shape, dtype=tensor.dtype, device=paddle.CPUPlace())
-    return staged.pin_memory() if tensor.place.is_gpu_place() else staged
-
-
-@lru_cache(maxsize=64)
-def _side_stream(device: int) -> Any:
-    """The stream that a GPU's loads copy on; made once, because a stream is dear."""
-    import paddle
-
-    return paddle.device.Stream(paddle.CUDAPlace(device))
+    return staged.pin_memory() if has_pinned_memory(tensor.place) else staged
 
 
 def _begin_copy(source: Any, target: Any) -> Any:
-    """Copy page-locked memory into a contiguous tensor of a GPU.
+    """Copy host memory into a contiguous tensor of a device that has streams.
 
     Returns:
         the event behind the copy; until it has come, the source must live.
     """
     import paddle
 
-    stream = _side_stream(target.place.gpu_device_id())
+    stream = side_stream(target.place)
     # What computes may still be writing to the target.
-    stream.wait_stream(paddle.device.current_stream(target.place))
+    stream.wait_stream(current_stream(target.place))
     with paddle.no_grad(), paddle.device.stream_guard(stream):
         target.copy_(source, False)
         return stream.record_event()
+
+
+def _on_device_of(tensor: Any, source: Any) -> Any:
+    """The source in the memory where the tensor is: Paddle crashes if it copies from the host into a strided tensor."""
+    return source if in_host_memory(tensor.place) else source._copy_to(tensor.place, True)
 
 
 def host_pieces(tensor: Any, start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
@@ -168,13 +172,13 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
         """Begin to copy a host array into the tensor, which keeps its dtype, place and strides."""
         if self._staged is None:
             return
-        if self.tensor.place.is_gpu_place() and self.tensor.is_contiguous():
+        if has_streams(self.tensor.place) and self.tensor.is_contiguous():
             self._arrival = _begin_copy(self._staged, self.tensor)
             return
         import paddle
 
         with paddle.no_grad():
-            self.tensor.copy_(self._staged, True)
+            self.tensor.copy_(_on_device_of(self.tensor, self._staged), True)
 
     def settle(self) -> None:
         """Wait until the copy is done, and give the host array back."""

@@ -1,0 +1,126 @@
+"""Ranks whose tensors live on the device under test.
+
+The fake accelerator runs under the fork server of all tests, with the CPU runtime over gloo, because most of its
+kernels are the CPU's. A real one cannot be forked after Paddle is imported, and has collectives of its own: its ranks
+are started as new processes, one device each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from paddleformers_fc.cpu_runtime.forkserver import PRELOAD, ForkServer, JobResult
+from paddleformers_fc.cpu_runtime.launch import launch
+from tests.device.building import CannotBuild, build
+from tests.harness.limits import LIMIT
+
+VARIABLE = "FLEX_TEST_DEVICE"
+FAKE = "fake_device"
+
+_PREPARE = "tests.device.running:prepare"
+_PRELOAD = (_PREPARE, *PRELOAD, "tests.harness.limits:be_patient")
+
+
+def device() -> str:
+    """Return the name of the device under test, as Paddle and the key ``device`` of a training have it."""
+    return os.environ.get(VARIABLE, FAKE)
+
+
+def prepare() -> None:
+    """In a server that will fork ranks: make the CPU Paddle's device, without which no CPU runtime is activated."""
+    import paddle
+
+    from tests.device import through_host
+
+    paddle.set_device("cpu")
+    through_host.apply()
+
+
+class Ranks(Protocol):
+    """Starts jobs, as :class:`ForkServer` does."""
+
+    def run(self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None) -> JobResult: ...
+
+    def attempt(self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None) -> JobResult: ...
+
+
+@contextmanager
+def device_ranks(directory: Path) -> Iterator[Ranks]:
+    """Start jobs on the device under test; skip the test, with the reason, where this machine has none.
+
+    Args:
+        directory: for logs and results of ranks that are new processes.
+    """
+    if device() != FAKE:
+        _skip_without(device())
+        yield NewProcesses(directory)
+        return
+    try:
+        root = build()
+    except CannotBuild as reason:
+        pytest.skip(f"no fake accelerator: {reason}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUSTOM_DEVICE_ROOT", str(root))
+        server = ForkServer(_PRELOAD).__enter__()
+    try:
+        yield server
+    finally:
+        server.__exit__(None, None, None)
+
+
+def _skip_without(name: str) -> None:
+    """A process of its own asks, because a process that has asked CUDA must not be forked."""
+    code = "import paddle, sys; sys.exit(not (paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count()))"
+    if name == "gpu" and subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode:
+        pytest.skip("Paddle has no CUDA here, or no device")
+
+
+class NewProcesses:
+    """Starts every rank of a job as a process of its own, on a device of its own.
+
+    Args:
+        directory: gets one directory of logs and results per job.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._jobs = 0
+
+    def run(self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None) -> JobResult:
+        """Run a job of which every rank is expected to return."""
+        result = self.attempt(job, nproc, kwargs)
+        assert result.ok, "\n".join(log.read_text(errors="replace")[-6000:] for log in result.logs)
+        return result
+
+    def attempt(self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None) -> JobResult:
+        """Run a job whose ranks may fail."""
+        self._jobs += 1
+        directory = self._directory / f"job-{self._jobs}"
+        argv = ["-m", "tests.device.running", job, json.dumps(dict(kwargs or {})), str(directory)]
+        outcome = launch(argv, nproc, directory, LIMIT, {"PADDLE_DISTRI_BACKEND": "nccl"})
+        paths = [directory / f"rank-{rank}.json" for rank in range(nproc)]
+        values = tuple(json.loads(path.read_text()) if path.exists() else None for path in paths)
+        return JobResult(values, outcome.returncodes, outcome.logs, False, outcome.seconds)
+
+
+def main() -> None:
+    """Be one rank of :class:`NewProcesses`."""
+    job, kwargs, directory = sys.argv[1:]
+    rank = os.environ["PADDLE_TRAINER_ID"]
+    os.environ.update({"FLAGS_selected_gpus": rank})
+    module, _, name = job.partition(":")
+    value = getattr(__import__(module, fromlist=[name]), name)(**json.loads(kwargs))
+    (Path(directory) / f"rank-{rank}.json").write_text(json.dumps(value))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Trainings on the device: saved, resumed under another layout and exported, with the numbers of a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.execute.export import export_checkpoint
+from tests.device.running import FAKE, Ranks, device
+from tests.harness.tiny import DP2, PP2, SD2V1, SINGLE, TP2, MatrixLayout
+
+pytestmark = pytest.mark.sampled
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training under one layout that is resumed under another one."""
+
+    saved: MatrixLayout
+    resumed: MatrixLayout
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    bf16: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.saved.name}-{self.resumed.name}{'-bf16' * self.bf16}"
+
+
+CASES = [
+    Case(DP2, TP2, {"flex_read": "once", "flex_verify": "full"}),
+    Case(SINGLE, SINGLE, {"flex_staging_size": "1MiB"}, bf16=True),
+    Case(TP2, SD2V1, {"flex_verify": "full"}, bf16=True),
+    Case(PP2, SINGLE, model={"tie_word_embeddings": True}),
+    Case(SD2V1, PP2, {"flex_read": "once"}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_training_resumes_under_another_layout(device_ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    def train(layout: MatrixLayout, name: str, on: str, resume: Path | None = None) -> tuple[Any, Path]:
+        job = {
+            "layout": replace(layout, bf16=case.bf16).to_json(),
+            "output_dir": str(tmp_path / name),
+            "on": on,
+            "model": dict(case.model),
+            "arguments": dict(case.arguments),
+            "resume": None if resume is None else str(resume),
+        }
+        return device_ranks.run("tests.device.training_jobs:train", layout.nproc, job).values, tmp_path / name
+
+    saved, run = train(case.saved, "saved", device())
+    resumed, rerun = train(case.resumed, "resumed", device(), run / "checkpoint-3")
+    as_saved = list(canonical_digests(run / "checkpoint-3"))
+    assert list(canonical_digests(rerun / "checkpoint-3")) == as_saved, "what was loaded is what was saved"
+    assert {one.role for one in as_saved} == {"model_state", "optimizer_state"} | (
+        {"master_weight"} if case.bf16 else set()
+    )
+    exports = [export_checkpoint(one / "checkpoint-3", tmp_path / f"hf-{one.name}").digests() for one in (run, rerun)]
+    assert exports[0] == exports[1]
+    assert all(any(name != "Place(cpu)" for name in rank["devices"]) for rank in [*saved, *resumed])
+    if device() != FAKE:
+        return  # Other kernels round differently.
+    on_cpu, plain = train(case.saved, "saved-cpu", "cpu")
+    resumed_on_cpu, replain = train(case.resumed, "resumed-cpu", "cpu", plain / "checkpoint-3")
+    assert [rank["losses"] for rank in saved] == [rank["losses"] for rank in on_cpu]
+    assert [rank["losses"] for rank in resumed] == [rank["losses"] for rank in resumed_on_cpu]
+    for ours, theirs in ((run, plain), (rerun, replain)):
+        assert list(canonical_digests(ours / "checkpoint-6")) == list(canonical_digests(theirs / "checkpoint-6"))
+
+
+@pytest.mark.skipif(device() != FAKE, reason="a real accelerator counts no bytes")
+@pytest.mark.parametrize(
+    ("layout", "once"),
+    [
+        (replace(SINGLE, bf16=True), False),
+        (DP2, True),
+        (TP2, False),
+    ],
+    ids=lambda value: value.name if isinstance(value, MatrixLayout) else f"once={value}",
+)
+def test_a_save_and_a_load_copy_what_they_must_and_no_more(
+    device_ranks: Ranks, tmp_path: Path, layout: MatrixLayout, once: bool
+) -> None:
+    job = {"layout": layout.to_json(), "model": {}, "output_dir": str(tmp_path), "once": once}
+    for rank in device_ranks.run("tests.device.training_jobs:count", layout.nproc, job).values:
+        assert rank["saved"] == rank["share"] + rank["hashed"]
+        assert rank["uploaded by the save"] == 0
+        assert rank["loaded"] == rank["late"] == rank["wanted"], "all of it on a side stream"
+        assert rank["downloaded by the load"] == 0

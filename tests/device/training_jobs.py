@@ -1,0 +1,146 @@
+"""Jobs of real trainings on the device: where their state lives, and what a save and a load copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.device.counting import CopiedBytes, copied
+from tests.device.running import device
+from tests.harness import tiny
+
+
+def train(
+    layout: Mapping[str, Any],
+    output_dir: str,
+    on: str,
+    model: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    resume: str | None = None,
+) -> dict[str, Any]:
+    """Train with checkpoints at steps 3 and 6; a resumed training saves what it has loaded as its checkpoint-3.
+
+    Args:
+        layout: a ``MatrixLayout`` as JSON.
+        output_dir: the same on all ranks.
+        on: name of the device that holds the model.
+        model: overrides of the tiny model's configuration.
+        arguments: overrides of the training arguments.
+        resume: a checkpoint.
+    Returns:
+        the losses, and the devices that hold parameters and optimizer states.
+    """
+    import paddle
+    from paddleformers.trainer import TrainerCallback
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 6, "save_steps": 3, **arguments}
+    paddle.set_device(on)
+    args = tiny.training_arguments(layout, output_dir, **settings)
+
+    class SaveAsLoaded(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if resume is not None:
+                trainer._save_checkpoint(trainer.model)
+
+    built = tiny.build("llama", layout, args, **model)
+    trainer = tiny.trainer(built, args, cls=FlexTrainer, callbacks=[SaveAsLoaded()])
+    trainer.train(resume_from_checkpoint=resume)
+    weights = built.sharded_state_dict()
+    states = [*weights.values(), *trainer.optimizer.sharded_state_dict(weights).values()]
+    return {"losses": trainer.losses, "devices": sorted({str(state.local_tensor.place) for state in states})}
+
+
+class CountedChannel:
+    """A channel that counts what its messages copy, because they are tensors of the device.
+
+    Args:
+        inner: carries the messages.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self.copied = CopiedBytes()
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """As that of the inner channel."""
+        before = copied()
+        found: list[bytes] = self._inner.all_gather(payload)
+        self.copied += copied() - before
+        return found
+
+    def all_to_all(self, outgoing: Mapping[int, Any], sizes: Mapping[int, int]) -> dict[int, Any]:
+        """As that of the inner channel."""
+        before = copied()
+        found: dict[int, Any] = self._inner.all_to_all(outgoing, sizes)
+        self.copied += copied() - before
+        return found
+
+
+def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, once: bool) -> dict[str, Any]:
+    """Train a step, save and load, by the executors; where the state lives, and the bytes copied and expected.
+
+    Args:
+        layout: a ``MatrixLayout`` as JSON.
+        model: overrides of the tiny model's configuration.
+        output_dir: the same on all ranks.
+        once: whether what several ranks want is read by one of them.
+    """
+    import paddle
+
+    from paddleformers_fc.distributed.channel import job_channel
+    from paddleformers_fc.execute.device import in_host_memory
+    from paddleformers_fc.execute.load import load_checkpoint
+    from paddleformers_fc.execute.opening import open_on_all_ranks
+    from paddleformers_fc.execute.read_pool import ReadOptions
+    from paddleformers_fc.execute.replicas import stretch
+    from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint, snapshot
+    from paddleformers_fc.trainer.description import describe
+
+    paddle.set_device(device())
+    args = tiny.training_arguments(layout, output_dir, max_steps=1)
+    built = tiny.build("llama", layout, args, **model)
+    trainer = tiny.trainer(built, args)
+    trainer.train()
+    weights = built.sharded_state_dict()
+    roles: dict[str, dict[str, Any]] = {"model_state": weights}
+    for name, state in trainer.optimizer.sharded_state_dict(weights).items():
+        roles.setdefault("master_weight" if name.endswith(".w_0") else "optimizer_state", {})[name] = state
+    tensors = [state.local_tensor for states in roles.values() for state in states.values()]
+
+    channel, described = CountedChannel(job_channel()), describe(built)
+    files = {"config.json": config_bytes(described.config)} if channel.rank == 0 else {}
+    job, target = JobRecord(3, 24, {}), Path(output_dir) / "counted" / "checkpoint-3"
+    before = copied() - channel.copied
+    save_checkpoint(target, roles, described, files, job, channel)
+    saved = copied() - channel.copied - before
+    plan = snapshot(target, roles, described, files, job, channel, 5 * 10**9, "warn").plan
+    before = copied() - channel.copied
+    load_checkpoint(open_on_all_ranks(target, channel), roles, described, channel, ReadOptions(once=once))
+    loaded = copied() - channel.copied - before
+
+    def width(role: str, name: str) -> int:
+        return int(roles[role][name].local_tensor.element_size())
+
+    return {
+        "roles": sorted(roles),
+        "on the host": [str(tensor.place) for tensor in tensors if in_host_memory(tensor.place)],
+        "saved": saved.to_host,
+        "share": sum(
+            (piece.stop - piece.start) * width(file.role, piece.name) for file in plan.files for piece in file.pieces
+        ),
+        "hashed": sum(
+            (stop - start) * width(one.role, one.name)
+            for one in plan.replicas
+            for start, stop in [stretch(one, job.step)]
+        ),
+        "uploaded by the save": saved.to_device,
+        "loaded": loaded.to_device,
+        "late": loaded.late_to_device,
+        "wanted": sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors),
+        "downloaded by the load": loaded.to_host,
+    }
