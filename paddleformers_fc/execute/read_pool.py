@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -243,9 +242,7 @@ class ReadPool:
     def __enter__(self) -> ReadPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         self.close()
         if kind is None:
             self._reader.refuse_replaced()

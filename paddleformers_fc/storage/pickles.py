@@ -192,9 +192,9 @@ class _Tape:
                 self.refuse("it has a name of more than 256 bytes")
         return self.text(bytes(text))
 
-    def number(self, form: str) -> int:
-        """A little-endian number of ``struct``."""
-        return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
+    def number(self, form: str) -> Any:
+        """A number of ``struct``."""
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def text(self, raw: bytes) -> str:
         """Bytes as text."""
@@ -277,6 +277,10 @@ class _Machine:
             self._tape.refuse("it takes more from the stack than there is")
         return self._stack.pop()
 
+    def popped(self, count: int) -> list[Any]:
+        """Take the last values off the stack; the lowest is the first."""
+        return [self.pop() for _ in range(count)][::-1]
+
     def mark(self) -> None:
         """Note the height of the stack."""
         self._marks.append(len(self._stack))
@@ -326,14 +330,8 @@ class _Machine:
 
     # ---- Containers.
 
-    def tuple_of(self, count: int) -> None:
-        """The last values as a tuple."""
-        items = [self.pop() for _ in range(count)]
-        self.push(tuple(map(self._finished, reversed(items))))
-
-    def tuple_marked(self) -> None:
-        """The values above the mark as a tuple."""
-        items = self.marked()
+    def tuple_of(self, items: list[Any]) -> None:
+        """Put values on the stack as a tuple."""
         self.push(tuple(map(self._finished, items)))
 
     def append(self, items: list[Any]) -> None:
@@ -377,7 +375,8 @@ class _Machine:
         arguments, word = self.pop(), self.pop()
         if type(word) is not _KnownGlobal or type(arguments) is not tuple:
             self._tape.refuse("it calls something that is not data")
-        made = _CALLS.get(word.kind, _no_call)(arguments)
+        call = _CALLS.get(word.kind)
+        made = None if call is None else call(arguments)
         if made is None:
             self._tape.refuse(f"it calls {word.kind} with arguments that it never has")
         self.push(made)
@@ -425,10 +424,6 @@ def _is_type_state(state: Any) -> bool:
 Arguments = tuple[Any, ...]
 
 
-def _no_call(arguments: Arguments) -> Any:
-    return None
-
-
 def _reconstructed(arguments: Arguments) -> _Array | None:
     if len(arguments) != 3:
         return None
@@ -442,17 +437,13 @@ def _element_type(arguments: Arguments) -> _Type | None:
     return _Type(code) if len(arguments) == 3 and isinstance(code, str) and code in _WIDTHS else None
 
 
-def _number(arguments: Arguments) -> PickledArray | None:
+def _scalar(arguments: Arguments) -> PickledArray | None:
     if len(arguments) != 2:
         return None
     kind, data = arguments
     if type(kind) is not _Type or not kind.built or type(data) is not PickledBytes or data.length != _WIDTHS[kind.code]:
         return None
     return PickledArray(kind.code, (), data.offset, data.length)
-
-
-def _dictionary(arguments: Arguments) -> dict[Any, Any] | None:
-    return {} if not arguments else None
 
 
 def _tuple(arguments: Arguments) -> tuple[Any, ...] | None:
@@ -466,8 +457,8 @@ def _slice(arguments: Arguments) -> tuple[Any, ...] | None:
 _CALLS: dict[str, Callable[[Arguments], Any]] = {
     "array": _reconstructed,
     "dtype": _element_type,
-    "number": _number,
-    "dict": _dictionary,
+    "number": _scalar,
+    "dict": lambda arguments: None if arguments else {},
     "tuple": _tuple,
     "slice": _slice,
 }
@@ -487,14 +478,6 @@ def _text(form: str) -> Callable[[_Machine], None]:
     return work
 
 
-def _span(form: str) -> Callable[[_Machine], None]:
-    return lambda machine: machine.push(machine._tape.span(machine._tape.number(form)))
-
-
-def _integer(form: str) -> Callable[[_Machine], None]:
-    return lambda machine: machine.push(machine._tape.number(form))
-
-
 def _long(machine: _Machine) -> None:
     length = machine._tape.number("<B")
     if length > 16:
@@ -502,8 +485,12 @@ def _long(machine: _Machine) -> None:
     machine.push(int.from_bytes(machine._tape.take(length), "little", signed=True))
 
 
-def _float(machine: _Machine) -> None:
-    machine.push(float(struct.unpack(">d", machine._tape.take(8))[0]))
+def _number(form: str) -> Callable[[_Machine], None]:
+    return lambda machine: machine.push(machine._tape.number(form))
+
+
+def _span(form: str) -> Callable[[_Machine], None]:
+    return lambda machine: machine.push(machine._tape.span(machine._tape.number(form)))
 
 
 def _constant(value: Any) -> Callable[[_Machine], None]:
@@ -513,35 +500,6 @@ def _constant(value: Any) -> Callable[[_Machine], None]:
 def _global(machine: _Machine) -> None:
     module = machine._tape.line()
     machine.word(module, machine._tape.line())
-
-
-def _stack_global(machine: _Machine) -> None:
-    name, module = machine.pop(), machine.pop()
-    machine.word(module, name)
-
-
-def _tuple_of(count: int) -> Callable[[_Machine], None]:
-    return lambda machine: machine.tuple_of(count)
-
-
-def _append_one(machine: _Machine) -> None:
-    item = machine.pop()
-    machine.append([item])
-
-
-def _append_marked(machine: _Machine) -> None:
-    items = machine.marked()
-    machine.append(items)
-
-
-def _set_one(machine: _Machine) -> None:
-    value, key = machine.pop(), machine.pop()
-    machine.set_items([key, value])
-
-
-def _set_marked(machine: _Machine) -> None:
-    items = machine.marked()
-    machine.set_items(items)
 
 
 _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
@@ -555,11 +513,11 @@ _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"N": _constant(None),
     b"\x88": _constant(True),
     b"\x89": _constant(False),
-    b"J": _integer("<i"),
-    b"K": _integer("<B"),
-    b"M": _integer("<H"),
+    b"J": _number("<i"),
+    b"K": _number("<B"),
+    b"M": _number("<H"),
     b"\x8a": _long,
-    b"G": _float,
+    b"G": _number(">d"),
     b"\x8c": _text("<B"),
     b"X": _text("<I"),
     b"\x8d": _text("<Q"),
@@ -569,16 +527,16 @@ _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"}": lambda machine: machine.push({}),
     b"]": lambda machine: machine.push([]),
     b")": _constant(()),
-    b"t": _Machine.tuple_marked,
-    b"\x85": _tuple_of(1),
-    b"\x86": _tuple_of(2),
-    b"\x87": _tuple_of(3),
-    b"a": _append_one,
-    b"e": _append_marked,
-    b"s": _set_one,
-    b"u": _set_marked,
+    b"t": lambda machine: machine.tuple_of(machine.marked()),
+    b"\x85": lambda machine: machine.tuple_of(machine.popped(1)),
+    b"\x86": lambda machine: machine.tuple_of(machine.popped(2)),
+    b"\x87": lambda machine: machine.tuple_of(machine.popped(3)),
+    b"a": lambda machine: machine.append(machine.popped(1)),
+    b"e": lambda machine: machine.append(machine.marked()),
+    b"s": lambda machine: machine.set_items(machine.popped(2)),
+    b"u": lambda machine: machine.set_items(machine.marked()),
     b"c": _global,
-    b"\x93": _stack_global,
+    b"\x93": lambda machine: machine.word(*machine.popped(2)),
     b"\x81": _Machine.new,
     b"R": _Machine.call,
     b"b": _Machine.build,
