@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.storage.commit import Leftover, leftovers, remove_leftover
 from paddleformers_fc.storage.files import exists, files_within, stat_path
+from paddleformers_fc.storage.leftovers import Leftover, leftovers, remove_leftover
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.text import count_text, size_text
 

@@ -9,7 +9,7 @@ import msgspec
 
 from paddleformers_fc.cli.cleaning import LeftoverFacts, facts_of, show_leftovers
 from paddleformers_fc.errors import CheckpointError, Diverged
-from paddleformers_fc.storage.commit import leftovers
+from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.manifest import candidates_in, read_manifest, refuse_as_newest, verify_files
 from paddleformers_fc.storage.names import parse_step
 

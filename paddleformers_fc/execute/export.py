@@ -55,9 +55,10 @@ from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, Report, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.checksum import BlockHasher
-from paddleformers_fc.storage.commit import commit_export, discard, replace_export, staging_parent
+from paddleformers_fc.storage.commit import discard
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, write_checksums
+from paddleformers_fc.storage.export_commit import commit_export, replace_export, staging_parent
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.files import list_directory, real_path, write_file
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, verify_files

@@ -15,8 +15,9 @@ from pathlib import Path
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import StorageError
-from paddleformers_fc.storage.commit import clean_unfinished, create_staging, discard
+from paddleformers_fc.storage.commit import create_staging, discard
 from paddleformers_fc.storage.files import is_directory
+from paddleformers_fc.storage.leftovers import clean_unfinished
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@
 ``staging_lock``      the process that owns a staging directory, and whether it is alive
 ``manifest``          ``flex_checkpoint.json``: content and verification of a checkpoint
 ``export_checksums``  ``flex_checksums.json``: checksums of an export
-``commit``            staging, commit, replacement, cleanup and removal of directories
+``commit``            staging, commit, replacement and removal of checkpoint directories
+``leftovers``         hidden directories of crashed saves: report, cleanup, recovery
+``export_commit``     commit of an export, also over an older one
 ====================  ================================================================================
 
 No module imports Paddle.

@@ -26,8 +26,8 @@ from paddleformers_fc.formats.checkpoint import REFUSE
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.cache import PlanCache
-from paddleformers_fc.storage.commit import leftovers
 from paddleformers_fc.storage.files import real_path
+from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
 from paddleformers_fc.text import count_text, natural

@@ -19,8 +19,8 @@ from paddleformers_fc.execute.opening import check_complete
 from paddleformers_fc.formats.checkpoint import not_a_flex_checkpoint
 from paddleformers_fc.formats.flex import MAPPING_NAME
 from paddleformers_fc.formats.registry import format_of
-from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
+from paddleformers_fc.storage.leftovers import recover
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in
 from paddleformers_fc.storage.names import UNFINISHED, parse_hidden, parse_step
 from paddleformers_fc.storage.paths import AnyPath

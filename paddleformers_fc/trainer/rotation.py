@@ -24,7 +24,8 @@ from pathlib import Path
 
 from paddleformers_fc.distributed.channel import ALONE, Channel, gather_and_keep
 from paddleformers_fc.errors import CheckpointError
-from paddleformers_fc.storage.commit import clean_unfinished, remove_checkpoint
+from paddleformers_fc.storage.commit import remove_checkpoint
+from paddleformers_fc.storage.leftovers import clean_unfinished
 from paddleformers_fc.storage.manifest import Manifest, read_manifest
 from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.trainer import resume

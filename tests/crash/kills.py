@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paddleformers_fc.distributed.channel import Channel
-from paddleformers_fc.storage.commit import unfinished
+from paddleformers_fc.storage.leftovers import unfinished
 from tests.crash.groups import DONE, Group, KillAt
 from tests.crash.killing import Kill, every_kill, prepared, run_alone, run_killed
 from tests.crash.worlds import (

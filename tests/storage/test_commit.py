@@ -14,21 +14,17 @@ import msgspec
 import pytest
 
 from paddleformers_fc.errors import Corrupt, NotACheckpoint, StorageError
-from paddleformers_fc.storage import commit as commit_module, files, staging_lock
-from paddleformers_fc.storage.commit import (
-    Committed,
-    clean_unfinished,
-    commit,
-    commit_export,
-    create_staging,
-    discard,
-    recover,
-    remove_checkpoint,
-    replace_export,
-    staging_parent,
-    unfinished,
+from paddleformers_fc.storage import (
+    commit as commit_module,
+    export_commit,
+    files,
+    leftovers as leftovers_module,
+    staging_lock,
 )
+from paddleformers_fc.storage.commit import Committed, commit, create_staging, discard, remove_checkpoint
+from paddleformers_fc.storage.export_commit import commit_export, replace_export, staging_parent
 from paddleformers_fc.storage.files import write_file
+from paddleformers_fc.storage.leftovers import clean_unfinished, recover, unfinished
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
     DivergedTie,
@@ -278,7 +274,7 @@ def test_two_processes_that_clean_at_the_same_time_do_not_disturb_each_other(
     leftover = leftover_of(a_dead_process(), tmp_path / "checkpoint-1")
     found = unfinished(tmp_path)
     assert [one.path for one in clean_unfinished(tmp_path)[0]] == [leftover]
-    monkeypatch.setattr(commit_module, "unfinished", lambda output_dir: found)
+    monkeypatch.setattr(leftovers_module, "unfinished", lambda output_dir: found)
     assert clean_unfinished(tmp_path) == ([], [])
 
 
@@ -425,7 +421,7 @@ def test_a_creator_who_has_just_said_whose_it_is_keeps_his_directory(
     seen = unfinished(tmp_path)
     assert [one.disposable for one in seen] == [True]
     staging_lock.write_owner(staging)
-    monkeypatch.setattr(commit_module, "unfinished", lambda output_dir: seen)
+    monkeypatch.setattr(leftovers_module, "unfinished", lambda output_dir: seen)
     assert clean_unfinished(tmp_path) == ([], [])
     assert names_in(staging) == [OWNER_NAME]
 
@@ -474,7 +470,7 @@ def test_a_replaced_checkpoint_whose_successor_is_gone_stays_and_says_what_can_b
     target = tmp_path / "checkpoint-5"
     save(target, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(commit_module, "_try_remove", lambda directory: directory)
+        patch.setattr(commit_module, "try_remove", lambda directory: directory)
         (old,) = save(target, 2).left
     shutil.rmtree(target)
     assert recover(tmp_path) == []
@@ -634,7 +630,7 @@ def test_a_file_that_comes_in_the_moment_of_the_exchange_stays(tmp_path: Path, m
         os.replace(target / "new", target / "notes.txt")
         return files.exchange(one, other)
 
-    monkeypatch.setattr(commit_module, "exchange", late)
+    monkeypatch.setattr(export_commit, "exchange", late)
     assert replaced(exported(target, "new"), target) == {**NEW, "late.txt": "late", "notes.txt": "newer"}
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.storage.commit import clean_unfinished, commit, recover, remove_checkpoint
+from paddleformers_fc.storage.commit import commit, remove_checkpoint
+from paddleformers_fc.storage.leftovers import clean_unfinished, recover
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from tests.storage.support import (
     Crash,
