@@ -7,7 +7,7 @@ plan is made, each rank compares the blocks that its plan will read. All faults 
 The weight files of an export are compared in the same way where its ``flex_checksums.json`` records them.
 
 Cost: what is read is read twice, the second time from the system's page cache, in whole blocks of 4 MiB. A block that
-no rank reads is not looked at: a load cannot be wrong by it. The ``verify`` verb compares every byte.
+no rank reads is not checked: it cannot affect the load. The ``verify`` command compares every byte.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def verify_metadata_blocks(
 
     Args:
         directory: ``checkpoint-N``, or an export.
-        files: the checksums, as this rank sees them; none where it sees no checkpoint, which opening will say.
+        files: the recorded checksums; none if this rank sees no checkpoint, which opening refuses later.
         identities: which files were looked at; another one is refused.
         channel: all ranks.
         threads: how many threads of this rank hash.

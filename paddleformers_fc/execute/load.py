@@ -88,7 +88,7 @@ class _Preflight:
     Args:
         plan: its reads.
         report: what does not fit.
-        unexpected: of what is stored and no rank reads, by role and name, the names that somebody should have wanted;
+        unexpected: of the stored tensors that no rank reads, by role and name, those that a rank should have wanted;
             the same on every rank.
         known: whether the plan is from before.
     """
@@ -127,8 +127,8 @@ def load_checkpoint(
 ) -> LoadReport:
     """Fill live weights from a flex checkpoint, whatever the two layouts are.
 
-    Arguments and errors are those of :func:`prepare_load`. An error that says a read failed leaves the model undefined,
-    and the job must not go on.
+    Arguments and errors are those of :func:`prepare_load`. A failed read leaves the model undefined, and the job must
+    stop.
     """
     return prepare_load(checkpoint, roles, model, channel, options, aoa_config, plans, may_change)()
 
@@ -221,7 +221,7 @@ def _types_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str
 
 
 def _head_count_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
-    """Where a checkpoint's attention has other heads than the model's, which no shape of a tensor need tell."""
+    """Return differences in the number of attention heads, which shapes of tensors need not show."""
     if not is_known(stored.config):
         return []
     held, asked = (family_heads(family_for(model.config), model) for model in (stored, wanted))
@@ -378,7 +378,7 @@ def _prepared(
 
 
 def _refuse_different_ways(verdicts: list[_PreflightMessage]) -> None:
-    """Ranks that share what they read wait for each other; one that does not know would wait for ever."""
+    """Refuse ranks with different values of ``once``: those that share reads would wait for the others."""
     once = [rank for rank, verdict in enumerate(verdicts) if verdict.once]
     if once and len(once) < len(verdicts):
         raise OptionError(

@@ -1,12 +1,12 @@
-"""Opening a checkpoint on all ranks, which need not see the same files of it.
+"""Open a checkpoint on all ranks, which may see different files of it.
 
-Every rank opens what it sees, and tells in one exchange what that is and whether it could. Where every rank sees the
-same, that is all. Where output directories lie on disks of single hosts, each disk holds the files that its own ranks
-wrote, and what a rank could not open alone counts for nothing: ranks know from that exchange which files they see, one
-of those that see a file reads its header for all, and the catalog is the union. Each rank checks the files it sees; a
-file that nobody sees is named, with the ranks that see nothing at all.
+Every rank opens the checkpoint alone, and reports in one exchange which files it sees and whether it failed. If every
+rank sees the same files, that is all. If output directories are on disks of single hosts, each disk has the files of
+its own ranks, and failures of single ranks are ignored. For every file one rank that sees it reads the header for all,
+and the catalog is the union. Each rank checks the files that it sees. Files that no rank sees are listed in an error,
+with the ranks that see no file at all.
 
-Memory: descriptions of the files that not all ranks see, linear in the shards they hold.
+Memory: descriptions of the files that not all ranks see, linear in their shards.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ SeenBy = Mapping[str, Sequence[int]]
 
 
 class _VisibilityMessage(msgspec.Struct, frozen=True):
-    """What one rank sees, on its way to the others.
+    """The files that one rank sees, as they are sent to the others.
 
     Args:
-        seal: the manifest's checksum of itself; empty where there is no manifest.
-        size: bytes of the manifest on its way.
-        saved: what the manifest says of the save, for a person.
-        missing: one bit for every listed file that is not there; empty where all are.
+        seal: the manifest's checksum of itself; empty if there is no manifest.
+        size: bytes of the encoded manifest.
+        saved: summary of the save for errors.
+        missing: one bit per listed file, set if the file is missing; empty if none is.
     """
 
     seal: str = ""
@@ -73,11 +73,11 @@ class _VisibilityMessage(msgspec.Struct, frozen=True):
 
 
 class _ProbeMessage(msgspec.Struct):
-    """What one rank tells of a directory.
+    """The report of one rank about a directory.
 
     Args:
-        sight: what it sees.
-        fault: why it could not go on by itself, in wire form; empty where it could.
+        sight: the files that it sees.
+        fault: its error when it opened the directory alone, in wire form; empty after success.
     """
 
     sight: _VisibilityMessage
@@ -86,10 +86,10 @@ class _ProbeMessage(msgspec.Struct):
 
 @dataclass(frozen=True)
 class _Visibility:
-    """What all ranks reported.
+    """The reports of all ranks.
 
     Args:
-        own: what this rank sees; None without a manifest.
+        own: the files that this rank sees; None without a manifest.
         sights: by rank.
         faults: by rank.
     """
@@ -100,12 +100,12 @@ class _Visibility:
 
     @property
     def alike(self) -> bool:
-        """Whether every rank sees the same."""
+        """Whether every rank sees the same files."""
         return len(set(self.sights)) == 1
 
 
 class _ShardMessage(msgspec.Struct):
-    """A stored shard on its way to the ranks that do not see its file."""
+    """A stored shard, as it is sent to the ranks that do not see its file."""
 
     record: ShardRecord
     dtype: str
@@ -114,7 +114,7 @@ class _ShardMessage(msgspec.Struct):
 
 
 class _ContentsMessage(msgspec.Struct):
-    """What one rank tells of the files that it reads for others."""
+    """The contents of the files that one rank reads for others."""
 
     shards: dict[str, list[_ShardMessage]]
     documents: dict[str, bytes]
@@ -133,15 +133,15 @@ def open_on_all_ranks(
     """Open a finished checkpoint on every rank, or raise the same error on every rank.
 
     Under ``size`` the ranks share the checksums of documents. Under ``full`` they share those of headers as well; the
-    tensors are left to the load, which knows which of them a rank will read. Where ranks see different files, each
-    compares those it sees.
+    tensors are left to the load, which compares only the blocks that a rank will read. If ranks see different files,
+    each compares those it sees.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks of the job; every rank must call.
         verify: ``off``, ``size`` or ``full``; each rank checks the files that it sees.
-        threads: how many threads of this rank compare checksums.
-        consistency: what must be the same on all ranks for them to go on.
+        threads: number of threads of this rank that compare checksums.
+        consistency: facts that must be equal on all ranks.
     """
     opened: list[OpenedCheckpoint] = []
 
@@ -158,7 +158,7 @@ def open_on_all_ranks(
             compared = _documents_of(own.manifest, {}, channel)
             opened.append(replace(open_probed(directory, own, level, compared), unread=verify == "full"))
 
-    # Nothing is made of a file's bytes before they are known to be those that were written.
+    # Under full, no file is parsed before its checksum was compared.
     looked = _probe(directory, channel, check_sizes if verify == "full" else open_alone, consistency)
     if looked.alike:
         refuse_failed(channel, looked.faults)
@@ -173,7 +173,7 @@ def open_on_all_ranks(
 
 
 def check_complete(directory: AnyPath, channel: Channel, level: str = "size", threads: int = 4) -> None:
-    """See whether a checkpoint is finished: somebody sees every file of it, in its size.
+    """Check that a checkpoint is complete: some rank sees every file, with its recorded size.
 
     Args:
         directory: ``checkpoint-N``.
@@ -181,8 +181,8 @@ def check_complete(directory: AnyPath, channel: Channel, level: str = "size", th
         level: ``full`` also compares the checksums of all files; the ranks share the work.
         threads: how many threads of this rank compare checksums.
     Raises:
-        CheckpointError: the same on every rank: it is not, or it is of different saves on different disks.
-            Or its name contradicts its step.
+        CheckpointError: the same on every rank: the checkpoint is incomplete, disks have different saves of it, or its
+            name contradicts its step.
         Diverged: the same on every rank: it was saved with diverged copies of tied tensors.
     """
 
@@ -211,9 +211,9 @@ def check_complete(directory: AnyPath, channel: Channel, level: str = "size", th
 
 
 def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:
-    """The content of a small file that each rank has of its own, for a rank that does not see it.
+    """Return a small file that each rank has of its own, for a rank that does not see it.
 
-    Nothing is said where every rank sees every file.
+    Nothing is exchanged if every rank sees every file.
 
     Args:
         checkpoint: an opened checkpoint.
@@ -243,7 +243,7 @@ def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[
 
 
 def own_or_handed(checkpoint: OpenedCheckpoint, name: str, handed: bytes | None) -> bytes | None:
-    """A small file of a checkpoint, None if it has none; ``handed`` is what :func:`own_file` returned for it."""
+    """Return a small file of a checkpoint, None if it has none; ``handed`` is the result of :func:`own_file`."""
     return handed if handed is not None or name not in checkpoint.recorded else checkpoint.document(name)
 
 
@@ -253,13 +253,13 @@ def _probe(
     alone: Callable[[FileVisibility | None], None],
     consistency: ConsistencyFacts | None = None,
 ) -> _Visibility:
-    """What this rank sees, and in short what every rank sees.
+    """Return the files that this rank sees, and a summary for every rank.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
-        alone: what a rank does with its sight where all ranks see the same.
-        consistency: what must be the same on all ranks.
+        alone: opens the directory on this rank; its errors count if all ranks see the same files.
+        consistency: facts that must be equal on all ranks.
     """
 
     def look() -> tuple[_ProbeMessage, FileVisibility | None]:
@@ -292,7 +292,7 @@ def _contents_of(directory: AnyPath, sight: FileVisibility | None) -> _Visibilit
 
 
 def _common_manifest(directory: AnyPath, looked: _Visibility, channel: Channel) -> Manifest:
-    """The manifest of all ranks that see one, on every rank."""
+    """Return the manifest on every rank, also on those that see none."""
     own, sights = looked.own, looked.sights
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, sight in enumerate(sights):
@@ -300,7 +300,7 @@ def _common_manifest(directory: AnyPath, looked: _Visibility, channel: Channel) 
             groups.setdefault((sight.seal, sight.saved), []).append(rank)
     if len(groups) > 1:
         raise Corrupt(
-            "The disks of this job hold different checkpoints under one name.",
+            "The disks of this job have different checkpoints under one name.",
             where=str(directory),
             evidence=[f"{format_ranks(ranks)}: {saved}, sealed {seal}" for (seal, saved), ranks in groups.items()],
             next_step="They were saved at different times. Resume from a step that all disks hold of one save.",
@@ -325,7 +325,7 @@ def _open_divided(
     _refuse_invisible(directory, seen_by, sights)
     readers = {path: ranks[index % len(ranks)] for index, (path, ranks) in enumerate(seen_by.items())}
 
-    def tell() -> _ContentsMessage:
+    def read_own() -> _ContentsMessage:
         compared = () if verify == "full" else _documents_of(manifest, seen_by, channel)
         _verify_seen(directory, manifest, seen_by, channel.rank, "size" if verify == "full" else verify, compared)
         mine = [path for path, reader in readers.items() if reader == channel.rank]
@@ -335,7 +335,7 @@ def _open_divided(
 
     received: dict[str, list[_ShardMessage]] = {}
     documents: dict[str, bytes] = {}
-    for one in all_gather_checked(channel, f"opening {directory.name}", tell, _ContentsMessage):
+    for one in all_gather_checked(channel, f"opening {directory.name}", read_own, _ContentsMessage):
         received.update(one.shards)
         documents.update(one.documents)
 
@@ -378,7 +378,7 @@ def _documents_of(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> froz
 
 
 def _verification_share(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> list[FileChecksum]:
-    """The files whose every byte this rank checks: each file is some rank's that sees it."""
+    """Return the files that this rank checks completely: every file is assigned to one rank that sees it."""
     share: list[FileChecksum] = []
     for index, checksum in enumerate(manifest.files):
         ranks = seen_by.get(checksum.path, range(channel.world_size))
@@ -388,7 +388,7 @@ def _verification_share(manifest: Manifest, seen_by: SeenBy, channel: Channel) -
 
 
 def _seen_by(manifest: Manifest, sights: Sequence[_VisibilityMessage]) -> dict[str, tuple[int, ...]]:
-    """For every file that not all ranks see, the ranks that do."""
+    """Return the ranks that see a file, for every file that not all ranks see."""
     count = len(manifest.files)
     visible = np.ones((len(sights), count), bool)
     for rank, sight in enumerate(sights):
@@ -401,7 +401,7 @@ def _seen_by(manifest: Manifest, sights: Sequence[_VisibilityMessage]) -> dict[s
 
 
 def _refuse_invisible(directory: AnyPath, seen_by: SeenBy, sights: Sequence[_VisibilityMessage]) -> None:
-    """Files that no rank sees: a disk is not there."""
+    """Refuse a checkpoint with files that no rank sees: a disk is missing."""
     lost = [path for path, ranks in seen_by.items() if not ranks]
     if not lost:
         return

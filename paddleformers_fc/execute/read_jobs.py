@@ -1,12 +1,12 @@
-"""A plan's read items as jobs that threads can do in any order.
+"""Split the read items of a plan into jobs that threads can execute in any order.
 
-A large tensor is many jobs of a few MiB. Of small ones that follow one another in a file, up to a thousand are one job
-and one system call. So neither one large tensor nor very many small ones leave threads idle, and nobody waits for a
-tensor. An item that is one run of bytes in the file and in its shard, and changes nothing, is read straight to where it
-belongs; every other is a region whose tiles :mod:`paddleformers_fc.storage.regions` knows how to read.
+A large tensor becomes many jobs of a few MiB. Up to a thousand small tensors that are adjacent in a file become one job
+and one system call. So neither one large tensor nor very many small ones leave threads idle. An item that is one run of
+bytes in the file and in its shard, and is not cast, is read directly into the shard. Every other item is a region whose
+tiles :mod:`paddleformers_fc.storage.regions` reads.
 
-Time: a few look-ups per item, because items that are alike share what follows from their boxes. Memory: one job at a
-time; the stream is made as it is drawn.
+Time: a few look-ups per item, because items of equal boxes share the result of the analysis. Memory: one job at a time;
+the stream is lazy.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _JOBS_PER_TASK = 64
 class Memory(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The memory of one wanted shard, in one piece.
 
-    An address and no array: of a hundred thousand small tensors, whose bytes go straight from the file to where they
-    belong, nobody needs one, and to make it costs more than to read them.
+    It contains an address and no array: for a hundred thousand small tensors that are read directly, creating arrays
+    would cost more than reading.
 
     Args:
-        owner: whose memory it is; it lives as long as this does.
+        owner: the object that owns the memory; this reference keeps it alive.
         address: of the first element.
-        size: in elements.
+        size: number of elements.
         dtype: of the elements.
     """
 
@@ -62,7 +62,7 @@ class Memory(msgspec.Struct, frozen=True, eq=False, gc=False):
         return cls(array, array.__array_interface__["data"][0], array.size, array.dtype)
 
     def array(self) -> np.ndarray[Any, Any]:
-        """All of it as a flat array, which lasts no longer than the owner."""
+        """Return all of it as a flat array, which is valid as long as the owner."""
         if isinstance(self.owner, np.ndarray):
             return self.owner
         if self.size == 0:
@@ -73,19 +73,19 @@ class Memory(msgspec.Struct, frozen=True, eq=False, gc=False):
         return array
 
     def at(self, start: int, length: int) -> int:
-        """The address of so many bytes of it.
+        """Return the address of a range of bytes.
 
         Args:
-            start: the first of them, counted from that of the memory.
-            length: how many.
+            start: offset of the first byte.
+            length: number of bytes.
         Raises:
-            MismatchError: they are not all in it.
+            MismatchError: the range is not inside the memory.
         """
         if start < 0 or start + length > self.size * self.dtype.itemsize:
             raise MismatchError(
-                "A read would fill bytes that are not those of its tensor.",
+                "A read exceeds the memory of its tensor.",
                 evidence=[f"bytes {start} to {start + length} of {self.size} elements of {self.dtype}"],
-                next_step="The plan is not of this model; remove the directory of flex_plan_cache, and load again.",
+                next_step="The plan is of another model: remove the directory of flex_plan_cache, and load again.",
             )
         return self.address + start
 
@@ -99,14 +99,14 @@ class Targets(Protocol):
 
 @dataclass(slots=True)
 class ContiguousRead:
-    """Successive bytes of a file that go, unchanged, into one or more pieces of memory.
+    """Read successive bytes of a file, unchanged, into one or more pieces of memory.
 
     Args:
         path: the file.
         begin: offset of the first byte.
         end: offset behind the last byte.
-        filled: whose memory is filled.
-        addresses: where the pieces are.
+        filled: the memory of the shards, kept alive.
+        addresses: of the pieces.
         lengths: of the pieces, in bytes.
     """
 
@@ -132,7 +132,7 @@ class ContiguousRead:
 
 @dataclass(frozen=True, slots=True)
 class StridedRead:
-    """Some tiles of a region."""
+    """Read some tiles of a region."""
 
     tiles: Tiles
     first: int
@@ -146,10 +146,10 @@ class StridedRead:
 def read_jobs(
     items: Sequence[ReadItem], root: AnyPath, targets: Targets, options: ReadOptions
 ) -> Iterator[tuple[int, ReadJob]]:
-    """Jobs and their bytes, in the order of files: what a disk reads fastest, and what lets neighbours be joined."""
+    """Yield jobs and their bytes in the order of files, so that disks read fast and neighbours are joined."""
     paths: dict[str, AnyPath] = {}
     run: ContiguousRead | None = None
-    # What follows from the boxes of an item is worked out once for all that are alike.
+    # Items of equal boxes are analysed once.
     alike: dict[tuple[object, ...], _ContiguousItem | None] = {}
     for item in items:
         stored = item.stored
@@ -190,13 +190,13 @@ def _continues(run: ContiguousRead, path: AnyPath, begin: int, length: int) -> b
 
 
 class _ContiguousItem(msgspec.Struct, frozen=True, gc=False):
-    """An item that is one run on both sides.
+    """An item that is one run of bytes in the file and in its shard.
 
     Args:
-        dtype: of what is stored.
-        source: where it begins in its stored box, in bytes.
-        target: where it begins in its fragment, in bytes.
-        size: its length in bytes.
+        dtype: stored dtype.
+        source: offset in the stored box, in bytes.
+        target: offset in the fragment, in bytes.
+        size: length in bytes.
     """
 
     dtype: np.dtype[Any]
@@ -206,7 +206,7 @@ class _ContiguousItem(msgspec.Struct, frozen=True, gc=False):
 
 
 def _contiguous_item(item: ReadItem) -> _ContiguousItem | None:
-    """What is to be known of an item that is one run on both sides; None where it is not."""
+    """Return the runs of an item that is one run on both sides; None for any other item."""
     stored = item.stored
     if item.axes != tuple(range(len(stored.shape))):
         return None
@@ -218,7 +218,7 @@ def _contiguous_item(item: ReadItem) -> _ContiguousItem | None:
 
 
 def flat_start(shape: Shape, part: Box) -> int | None:
-    """The index of a box's first element in a row-major tensor, or None where the box is not one run."""
+    """Return the index of a box's first element in a row-major tensor; None if the box is not one run."""
     if part.hi == shape and not any(part.lo):
         return 0
     start, inside = 0, False
@@ -249,7 +249,7 @@ def _strided_reads(
 
 
 def batch_jobs(jobs: Iterator[tuple[int, ReadJob]]) -> Iterator[ReadTask]:
-    """Jobs in portions that are worth drawing."""
+    """Group jobs into tasks."""
     task: ReadTask = []
     size = 0
     for length, job in jobs:
@@ -263,7 +263,7 @@ def batch_jobs(jobs: Iterator[tuple[int, ReadJob]]) -> Iterator[ReadTask]:
 
 
 def region_of(root: AnyPath, stored: StoredPart) -> Region:
-    """A stored part as a region of its file."""
+    """Return a stored part as a region of its file."""
     return _region(root / stored.file, stored)
 
 
@@ -272,7 +272,7 @@ def _region(path: AnyPath, stored: StoredPart) -> Region:
 
 
 def item_view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, Any]:
-    """The item's part of the buffer of its shard, its axes in the order of the stored region."""
+    """Return the item's part of its shard's buffer, with axes in the order of the stored region."""
     volume = math.prod(item.shape)
     part = buffer[item.start : item.start + volume].reshape(item.shape)
     part = part[tuple(slice(low, high) for low, high in zip(item.part.lo, item.part.hi, strict=True))]

@@ -1,11 +1,10 @@
-"""Threads that do jobs, with the files they have open and their scratch memory.
+"""A pool of threads that execute read jobs, with their open files and scratch memory.
 
-A *job* is a few MiB of work that depends on no other; a *task* is some jobs that are worth drawing together. Threads
-draw tasks from one stream until it is empty, the caller is one of them, and the first failure, an interrupt too, ends
-the others after the task they are at. What jobs there are is said in :mod:`paddleformers_fc.execute.read_jobs`.
+A *job* is a few MiB of work that depends on no other (:mod:`.read_jobs`); a *task* is a batch of jobs. Threads take
+tasks from one stream until it is empty; the calling thread is one of them. After the first error, or an interrupt, the
+other threads stop once their current task is done.
 
-Memory: ``scratch_bytes`` for each thread, all together never more than ``staging_memory_bytes``. The stream is made as
-it is drawn.
+Memory: ``scratch_bytes`` for each thread, at most ``staging_memory_bytes`` for all of them. The stream is lazy.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How reads are carried out.
+    """Options of reads.
 
     Args:
-        threads: how many read at a time.
-        staging_memory_bytes: bound of the memory that transposes, casts and host copies pass through, of all threads.
-        max_over_read: bound on bytes read over bytes needed, where short runs are read with the gaps between them.
-        once: whether what several ranks want is read by one of them, which hands it to the others.
+        threads: number of threads.
+        staging_memory_bytes: maximum staging memory of all threads, used by transposes, casts and host copies.
+        max_over_read: maximum ratio of bytes read to bytes needed, if short runs are read with the gaps between them.
+        once: whether a range that several ranks want is read by one of them and sent to the others.
     Raises:
-        OptionError: a bound that nothing can be read within.
+        OptionError: a bound is below 1.
     """
 
     threads: int = 4
@@ -60,13 +59,13 @@ class ReadOptions:
     def __post_init__(self) -> None:
         if self.threads < 1 or self.staging_memory_bytes < 1 or self.max_over_read < 1:
             raise OptionError(
-                "Nothing can be read with these options.",
+                "Invalid options of reads.",
                 evidence=[
                     f"threads: {self.threads}",
                     f"staging_memory_bytes: {self.staging_memory_bytes}",
                     f"max_over_read: {self.max_over_read}",
                 ],
-                next_step="Each of them is 1 or more.",
+                next_step="Set each of them to 1 or more.",
             )
 
     @property
@@ -79,20 +78,20 @@ DEFAULT_OPTIONS = ReadOptions()
 
 
 class ReadJob(Protocol):
-    """A piece of work that any thread can do at any time."""
+    """Work that any thread can execute at any time."""
 
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
-        """Do it; bytes read from storage."""
+        """Execute the job and return the bytes read from storage."""
 
 
 ReadTask = list[ReadJob]
 
 
 class StopLatch:
-    """Lets threads in until it is shut; who closes it waits until the last has left.
+    """Admits threads until it is shut; closing it waits for the threads inside.
 
     Attributes:
-        shut: whether no more may come in, and who is in is to leave.
+        shut: whether no more threads are admitted, and those inside should stop.
     """
 
     def __init__(self) -> None:
@@ -102,7 +101,7 @@ class StopLatch:
 
     @contextmanager
     def entered(self) -> Iterator[bool]:
-        """Inside, with the right to work, or not if the gate was shut before."""
+        """Enter; yield whether the thread may work, which it may not once the latch is shut."""
         with self._change:
             may = not self.shut
             self._inside += may
@@ -114,7 +113,7 @@ class StopLatch:
                 self._change.notify_all()
 
     def close(self) -> None:
-        """Shut the gate, and wait until nobody is inside."""
+        """Shut the latch, and wait until no thread is inside."""
         with self._change:
             self.shut = True
             self._change.wait_for(lambda: self._inside == 0)
@@ -123,18 +122,18 @@ class StopLatch:
 def run_workers(
     pool: ThreadPoolExecutor, threads: int, stream: Iterator[_T], work: Callable[[Callable[[], _T | None]], int]
 ) -> int:
-    """Let threads draw from one stream until it is empty; the caller is one of them, and the only one for one thing.
+    """Let threads take items from one stream until it is empty. A single item is processed by the caller alone.
 
     Args:
-        pool: where the other threads come from.
-        threads: how many work, the caller among them.
-        stream: what is drawn; made as it is drawn, by one thread at a time.
-        work: what each thread does: it calls what it is given for the next thing, until that is None.
+        pool: runs the other threads.
+        threads: number of threads, the caller included.
+        stream: the items; advanced by one thread at a time.
+        work: run by each thread. It calls its argument for the next item, until that returns None.
     Returns:
-        the sum of what they return.
+        the sum of the results.
 
     Raises:
-        Exception: of the first thread that failed. No other has begun another thing after that.
+        Exception: of the first thread that failed. No other thread takes an item after that.
     """
     first = list(islice(stream, 2))
     stream = chain(first, stream)
@@ -142,14 +141,14 @@ def run_workers(
         return work(lambda: next(stream, None))
     lock, latch = threading.Lock(), StopLatch()
 
-    def draw() -> _T | None:
+    def take() -> _T | None:
         with lock:
             return None if latch.shut else next(stream, None)
 
     def other() -> int:
         with latch.entered() as may:
             try:
-                return work(draw) if may else 0
+                return work(take) if may else 0
             except BaseException:
                 # An interrupt too must stop the other threads; it is raised again where results are collected.
                 latch.shut = True
@@ -159,11 +158,11 @@ def run_workers(
     try:
         for _ in range(threads - 1):
             futures.append(pool.submit(other))
-        # This thread is one of them, and waits for none to be started. It passes no gate: its end is seen here.
-        total = work(draw)
+        # This thread works too and does not wait for others to start. It bypasses the latch: its end is seen here.
+        total = work(take)
     finally:
-        # An interrupt, even one between the start of a thread and our knowing of it, ends the work after what is
-        # under way: nothing is written after this returns.
+        # An interrupt, even one between the start of a thread and the append above, ends the work after the current
+        # items: nothing is written after this returns.
         latch.close()
     return total + sum(future.result() for future in futures if not future.cancel())
 
@@ -183,18 +182,18 @@ class ReadPool:
         self._idle: list[Workspace] = []
 
     def run(self, tasks: Iterator[ReadTask]) -> int:
-        """Do all tasks, in any order; bytes read from storage. One task is done here, for it is not worth a thread.
+        """Execute all tasks in any order and return the bytes read from storage; a single task needs no thread.
 
         Raises:
-            Corrupt, StorageError: of the first thread that failed. No other has begun a task after that.
+            Corrupt, StorageError: of the first thread that failed. No other thread takes a task after that.
         """
         return run_workers(self._pool, self.options.threads, tasks, self._work)
 
     def expect(self, regions: Iterable[Region]) -> None:
-        """Announce what will be read, so that the small reads of a remote directory come in few requests.
+        """Announce reads, so that the small reads of a remote directory become few requests.
 
         Args:
-            regions: all that will be read, about in this order; not looked at beyond one that is not remote.
+            regions: all regions that will be read, roughly in this order; the first local one ends the iteration.
         """
         wanted: dict[AnyPath, list[ExpectedRange]] = {}
         for region in regions:
@@ -205,7 +204,7 @@ class ReadPool:
             self._reader.expect(path, found)
 
     def begin(self, region: Region, out: np.ndarray[Any, Any]) -> Future[int]:
-        """Start to read a region into an array of its shape, in one thread; bytes read from storage."""
+        """Start to read a region into an array of its shape in one thread; the result is the bytes read."""
         return self._pool.submit(self._read, region, out)
 
     def _read(self, region: Region, out: np.ndarray[Any, Any]) -> int:
@@ -214,7 +213,7 @@ class ReadPool:
 
     @contextmanager
     def _workspace(self) -> Iterator[Workspace]:
-        """A workspace that no other thread has."""
+        """Yield a workspace that no other thread uses."""
         try:
             workspace = self._idle.pop()
         except IndexError:
@@ -224,16 +223,16 @@ class ReadPool:
         finally:
             self._idle.append(workspace)
 
-    def _work(self, draw: Callable[[], ReadTask | None]) -> int:
+    def _work(self, take: Callable[[], ReadTask | None]) -> int:
         total = 0
         with self._workspace() as workspace:
-            while (task := draw()) is not None:
+            while (task := take()) is not None:
                 for job in task:
                     total += job.read(self._reader, workspace)
         return total
 
     def close(self) -> None:
-        """Join the threads and give everything back."""
+        """Join the threads and release all resources."""
         self._pool.shutdown()
         for workspace in self._idle:
             workspace.close()

@@ -1,7 +1,7 @@
-"""Carrying out a plan's reads, into memory that a slot provides.
+"""Execute the reads of a plan into memory that slots provide.
 
-A :class:`Slot` is the memory of one wanted shard. On a CPU it is the tensor's own memory; on an accelerator it is a
-host array that is handed over when it is full, and travels while the next are read.
+A :class:`Slot` is the memory of one wanted shard. On a CPU it is the tensor's own memory. On an accelerator it is a
+host array that is copied to the device when it is full, while the next arrays are read.
 
 The items of a plan become jobs (:mod:`.read_jobs`), which the threads of a pool take (:mod:`.read_pool`). Memory beyond
 the targets: at most ``staging_memory_bytes`` for all threads together, or one host copy of a shard if that is larger.
@@ -34,16 +34,16 @@ class Slot(Protocol):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that stand in for the shard while it is open; 0 where it is filled in place."""
+        """Bytes of the host array that is filled instead of the shard; 0 if the shard is filled in place."""
 
     def open(self) -> Memory:
-        """Memory of the shard's dtype and size, to be filled."""
+        """Return memory of the shard's dtype and size, to be filled."""
 
     def close(self) -> None:
-        """The array that stands in for the shard is full, and may begin to travel to the shard's own memory."""
+        """Start to copy the full host array to the shard."""
 
     def settle(self) -> None:
-        """Wait until the shard has its numbers, and give the array back; after ``close``."""
+        """Wait for the copy, and release the host array; after ``close``."""
 
 
 def execute_reads(
@@ -56,11 +56,11 @@ def execute_reads(
     """Fill every slot.
 
     Args:
-        plan: what to read; its report must be empty.
+        plan: the plan; its report must be empty.
         root: the directory that the plan's files are relative to.
         slots: memory by role and full name.
-        options: threads and staging.
-        identities: which files were checked; another one under a path is refused.
+        options: threads and staging memory.
+        identities: identities of the checked files; a replaced file is refused.
     Returns:
         bytes read from storage.
     Raises:
@@ -72,7 +72,7 @@ def execute_reads(
     try:
         with ReadPool(options, identities) as pool:
             for group, size in _groups(plan.items, slots, room // 2):
-                # While a group is read, the host arrays of the one before travel to their device, if both have room.
+                # While a group is read, the host arrays of the previous one are copied to the device, if both fit.
                 if size_before + size > room:
                     before.settle()
                 targets = _Targets(slots)
@@ -80,7 +80,7 @@ def execute_reads(
                 before.settle()
                 before, size_before = targets, size
     finally:
-        # Nothing may be on its way out of memory that is given back.
+        # No copy may be under way from memory that is released.
         before.settle()
         targets.settle()
     return count
@@ -94,9 +94,9 @@ def _fill(pool: ReadPool, root: AnyPath, targets: _Targets, items: list[ReadItem
 
 
 def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], room: int) -> Iterator[tuple[list[ReadItem], int]]:
-    """Items that are read together, and the bytes of their host arrays.
+    """Yield groups of items that are read together, and the bytes of their host arrays.
 
-    All that are filled in place are one group; of the others as many as there is room for.
+    All items that are filled in place are one group; the others are grouped by the memory that is available.
     """
     if not any(slot.host_bytes for slot in slots.values()):
         yield list(items), 0
@@ -124,7 +124,7 @@ def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], room: int) -
 
 
 class _Targets:
-    """The memory of slots, opened when it is asked for. What is filled in place is handed over to nobody."""
+    """The memory of slots, opened on demand. Slots that are filled in place are neither closed nor settled."""
 
     def __init__(self, slots: Mapping[Key, Slot]) -> None:
         self._slots = slots
@@ -141,12 +141,12 @@ class _Targets:
         return found
 
     def close(self) -> None:
-        """All that stand in for a shard are full."""
+        """Close all open slots: their host arrays are full."""
         for key in self._open:
             self._slots[key].close()
 
     def settle(self) -> None:
-        """Wait until all have their numbers; not again for those that are known to."""
+        """Settle the open slots, once each."""
         for key in self._open:
             self._slots[key].settle()
         self._open.clear()
@@ -158,13 +158,13 @@ def verify_equal(
     options: ReadOptions = DEFAULT_OPTIONS,
     identities: Identities = NO_IDENTITIES,
 ) -> None:
-    """Read both sides of every check, piece by piece, and compare their bits.
+    """Read both sides of every check in pieces, and compare their bits.
 
     Args:
-        checks: what must be equal.
+        checks: pairs of ranges that must be equal.
         root: the directory that files are relative to.
-        options: threads and staging.
-        identities: which files were checked; another one under a path is refused.
+        options: threads and staging memory.
+        identities: identities of the checked files; a replaced file is refused.
     Raises:
         MismatchError: naming every pair that differs.
     """
@@ -178,11 +178,11 @@ def verify_equal(
 
 
 def refuse_unequal(unequal: Sequence[EqualCheck], root: AnyPath) -> None:
-    """Say which checks failed.
+    """Refuse checks that failed; no error if there is none.
 
     Raises:
-        Diverged: naming every pair that differs, copies of a tied tensor among them.
-        MismatchError: the same, where one number is stored several times; none if there is none.
+        Diverged: lists every pair that differs; copies of a tied tensor are among them.
+        MismatchError: the same, for numbers that are stored several times.
     """
     if unequal:
         kind = Diverged if any(check.tied for check in unequal) else MismatchError
@@ -196,7 +196,7 @@ def refuse_unequal(unequal: Sequence[EqualCheck], root: AnyPath) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two regions of one shape that must hold the same bits; the number of a pair that does not is noted."""
+    """Compare two regions of one shape bit by bit, and record the number of a pair that differs."""
 
     number: int
     left: Region
@@ -240,19 +240,19 @@ class ArraySlot:
         return Memory.of(self.array)
 
     def close(self) -> None:
-        """Nothing to hand over."""
+        """Do nothing: there is no host array."""
 
     def settle(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is no copy."""
 
 
 def read_tensors(
     pool: ReadPool, root: AnyPath, wanted: Iterable[tuple[Shard, Sequence[ReadItem]]]
 ) -> Iterator[tuple[Shard, np.ndarray[Any, Any]]]:
-    """Wanted tensors, one at a time, each as a flat array of its own; for export and digests.
+    """Yield wanted tensors one at a time, each as a flat array of its own; for digests.
 
     Args:
-        pool: who reads; all its threads do if a tensor is large.
+        pool: the threads; all of them read a large tensor.
         root: the catalog's directory.
         wanted: every tensor with its items, in order.
     """
@@ -265,7 +265,7 @@ def read_tensors(
 def _portions(
     wanted: Iterable[tuple[Shard, Sequence[ReadItem]]],
 ) -> Iterator[list[tuple[Shard, Sequence[ReadItem]]]]:
-    """Successive tensors that together are small enough to be fetched at once, should they be remote."""
+    """Group successive tensors that are small enough to be fetched together if they are remote."""
     portion: list[tuple[Shard, Sequence[ReadItem]]] = []
     size = 0
     for shard, items in wanted:
@@ -289,10 +289,10 @@ def _read_tensor(pool: ReadPool, root: AnyPath, shard: Shard, items: Sequence[Re
 def fill_arrays(
     pool: ReadPool, root: AnyPath, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]
 ) -> int:
-    """Read whole tensors into memory of the caller's; bytes read from storage.
+    """Read whole tensors into memory of the caller, and return the bytes read from storage.
 
     Args:
-        pool: who reads; all its threads do if there is much.
+        pool: the threads.
         root: the catalog's directory.
         items: the items of these tensors.
         arrays: a flat array of its dtype and size for every tensor, by role and name.

@@ -1,16 +1,15 @@
-"""Reading together: ranges that one rank reads and others get, because they do not see the file or need not read it.
+"""Redistribution: one rank reads a range for others that do not see the file, or that need not read it as well.
 
-Every rank says which ranges it wants from others, or shares with them; all work out the same rounds from that
-(:mod:`paddleformers_fc.plan.transfer_plan`), and go through them. In a round every rank reads its pieces, packed and in
-the stored dtype, and passes them on; a receiver puts a piece where its plan says, and transposes and casts there. The
-next round is read while this one travels. A rank that fails goes on to the end of its round, in which it says so; then
-all stop.
+Every rank sends the ranges that it wants from others or shares with them. All ranks compute the same rounds from these
+(:mod:`paddleformers_fc.plan.transfer_plan`). In a round every rank reads its pieces, packed and in the stored dtype,
+and sends them. A receiver copies a piece to the place in its plan, and transposes and casts there. The next round is
+read while this one is sent. A rank that fails completes its round and reports the failure; then all ranks stop.
 
-Where every rank sees every file and reads for itself there is nothing to agree on, and no rank says anything.
+If every rank sees every file and reads for itself, nothing is exchanged.
 
 Memory beyond the targets: two rounds that are read and one that is received, each of ``ROUND_BYTES``; on an accelerator
-also host copies of the shards that are not full yet, of which there are few, because pieces come in the order in which
-ranks want them.
+also host copies of incomplete shards. There are few of these, because pieces arrive in the order in which ranks want
+them.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _DIGEST_ELEMENTS = 4 << 20
 
 @dataclass(frozen=True)
 class ReadContext:
-    """What this rank reads from.
+    """The files that this rank reads.
 
     Args:
         root: the directory that files are relative to.
@@ -72,13 +71,13 @@ class ReadContext:
     seen_by: SeenBy = field(default_factory=lambda: EVERYONE)
 
     def sees(self, rank: int, file: str) -> bool:
-        """Whether a rank sees a file."""
+        """Return whether a rank sees a file."""
         return file not in self.seen_by or rank in self.seen_by[file]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that moved.
+    """Bytes read and received.
 
     Args:
         read: from storage, by this rank, for itself and for others.
@@ -90,7 +89,7 @@ class Traffic:
 
 
 class _RangeMessage(msgspec.Struct, array_like=True, frozen=True):
-    """A range of a file on its way to the other ranks."""
+    """A range of a file, as it is sent to the other ranks."""
 
     begin: int
     shape: tuple[int, ...]
@@ -106,11 +105,11 @@ _RangeMessages = dict[str, list[tuple[int, _RangeMessage]]]
 def agreed_schedule(
     wants: Sequence[StoredPart], storage: ReadContext, channel: Channel, limit: int
 ) -> TransferSchedule:
-    """This rank's part in the rounds that all ranks work out from their wants.
+    """Return this rank's part of the rounds that all ranks compute from the wanted ranges.
 
     Args:
         wants: the ranges this rank wants from others or shares with them, in the order in which it wants them.
-        storage: which files which rank sees.
+        storage: the files that each rank sees.
         channel: all ranks; every rank must call.
         limit: bound on the bytes that a rank sends, and receives, in a round.
     Raises:
@@ -129,14 +128,14 @@ def read_redistributed(
     options: ReadOptions = DEFAULT_OPTIONS,
     limit: int = ROUND_BYTES,
 ) -> Traffic:
-    """Fill every slot of every rank; each rank reads for itself what it sees and does not share.
+    """Fill every slot of every rank; each rank reads for itself the ranges that it sees and does not share.
 
     Args:
-        plan: what this rank wants; its report must be empty.
-        storage: what it reads from.
+        plan: this rank's plan; its report must be empty.
+        storage: the files that it reads.
         slots: memory by role and full name.
         channel: all ranks; every rank must call.
-        options: threads, staging, and whether what several ranks want is read once.
+        options: threads, staging memory, and whether a range that several ranks want is read once.
         limit: bound on the bytes that a rank sends, and receives, in a round.
     Raises:
         FlexError: the same on every rank; targets hold an undefined mixture.
@@ -163,17 +162,18 @@ def run_rounds(
     options: ReadOptions = DEFAULT_OPTIONS,
     before: Callable[[], None] = lambda: None,
 ) -> Traffic:
-    """Go through the rounds of a schedule.
+    """Execute the rounds of a schedule.
 
-    Every rank must call, inside an agreement: what fails on this rank is raised when all ranks have left the rounds.
+    Every rank must call, inside an agreement helper: an error of this rank is raised after all ranks have left the
+    rounds.
 
     Args:
         schedule: this rank's part.
-        storage: what it reads from.
+        storage: the files that it reads.
         channel: all ranks.
-        place: gets every piece that this rank wants, in its stored shape and dtype.
-        options: threads and staging.
-        before: work of this rank alone that comes first, and may fail.
+        place: called with every piece that this rank wants, in its stored shape and dtype.
+        options: threads and staging memory.
+        before: work of this rank alone that precedes the rounds; it may fail.
     Returns:
         the bytes that this rank read and received in the rounds.
     """
@@ -203,13 +203,13 @@ def run_rounds(
 def compare_redistributed(
     checks: Sequence[EqualCheck], storage: ReadContext, channel: Channel, options: ReadOptions = DEFAULT_OPTIONS
 ) -> None:
-    """Compare both sides of every check; sides that may lie on different disks by their digests.
+    """Compare both sides of every check; if they may be on different disks, compare digests.
 
     Args:
-        checks: what must be equal, as this rank's plan says.
-        storage: what this rank reads from.
+        checks: the checks of this rank's plan.
+        storage: the files that this rank reads.
         channel: all ranks; every rank must call.
-        options: whether what several ranks want is read once.
+        options: whether a range that several ranks want is read once.
     Raises:
         MismatchError: the same on every rank, naming every pair that differs.
     """
@@ -231,7 +231,7 @@ def compare_redistributed(
 def _agreed_digests(
     wanted: Sequence[StoredPart], storage: ReadContext, channel: Channel, options: ReadOptions
 ) -> dict[StoredPart, bytes]:
-    """The digests of all ranges that any rank asks for; each is read by one rank."""
+    """Return the digests of all ranges that any rank requests; each is read by one rank."""
     asked = all_gather_checked(channel, "asking for tied tensors", lambda: _to_messages(wanted), _RangeMessages)
     parts = (part for messages in asked for part in _from_messages(messages))
     owners = readers(parts, storage.seen_by, channel.world_size)
@@ -264,7 +264,7 @@ class _RangeSource:
     rank: int
 
     def begin(self, pieces: Sequence[TransferPiece]) -> dict[int, _Begun]:
-        """Start to read what this rank owns of a round; by index."""
+        """Start to read the pieces of a round that this rank owns, and return the reads by index."""
         return {
             index: _begin(self.pool, self.root, piece.stored)
             for index, piece in enumerate(pieces)
@@ -273,14 +273,14 @@ class _RangeSource:
 
 
 class _ShardFiller:
-    """How this rank's shards come to be full: some by reading alone, some by what arrives.
+    """Fills this rank's shards from its own reads and from received ranges.
 
     Args:
-        plan: what this rank wants.
-        arriving: the ranges that arrive.
+        plan: this rank's plan.
+        arriving: the received ranges.
         slots: memory by role and full name.
-        storage: what it reads from.
-        options: threads and staging.
+        storage: the files that it reads.
+        options: threads and staging memory.
     """
 
     def __init__(
@@ -306,14 +306,14 @@ class _ShardFiller:
                 self._own.setdefault(key, []).append(item)
 
     def read_alone(self) -> None:
-        """Fill the shards that nothing arrives for, as a rank does that needs no other."""
+        """Fill the shards of which no range is received."""
         items = self._plan.items
         if self._left:
             items = tuple(item for item in items if (item.role, item.name) not in self._left)
         self._read(items, self._slots)
 
     def place(self, piece: TransferPiece, array: Array) -> None:
-        """Put what arrived where the plan says; a shard that is full is handed over."""
+        """Copy a received piece to its place in the plan, and hand a complete shard over."""
         for item in self._arriving[piece.move.part]:
             key = (item.role, item.name)
             box = piece.box.relative_to(item.stored.part.lo)
@@ -338,7 +338,7 @@ class _ShardFiller:
 
 
 def _by_shard(plan: LoadPlan) -> list[ReadItem]:
-    """The items in an order in which shards become full one after the other."""
+    """Return the items ordered by shard, so that shards are completed one after the other."""
     shards: dict[Key, list[ReadItem]] = {}
     for item in plan.items:
         shards.setdefault((item.role, item.name), []).append(item)
@@ -348,7 +348,7 @@ def _by_shard(plan: LoadPlan) -> list[ReadItem]:
 def _round(
     channel: Channel, pieces: Sequence[TransferPiece], held: Mapping[int, Array]
 ) -> list[tuple[TransferPiece, Array]]:
-    """Pass on what this rank holds; what it gets, from others and from itself."""
+    """Send the pieces that this rank has read; return the pieces that it wants, from all ranks."""
     leaving: dict[int, list[Bytes]] = {}
     for index, array in held.items():
         for receiver in pieces[index].move.receivers:
@@ -390,7 +390,7 @@ def _dtype(piece: TransferPiece) -> np.dtype[Any]:
 
 
 def _result(failures: list[Exception], one: _Begun, piece: TransferPiece) -> tuple[Array, int]:
-    """What was read, or zeros in its place: the others wait for so many bytes."""
+    """Return a piece that was read, or zeros in its place: the receivers expect that many bytes."""
     try:
         return one[0], one[1].result()
     except Exception as error:  # Raised when all ranks have left the rounds.
@@ -399,7 +399,7 @@ def _result(failures: list[Exception], one: _Begun, piece: TransferPiece) -> tup
 
 
 def _attempt(failures: list[Exception], work: Callable[[], None]) -> None:
-    """Do what may fail, unless something has failed: this rank must not leave the rounds before the others."""
+    """Run work and collect its error; skip it after an error. A rank must not leave the rounds before the others."""
     if failures:
         return
     try:

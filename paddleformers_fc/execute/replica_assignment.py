@@ -1,11 +1,11 @@
-"""Which rank writes which part of which shard, and into which files.
+"""Assign the parts of shards to the ranks that write them, and to files.
 
-Shards that one rank alone holds leave no choice. Replicas are found by box, not by count, and are given away largest
-first, each to the rank that has the fewest bytes. Where that would give a rank more than its even share, the shard is
-*poured*: its holders get rows of it until all of them stand equally high. A part of a shard is a shard again, so that
-no reader knows the difference.
+Shards without replicas are written by their holder. Replicas are found by box, not by count, and are assigned largest
+first, each to the rank with the fewest bytes. If that would exceed the even share of a rank, the rows of the shard are
+distributed so that its holders write the same number of bytes. A part of a shard is a shard again, so readers need no
+special case.
 
-Linear in the shards of all ranks, up to sorting; ranks that hold the same are looked at once.
+Time: linear in the shards of all ranks, apart from sorting; ranks with equal shards are processed once.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def _described(role: str, shard: Shard) -> str:
 
 
 def assign_writers(everyone: Sequence[RankShards]) -> list[list[ShardPart]]:
-    """Who writes what, so that each distinct shard is written once and bytes are even.
+    """Assign writers so that each distinct shard is written once and bytes are balanced.
 
     Args:
-        everyone: the shards of every rank, by rank. Ranks that hold the same may share one object.
+        everyone: the shards of every rank, by rank. Ranks with equal shards may share one object.
     Returns:
         the pieces that each rank writes, by rank.
     """
@@ -149,7 +149,7 @@ def _holders(everyone: Sequence[RankShards]) -> Iterable[tuple[tuple[str, Shard]
 
 
 def _bytes_to_level(size: int, ranks: Sequence[int], load: Sequence[int]) -> list[tuple[int, int]]:
-    """How many bytes of ``size`` each rank takes until those that take any stand equally high, by rank."""
+    """Return rank and bytes of every writer, so that all writers of a shard write the same number of bytes in total."""
     takers = sorted(ranks, key=lambda rank: (load[rank], rank))
     while True:
         level = (size + sum(load[rank] for rank in takers)) // len(takers)

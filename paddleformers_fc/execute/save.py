@@ -64,7 +64,7 @@ _PLANS = SavePlanCache()
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What a checkpoint says about the job that wrote it.
+    """The record of the job that wrote a checkpoint.
 
     Args:
         step: optimizer steps done.
@@ -85,8 +85,8 @@ class SaveReport:
 
     Args:
         manifest: of the finished checkpoint.
-        set_aside: directories with somebody's files that were found under the checkpoint's name and moved out of the
-            way, and older checkpoints that could not be deleted; normally none.
+        set_aside: directories with files of other programs that had the checkpoint's name and were renamed, and older
+            checkpoints that could not be deleted; normally none.
         disks: which ranks wrote onto the same disk.
         differences: where ranks hold different numbers of the same part of a tensor, one line each; normally none.
         diverged_ties: tied tensors whose copies differ, which make the checkpoint unusable for a resume; normally none.

@@ -79,7 +79,7 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """What a checkpoint says about the whole model.
+    """The record of the whole model in a checkpoint.
 
     Args:
         family: the family's name.
@@ -92,7 +92,7 @@ class ModelRecord:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Everything that one rank needs to know to write its part.
+    """The part of a save that one rank writes.
 
     Args:
         files: this rank's files.
@@ -107,10 +107,10 @@ class SavePlan:
     ties: Ties = field(default_factory=Ties)
 
     def described(self) -> ModelRecord:
-        """What the coordinator writes.
+        """Return the record that the coordinator writes.
 
         Raises:
-            PeerError: this rank is not the coordinator, and has not worked it out.
+            PeerError: this rank is not the coordinator.
         """
         if self.model is None:
             raise PeerError("Only the coordinator of a save can describe the model.")
@@ -205,7 +205,7 @@ def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:
     parameters: dict[str, Shard] = {}
     for held in distinct:
         parameters.update(held.get(MODEL_STATE, {}))
-    # One shard of every model tensor of the job; its cuts tell the tensor-parallel degree.
+    # One shard of every model tensor of the job; its cuts determine the tensor-parallel degree.
     family, rules = family_for(model.config), model_rules(model, parameters)
     prove(rules.mapping(), "The model's mapping")
     _refuse_partial(distinct, parameters)

@@ -271,7 +271,7 @@ def test_bytes_beside_a_tensor_are_not_filled(tmp_path: Path, start: int) -> Non
     items = rows_of(*values.shape)
     items[1] = msgspec.structs.replace(items[1], start=start)
     slots = {(ROLE, str(row)): ArraySlot(memory[8 * row : 8 * row + 8]) for row in range(2)}
-    with pytest.raises(MismatchError, match="not those of its tensor"):
+    with pytest.raises(MismatchError, match="exceeds the memory of its tensor"):
         execute_reads(plan_of(items), tmp_path, slots)
     assert not memory[8:].any()
 
