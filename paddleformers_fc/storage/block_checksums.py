@@ -86,7 +86,6 @@ def compare_blocks(
     unreadable: dict[str, str] = {}
     found = BlockComparison()
     with RangeReader(identities=identities) as reader:
-        check = _SpanCheck(directory, reader)
         # A file system can hold more spans than there is memory for futures, so threads draw from one iterator.
         spans, lock, stop = _spans(files), threading.Lock(), threading.Event()
 
@@ -98,7 +97,7 @@ def compare_blocks(
                 if span is None:
                     return
                 try:
-                    blocks, count = check.differing(span, buffer)
+                    blocks, count = _differing(directory, reader, span, buffer)
                 except StorageError as error:
                     with lock:
                         found.refusals[span.checksum.path] = error
@@ -152,39 +151,23 @@ def _spans(wanted: Iterable[tuple[FileChecksum, Numbers]]) -> Iterator[_Span]:
             yield _Span(checksum, numbers[first : first + count])
 
 
-@dataclass(frozen=True)
-class _SpanCheck:
-    """Recomputes block checksums of files below ``directory``."""
-
-    directory: AnyPath
-    reader: RangeReader
-
-    def differing(self, span: _Span, buffer: memoryview) -> tuple[list[int], int]:
-        """The blocks of ``span`` whose checksum is not the recorded one, and the bytes that were hashed.
-
-        Args:
-            span: which blocks.
-            buffer: scratch memory.
-        """
-        differing: list[int] = []
-        total = 0
-        for number in span.numbers:
-            digest, count = self._block(span.checksum, number, buffer)
-            total += count
-            if digest != span.checksum.blocks[number]:
-                differing.append(number)
-        return differing, total
-
-    def _block(self, checksum: FileChecksum, number: int, buffer: memoryview) -> tuple[str, int]:
-        begin = position = number * checksum.block_bytes
-        end = min(position + checksum.block_bytes, checksum.size)
+def _differing(directory: AnyPath, reader: RangeReader, span: _Span, buffer: memoryview) -> tuple[list[int], int]:
+    """Return the blocks of a span whose checksum is not the recorded one, and the bytes that were hashed."""
+    differing: list[int] = []
+    total = 0
+    for number in span.numbers:
+        begin = position = number * span.checksum.block_bytes
+        end = min(position + span.checksum.block_bytes, span.checksum.size)
         state = xxhash.xxh3_64()
         while position < end:
             chunk = buffer[: min(len(buffer), end - position)]
-            self.reader.read_into(self.directory / checksum.path, position, chunk)
+            reader.read_into(directory / span.checksum.path, position, chunk)
             state.update(chunk)
             position += len(chunk)
-        return state.hexdigest(), end - begin
+        total += end - begin
+        if state.hexdigest() != span.checksum.blocks[number]:
+            differing.append(number)
+    return differing, total
 
 
 def _unread_line(path: str, what: str) -> str:

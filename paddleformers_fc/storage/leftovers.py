@@ -7,7 +7,9 @@ proved to be unused. A checkpoint that lost its name in a crash between two rena
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from paddleformers_fc.errors import StorageError
@@ -40,13 +42,17 @@ class Leftover:
 
 
 def unfinished(output_dir: Path) -> list[Leftover]:
-    """Every hidden directory beside the checkpoints of ``output_dir``: saves that run now, and what crashes left.
+    """Return the hidden directories beside the checkpoints of ``output_dir``: of running saves, and of crashes.
 
     Raises:
         StorageError: the operating system refused to look into ``output_dir``.
     """
     found = [(path, parse_hidden(path)) for path in list_directory(output_dir)]
-    return [_leftover_of(path, *parsed) for path, parsed in found if parsed is not None and is_directory(path)]
+    return [
+        _judged(path, parsed[0], partial(_judge, state=parsed[1]))
+        for path, parsed in found
+        if parsed is not None and is_directory(path)
+    ]
 
 
 def leftovers(output_dir: Path) -> list[Leftover]:
@@ -56,12 +62,14 @@ def leftovers(output_dir: Path) -> list[Leftover]:
         StorageError: the operating system refused to look into ``output_dir``.
     """
     moved = [(path, parse_kept(path)) for path in list_directory(output_dir)]
-    kept_ones = [_judged_kept(path, target) for path, target in moved if target is not None and is_directory(path)]
+    kept_ones = [
+        _judged(path, target, _judge_kept) for path, target in moved if target is not None and is_directory(path)
+    ]
     return [*unfinished(output_dir), *kept_ones]
 
 
 def remove_leftover(path: Path) -> bool:
-    """Delete a directory of :func:`leftovers` after looking at it again; whether it was deleted.
+    """Check a directory of :func:`leftovers` again and delete it; return whether it was deleted.
 
     Raises:
         StorageError: the operating system refused.
@@ -69,7 +77,7 @@ def remove_leftover(path: Path) -> bool:
     found = next((one for one in leftovers(path.parent) if one.path == path), None)
     if found is None or not found.removable:
         return False
-    return _remove_nameless(path) if found.nameless else _remove_unless_gone(path)
+    return _removed(found)
 
 
 def clean_unfinished(output_dir: Path) -> tuple[list[Leftover], list[Leftover]]:
@@ -91,7 +99,7 @@ def clean_unfinished(output_dir: Path) -> tuple[list[Leftover], list[Leftover]]:
             left.append(one)
             continue
         try:
-            if _remove_nameless(one.path) if one.nameless else _remove_unless_gone(one.path):
+            if _removed(one):
                 removed.append(one)
         except StorageError as error:
             left.append(replace(one, why=f"{one.why} It cannot be deleted: {error.what}"))
@@ -99,9 +107,9 @@ def clean_unfinished(output_dir: Path) -> tuple[list[Leftover], list[Leftover]]:
 
 
 def recover(output_dir: Path) -> list[Path]:
-    """Finish the replacements that a crash interrupted; the checkpoints that got their name back.
+    """Complete the replacements that a crash interrupted; return the checkpoints whose names were restored.
 
-    Called by the coordinator before it looks for a checkpoint to resume from.
+    The coordinator calls it before it searches for a checkpoint to resume from.
 
     Raises:
         StorageError: the operating system refused.
@@ -125,25 +133,23 @@ def recover(output_dir: Path) -> list[Path]:
     return recovered
 
 
-def _remove_unless_gone(directory: Path) -> bool:
-    """Whether this call removed it, and not another process that cleans at the same time."""
+def _removed(leftover: Leftover) -> bool:
+    """Delete a leftover; return whether this call deleted it, and not another process that cleans up.
+
+    A directory without an owner record is not renamed first, because its process may be about to write the record.
+    Without the partial record, or the directory, that process fails and starts again. Once the record has its name, the
+    directory is not empty and stays.
+    """
+    if leftover.nameless:
+        remove_file(leftover.path / PARTIAL_OWNER_NAME)
+        return remove_empty_directory(leftover.path)
     try:
-        remove_checkpoint(directory)
+        remove_checkpoint(leftover.path)
     except StorageError as error:
         if is_gone(error):
             return False
         raise
     return True
-
-
-def _remove_nameless(directory: Path) -> bool:
-    """Delete a directory only if it still has no owner record; return whether it was deleted.
-
-    Not by renaming it first, for its maker may be just about to write his name. Without the partial record, or the
-    directory, he fails and starts again; once the record has its name, the directory is not empty and stays.
-    """
-    remove_file(directory / PARTIAL_OWNER_NAME)
-    return remove_empty_directory(directory)
 
 
 def _owner_state(directory: Path) -> ProcessState | None:
@@ -152,26 +158,22 @@ def _owner_state(directory: Path) -> ProcessState | None:
     return None if owner is None else process_state(owner)
 
 
-def _leftover_of(path: Path, target: Path, state: str) -> Leftover:
+def _judged(path: Path, target: Path, judge: Callable[[Path, Path], Leftover]) -> Leftover:
     try:
-        return _judge_leftover(path, target, state)
+        return judge(path, target)
     except StorageError as error:
-        # Another user's, in a directory of several users, or on a part of the disk that is broken: it stops no save.
+        # It may belong to another user, or the disk is broken there. That must not stop a save.
         return Leftover(path, target, f"It cannot be looked at: {error.what}", False)
 
 
-def _judged_kept(path: Path, target: Path) -> Leftover:
-    try:
-        finished = is_finished(path)
-    except StorageError as error:
-        return Leftover(path, target, f"It cannot be looked at: {error.what}", False)
-    if finished:
+def _judge_kept(path: Path, target: Path) -> Leftover:
+    if is_finished(path):
         return Leftover(path, target, "It is a checkpoint.", False)
     why = f"It holds files of another program that were found as {target.name}."
     return Leftover(path, target, why, False, removable=True)
 
 
-def _judge_leftover(path: Path, target: Path, state: str) -> Leftover:
+def _judge(path: Path, target: Path, state: str) -> Leftover:
     found = _judge_owner(path, target, state)
     alive = _owner_state(path) is ProcessState.ALIVE
     # A checkpoint that has only lost its name is one.

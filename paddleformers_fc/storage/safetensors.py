@@ -398,6 +398,7 @@ def _countable(dtype: str, shape: tuple[int, ...]) -> int:
     size = item_size(dtype)
     for extent in shape:
         size *= extent
+        # Stopping here bounds the numbers; as in the library, a later extent of zero does not excuse it.
         if size > _MAX_COUNT:
             return -1
     return size
@@ -479,7 +480,9 @@ def _entry(path: AnyPath, name: str, claim: Any, data_begin: int) -> TensorEntry
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
         _reject(path, f"tensor {name!r} has data_offsets that are not two integers from 0 to 2^64-1")
     begin, end = offsets
-    size = _byte_count(path, name, dtype, shape)
+    size = _countable(dtype, tuple(shape))
+    if size < 0:
+        _reject(path, f"tensor {name!r} of shape {_short(shape)} has more bytes than can be counted")
     if end - begin != size:
         _reject(
             path,
@@ -491,17 +494,6 @@ def _entry(path: AnyPath, name: str, claim: Any, data_begin: int) -> TensorEntry
 def _is_count(value: Any) -> bool:
     # bool is an int to Python, but not to JSON.
     return type(value) is int and 0 <= value <= _MAX_COUNT
-
-
-def _byte_count(path: AnyPath, name: str, dtype: str, shape: Sequence[int]) -> int:
-    size = item_size(dtype)
-    for extent in shape:
-        size *= extent
-        # Stopping here keeps a long list of huge extents from becoming a huge multiplication; a later extent of zero
-        # does not excuse it, as it does not in the library.
-        if size > _MAX_COUNT:
-            _reject(path, f"tensor {name!r} of shape {_short(shape)} has more bytes than can be counted")
-    return size
 
 
 def _check_cover(path: AnyPath, ordered: dict[str, TensorEntry], data_begin: int) -> int:
