@@ -38,7 +38,7 @@ MOST_BUFFERS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
-"""Of a name that leads to nothing, and always will: links in a circle are as good as one to nowhere."""
+"""Errors of a name that leads to no file; links in a circle are among them."""
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 _AT_FDCWD = -100
 _NO_TIME: int = getattr(os, "O_NOATIME", 0)
@@ -59,12 +59,12 @@ _ADVICE = {
 
 
 def refused(action: str, path: Path | str, error: OSError, offset: int | None = None) -> StorageError:
-    """The :class:`StorageError` for an ``error`` met when trying to ``action`` ``path``.
+    """Return the :class:`StorageError` for a failed system call.
 
     Args:
         action: an infinitive such as "write" or "rename".
-        path: the name that the call was for.
-        error: what the system said.
+        path: the name that was passed to the call.
+        error: the error of the system.
         offset: the byte of the file at which it failed, if any.
     """
     reason = error.strerror or type(error).__name__
@@ -86,7 +86,7 @@ def _naming(action: str, path: Path) -> Iterator[None]:
 
 
 def byte_view(buffer: Any) -> memoryview:
-    """The bytes of a C-contiguous buffer, flat and without a copy.
+    """Return the bytes of a C-contiguous buffer, flat and without a copy.
 
     Args:
         buffer: bytes, memoryview or numpy array of any dtype, also those of ``ml_dtypes`` that have no buffer format.
@@ -108,12 +108,12 @@ def byte_view(buffer: Any) -> memoryview:
 
 
 def memory_at(address: int, length: int) -> memoryview:
-    """The bytes that begin at an address of this process. They are the caller's, and must outlive the view."""
+    """Return the bytes at an address of this process. They are the caller's, and must outlive the view."""
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
 
 def writable_view(buffer: Any, path: AnyPath) -> memoryview:
-    """As :func:`byte_view`, of a buffer that bytes of ``path`` will go into.
+    """Return :func:`byte_view` of a buffer that bytes of ``path`` are read into.
 
     Raises:
         FormatError: the buffer is read-only or not in one piece.
@@ -443,12 +443,12 @@ def make_directories(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """See whether a directory can be made and written into, without leaving a trace.
+    """Check that a directory can be created and written into, without leaving a trace.
 
-    Only the system can tell, so a directory with a unique name is created, and deleted, in the existing part of it.
+    A directory with a unique name is created, and deleted, in the existing part of the path.
 
     Raises:
-        StorageError: what :func:`make_directories` would meet, or a directory that takes nothing new.
+        StorageError: :func:`make_directories` would fail, or no entry can be created in the directory.
     """
     with _naming("create", path):
         ground = next(one for one in (path, *path.parents) if one.exists())
@@ -481,8 +481,7 @@ def is_mount_point(path: Path) -> bool:
 def _is_mounted_from_here(path: Path) -> bool:
     """Whether a directory is a part of its parent's own file system that is mounted there, which its numbers hide.
 
-    The system looks whether two names are on one mount before it looks what they stand for, so that names of nothing
-    will do.
+    The system compares the mounts of two names before it looks the names up, so that missing names suffice.
     """
     name = f".trial-{secrets.token_hex(6)}"
     try:
@@ -515,8 +514,8 @@ def rename(source: Path, target: Path) -> None:
 def exchange(one: Path, other: Path) -> bool:
     """Swap two names atomically; False, with nothing changed, if the system did not do it.
 
-    Platforms, file systems and sandboxes that cannot exchange names report that with several different error numbers.
-    The caller falls back on plain renames, and they report what is really wrong, if anything is.
+    Platforms, file systems and sandboxes that cannot exchange names report several different error numbers. The caller
+    falls back on plain renames, which report a real fault.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -673,18 +672,18 @@ def size_of(path: AnyPath) -> int:
 
 
 def map_paths(work: Callable[[_T], _R], items: Iterable[_T], at: AnyPath) -> Iterable[_R]:
-    """``work`` of every item, in their order; several at a time where they are of a store, to which the way is long.
+    """Return ``work`` of every item in order; several at a time for a store, whose latency is high.
 
     Args:
-        work: what looks at or reads a file.
-        items: what it is given.
-        at: the directory that they are of, or one of them.
+        work: inspects or reads a file.
+        items: its arguments.
+        at: the directory of the files, or one of them.
     """
     return remote.map_remote(work, items) if isinstance(at, RemotePath) else map(work, items)
 
 
 def files_within(path: Path) -> list[Path]:
-    """Every regular file in a directory and below it; links are not followed.
+    """Return every regular file in a directory and below it; links are not followed.
 
     Raises:
         StorageError: a directory cannot be listed.
@@ -694,7 +693,7 @@ def files_within(path: Path) -> list[Path]:
 
 
 def directories_within(path: Path) -> list[Path]:
-    """A directory and every directory below it, the deepest first; links are not followed.
+    """Return a directory and every directory below it, the deepest first; links are not followed.
 
     Raises:
         StorageError: one of them cannot be listed.

@@ -24,14 +24,14 @@ from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.storage.remote import PART_BYTES, RemoteFile
 
 GAP_BYTES = 256 * 1024
-"""What comes in the time of a request, carefully: a gap of this length is read along rather than asked around."""
+"""Bytes that arrive in the time of a request, a low estimate: a gap of this length is read along."""
 MAX_GAP_RATIO = 16.0
-"""Bytes of a request over bytes that are wanted of it, where that is more than ``FREE_BYTES``."""
+"""Maximum ratio of requested to wanted bytes, for requests of more than ``FREE_BYTES``."""
 FREE_BYTES = 64 * 1024
-"""A request of this length takes no longer than one of a byte."""
+"""A request of this length takes as long as one of a byte."""
 BUNDLE_BYTES = PART_BYTES
 MOST_REQUESTS = 64
-"""In a bundle: what is asked for at the same time."""
+"""Maximum number of requests of a bundle, which are sent at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ExpectedRange:
 
 
 def joins(gap: int, length: int, size: int) -> bool:
-    """Whether two ranges had better be one.
+    """Return whether two ranges are cheaper as one request.
 
     Args:
         gap: bytes between them.
@@ -66,7 +66,7 @@ class _Bundle:
 
     Args:
         requests: offsets of the first byte and behind the last.
-        answers: what was fetched, request by request; None before, and when it was forgotten.
+        answers: the fetched bytes by request; None before the fetch and after eviction.
     """
 
     requests: list[tuple[int, int]]
@@ -80,7 +80,7 @@ class _Bundle:
 
 
 class _Expected:
-    """What is expected of one file."""
+    """The expected ranges of one file."""
 
     def __init__(self, wanted: Iterable[ExpectedRange]) -> None:
         self.bundles = list(bundle_requests(wanted))
@@ -89,7 +89,7 @@ class _Expected:
         ]
 
     def parts(self, begin: int, end: int) -> list[tuple[_Bundle, int, int, int]]:
-        """Where a range lies: bundle, number of the request, range inside it. Nothing if it is not expected whole."""
+        """Return the parts of a range: bundle, number of the request, range inside it. Empty if it is not covered."""
         found: list[tuple[_Bundle, int, int, int]] = []
         number = bisect_right(self._places, begin, key=lambda place: place[0]) - 1
         while begin < end:
@@ -104,10 +104,10 @@ class _Expected:
 
 
 class Prefetcher:
-    """What is expected of remote files, and what was fetched of it. For many threads.
+    """The expected ranges of remote files, and the bundles that were fetched. Safe for several threads.
 
     Args:
-        bundles: how many may be in memory.
+        bundles: maximum number of bundles in memory.
     """
 
     def __init__(self, bundles: int) -> None:
@@ -127,13 +127,13 @@ class Prefetcher:
             self._expected[path] = _Expected(wanted)
 
     def read_into(self, file: RemoteFile, offset: int, view: memoryview) -> None:
-        """Fill ``view`` with the bytes from ``offset`` on; what was not expected is asked for alone.
+        """Fill ``view`` with the bytes from ``offset`` on; a range that was not expected is requested alone.
 
         Raises:
             Corrupt, StorageError: as :meth:`RemoteFile.read_into`.
         """
         expected = self._expected.get(file.path)
-        if expected is None or not self._deal(file, expected, offset, view):
+        if expected is None or not self._fill(file, expected, offset, view):
             file.read_into(offset, view)
 
     def read_each(self, file: RemoteFile, ranges: Sequence[tuple[int, memoryview]]) -> None:
@@ -147,10 +147,10 @@ class Prefetcher:
             wanted = (ExpectedRange(low, low + view.nbytes, view.nbytes) for low, view in ranges)
             expected = _Expected(wanted)
         for low, view in ranges:
-            self._deal(file, expected, low, view)
+            self._fill(file, expected, low, view)
 
-    def _deal(self, file: RemoteFile, expected: _Expected, offset: int, view: memoryview) -> bool:
-        """Fill ``view`` out of bundles; False, with nothing done, where they do not have it."""
+    def _fill(self, file: RemoteFile, expected: _Expected, offset: int, view: memoryview) -> bool:
+        """Fill ``view`` from bundles; return False, with nothing done, if they do not cover it."""
         parts = expected.parts(offset, offset + view.nbytes)
         done = 0
         for bundle, index, low, high in parts:
@@ -167,7 +167,7 @@ class Prefetcher:
         return answers
 
     def _note(self, bundle: _Bundle) -> None:
-        """Keep account of what is loaded, and forget what is too much."""
+        """Record a bundle as used, and evict the least recently used ones beyond the bound."""
         with self._lock:
             if id(bundle) not in self._loaded:
                 self._loaded[id(bundle)] = bundle
@@ -176,12 +176,12 @@ class Prefetcher:
             while self._held > self._room and len(self._loaded) > 1:
                 _, oldest = self._loaded.popitem(last=False)
                 self._held -= oldest.size
-                # A thread that is dealing out of it has its answers in hand.
+                # A thread that is copying from it holds a reference to its answers.
                 oldest.answers = None
 
 
 def bundle_requests(wanted: Iterable[ExpectedRange]) -> Iterator[_Bundle]:
-    """Requests for ranges of one file, in bundles."""
+    """Yield the requests for ranges of one file, in bundles."""
     some: list[tuple[int, int]] = []
     size = 0
     for begin, end in _requests(wanted):
@@ -195,7 +195,7 @@ def bundle_requests(wanted: Iterable[ExpectedRange]) -> Iterator[_Bundle]:
 
 
 def _requests(wanted: Iterable[ExpectedRange]) -> Iterator[tuple[int, int]]:
-    """Offsets of what is asked for: neighbours joined, long ones cut."""
+    """Yield the offsets of requests: neighbours are joined, long ranges are cut."""
     for one in _joined(sorted((one for one in wanted if one.begin < one.end), key=lambda one: (one.begin, one.end))):
         for low in range(one.begin, one.end, BUNDLE_BYTES):
             yield low, min(low + BUNDLE_BYTES, one.end)
@@ -206,7 +206,7 @@ def _joined(wanted: Iterable[ExpectedRange]) -> Iterator[ExpectedRange]:
     for one in wanted:
         if last is not None:
             end, size = max(last.end, one.end), last.size + one.size
-            # Ranges that overlap are one whatever they cost: what is read twice is asked for once.
+            # Overlapping ranges are always joined, so that their bytes are requested once.
             if one.begin < last.end or joins(one.begin - last.end, end - last.begin, size):
                 last = ExpectedRange(last.begin, end, size)
                 continue

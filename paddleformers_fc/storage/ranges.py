@@ -45,8 +45,8 @@ class RangeReader:
 
     Args:
         max_open_files: bound on descriptors held at once.
-        threads: how many will read; of remote files two bundles are kept for each, up to half a GiB.
-        identities: which files the paths stood for when they were checked; another one is refused.
+        threads: number of reading threads; two bundles of remote files are kept for each, up to half a GiB.
+        identities: identities of the checked files by path; a replaced file is refused.
 
     Raises:
         OptionError: the bound is not positive.
@@ -65,9 +65,9 @@ class RangeReader:
         self._change = threading.Condition()
 
     def expect(self, path: AnyPath, wanted: Iterable[ExpectedRange]) -> None:
-        """Announce what will be read of a file, about in this order, in place of what was announced before.
+        """Announce the ranges of a file that will be read, roughly in this order, in place of earlier ones.
 
-        It saves requests where the file is remote, and does nothing where it is not.
+        This saves requests for a remote file, and has no effect for a local one.
         """
         if isinstance(path, RemotePath):
             self._ahead.expect(path, wanted)
@@ -145,11 +145,11 @@ class RangeReader:
             raise refusals[0]
 
     def refuse_replaced(self) -> None:
-        """To be called after the last read, for remote files, which can be replaced while they are read.
+        """Refuse remote files that were replaced while they were read; to be called after the last read.
 
         Raises:
-            Corrupt: one of them is no longer the file that was checked.
-            StorageError: the store refused to look.
+            Corrupt: a file is no longer the one that was checked.
+            StorageError: the store refused the request.
         """
         refuse_replaced_meanwhile(self._seen, self._identities)
 
@@ -224,9 +224,9 @@ class RangeReader:
                 self._drop(path)
 
     def _make_room(self, path: AnyPath) -> bool:
-        """Whether ``path`` is open already or may be opened now; an idle file is closed if that takes it."""
+        """Return whether ``path`` is open or may be opened now; close an idle file if necessary."""
         if self._closed:
-            raise StorageError(f"{path} was asked of a reader that is closed.", where=str(path))
+            raise StorageError(f"{path} cannot be read: the reader is closed.", where=str(path))
         if path in self._files or self._held < self._limit:
             return True
         idle = next((one for one, shared in self._files.items() if shared.users == 0), None)
@@ -241,14 +241,14 @@ class RangeReader:
 
 
 def _offsets(first: int, views: Sequence[memoryview]) -> Iterable[int]:
-    """Where successive views begin in the file."""
+    """Yield the offset of each of several successive views."""
     for view in views:
         yield first
         first += view.nbytes
 
 
 def _views(rows: ScatterList) -> Iterable[tuple[int, memoryview]]:
-    """The offset of every row, and its memory."""
+    """Yield the offset and the memory of every row."""
     for offset, address, length in zip(
         rows.offsets.tolist(), rows.addresses.tolist(), rows.lengths.tolist(), strict=True
     ):

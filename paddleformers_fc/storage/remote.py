@@ -29,9 +29,9 @@ from paddleformers_fc.storage.paths import RemotePath, mask_credentials
 PART_BYTES = 8 * 1024 * 1024
 """The longest range of one request."""
 PARTS = 4
-"""How many parts of a range are asked for at a time."""
+"""Number of parts of a range that are requested at a time."""
 AT_ONCE = 16
-"""How many files are looked at, or opened, at a time."""
+"""Number of files that are inspected or opened at a time."""
 
 # What backends call the thing that changes when a file does, the most telling first.
 _TAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_md5", "Content-MD5", "generation", "version_id", "mtime")
@@ -100,7 +100,7 @@ class RemoteFile:
                 view[low:high] = answer
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Several ranges, asked for at the same time where the backend can.
+        """Fetch several ranges, at the same time if the backend supports it.
 
         Args:
             ranges: offset of the first byte, and behind the last.
@@ -150,7 +150,7 @@ class RemoteFile:
         fault = "fewer" if got < wanted else "more"
         advice = "The connection was cut; try again." if got < wanted else "This server does not answer range requests."
         return StorageError(
-            f"The store answered with {fault} bytes of {self.path} than were asked for.",
+            f"The store answered with {fault} bytes of {self.path} than were requested.",
             where=f"{self.path}, byte {begin}",
             evidence=[f"wanted {wanted} bytes from byte {begin}, got {got}"],
             next_step=advice if got < wanted else f"{advice} Download the directory, and name the copy.",
@@ -255,7 +255,7 @@ def refused(
 
     Args:
         action: an infinitive such as "read".
-        path: what was asked for.
+        path: the requested file.
         error: what the backend raised.
         offset: of the first byte that was wanted, for a read.
         secrets: texts that must not be repeated.

@@ -120,7 +120,7 @@ def read_header(path: AnyPath) -> Header:
         path: the file; a link is followed.
 
     Raises:
-        Corrupt: the file is missing, truncated, or longer than its header says.
+        Corrupt: the file is missing, truncated, or longer than its header describes.
         FormatError: the header does not follow the format; the message names the file and the tensor.
         StorageError: the operating system refused to open or read it.
     """
@@ -231,7 +231,7 @@ class SequentialTensorWriter:
         self.write_parts(key, (buffer,))
 
     def write_parts(self, key: str, parts: Iterable[Any]) -> None:
-        """As :meth:`write`, for bytes that come in parts, each asked for when the one before is written."""
+        """As :meth:`write`, for bytes in parts; each part is requested when the previous one is written."""
         due = self._due(key)
         written = 0
         for part in parts:

@@ -28,13 +28,13 @@ PARTIAL_OWNER_NAME = OWNER_NAME + ".part"
 
 
 _ENDED = ("Z", "X")
-"""States of a process that has ended and whose parent has not asked how; some parents never do."""
+"""States of a process that has ended and whose parent has not collected its exit status."""
 
 _MAX_BYTES = 64 * 1024
 
 
 class ProcessState(enum.Enum):
-    """What is known of a process."""
+    """The state of a process, as far as it can be proved."""
 
     ALIVE = "alive"
     DEAD = "dead"

@@ -10,9 +10,9 @@ warm cache, against one ``preadv`` per row: rows of 2 KiB 2.8 to 3.8 times as fa
 Rows that are adjacent in the file are cheaper still: they are one ``preadv`` with a list of targets, at a tenth of the
 kernel's cost of a request. The list, too, is filled as one numpy array.
 
-What the kernel does not do is read row by row: a row that came back short or failed, or all rows if the calls are
-missing, forbidden or at the system's limit (``fs.aio-max-nr``). So errors are those of
-:func:`~paddleformers_fc.storage.files.read_into`, and name file and offset.
+A row that is short or fails is read alone, and so are all rows if the calls are missing, forbidden or at the system's
+limit (``fs.aio-max-nr``). So errors are those of :func:`~paddleformers_fc.storage.files.read_into`, with file and
+offset.
 
 Destroying a context takes the kernel 30 ms, so an idle one is kept for the next thread of this process; the kernel
 frees them all when the process ends.
@@ -38,7 +38,7 @@ import numpy as np
 from paddleformers_fc.storage.files import MOST_BUFFERS, OpenFile, memory_at, read_into, refused
 
 BATCH = 256
-"""Requests per system call; what a context holds counts against a limit of the whole machine."""
+"""Requests per system call; the requests of all contexts count against a limit of the machine."""
 
 # The kernel's ``struct iocb`` and ``struct io_event`` on a little-endian machine.
 _REQUEST = np.dtype(
@@ -54,12 +54,12 @@ _PIECE = np.dtype([("address", "<u8"), ("length", "<u8")])
 
 @dataclass(frozen=True)
 class ScatterList:
-    """Ranges of a file, each with a place in memory.
+    """Ranges of a file, each with an address in memory.
 
     Args:
         offsets: of each range in the file, in bytes, int64.
-        addresses: where each goes, uint64; the memory is the caller's and must outlive the read.
-        lengths: of each range, in bytes, int64; more than none.
+        addresses: target of each range, uint64; the memory is the caller's and must outlive the read.
+        lengths: of each range, in bytes, int64; positive.
     """
 
     offsets: np.ndarray[Any, Any]
@@ -73,7 +73,7 @@ class ScatterList:
 
 
 class VectoredReader:
-    """Reads rows for one thread; a context of the kernel is made at the first use and given back by ``close``."""
+    """Reads rows for one thread; a context of the kernel is created at the first use and released by ``close``."""
 
     def __init__(self) -> None:
         self._queue: _Queue | None = None
@@ -85,7 +85,7 @@ class VectoredReader:
 
         Args:
             file: open for reading.
-            rows: what to read, and where to.
+            rows: the ranges and their targets.
 
         Raises:
             Corrupt: the file ends before a row does.
@@ -105,19 +105,19 @@ class VectoredReader:
             for low in range(0, len(rows.offsets), BATCH):
                 _one_by_one(file, rows, self._queue.read(file, rows, low))
         except BaseException:
-            # An interrupt may have left requests under way; their results must not be taken for those of others.
+            # An interrupt may have left requests under way, whose results must not be mixed up with later ones.
             queue, self._queue = self._queue, None
             queue.close()
             raise
 
     def close(self) -> None:
-        """Leave the context to another thread; harmless when repeated."""
+        """Keep the context for another thread; harmless when repeated."""
         if self._queue is not None:
             queue, self._queue = self._queue, None
             _SPARE.append(queue)
 
     def _read_piece(self, vector: Callable[..., int], file: OpenFile, rows: ScatterList) -> None:
-        """Adjacent rows of the file: one range of it with many targets."""
+        """Read adjacent rows: one range of the file with many targets."""
         if self._pieces is None:
             self._pieces = np.zeros(MOST_BUFFERS, _PIECE)
         pieces, count = self._pieces, len(rows.offsets)
@@ -132,7 +132,7 @@ class VectoredReader:
 
 
 def _is_one_piece(rows: ScatterList) -> bool:
-    """Whether the rows, of which there are several, follow one another in the file."""
+    """Return whether there are several rows, and they are adjacent in the file."""
     offsets, lengths = rows.offsets, rows.lengths
     if len(offsets) < 2 or offsets[1] - offsets[0] != lengths[0]:
         return False
@@ -156,11 +156,11 @@ class _Queue:
         self._offsets, self._addresses = self._requests["offset"], self._requests["address"]
         self._pointers = self._requests.ctypes.data + _REQUEST.itemsize * np.arange(BATCH, dtype=np.uint64)
         self._results = np.zeros(BATCH, _RESULT)
-        # Where the two arrays lie: to ask numpy takes longer than to fill them.
+        # Addresses of the two arrays: numpy's look-up takes longer than filling them.
         self._first_pointer, self._first_result = self._pointers.ctypes.data, self._results.ctypes.data
 
     def read(self, file: OpenFile, rows: ScatterList, low: int) -> Iterable[int]:
-        """Read ``BATCH`` rows from number ``low`` on; the numbers of those that are not wholly there."""
+        """Read ``BATCH`` rows from number ``low`` on; return the numbers of those that are incomplete."""
         offsets = rows.offsets[low : low + BATCH]
         count = len(offsets)
         self._requests["descriptor"] = file.descriptor
@@ -175,11 +175,11 @@ class _Queue:
         return [low + int(index) for index in left]
 
     def close(self) -> None:
-        """Wait for what is under way, and give the context back."""
+        """Wait for pending requests, and release the context."""
         self._call(_DESTROY, self._context, 0, 0, 0, 0)
 
     def _submit(self, count: int) -> int:
-        """How many of the first ``count`` requests the kernel took."""
+        """Submit the first ``count`` requests; return how many the kernel accepted."""
         taken = 0
         while taken < count:
             pointers = self._first_pointer + taken * self._pointers.itemsize
@@ -190,7 +190,7 @@ class _Queue:
         return taken
 
     def _reap(self, file: OpenFile, count: int) -> np.ndarray[Any, Any]:
-        """The results of ``count`` requests: memory is in use until the last of them is here."""
+        """Return the results of ``count`` requests; memory is in use until the last one has arrived."""
         done = 0
         while done < count:
             results, wanted = self._first_result + done * _RESULT.itemsize, count - done
@@ -216,7 +216,7 @@ def _system_call() -> Callable[..., int] | None:
 
 @lru_cache(maxsize=1)
 def _vector() -> Callable[..., int] | None:
-    """``preadv`` of the C library (descriptor, address of the list, its length, offset), where the list is as here."""
+    """Return ``preadv`` of the C library (descriptor, address of the list, its length, offset), or None."""
     if not sys.platform.startswith("linux") or sys.byteorder != "little" or sys.maxsize < 1 << 32:
         return None
     kinds = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long)
@@ -230,7 +230,7 @@ os.register_at_fork(after_in_child=_SPARE.clear)
 
 
 def _taken() -> _Queue | None:
-    """A queue that no other thread has, or None where the system has none to give."""
+    """Return a queue that no other thread uses, or None if the system refuses."""
     with contextlib.suppress(IndexError):
         return _SPARE.pop()
     call, context = _system_call(), ctypes.c_ulong(0)
