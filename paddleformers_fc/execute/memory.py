@@ -1,9 +1,9 @@
-"""The memory of live tensors: read it without a copy where that is possible, and fill it.
+"""Read and fill the memory of live tensors, without a copy if possible.
 
-On a CPU a contiguous tensor's memory is seen through a numpy array over its address, so that bytes go from a file
-straight into the tensor. On an accelerator, or where a tensor is not contiguous, a host array stands in between and is
-copied when it is full; it lives only until that is done. Where the device has streams (:mod:`.device`) it is copied
-beside the computation, while the next shards are being read; it is page-locked if Paddle has such memory.
+On a CPU a contiguous tensor is viewed as a numpy array at its address, so that bytes are read from a file directly into
+the tensor. On an accelerator, or for a tensor that is not contiguous, a host array is filled and then copied to the
+tensor; it is released after the copy. If the device has streams (:mod:`.device`), the copy runs beside the computation,
+while the next shards are read; the host array is page-locked if Paddle supports that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PIECE_BYTES = 16 * 1024 * 1024
 
 
 def dtype_name(tensor: Any) -> str:
-    """The tensor's element type by its numpy name."""
+    """Return the numpy name of a tensor's dtype."""
     return _name_of(tensor.dtype)
 
 
@@ -43,8 +43,8 @@ def _name_of(dtype: Any) -> str:
 
 
 _dtypes: dict[int, tuple[Any, np.dtype[Any]]] = {}
-"""What Paddle's dtypes are in numpy, by identity, which is theirs for ever, because they are kept; to hash one of them
-takes as long as to ask a tensor for all the rest."""
+"""The numpy dtypes of Paddle's dtypes, by identity, because hashing a Paddle dtype is slow. The values keep the Paddle
+dtypes alive, so that identities stay valid."""
 
 
 def _numpy_of(dtype: Any) -> np.dtype[Any]:
@@ -55,7 +55,7 @@ def _numpy_of(dtype: Any) -> np.dtype[Any]:
 
 
 def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:
-    """A flat, writable array over the tensor's own memory, or None where it has no such view.
+    """Return a flat, writable array over the tensor's own memory; None if no view is possible.
 
     Args:
         tensor: a ``paddle.Tensor``.
@@ -68,12 +68,12 @@ def _has_view(tensor: Any) -> bool:
 
 
 def _memory(tensor: Any) -> Memory:
-    """The memory of a contiguous tensor that the host can address."""
+    """Return the memory of a contiguous tensor that the host can address."""
     return Memory(tensor, tensor.data_ptr(), math.prod(tensor.shape), _numpy_of(tensor.dtype))
 
 
 def _host_tensor(tensor: Any) -> Any:
-    """A tensor of the same shape and dtype in host memory, page-locked where Paddle can do so."""
+    """Return a tensor of the same shape and dtype in host memory, page-locked if Paddle supports that."""
     import paddle
 
     staged = paddle.empty(tensor.shape, dtype=tensor.dtype, device=paddle.CPUPlace())
@@ -84,12 +84,12 @@ def _begin_copy(source: Any, target: Any) -> Any:
     """Copy host memory into a contiguous tensor of a device that has streams.
 
     Returns:
-        the event behind the copy; until it has come, the source must live.
+        the event at the end of the copy; the source must live until then.
     """
     import paddle
 
     stream = side_stream(target.place)
-    # What computes may still be writing to the target.
+    # The computation may still be writing to the target.
     stream.wait_stream(current_stream(target.place))
     with paddle.no_grad(), paddle.device.stream_guard(stream):
         target.copy_(source, False)
@@ -102,10 +102,9 @@ def _on_device_of(tensor: Any, source: Any) -> Any:
 
 
 def host_pieces(tensor: Any, start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
-    """A stretch of a tensor's numbers as flat arrays in host memory, one after the other.
+    """Yield a range of a tensor's elements as successive flat arrays in host memory.
 
-    Where the memory can be seen, that is one view of all of it; else pieces are copied, and each may be forgotten
-    before the next is made.
+    If the host can address the memory, that is one view. Otherwise pieces are copied one at a time.
 
     Args:
         tensor: a ``paddle.Tensor``.
@@ -139,7 +138,7 @@ def view_of(tensor: Any) -> HostPieces:
 
 
 def _without_leading_ones(tensor: Any) -> Any:
-    """The tensor from its first axis that is longer than one; no numbers move."""
+    """Return the tensor without its leading axes of length one; nothing is copied."""
     while len(tensor.shape) > 1 and int(tensor.shape[0]) == 1:
         tensor = tensor.squeeze(0)
     return tensor
@@ -148,8 +147,8 @@ def _without_leading_ones(tensor: Any) -> Any:
 class TensorSlot(msgspec.Struct, eq=False, gc=False):
     """The memory of one live tensor.
 
-    A struct, because there are as many as tensors, and no collector walks it. Where the memory is it asks when a thread
-    comes to read, while the others are copying.
+    A struct that the garbage collector does not track, because there is one per tensor. The address is looked up when a
+    thread reads, while other threads are copying.
 
     Args:
         tensor: the ``paddle.Tensor`` to be filled.
@@ -162,7 +161,7 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
     _arrival: Any = None
 
     def open(self) -> Memory:
-        """The tensor's own memory, or a host array that stands in for it."""
+        """Return the tensor's own memory, or that of a new host array."""
         if not self.host_bytes:
             return _memory(self.tensor)
         self._staged = _host_tensor(self.tensor)

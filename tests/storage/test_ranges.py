@@ -184,7 +184,7 @@ def test_a_file_is_opened_once_and_closed_with_the_reader(
             reader.read_into(data_files[0], offset, bytearray(1))
         assert (machine.opened, machine.still_open) == (1, 1)
     assert machine.still_open == 0
-    with pytest.raises(StorageError, match="a reader that is closed"):
+    with pytest.raises(StorageError, match="the reader is closed"):
         reader.read_into(data_files[0], 0, bytearray(1))
     reader.close()
 
