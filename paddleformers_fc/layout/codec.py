@@ -1,10 +1,10 @@
-"""Shards as JSON in the headers of safetensors files, and as bytes in the exchange between ranks.
+"""Encode shards as JSON in the headers of safetensors files, and as bytes for other ranks.
 
-A checkpoint's safetensors header carries, under ``flex_shards``, which box or flattened range of which tensor each
-entry is. The form is ``{key: {"name", "global_shape", "offset", "shape", "flat"}}``; the dtype is the entry's own.
+``flex_shards`` in the safetensors header of a checkpoint states which box or flattened range of which tensor each entry
+is: ``{key: {"name", "global_shape", "offset", "shape", "flat"}}``. The dtype is that of the entry.
 
-Between ranks the shards of all roles travel together. A parameter's states lie where the parameter does, and layers
-repeat, so each distinct place is sent once and every shard is a name and a number.
+Between ranks the shards of all roles travel together. States have the boxes of their parameter, and layers repeat, so
+each distinct layout is sent once and a shard is a name and an index.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _records = msgspec.json.Decoder(dict[str, ShardRecord])
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where shards lie, without their names. Lengths and offsets are in elements."""
+    """The layout of shards without their names. Lengths and offsets are in elements."""
 
     dtype: str
     global_shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class _Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Held(msgspec.Struct, frozen=True, array_like=True):
-    """The shards of one rank: by role, names and the numbers of their places."""
+    """The shards of one rank: by role, names and the indices of their layouts."""
 
     places: list[_Place]
     roles: dict[str, tuple[list[str], list[int]]]
@@ -57,7 +57,7 @@ _held = msgspec.msgpack.Decoder(_Held)
 
 
 def encode_held(held: Mapping[str, Mapping[str, Shard]]) -> bytes:
-    """The shards of one rank for the others; equal shards in equal order give equal bytes.
+    """Encode the shards of one rank; equal shards in equal order give equal bytes.
 
     Args:
         held: role -> full name -> shard.
@@ -72,7 +72,7 @@ def encode_held(held: Mapping[str, Mapping[str, Shard]]) -> bytes:
 
 
 def decode_held(data: bytes) -> dict[str, dict[str, Shard]]:
-    """What :func:`encode_held` was given: role -> full name -> shard. It comes from this very job, and is trusted."""
+    """Decode the shards of :func:`encode_held`: role -> full name -> shard. The sender is trusted."""
     found = _held.decode(data)
     boxes = [Box(place.lo, place.hi) for place in found.places]
 
@@ -87,77 +87,59 @@ def decode_held(data: bytes) -> dict[str, dict[str, Shard]]:
 
 
 def record_of(shard: Shard) -> ShardRecord:
-    """The JSON record of a shard."""
+    """Return the JSON record of a shard."""
     return ShardRecord(shard.name, shard.global_shape, shard.box.lo, shard.box.shape, shard.flat)
 
 
 def encode_shards(shards: Mapping[str, Shard]) -> str:
-    """Header text for these shards, by safetensors key."""
+    """Return the header text of shards by safetensors key."""
     return msgspec.json.encode({key: record_of(shard) for key, shard in shards.items()}).decode()
 
 
-class _Kind(msgspec.Struct, frozen=True, gc=False):
-    """What shards have in common that lie alike in tensors that are alike.
-
-    Args:
-        dtype: element type by its numpy name.
-        global_shape: of the whole tensor.
-        box: what is held of it.
-        flat: the range of the box that is held, where it is one.
-        size: in bytes.
-    """
-
-    dtype: str
-    global_shape: Shape
-    box: Box
-    flat: tuple[int, int] | None
-    size: int
-
-
 def decode_shards(text: str, tensors: Mapping[str, TensorEntry], where: str) -> list[tuple[Shard, TensorEntry]]:
-    """The shards of one file, each with its place in it.
+    """Decode the shards of one file, each with its entry in the file.
 
     Args:
-        text: what :func:`encode_shards` wrote.
-        tensors: what the file holds, by safetensors key.
+        text: the text of :func:`encode_shards`.
+        tensors: the entries of the file by safetensors key.
         where: the file, for the error.
     Raises:
-        FormatError: malformed JSON, keys that are not the file's, a shard outside its tensor, or of another size than
-            the file holds of it.
+        FormatError: malformed JSON, other keys than those of the file, or a shard that is outside its tensor or has
+            another size than its entry.
     """
     try:
         records = _records.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise FormatError(
-            "The shard description in this header cannot be read.", where=where, evidence=[str(error)]
-        ) from error
+        raise FormatError("Invalid shard description in this header.", where=where, evidence=[str(error)]) from error
     if records.keys() != tensors.keys():
         odd = sorted(records.keys() ^ tensors.keys())
         raise FormatError("Header and shard description name different tensors.", where=where, evidence=fold(odd))
     shards: list[tuple[Shard, TensorEntry]] = []
     faults: list[str] = []
-    # Layers lie alike: what is possible in one of them is so in all.
-    kinds: dict[tuple[object, ...], _Kind] = {}
+    # Layers repeat: equal records of equal dtypes are validated once. A size is in bytes.
+    kinds: dict[tuple[object, ...], tuple[Shard, int]] = {}
     for key, record in records.items():
         entry = tensors[key]
         claimed = (entry.dtype, record.global_shape, record.offset, record.shape, record.flat)
-        kind = kinds.get(claimed)
-        if kind is None:
+        known = kinds.get(claimed)
+        if known is None:
             found = list(_faults(record, entry.dtype))
             if found:
                 faults.extend(found)
                 continue
-            kind = kinds[claimed] = _kind(record, entry.dtype)
-        if entry.end - entry.begin != kind.size:
-            faults.append(f"{record.name}: {entry.end - entry.begin} bytes are held, its shard has {kind.size}")
-        shards.append((Shard(record.name, kind.dtype, kind.global_shape, kind.box, kind.flat), entry))
+            shard = _shard(record, entry.dtype)
+            known = kinds[claimed] = shard, shard.size * item_size(entry.dtype)
+        like, size = known
+        if entry.end - entry.begin != size:
+            faults.append(f"{record.name}: {entry.end - entry.begin} bytes are held, its shard has {size}")
+        shards.append((Shard(record.name, like.dtype, like.global_shape, like.box, like.flat), entry))
     if faults:
         raise FormatError("The header describes impossible shards.", where=where, evidence=fold(faults))
     return shards
 
 
 def _faults(record: ShardRecord, code: str) -> Iterator[str]:
-    """What is impossible about a record."""
+    """Yield what is invalid in a record."""
     if _is_possible(record):
         yield from _shard(record, code).faults()
     else:
@@ -167,11 +149,6 @@ def _faults(record: ShardRecord, code: str) -> Iterator[str]:
 def _shard(record: ShardRecord, code: str) -> Shard:
     box = shifted(record.shape, record.offset)
     return Shard(record.name, from_safetensors(code), record.global_shape, box, record.flat)
-
-
-def _kind(record: ShardRecord, code: str) -> _Kind:
-    shard = _shard(record, code)
-    return _Kind(shard.dtype, shard.global_shape, shard.box, shard.flat, shard.size * item_size(code))
 
 
 def _is_possible(record: ShardRecord) -> bool:

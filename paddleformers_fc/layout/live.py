@@ -16,7 +16,7 @@ import msgspec
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import Box, Shape, shifted
+from paddleformers_fc.mapping.boxes import shifted
 
 
 class LocalTensor(Protocol):
@@ -117,7 +117,7 @@ def describe_roles(roles: Roles) -> dict[str, dict[str, Shard]]:
             or a state whose shape is not its parameter's.
     """
     faults: list[str] = []
-    kinds: dict[_Claimed, _Kind] = {}
+    kinds: _Kinds = {}
     described = {role: _described(names, kinds, faults) for role, names in roles.items()}
     parameters = described.get(MODEL_STATE, {})
     for role, shards in described.items():
@@ -144,26 +144,15 @@ _Claimed = tuple[object, ...]
 """All fields of a live tensor but its name."""
 
 
-class _Kind(msgspec.Struct, frozen=True, gc=False):
-    """The shard, without its name, of tensors with equal fields.
+_Kinds = dict[_Claimed, tuple[object, Shard]]
+"""A shard of tensors with equal fields, and their dtype object.
 
-    Args:
-        claimed: their dtype object. It is compared by identity, because hashing Paddle's takes longer than reading all
-            other fields; while it is kept here, no other object has its identity.
-        dtype: numpy name of the dtype.
-        global_shape: shape of the whole tensor.
-        box: this rank's box.
-        flat: this rank's range of the box, if it is flattened.
-    """
-
-    claimed: object
-    dtype: str
-    global_shape: Shape
-    box: Box
-    flat: tuple[int, int] | None
+Dtypes are compared by identity, because hashing Paddle's takes longer than reading all other fields. While the object
+is kept here, no other object has its identity.
+"""
 
 
-def _described(names: Mapping[str, LocalTensor], kinds: dict[_Claimed, _Kind], faults: list[str]) -> dict[str, Shard]:
+def _described(names: Mapping[str, LocalTensor], kinds: _Kinds, faults: list[str]) -> dict[str, Shard]:
     """Return the shards of one role. Tensors with equal fields are validated once: layers repeat."""
     shards: dict[str, Shard] = {}
     for name, weight in names.items():
@@ -177,9 +166,10 @@ def _described(names: Mapping[str, LocalTensor], kinds: dict[_Claimed, _Kind], f
             tuple(weight.global_shape),
             None if flat is None else (flat.start, flat.stop),
         )
-        kind = kinds.get(claimed)
-        if kind is not None:
-            shards[name] = Shard(name, kind.dtype, kind.global_shape, kind.box, kind.flat)
+        known = kinds.get(claimed)
+        if known is not None:
+            like = known[1]
+            shards[name] = Shard(name, like.dtype, like.global_shape, like.box, like.flat)
             continue
         shard = shards[name] = describe(weight, name)
         found = list(_faults(shard, tensor))
@@ -187,7 +177,7 @@ def _described(names: Mapping[str, LocalTensor], kinds: dict[_Claimed, _Kind], f
             # Faults are reported for every tensor, so they are not kept.
             faults.extend(found)
         else:
-            kinds[claimed] = _Kind(dtype, shard.dtype, shard.global_shape, shard.box, shard.flat)
+            kinds[claimed] = dtype, shard
     return shards
 
 

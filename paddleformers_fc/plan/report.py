@@ -93,16 +93,11 @@ class Report:
             )
 
     def _step(self) -> str:
-        return _DTYPE_STEP if self._of_dtypes() else _MODEL_STEP
-
-    def _of_dtypes(self) -> bool:
-        """Whether another precision explains it: then master weights are missing or left over as well."""
+        """Return the next step: with another precision, master weights are missing or left over as well."""
         found = {kind for kind, lines in self.lines.items() if lines}
-        return "dtype" in found and found <= {"dtype", "missing", "unexpected"} and self._masters_only()
-
-    def _masters_only(self) -> bool:
-        lines = self.lines["missing"] | self.lines["unexpected"]
-        return all(MASTER.suffix in line for line in lines)
+        masters_only = all(MASTER.suffix in line for line in self.lines["missing"] | self.lines["unexpected"])
+        precision = "dtype" in found and found <= {"dtype", "missing", "unexpected"} and masters_only
+        return _DTYPE_STEP if precision else _MODEL_STEP
 
     def to_wire(self) -> str:
         """The report as JSON."""

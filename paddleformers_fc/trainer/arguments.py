@@ -5,8 +5,8 @@ returns, for a class of PaddleFormers, the one with our options. Both are declar
 pickled and read like any other.
 
 ``flex_checkpoint: true`` first appears in the arguments, before a process group exists. Constructing them therefore
-checks the installed packages and attaches this package to the stock Trainer (:func:`attach`). They also choose the
-reader of open weights (:mod:`.reader`).
+checks the installed packages and attaches this package to the stock Trainer (:class:`ActiveFields`). They also choose
+the reader of open weights (:mod:`.reader`).
 """
 
 from __future__ import annotations
@@ -23,33 +23,32 @@ from paddleformers_fc.trainer.options import FlexFields
 
 
 @dataclass
-class FlexTrainingArguments(FlexFields, TrainingArguments):
-    """``TrainingArguments`` with the options of :class:`~paddleformers_fc.trainer.options.FlexFields`.
+class ActiveFields(FlexFields):
+    """The options with their effect on this process: they attach this package and choose the reader of open weights.
 
     Raises:
         OptionError: an option is out of range, or contradicts ``flex_checkpoint: true``.
-        EnvironmentMismatch: ``flex_checkpoint`` is true, and Paddle or PaddleFormers is not as this package knows it.
+        EnvironmentMismatch: ``flex_checkpoint`` is true, and Paddle or PaddleFormers differs from the tested versions.
     """
 
     def __post_init__(self) -> None:
-        attach(self)
+        if self.flex_checkpoint:
+            _attach(self)
         super().__post_init__()
         reader.follow(self)
 
 
-def attach(arguments: FlexFields) -> None:
-    """Where arguments ask for flex checkpoints, check the installed packages and let the stock Trainer heed the option.
+@dataclass
+class FlexTrainingArguments(ActiveFields, TrainingArguments):
+    """``TrainingArguments`` with the options of :class:`~paddleformers_fc.trainer.options.FlexFields`."""
 
-    A Trainer that does not know ``flex_checkpoint`` would save in PaddleFormers' own format without a word.
 
-    Args:
-        arguments: training arguments that are being made.
+def _attach(arguments: FlexFields) -> None:
+    """Check the installed packages and install this package into the stock Trainer, which would save natively.
 
     Raises:
-        EnvironmentMismatch: a hook is missing or different, or a version is unknown and not to be tried.
+        EnvironmentMismatch: a hook is missing or different, or an untested version is not allowed.
     """
-    if not arguments.flex_checkpoint:
-        return
     from paddleformers_fc.trainer.install import install
 
     upstream.require(upstream.TRAINER)

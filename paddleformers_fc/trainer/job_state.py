@@ -1,16 +1,18 @@
-"""What this package remembers of one Trainer, and what its replaced methods have in common.
+"""The state of one Trainer in this package, and helpers of all replaced methods.
 
-A replaced method is a function that takes the Trainer, the native method, and the method's arguments.
-:func:`when_active` makes it one that does nothing of its own where ``flex_checkpoint`` is not true.
+A replaced method is a function of the Trainer, the native method, and the arguments of the method. Under
+:func:`when_active` it only calls the native method if ``flex_checkpoint`` is not true.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from paddleformers.utils.log import logger
 
 from paddleformers_fc.cpu_runtime import stores
 from paddleformers_fc.distributed.channel import Channel, job_channel
@@ -31,37 +33,36 @@ Native = Callable[..., Any]
 """A method of PaddleFormers' own."""
 
 RUN = "_flex_run"
-"""Our attribute of a Trainer, for its :class:`Run`."""
+"""Our attribute of a Trainer, for its :class:`JobState`."""
 WAITING = "_pp_data_buffer"
 """PaddleFormers' attribute for the batches that a pipeline has taken and not trained."""
 
 _SHARED_OPTIONS = ("aoa_config", "ignore_load_lr_and_optim", "ignore_save_lr_and_optim", "ignore_data_skip")
-"""PaddleFormers' options that decide what is saved and loaded, and that every rank must have alike."""
+"""PaddleFormers' options that decide what is saved and loaded; they must be equal on all ranks."""
 
 
 @dataclass
 class JobState:
-    """What this package remembers of one Trainer.
+    """The state of one Trainer.
 
     Args:
         tracker: follows the position in the data.
-        ran: the replaced methods that have run since training was asked for, by name; see :mod:`.bypass`.
-        chosen: the checkpoint to resume from; None in a run from the beginning. The native methods hand it on as text,
-            which for a URL lacks its password.
-        record: identifies the run in its checkpoints; None before the training begins.
-        said: warnings about checkpoints that are passed over.
-        named: whether ``chosen`` is what a user named, and not the newest one.
+        ran: names of the replaced methods that have run since ``train`` was called; see :mod:`.bypass`.
+        best: hides the name of the best checkpoint from PaddleFormers' loop.
+        chosen: the checkpoint to resume; None in a run from the beginning. The native methods pass it on as text, which
+            lacks the password of a URL.
+        named: whether a user named ``chosen``; otherwise it is the newest one.
+        record: identifies the run in its checkpoints; None before training.
+        warned: warnings that are logged once per run.
         resumed_from: the checkpoint that was loaded; None in a run from the beginning.
-        progress: the Trainer's state in that checkpoint; None unless it is to be continued.
+        progress: the Trainer's state in that checkpoint; None if it is not continued.
         generators: this process's random generators in that checkpoint; None if it has none of this process.
         manifest: of the checkpoint that was loaded.
-        changes: where the model's configuration differs from that in the checkpoint that was loaded.
-        saved: the last checkpoint that has been saved since training was asked for.
+        changes: differences of the model's configuration from that in the checkpoint that was loaded.
+        saved: the last checkpoint that was saved since ``train`` was called.
         disks: which processes share the disk that they save on; known after the first save.
-        told_of_differences: whether the log says that replicas differ.
-        has_trained: whether its loop has run before, which may have left a step that it had begun.
-        told_of_generators: whether the log says that random generators could not be restored.
-        best: keeps the name of the best checkpoint from PaddleFormers' loop.
+        differences_logged: whether the log contains the warning about replicas that differ.
+        has_trained: whether the loop has run before; it may have left an unfinished step.
     """
 
     tracker: batches.PositionTracker
@@ -70,7 +71,7 @@ class JobState:
     chosen: AnyPath | None = None
     named: bool = False
     record: RunRecord | None = None
-    said: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
     resumed_from: AnyPath | None = None
     progress: documents.TrainingProgress | None = None
     generators: bytes | None = None
@@ -78,18 +79,28 @@ class JobState:
     changes: tuple[Change, ...] = ()
     saved: Path | None = None
     disks: DiskLeaders | None = None
-    told_of_differences: bool = False
+    differences_logged: bool = False
     has_trained: bool = False
-    told_of_generators: bool = False
+
+    def warn_once(self, args: Any, line: str) -> None:
+        """Log a warning on every node, once per run."""
+        warn(args, "" if line in self.warned else line)
+        self.warned.add(line)
+
+
+def warn(args: Any, text: str, lines: Iterable[str] = ()) -> None:
+    """Log a warning and the lines that it lists on every node; nothing if the text is empty."""
+    if text and args.should_log:
+        logger.warning(text + "".join(f"\n  - {line}" for line in lines))
 
 
 def is_active(args: Any) -> bool:
-    """Whether training arguments ask for this package."""
+    """Return whether training arguments enable this package."""
     return bool(getattr(args, "flex_checkpoint", False))
 
 
 def when_active(override: Callable[..., Any]) -> Callable[..., Any]:
-    """The override for Trainers that ask for it, the native method for all others."""
+    """Return a method that calls the override if the Trainer's arguments enable it, otherwise the native method."""
 
     @functools.wraps(override)
     def either(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +112,7 @@ def when_active(override: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_optimizer(trainer: Any) -> None:
-    """Refuse an optimizer whose states the first save could not write, after hours of training.
+    """Refuse an optimizer whose states cannot be saved, unless they are not to be saved.
 
     Raises:
         OptionError: see :func:`.optimizers.refuse_unsupported`.
@@ -111,7 +122,7 @@ def refuse_optimizer(trainer: Any) -> None:
 
 
 def consistency_check_of(args: Any, doing: str) -> ConsistencyCheck:
-    """What ranks that were started alike have in common, for the consistency check of what they are ``doing``."""
+    """Return the options that must be equal on all ranks, for the consistency check of an operation."""
     names = (*FIELD_NAMES, *_SHARED_OPTIONS)
     return ConsistencyCheck(doing, {name: getattr(args, name) for name in names if hasattr(args, name)})
 
@@ -122,13 +133,13 @@ def channel_of(args: Any) -> Channel:
 
 
 def job_communicator(patience: float = DEFAULT_PATIENCE) -> Channel:
-    """Return the job's communicator, which is opened once and kept; a process alone has no one to wait for.
+    """Return the job's communicator, which is opened once; a single process needs none.
 
     Args:
-        patience: seconds that a rank waits for the others.
+        patience: timeout in seconds of a rank that waits for others.
 
     Raises:
-        PeerError: the store of the job does not answer; on this rank alone.
+        PeerError: the store of the job does not answer; on this rank only.
     """
     channel = job_channel()
     return channel if channel.world_size == 1 else _open_communicator(patience, stores.job_store_address())
@@ -136,13 +147,13 @@ def job_communicator(patience: float = DEFAULT_PATIENCE) -> Channel:
 
 @functools.cache
 def _open_communicator(patience: float, address: tuple[str, int] | None) -> Communicator:
-    """Open a connection of our own: Paddle's client is not safe for two threads, and its waits have no bound."""
+    """Open a separate connection: Paddle's client is not safe for two threads, and its waits have no timeout."""
     store = address and stores.StoreClient(address, min(patience, stores.OPENING_SECONDS), patience)
     return Communicator(job_channel(), patience, store)
 
 
 def read_options(args: Any) -> ReadOptions:
-    """How the options of a run read tensors."""
+    """Return how a run reads tensors."""
     return ReadOptions(
         threads=args.flex_threads,
         staging_memory_bytes=parse_size(args.flex_staging_size),
@@ -151,21 +162,21 @@ def read_options(args: Any) -> ReadOptions:
 
 
 def job_state_of(trainer: Any) -> JobState:
-    """What :func:`.seam.init_trainer` has made for a Trainer.
+    """Return the state that :func:`.trainer_init.init_trainer` has set.
 
     Raises:
-        EnvironmentMismatch: it has made nothing, because the Trainer was made without it or without the option.
+        EnvironmentMismatch: the Trainer was constructed without it or without the option.
     """
     run: JobState | None = getattr(trainer, RUN, None)
     if run is None:
         raise EnvironmentMismatch(
-            "flex_checkpoint is true, and this Trainer was made without it.",
+            "flex_checkpoint is true, and this Trainer was constructed without it.",
             where=f"{type(trainer).__module__}.{type(trainer).__qualname__}",
-            next_step="Set flex_checkpoint before the Trainer is made, and let its __init__ call super().__init__.",
+            next_step="Set flex_checkpoint before the Trainer is constructed, and call super().__init__ in __init__.",
         )
     return run
 
 
 def reporters(trainer: Any) -> list[FlexCheckpointCallback]:
-    """The callbacks that are told of saves and loads."""
+    """Return the callbacks that receive reports of saves and loads."""
     return [one for one in trainer.callback_handler.callbacks if isinstance(one, FlexCheckpointCallback)]

@@ -39,7 +39,7 @@ def watch() -> None:
     # Every way through Paddle's loader calls one of these two, also where it was imported before.
     dcp.local_load_state_dict = _marking_tensors(dcp.local_load_state_dict)
     dcp.is_sharded_state_dict = _marking_tensors(dcp.is_sharded_state_dict)
-    model_utils.faster_set_state_dict = _marking_model(model_utils.faster_set_state_dict)
+    model_utils.faster_set_state_dict = _marking_layer(model_utils.faster_set_state_dict)
 
 
 def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,20 +65,11 @@ def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _marking_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def set_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        origin.mark(self, "set_state_dict")
-        return original(self, *args, **kwargs)
+    def marking(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        origin.mark(layer, original.__name__)
+        return original(layer, *args, **kwargs)
 
-    return set_state_dict
-
-
-def _marking_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def faster_set_state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
-        origin.mark(model, "faster_set_state_dict")
-        return original(model, *args, **kwargs)
-
-    return faster_set_state_dict
+    return marking
 
 
 def _marking_tensors(original: Callable[..., Any]) -> Callable[..., Any]:

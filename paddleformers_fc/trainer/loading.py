@@ -1,16 +1,17 @@
-"""Resuming, as PaddleFormers' Trainer does it when ``flex_checkpoint`` is true: one function per method that changes.
+"""Resume: the methods of PaddleFormers' Trainer that load, one function each.
 
-Which checkpoint, its weights and states, and then the data where the checkpoint ended. The training loop is
-PaddleFormers' own; it is told that nothing is resumed, because a resumed run's state, data position and random state
-are put in place here. Whatever may fail on one rank alone runs inside an agreement of all ranks.
+They choose the checkpoint, load weights and states, and continue the data where the checkpoint ended. The training loop
+is PaddleFormers' own. It receives no checkpoint, because state, data position and random state are restored here.
+Whatever can fail on one rank alone runs inside an agreement helper.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ from paddleformers_fc.trainer.job_state import (
     read_options,
     refuse_optimizer,
     reporters,
+    warn,
     when_active,
 )
 from paddleformers_fc.trainer.saving import degrees_text, parallel_degrees
@@ -73,22 +75,20 @@ def train(
     """``Trainer.train``: ``True`` becomes the path of the newest finished checkpoint.
 
     Raises:
-        NotACheckpoint: there is none, or what was named is none.
+        NotACheckpoint: there is none, or the named directory is not one.
         FlexError: what :func:`.preflight.check` finds, before the first step.
         OptionError: see :func:`.origin.refuse_other_reference`.
     """
     preflight.check(trainer, channel_of(trainer.args))
     run = job_state_of(trainer)
     run_on_all(channel_of(trainer.args), "comparing the reference model", lambda: _refuse_other_reference(trainer))
-    run.resumed_from = run.progress = run.generators = run.saved = None
-    run.told_of_generators = False
-    run.ran, run.said, run.record = {"train"}, set(), None
-    chosen, run.named = _chosen(trainer.args, resume_from_checkpoint, _warner(run, trainer.args))
-    run.chosen = chosen
-    _tell_of_leftovers(trainer.args)
-    if chosen is None:
-        _begin(run, trainer.args)
-    return native(None if chosen is None else str(chosen), ignore_keys_for_eval)
+    run.resumed_from = run.progress = run.generators = run.saved = run.record = None
+    run.ran, run.warned = {"train"}, set()
+    run.chosen, run.named = _choose(trainer.args, resume_from_checkpoint, partial(run.warn_once, trainer.args))
+    _warn_of_leftovers(trainer.args)
+    if run.chosen is None:
+        _begin_new_run(run, trainer.args, channel_of(trainer.args))
+    return native(None if run.chosen is None else str(run.chosen), ignore_keys_for_eval)
 
 
 def _refuse_other_reference(trainer: Any) -> None:
@@ -97,61 +97,48 @@ def _refuse_other_reference(trainer: Any) -> None:
     origin.refuse_other_reference(reference, trainer.model, trainer.args.flex_accept_model)
 
 
-def _tell_of_leftovers(args: Any) -> None:
-    """List what saves of other hosts or containers may have left; no save of this machine deletes it."""
-    if not args.should_log:
-        return
+def _warn_of_leftovers(args: Any) -> None:
+    """List the leftovers of saves of other hosts or containers; no save of this machine deletes them."""
     try:
         found = [one for one in leftovers(Path(args.output_dir)) if one.removable and not one.disposable]
     except StorageError:
         return  # The first save raises it.
     if found:
-        lines = "".join(f"\n  - {one.path.name}: {one.why}" for one in found)
-        logger.warning(
-            f"{args.output_dir} holds leftovers of other saves. paddleformers-fc clean {args.output_dir} removes those "
-            f"that you confirm.{lines}"
+        warn(
+            args,
+            f"{args.output_dir} has leftovers of other saves. paddleformers-fc clean {args.output_dir} removes those "
+            "that you confirm.",
+            (f"{one.path.name}: {one.why}" for one in found),
         )
 
 
-def _warner(run: JobState, args: Any) -> Callable[[str], None]:
-    """Say each line once, on every node."""
-
-    def warn(line: str) -> None:
-        if args.should_log and line not in run.said:
-            logger.warning(line)
-        run.said.add(line)
-
-    return warn
-
-
-def _chosen(args: Any, requested: str | bool | None, warn: Callable[[str], None]) -> tuple[AnyPath | None, bool]:
-    """The checkpoint to resume from, and whether it was named."""
+def _choose(args: Any, requested: str | bool | None, warn: Callable[[str], None]) -> tuple[AnyPath | None, bool]:
+    """Return the checkpoint to resume, and whether it was named."""
+    output_dir, channel = Path(args.output_dir), channel_of(args)
     if getattr(args, "looks_for_last_checkpoint", False):
         if args.resume_from_checkpoint is None and not args.overwrite_output_dir:
-            # The command line resumes by itself from the newest directory, whatever is in it. What was requested does
-            # not count: it is None on a node whose disk is empty, and all ranks must decide together.
-            return resume.newest_or_begin(Path(args.output_dir), channel_of(args), warn), False
-        # Its preference training asks for that directory, or for none, whatever was named.
+            # The command line requests the newest directory, or None on a node whose disk is empty. All ranks must
+            # decide together, so its request is ignored.
+            return resume.newest_or_begin(output_dir, channel, warn), False
+        # Its preference training requests that directory, or none, whatever was named.
         requested = args.resume_from_checkpoint
     if not requested:
         return None, False
     if requested is True:
-        return resume.newest_or_refuse(Path(args.output_dir), channel_of(args), warn), False
-    return resume.require_named(parse_path(expand_user(requested)), channel_of(args)), True
+        return resume.newest_or_refuse(output_dir, channel, warn), False
+    return resume.require_named(parse_path(expand_user(requested)), channel), True
 
 
-def _begin(run: JobState, args: Any) -> None:
-    """Identify a run from the beginning, and warn of checkpoints of others in its output directory."""
+def _begin_new_run(run: JobState, args: Any, channel: Channel) -> None:
+    """Identify a run from the beginning, and warn of checkpoints of other runs in its output directory."""
     output_dir = Path(args.output_dir)
     run.record = lineage.new_run()
-    warning = lineage.begun(run.record, lineage.saved_in(output_dir, channel_of(args)), output_dir)
-    if warning and args.should_log:
-        logger.warning(warning)
+    warn(args, lineage.begun(run.record, lineage.saved_in(output_dir, channel), output_dir))
 
 
 @when_active
 def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
-    """``Trainer._load_flex_checkpoint``: fill model and optimizer, and take over the Trainer's state.
+    """``Trainer._load_flex_checkpoint``: fill model and optimizer, and restore the Trainer's state.
 
     Raises:
         FlexError: the same on every rank, before any weight has changed; see :mod:`paddleformers_fc.execute.load`.
@@ -159,19 +146,19 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     started = time.monotonic()
     args, channel = trainer.args, channel_of(trainer.args)
     run = job_state_of(trainer)
-    ready = _ready(trainer, _meant(run, resume_from_checkpoint), channel)
+    ready = _prepare_usable(trainer, _path_of(run, resume_from_checkpoint), channel)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = run.chosen = checkpoint.catalog.root
-    _go_on(run, args, checkpoint.manifest, directory, channel)
+    _identify_run(run, args, checkpoint.manifest, directory, channel)
     report = ready.fill()
     inherited.take_over(trainer.model, checkpoint.config, ready.generation)
-    _drop_begun_step(trainer, run)
+    _drop_unfinished_step(trainer, run)
     run.resumed_from, run.progress, run.generators = directory, progress, ready.generators
     run.manifest, run.changes = checkpoint.manifest, report.changes
     run.ran.add("_load_flex_checkpoint")
     if progress is not None:
-        _take_over(trainer, progress)
-        _look_for_best(trainer, directory, channel)
+        _restore_progress(trainer, progress)
+        _locate_best(trainer, directory, channel)
     loaded = CheckpointReport(
         step=checkpoint.manifest.step,
         directory=directory,
@@ -183,19 +170,13 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     for reporter in reporters(trainer):
         reporter.on_checkpoint_loaded(args, loaded)
     if progress is None:
-        _warn(args, changes.changes_text(checkpoint.manifest.step, run.changes))
+        warn(args, changes.changes_text(checkpoint.manifest.step, run.changes))
     elif args.aoa_config is None:
         _warn_of_unfrozen(trainer, checkpoint, channel)
 
 
-def _warn(args: Any, text: str) -> None:
-    """Log a warning on every node, unless it is empty."""
-    if text and args.should_log:
-        logger.warning(text)
-
-
 def _warn_of_unfrozen(trainer: Any, checkpoint: OpenedCheckpoint, channel: Channel) -> None:
-    """Report parameters that are trained and have no states: frozen in the saved run, or never given a gradient."""
+    """Report trained parameters without states: frozen in the saved run, or without a gradient."""
     stored = checkpoint.catalog.roles.get(OPTIMIZER_STATE, {})
 
     def look() -> list[str]:
@@ -204,23 +185,23 @@ def _warn_of_unfrozen(trainer: Any, checkpoint: OpenedCheckpoint, channel: Chann
     everyone = all_gather_checked(channel, "looking for parameters without states", look, list[str])
     names = sorted({name for names in everyone for name in names}, key=natural)
     if names:
-        lines = "".join(f"\n  - {line}" for line in fold(names))
-        _warn(
+        warn(
             trainer.args,
             f"{count_text(len(names), 'parameter')} of this run {'is' if len(names) == 1 else 'are'} trained and "
             f"without optimizer states in {checkpoint.catalog.root}: frozen in the run that saved it, or without a "
-            f"gradient. Their states start at zero.{lines}",
+            "gradient. Their states start at zero.",
+            fold(names),
         )
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """A checkpoint that was verified and fits, before anything is changed.
+class _PreparedLoad:
+    """A verified checkpoint that fits the model, before anything changes.
 
     Args:
         checkpoint: opened.
-        progress: the Trainer's state in it; None unless it is to be continued.
-        generators: this process's random generators in it, where it does not see the file.
+        progress: the Trainer's state in it; None if it is not continued.
+        generators: this process's random generators in it; None if it has none of this process.
         generation: its ``generation_config.json``; None where it has none.
         fill: fills the weights and states.
     """
@@ -233,43 +214,40 @@ class _Ready:
 
 
 class _FailsVerificationError(Exception):
-    """A checkpoint is damaged, and nothing was changed."""
-
-    def __init__(self, error: FlexError) -> None:
-        super().__init__(error)
-        self.error = error
+    """A checkpoint is damaged, and nothing was changed; the cause has the faults."""
 
 
 @contextlib.contextmanager
 def _verifying() -> Iterator[None]:
-    """A block in which an error about the checkpoint alone means that it fails verification."""
+    """Run a block in which an error about the checkpoint alone means that it fails verification."""
     try:
         yield
     except (CheckpointError, Diverged) as error:
-        raise _FailsVerificationError(error) from error
+        raise _FailsVerificationError from error
 
 
-def _ready(trainer: Any, directory: AnyPath, channel: Channel) -> _Ready:
-    """The checkpoint that is resumed: the one that was named, or the newest one that passes verification.
+def _prepare_usable(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoad:
+    """Prepare the checkpoint that was named, or the newest one that passes verification.
 
     Raises:
-        FlexError: the same on every rank: what was named fails; what is newest does not fit; or there is none.
+        FlexError: the same on every rank: the named one fails, the newest one does not fit, or there is none.
     """
     run, args = job_state_of(trainer), trainer.args
+    warn_once = partial(run.warn_once, args)
     unusable: dict[str, str] = {}
     while True:
         try:
-            return _prepared(trainer, directory, channel)
+            return _prepare(trainer, directory, channel)
         except _FailsVerificationError as failed:
-            if run.named:
-                raise failed.error from None
-            unusable[directory.name] = why = failed.error.in_one_line()
-        warn = _warner(run, args)
-        warn(f"{directory} fails verification and is skipped: {why}")
-        directory = resume.newest_or_refuse(Path(args.output_dir), channel, warn, unusable)
+            error = failed.__cause__
+            if run.named or not isinstance(error, FlexError):
+                raise (error or failed) from None
+            unusable[directory.name] = why = error.in_one_line()
+        warn_once(f"{directory} fails verification and is skipped: {why}")
+        directory = resume.newest_or_refuse(Path(args.output_dir), channel, warn_once, unusable)
 
 
-def _prepared(trainer: Any, directory: AnyPath, channel: Channel) -> _Ready:
+def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoad:
     args = trainer.args
     consistency = consistency_check_of(args, f"resuming from {directory.name}")
     with _verifying():
@@ -290,33 +268,31 @@ def _prepared(trainer: Any, directory: AnyPath, channel: Channel) -> _Ready:
     with _verifying():
         may_change = args.flex_allow_config_changes
         fill = prepare_load(checkpoint, roles, model, channel, options, args.aoa_config, _plans(args), may_change)
-    return _Ready(checkpoint, progress, generators, generation, fill)
+    return _PreparedLoad(checkpoint, progress, generators, generation, fill)
 
 
-def _go_on(run: JobState, args: Any, manifest: Manifest, directory: AnyPath, channel: Channel) -> None:
+def _identify_run(run: JobState, args: Any, manifest: Manifest, directory: AnyPath, channel: Channel) -> None:
     """Identify the run that resumes a checkpoint, and warn of other runs in its output directory."""
-    output_dir = Path(args.output_dir)
-    saved = lineage.saved_in(output_dir, channel)
     if args.ignore_load_lr_and_optim:
-        run.record = lineage.new_run()
-        warning = lineage.begun(run.record, saved, output_dir)
-    else:
-        here = isinstance(directory, Path) and real_path(directory.parent) == real_path(output_dir)
-        run.record, warning = lineage.resumed(manifest, saved, here, run.named)
-    if warning and args.should_log:
-        logger.warning(warning)
+        _begin_new_run(run, args, channel)
+        return
+    output_dir = Path(args.output_dir)
+    here = isinstance(directory, Path) and real_path(directory.parent) == real_path(output_dir)
+    run.record, text = lineage.resumed(manifest, lineage.saved_in(output_dir, channel), here, run.named)
+    warn(args, text)
 
 
 def _tied(trainer: Any, checkpoint: OpenedCheckpoint) -> str:
-    """Which copy of a tied tensor is read. What differs is a user's to choose, of a checkpoint that he names."""
+    """Return which copy of a tied tensor is read. A user may choose one in a checkpoint that he names."""
     args, manifest = trainer.args, checkpoint.manifest
     if not job_state_of(trainer).named or args.flex_tied == REFUSE:
         return REFUSE
-    if manifest.ties and args.should_log:
-        lines = "".join(f"\n  - {line}" for tie in manifest.ties for line in tie.differences)
-        logger.warning(
+    if manifest.ties:
+        warn(
+            args,
             f"Copies of tied tensors in {checkpoint.catalog.root} differ. Under flex_tied: {args.flex_tied} those of "
-            f"the {args.flex_tied} pipeline stage are read.{lines}"
+            f"the {args.flex_tied} pipeline stage are read.",
+            (line for tie in manifest.ties for line in tie.differences),
         )
     return str(args.flex_tied)
 
@@ -325,71 +301,63 @@ def _plans(args: Any) -> PlanCache:
     return PlanCache(Path(expand_user(args.flex_plan_cache))) if args.flex_plan_cache != "none" else PLANS
 
 
-def _meant(run: JobState, named: str) -> AnyPath:
-    """The checkpoint that a native method names."""
+def _path_of(run: JobState, named: str) -> AnyPath:
+    """Return the path of the checkpoint that a native method names."""
     return run.chosen if run.chosen is not None and named == str(run.chosen) else parse_path(named)
 
 
 def _roles_to_fill(trainer: Any, checkpoint: OpenedCheckpoint, continued: bool) -> state.LiveRoles:
-    """The live weights and states that the checkpoint is to fill."""
+    """Return the live weights and states that the checkpoint fills."""
     stored = checkpoint.catalog.roles
     masters = stored.get(MASTER_WEIGHT, {})
     state.make_room(trainer.model)
     if not (continued or masters):
         return state.model_roles(trainer.model)
     optimizers.refuse_unsupported(trainer.optimizer)
-    if continued:
-        state.create_states(trainer.model, trainer.optimizer, {*masters, *stored.get(OPTIMIZER_STATE, {})})
-        wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE)
-        return _asked_for(wanted, stored, state.run_roles(trainer.model, trainer.optimizer))
-    # Master weights are weights: a new run from a checkpoint's weights begins with all of their digits.
-    state.create_states(trainer.model, trainer.optimizer, masters)
-    return _asked_for((MODEL_STATE, MASTER_WEIGHT), stored, state.run_roles(trainer.model, trainer.optimizer))
-
-
-def _asked_for(wanted: Sequence[str], stored: Mapping[str, object], live: state.LiveRoles) -> state.LiveRoles:
-    """The live roles that are wanted, and the stored ones of which this rank holds nothing.
-
-    A role that no rank names is left alone by a load. Under overlaps of a pipeline Paddle has nothing to make states
-    of before the first step, and a run would go on with new ones; of a role that is named, what no rank holds is
-    missed.
-    """
+    # A new run from the weights of a checkpoint starts with all digits of its master weights.
+    states = stored.get(OPTIMIZER_STATE, {}) if continued else {}
+    state.create_states(trainer.model, trainer.optimizer, {*masters, *states})
+    live = state.run_roles(trainer.model, trainer.optimizer)
+    wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE) if continued else (MODEL_STATE, MASTER_WEIGHT)
+    # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names. Under
+    # overlaps of a pipeline Paddle creates no states before the first step, and a run would continue with new ones.
     return {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
 
 
 def _refuse_unlike(trainer: Any, progress: documents.TrainingProgress, directory: AnyPath) -> None:
-    """Before anything changes: what :func:`_take_over` will set must be what these objects could have saved."""
+    """Before anything changes, compare what :func:`_restore_progress` will set with the objects that receive it."""
     position.from_document(progress.data, str(directory / documents.DATA))
     documents.refuse_unlike(progress.scheduler, trainer.lr_scheduler.state_dict(), directory / documents.SCHEDULER)
     if trainer.do_grad_scaling and progress.scaler is not None:
         documents.refuse_unlike(progress.scaler, trainer.scaler.state_dict(), directory / documents.SCALER)
 
 
-def _take_over(trainer: Any, progress: documents.TrainingProgress) -> None:
-    """Scheduler, scaler and state of the run that is continued."""
+def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> None:
+    """Restore scheduler, scaler and state of the run that is continued."""
     trainer.lr_scheduler.set_state_dict(progress.scheduler)
     if trainer.do_grad_scaling and progress.scaler is not None:
         trainer.scaler.load_state_dict(progress.scaler)
     trainer.state = progress.state
 
 
-def _drop_begun_step(trainer: Any, run: JobState) -> None:
-    """What a training that broke off in the middle of a step has left in this Trainer: gradients, and batches."""
+def _drop_unfinished_step(trainer: Any, run: JobState) -> None:
+    """Drop gradients and batches that an interrupted training has left in this Trainer."""
     if run.has_trained:
         state.drop_gradients(trainer.model, trainer.optimizer)
     setattr(trainer, WAITING, [])
 
 
-def _look_for_best(trainer: Any, resumed: AnyPath, channel: Channel) -> None:
-    """Where the best checkpoint is now; said here if it is gone, and not by an error when training has ended."""
+def _locate_best(trainer: Any, resumed: AnyPath, channel: Channel) -> None:
+    """Set the present path of the best checkpoint. If it is gone, warn now instead of failing when training ends."""
     named = trainer.state.best_model_checkpoint
     if named is None:
         return
     found = trainer.state.best_model_checkpoint = locate_best(named, resumed, channel)
-    if found is None and trainer.args.should_log:
-        logger.warning(
-            f"The best checkpoint so far is gone: {named} is neither there nor beside {resumed}. The next one that "
-            "is evaluated and saved takes its place."
+    if found is None:
+        warn(
+            trainer.args,
+            f"Missing best checkpoint: neither {named} nor a directory of its name beside {resumed} is finished. The "
+            "next one that is evaluated and saved replaces it.",
         )
 
 
@@ -408,14 +376,13 @@ def inner_training_loop(
     resume_from_checkpoint: str | None,
     ignore_keys_for_eval: list[str] | None,
 ) -> Any:
-    """``Trainer._inner_training_loop``: a resumed run's data begins where the checkpoint ended.
+    """``Trainer._inner_training_loop``: the data of a resumed run begins where the checkpoint ended.
 
     Raises:
-        OptionError: the data is dealt in another order or in portions that do not fit, or the optimizer is one whose
-            states are not supported.
+        OptionError: the order or the batches of the data do not fit, or the states of the optimizer are not supported.
     """
     run = job_state_of(trainer)
-    # Only now is it certain which optimizer the run has, and what sharding has made of it.
+    # The optimizer and its sharding wrappers are known only now.
     run_on_all(channel_of(args), "looking at the optimizer", lambda: refuse_optimizer(trainer))
     order, passes = _data(args, train_dataloader, len_dataloader)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
@@ -457,7 +424,7 @@ def inner_training_loop(
 def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.SampleOrder, int | None]:
     """Return the order of the data, and the passes of an epoch if they are known.
 
-    Ranks that get their batches from others take both from a rank that reads the data.
+    Ranks that receive their batches from others receive both from a rank that reads the data.
     """
     own = batches.order_of(loader), passes
     if not args.distributed_dataloader:
@@ -491,7 +458,7 @@ def _warn_of_changes(
     pace: position.Pace,
     order: position.SampleOrder,
 ) -> None:
-    """Report in one table what differs between the model and run that were saved and these."""
+    """Report in one table the differences of this model and run from those that were saved."""
     args, run = trainer.args, job_state_of(trainer)
     done, old_pace, old_order = saved
     streams = not order.indexed and done.samples > 0 and not args.ignore_data_skip
@@ -510,11 +477,11 @@ def _warn_of_changes(
         ]
         return changes.changes_text(trainer.state.global_step, found, streams)
 
-    _warn(args, run_on_all(channel_of(args), "comparing the run with the one that was saved", compare))
+    warn(args, run_on_all(channel_of(args), "comparing the run with the one that was saved", compare))
 
 
 def _load_best(trainer: Any, directory: Path) -> None:
-    """The weights of the best checkpoint, once training has ended."""
+    """Load the weights of the best checkpoint after training."""
     channel = channel_of(trainer.args)
     checkpoint = open_on_all_ranks(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
     checkpoint = replace(checkpoint, tied=trainer.args.flex_tied)
@@ -528,18 +495,18 @@ def _load_best(trainer: Any, directory: Path) -> None:
 
 @when_active
 def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None:
-    """``Trainer._load_rng_state``: this rank's random generators, if the number of ranks has not changed."""
+    """``Trainer._load_rng_state``: restore this rank's random generators if the number of ranks is the same."""
     if checkpoint is None:
         return
     args = trainer.args
     run = job_state_of(trainer)
-    path = _meant(run, checkpoint) / documents.rng_name(dist.get_rank())
+    path = _path_of(run, checkpoint) / documents.rng_name(dist.get_rank())
     restored = run.generators is not None and rng.restore(
         run.generators, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
     )
-    if not restored and args.should_log and not run.told_of_generators:
-        run.told_of_generators = True
-        logger.warning(
-            f"Random generators start anew: {checkpoint} has none for {count_text(args.world_size, 'rank')}. "
-            "Dropout and other randomness differ from the run that was saved."
+    if not restored:
+        run.warn_once(
+            args,
+            f"Random generators are not restored: {checkpoint} has none for {count_text(args.world_size, 'rank')}. "
+            "Dropout and other randomness differ from the run that was saved.",
         )

@@ -46,55 +46,47 @@ _MOST_THREADS = 256
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 
 
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass
 class FlexFields:
     """The options that this package adds to PaddleFormers' training arguments."""
 
-    flex_checkpoint: bool = field(
-        default=False,
-        metadata={
-            "help": "Save, resume and export through paddleformers_fc: any parallel layout can resume a checkpoint. "
-            "Default: false."
-        },
+    flex_checkpoint: bool = _option(
+        False,
+        "Save, resume and export through paddleformers_fc: any parallel layout can resume a checkpoint. Default: "
+        "false.",
     )
-    flex_verify: str = field(
-        default="size",
-        metadata={
-            "help": "What is checked before a checkpoint is read: off, size (presence and size of every file, and the "
-            "checksums of documents) or full (also the checksums of everything that this process reads). Default: size."
-        },
+    flex_verify: str = _option(
+        "size",
+        "What is checked before a checkpoint is read: off, size (presence and size of every file, and the checksums "
+        "of documents) or full (also the checksums of everything that this process reads). Default: size.",
     )
-    flex_threads: int = field(
-        default=4,
-        metadata={"help": "Threads per process that read and verify a checkpoint, 1 to 256. Default: 4."},
+    flex_threads: int = _option(
+        4,
+        "Threads per process that read and verify a checkpoint, 1 to 256. Default: 4.",
     )
-    flex_read: str = field(
-        default="each",
-        metadata={
-            "help": "How ranges that several processes need are read: by each of them, or once by one of them, which "
-            "sends them to the others (for storage that is slower than the network). Default: each."
-        },
+    flex_read: str = _option(
+        "each",
+        "How ranges that several processes need are read: by each of them, or once by one of them, which sends them "
+        "to the others (for storage that is slower than the network). Default: each.",
     )
-    flex_staging_size: str = field(
-        default="64MiB",
-        metadata={
-            "help": "Maximum staging memory per process, for tensors that are transposed, cast or interleaved while "
-            "they are read, and on an accelerator for all; a larger tensor passes alone. At least 1MB. Default: 64MiB."
-        },
+    flex_staging_size: str = _option(
+        "64MiB",
+        "Maximum staging memory per process, for tensors that are transposed, cast or interleaved while they are "
+        "read, and on an accelerator for all; a larger tensor passes alone. At least 1MB. Default: 64MiB.",
     )
-    flex_check_replicas: str = field(
-        default="warn",
-        metadata={
-            "help": "What a save does when replicas differ: off (no comparison), warn (a record in the log and in the "
-            "checkpoint) or refuse. Default: warn."
-        },
+    flex_check_replicas: str = _option(
+        "warn",
+        "What a save does when replicas differ: off (no comparison), warn (a record in the log and in the checkpoint) "
+        "or refuse. Default: warn.",
     )
-    flex_tied: str = field(
-        default="refuse",
-        metadata={
-            "help": "Which copy of a tied tensor is read from the checkpoint that resume_from_checkpoint names, and "
-            "exported, if copies on pipeline stages differ: refuse (none), first or last. Default: refuse."
-        },
+    flex_tied: str = _option(
+        "refuse",
+        "Which copy of a tied tensor is read from the checkpoint that resume_from_checkpoint names, and exported, if "
+        "copies on pipeline stages differ: refuse (none), first or last. Default: refuse.",
     )
     flex_allow_config_changes: list[str] = field(
         default_factory=list,
@@ -103,46 +95,34 @@ class FlexFields:
             "change the meaning of its weights, such as [rope_theta]. Default: none."
         },
     )
-    flex_timeout: int = field(
-        default=1800,
-        metadata={"help": "Timeout in seconds for ranks that wait for each other, 1 to 604800. Default: 1800."},
+    flex_timeout: int = _option(
+        1800,
+        "Timeout in seconds for ranks that wait for each other, 1 to 604800. Default: 1800.",
     )
-    flex_plan_cache: str = field(
-        default="none",
-        metadata={
-            "help": "Directory of cached load plans, for a new process that resumes the same checkpoint under the same "
-            "layout. Default: none."
-        },
+    flex_plan_cache: str = _option(
+        "none",
+        "Directory of cached load plans, for a new process that resumes the same checkpoint under the same layout. "
+        "Default: none.",
     )
-    flex_max_shard_size: str = field(
-        default="5GB",
-        metadata={
-            "help": "Maximum bytes of tensors in one file of an export, such as 500MB, 5GB or 4GiB; at least 1MB. The "
-            "header is extra, and a larger tensor has a file of its own. Default: 5GB."
-        },
+    flex_max_shard_size: str = _option(
+        "5GB",
+        "Maximum bytes of tensors in one file of an export, such as 500MB, 5GB or 4GiB; at least 1MB. The header is "
+        "extra, and a larger tensor has a file of its own. Default: 5GB.",
     )
-
-    flex_max_file_size: str = field(
-        default="5GB",
-        metadata={
-            "help": "Maximum bytes of tensors in one file of a checkpoint, such as 500MB, 5GB or 4GiB; at least 1MB. A "
-            "larger tensor is split between rows. Default: 5GB."
-        },
+    flex_max_file_size: str = _option(
+        "5GB",
+        "Maximum bytes of tensors in one file of a checkpoint, such as 500MB, 5GB or 4GiB; at least 1MB. A larger "
+        "tensor is split between rows. Default: 5GB.",
     )
-
-    flex_accept_model: bool = field(
-        default=False,
-        metadata={
-            "help": "Train a model whose weights were set by another loader, such as set_state_dict, which skips "
-            "tensors that do not fit. Default: false."
-        },
+    flex_accept_model: bool = _option(
+        False,
+        "Train a model whose weights were set by another loader, such as set_state_dict, which skips tensors that do "
+        "not fit. Default: false.",
     )
-    flex_unknown_versions: str = field(
-        default="refuse",
-        metadata={
-            "help": "What to do with a version of Paddle or PaddleFormers that this package is not tested with: refuse "
-            "or warn. Names and signatures that this package depends on are checked either way. Default: refuse."
-        },
+    flex_unknown_versions: str = _option(
+        "refuse",
+        "What to do with a version of Paddle or PaddleFormers that this package is not tested with: refuse or warn. "
+        "Names and signatures that this package depends on are checked either way. Default: refuse.",
     )
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Saving, rotation and export, as PaddleFormers' Trainer does them when ``flex_checkpoint`` is true.
+"""Save, rotate and export: the methods of PaddleFormers' Trainer that write, one function each.
 
-One function per method that changes. Whatever may fail on one rank alone runs inside an agreement of all ranks.
+Whatever can fail on one rank alone runs inside an agreement helper.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.export import RUN_ARGUMENTS, save_weights
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.paths import require_local
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import documents, lineage, position, rng, rotation, state
@@ -37,6 +36,7 @@ from paddleformers_fc.trainer.job_state import (
     consistency_check_of,
     job_state_of,
     reporters,
+    warn,
     when_active,
 )
 from paddleformers_fc.trainer.options import parse_size
@@ -44,7 +44,7 @@ from paddleformers_fc.trainer.options import parse_size
 
 @when_active
 def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | None = None) -> None:
-    """``Trainer._save_checkpoint``: write ``checkpoint-N`` as a whole, then delete what is beyond the limit.
+    """``Trainer._save_checkpoint``: write ``checkpoint-N``, then delete the checkpoints beyond the limit.
 
     Raises:
         FlexError: the same on every rank; the previous checkpoints are untouched.
@@ -55,81 +55,74 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
 
 def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
     started = time.monotonic()
-    args, channel = trainer.args, channel_of(trainer.args)
+    run, args, channel = job_state_of(trainer), trainer.args, channel_of(trainer.args)
     trainer.runtime_timer.start("checkpoint saving time")
     directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     consistency = consistency_check_of(args, f"saving {directory.name}")
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
-        if job_state_of(trainer).ran:
+        if run.ran:
             refuse_other_loop(trainer)
-        _note_best(trainer, metrics, directory)
-        return _roles_to_save(trainer), _files(trainer, channel)
+        _update_best(trainer, metrics, directory)
+        if args.ignore_save_lr_and_optim:
+            return state.model_roles(trainer.model), _files(trainer, channel)
+        return state.run_roles(trainer.model, trainer.optimizer), _files(trainer, channel)
 
     roles, files = run_on_all(channel, "preparing a checkpoint", prepare, consistency)
-    run = job_state_of(trainer)
     run.record = run.record or lineage.new_run()
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args), run.record)
-    bound = parse_size(args.flex_max_file_size)
-    model, checked = describe(trainer.model), args.flex_check_replicas
-    report = save_checkpoint(directory, roles, model, files, job, channel, bound, checked)
-    _note_saved(job_state_of(trainer), directory, report.disks, args)
+    model, max_file_bytes = describe(trainer.model), parse_size(args.flex_max_file_size)
+    report = save_checkpoint(directory, roles, model, files, job, channel, max_file_bytes, args.flex_check_replicas)
+    ties = tuple(line for tie in report.diverged_ties for line in tie.differences)
+    _note_disks(run, report.disks, args)
+    run.saved = directory
     for path in report.set_aside:
-        logger.warning(f"{path} was in the way of {directory} and is kept; delete it if it is not needed.")
-    _tell_of_differences(trainer, directory, report.differences)
-    if report.diverged_ties and args.should_log:
-        lines = "".join(f"\n  - {line}" for tie in report.diverged_ties for line in tie.differences)
-        logger.warning(
+        logger.warning(f"{path} was moved from {directory} and is kept; delete it if it is not needed.")
+    _warn_of_differences(run, args, directory, report.differences)
+    if ties:
+        warn(
+            args,
             f"Copies of tied tensors differ between pipeline stages. {directory} is saved and does not count as "
             "whole: resume_from_checkpoint: true skips it, and save_total_limit deletes no whole checkpoint for it. "
-            f"Resume from an older checkpoint and look for the cause.{lines}"
+            "Resume from an older checkpoint and look for the cause.",
+            ties,
         )
     trainer.runtime_timer.stop()
-    seconds = time.monotonic() - started
-    ties = tuple(line for tie in report.diverged_ties for line in tie.differences)
-    saved = CheckpointReport(
-        job.step, directory, seconds, _total_bytes(report.manifest), report.differences, diverged_ties=ties
-    )
+    seconds, size = time.monotonic() - started, sum(checksum.size for checksum in report.manifest.files)
+    saved = CheckpointReport(job.step, directory, seconds, size, report.differences, diverged_ties=ties)
     for reporter in reporters(trainer):
         reporter.on_checkpoint_saved(args, saved)
     trainer._rotate_checkpoints(output_dir=args.output_dir)
 
 
-def _tell_of_differences(trainer: Any, directory: Path, differences: tuple[str, ...]) -> None:
-    """Say once in a run that its ranks have gone apart; every checkpoint says it of itself."""
-    run = job_state_of(trainer)
-    if not differences or run.told_of_differences:
-        return
-    run.told_of_differences = True
-    if trainer.args.should_log:
-        lines = "".join(f"\n  - {line}" for line in differences)
-        logger.warning(
-            "Ranks that hold the same part of a tensor hold different numbers: training has gone apart on them. "
-            f"{directory} has one of the versions, and its flex_checkpoint.json lists what differs. This is said once "
-            f"in a run; flex_check_replicas: refuse saves nothing then.{lines}"
+def _warn_of_differences(run: JobState, args: Any, directory: Path, differences: tuple[str, ...]) -> None:
+    """Warn once that replicas differ; the manifest of every checkpoint lists its own differences."""
+    if differences and not run.differences_logged:
+        run.differences_logged = True
+        warn(
+            args,
+            "Replicas differ: ranks hold different values of the same part of a tensor. "
+            f"{directory} has one version, and its flex_checkpoint.json lists the differences. This warning is not "
+            "repeated. With flex_check_replicas: refuse such a save fails.",
+            differences,
         )
 
 
-def _note_saved(run: JobState, directory: Path, disks: DiskLeaders, args: Any) -> None:
-    """Remember what rotation must know; say once that a checkpoint lies on several disks."""
+def _note_disks(run: JobState, disks: DiskLeaders, args: Any) -> None:
+    """Keep the disk leaders for the rotation; warn once that a checkpoint is on several disks."""
     known = run.disks is not None and run.disks.leads == disks.leads
-    if len(disks.sorted_leaders) > 1 and not known and args.should_log:
+    if len(disks.sorted_leaders) > 1 and not known:
         shared = "; ".join(format_ranks(ranks) for ranks in disks.sharing().values())
-        logger.warning(
-            f"{args.output_dir} lies on {len(disks.sorted_leaders)} disks, which are seen by: {shared}. "
-            "Each gets a part of every checkpoint; to resume, all parts must be seen, each by any rank."
+        warn(
+            args,
+            f"{args.output_dir} is on {len(disks.sorted_leaders)} disks, which are visible to: {shared}. "
+            "Each disk gets a part of every checkpoint; a resume needs all parts, each visible to any rank.",
         )
-    run.saved, run.disks = directory, disks
-
-
-def _roles_to_save(trainer: Any) -> state.LiveRoles:
-    if trainer.args.ignore_save_lr_and_optim:
-        return state.model_roles(trainer.model)
-    return state.run_roles(trainer.model, trainer.optimizer)
+    run.disks = disks
 
 
 def _files(trainer: Any, channel: Channel) -> dict[str, bytes]:
-    """This rank's small files; those that are the same on every rank are written by the first."""
+    """Return the small files of this rank; the first rank has those that are equal on all ranks."""
     args, tracker = trainer.args, job_state_of(trainer).tracker
     files: dict[str, bytes] = {}
     if args.save_rng_states:
@@ -140,8 +133,8 @@ def _files(trainer: Any, channel: Channel) -> dict[str, bytes]:
     return files
 
 
-def _note_best(trainer: Any, metrics: dict[str, float] | None, directory: Path) -> None:
-    """Remember the best checkpoint, as PaddleFormers does.
+def _update_best(trainer: Any, metrics: dict[str, float] | None, directory: Path) -> None:
+    """Set the best checkpoint as PaddleFormers does.
 
     Raises:
         OptionError: the evaluation has no such metric.
@@ -153,9 +146,9 @@ def _note_best(trainer: Any, metrics: dict[str, float] | None, directory: Path) 
     name = named if named.startswith("eval_") else f"eval_{named}"
     if name not in metrics:
         raise OptionError(
-            f"The evaluation has no metric {name}, by which the best checkpoint is to be chosen.",
+            f"Missing metric {name}: the best checkpoint is chosen by it.",
             where=f"metric_for_best_model: {named}",
-            evidence=[f"it has {', '.join(sorted(metrics))}"],
+            evidence=[f"the evaluation has {', '.join(sorted(metrics))}"],
             next_step="Name one of these in metric_for_best_model; of several evaluation sets the last one counts.",
         )
     value = metrics[name]
@@ -166,7 +159,7 @@ def _note_best(trainer: Any, metrics: dict[str, float] | None, directory: Path) 
 
 
 def parallel_degrees(args: Any) -> dict[str, int]:
-    """The degree of every parallel axis, for the reader of a manifest."""
+    """Return the degree of every parallel axis, for readers of a manifest."""
     sharding = max(args.sharding_parallel_size, 1)
     return {
         "dp": max(args.dataset_world_size // sharding, 1),
@@ -192,14 +185,14 @@ def sorted_checkpoints(
     checkpoint_prefix: str = PREFIX_CHECKPOINT_DIR,
     use_mtime: bool = False,
 ) -> list[str]:
-    """``Trainer._sorted_checkpoints``: by step, which copying files does not change."""
+    """``Trainer._sorted_checkpoints``: in the order of steps, which a copy of the files does not change."""
     found = rotation.numbered(Path(output_dir or trainer.args.output_dir), checkpoint_prefix)
     return [str(path) for path in found]
 
 
 @when_active
 def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, output_dir: str | None = None) -> None:
-    """``Trainer._rotate_checkpoints``: on the first rank of every disk, and never the newest whole one."""
+    """``Trainer._rotate_checkpoints``: delete old checkpoints on the lowest rank of every disk."""
     args, run = trainer.args, job_state_of(trainer)
     leads = run.disks.sorted_leaders if run.disks is not None else (0,)
     channel = channel_of(args) if len(leads) > 1 else ALONE
@@ -213,7 +206,7 @@ def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, ou
         level, threads, directory = args.flex_verify, args.flex_threads, Path(output_dir or args.output_dir)
         rotation.rotate(directory, limit, needed, logger.info, level, threads, channel, leads)
     except StorageError as error:
-        # The checkpoint is saved; that an old one resists is no reason to end the run.
+        # The new checkpoint is saved, so the run continues.
         logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")
 
 
@@ -225,9 +218,7 @@ def save_model_of_slices(
     merge_tensor_parallel: bool = False,
     last_fc_to_hf: bool = False,
 ) -> None:
-    """``Trainer.save_model``: under sharding stage 3 without gathering the whole model on every rank before.
-
-    Slices are exported as they lie, and on a CPU the gathering fails.
+    """``Trainer.save_model``: under sharding stage 3 without gathering the model, because slices are exported in place.
 
     Raises:
         FlexError: the same on every rank; an older export in the directory is untouched.
@@ -245,16 +236,12 @@ def save_model(
     merge_tensor_parallel: bool = False,
     last_fc_to_hf: bool = False,
 ) -> None:
-    """``Trainer._save``: the model in HuggingFace format, with everything that ``from_pretrained`` needs.
+    """``Trainer._save``: export the model in Hugging Face format, with all files that ``from_pretrained`` needs.
 
     Raises:
         FlexError: the same on every rank; an older export in the directory is untouched.
     """
-    _export(
-        trainer,
-        require_local(output_dir or trainer.args.output_dir, "An export"),
-        parse_size(trainer.args.flex_max_shard_size),
-    )
+    _export(trainer, output_dir or trainer.args.output_dir, trainer.args.flex_max_shard_size)
 
 
 def save_pretrained(
@@ -267,15 +254,15 @@ def save_pretrained(
     max_shard_size: str | int | None = None,
     **kwargs: Any,
 ) -> None:
-    """``model.save_pretrained`` of a Trainer's model. Every rank must call, as for the native method.
+    """``model.save_pretrained`` of a Trainer's model. Every rank must call, as of the native method.
 
     Args:
         trainer: the Trainer that the model belongs to.
-        native: the model's own method, used if a ``state_dict`` is given that is not the model's.
+        native: the method of the model's class; called if a ``state_dict`` is given.
         save_dir: the directory to write.
-        is_main_process: without meaning here; the ranks share the work.
+        is_main_process: ignored, because the ranks share the work.
         state_dict: other weights than the model's.
-        max_shard_size: largest file, such as ``"5GB"`` or a number of bytes. Default: ``flex_max_shard_size``.
+        max_shard_size: maximum bytes of a file, such as ``"5GB"`` or a number. Default: ``flex_max_shard_size``.
 
     Raises:
         FlexError: the same on every rank; an older export in the directory is untouched.
@@ -283,12 +270,12 @@ def save_pretrained(
     if state_dict is not None:
         native(save_dir, is_main_process, state_dict, *args, **kwargs)
         return
-    asked = trainer.args.flex_max_shard_size if max_shard_size is None else max_shard_size
-    _export(trainer, require_local(save_dir, "An export"), parse_size(asked) if isinstance(asked, str) else int(asked))
+    _export(trainer, save_dir, trainer.args.flex_max_shard_size if max_shard_size is None else max_shard_size)
 
 
-def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
-    channel = channel_of(trainer.args)
+def _export(trainer: Any, output_dir: str, max_shard_size: str | int) -> None:
+    directory, channel = require_local(output_dir, "An export"), channel_of(trainer.args)
+    max_shard_bytes = parse_size(max_shard_size) if isinstance(max_shard_size, str) else int(max_shard_size)
     consistency = consistency_check_of(trainer.args, f"exporting to {directory.name}")
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
@@ -304,7 +291,3 @@ def _export(trainer: Any, directory: Path, max_shard_bytes: int) -> None:
     if trainer.args.should_log:
         tensors, files_made = count_text(report.tensors, "tensor"), count_text(len(report.files), "file")
         logger.info(f"Exported {tensors} to {directory} in {files_made}.")
-
-
-def _total_bytes(manifest: Manifest) -> int:
-    return sum(checksum.size for checksum in manifest.files)

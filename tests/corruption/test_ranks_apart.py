@@ -100,7 +100,7 @@ def test_t18_replicas_that_differ_are_told(ranks: ForkServer, tmp_path: Path) ->
 
     twice = {**given, "arguments": {**arguments, "max_steps": 2}}
     logs = started(ranks, APART, tmp_path / "ours", **twice, ours=True).logs
-    assert [log.read_text().count("training has gone apart on them") for log in logs] == [1, 0]
+    assert [log.read_text().count("Replicas differ: ranks hold different values") for log in logs] == [1, 0]
     for step in (2, 1):
         lines = read_manifest(tmp_path / f"ours/checkpoint-{step}").differing_replicas
         assert isinstance(lines, list)

@@ -56,7 +56,7 @@ def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     result = run(ranks, "run", DP2, disks(directory, 0, 1), **SIX_STEPS)
     shared = run(ranks, "run", DP2, disks(tmp_path_factory.mktemp("shared"), 0, 0), **SIX_STEPS)
     assert result.values[0]["losses"] == shared.values[0]["losses"]
-    said = [line for line in result.logs[0].read_text().splitlines() if "lies on 2 disks" in line]
+    said = [line for line in result.logs[0].read_text().splitlines() if "is on 2 disks" in line]
     assert len(said) == 1
     assert "rank 0; rank 1" in said[0]
     assert "disks" not in shared.logs[0].read_text()
@@ -91,7 +91,7 @@ def test_random_generators_find_their_process_on_another_disk(ranks: ForkServer,
     for numbers in ((0, 1), (1, 0)):
         result = run(ranks, "draw_after_resume", DP2, disks(tmp_path, *numbers), "out/checkpoint-3", max_steps=4)
         assert result.values == whole
-        assert not any("Random generators start anew" in log.read_text() for log in result.logs)
+        assert not any("Random generators are not restored" in log.read_text() for log in result.logs)
 
 
 def test_parts_on_a_lost_disk_stop_the_run_on_every_node_with_the_reason_for_each_checkpoint(

@@ -199,7 +199,7 @@ def test_a_resume_that_goes_around_this_package_stops_every_rank_before_a_step(
 
 def test_a_trainer_that_was_made_without_the_option_does_not_save(ranks: ForkServer, tmp_path: Path) -> None:
     (error,) = ranks.run(f"{JOBS}:made_without_the_option", 1, {"output_dir": str(tmp_path)}).values
-    assert "this Trainer was made without it" in error
+    assert "this Trainer was constructed without it" in error
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
