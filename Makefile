@@ -18,12 +18,13 @@ unexport PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all stats matrix lint guarantees mutants soak bench bench-mapping bench-planning derive-table format install clean
+.PHONY: help demo test test-all test-gpu stats matrix lint guarantees mutants soak bench bench-mapping bench-planning derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
 	@echo "make test     all checks, and every test but the slow ones; of tests that start ranks, a third of the cases"
 	@echo "make test-all all checks and all tests"
+	@echo "make test-gpu the tests of device memory on a GPU, by an environment that has one: PYTHON=python"
 	@echo "make stats    lines of code, tests and documents by package, and the imports between packages"
 	@echo "make matrix   the verification matrices again: tables and pictures in docs/verification"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
@@ -63,6 +64,10 @@ test: lint
 # Every case of every test, before a release.
 test-all: lint
 	@$(BIN)/pytest -n $(WORKERS) --dist loadfile
+
+# With the interpreter of an environment in which Paddle has CUDA; `make install` installs Paddle for CPUs.
+test-gpu:
+	@FLEX_TEST_DEVICE=gpu $(or $(PYTHON),$(BIN)/python) -m pytest -ra tests/device
 
 stats: $(STAMP)
 	@$(BIN)/python tools/stats.py

@@ -24,6 +24,7 @@ def read_every_way(root: str, staging_bytes: int) -> dict[str, Any]:
 
     from paddleformers_fc.execute.device import in_host_memory
     from paddleformers_fc.execute.memory import slot_of
+    from paddleformers_fc.execute.read_pool import ReadOptions
     from paddleformers_fc.execute.reading import execute_reads
     from paddleformers_fc.mapping.boxes import Box, whole
     from tests.execute.test_reading import Stored, Wanted, plan_of
@@ -45,7 +46,8 @@ def read_every_way(root: str, staging_bytes: int) -> dict[str, Any]:
         tensors[key] = tensor if number % 4 else tensor.transpose([2, 1, 0])
     plan = plan_of(stored.items)
     before = copied()
-    execute_reads(plan, Path(root), {key: slot_of(tensor) for key, tensor in tensors.items()}, _options(staging_bytes))
+    slots = {key: slot_of(tensor) for key, tensor in tensors.items()}
+    execute_reads(plan, Path(root), slots, ReadOptions(staging_memory_bytes=staging_bytes))
     after = copied() - before
     wrong = [
         name
@@ -61,12 +63,6 @@ def read_every_way(root: str, staging_bytes: int) -> dict[str, Any]:
         "late": after.late_to_device,
         "strided": sum(array.nbytes for array in list(stored.expected.values())[::4]),
     }
-
-
-def _options(staging_bytes: int) -> Any:
-    from paddleformers_fc.execute.read_pool import ReadOptions
-
-    return ReadOptions(staging_bytes=staging_bytes)
 
 
 def save_in_pieces(strided: bool) -> dict[str, Any]:

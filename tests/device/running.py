@@ -61,8 +61,10 @@ def device_ranks(directory: Path) -> Iterator[Ranks]:
         directory: for logs and results of ranks that are new processes.
     """
     if device() != FAKE:
-        _skip_without(device())
-        yield NewProcesses(directory)
+        devices = _device_count()
+        if not devices:
+            pytest.skip(f"no {device()}: this Paddle has no CUDA, or finds no device")
+        yield NewProcesses(directory, devices)
         return
     try:
         root = build()
@@ -77,11 +79,11 @@ def device_ranks(directory: Path) -> Iterator[Ranks]:
         server.__exit__(None, None, None)
 
 
-def _skip_without(name: str) -> None:
-    """A process of its own asks, because a process that has asked CUDA must not be forked."""
-    code = "import paddle, sys; sys.exit(not (paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count()))"
-    if name == "gpu" and subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode:
-        pytest.skip("Paddle has no CUDA here, or no device")
+def _device_count() -> int:
+    """The devices that Paddle finds; a new process asks, because one that has asked CUDA must not be forked."""
+    code = "import paddle; print(paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0)"
+    found = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    return 0 if found.returncode else int(found.stdout.split()[-1])
 
 
 class NewProcesses:
@@ -89,10 +91,12 @@ class NewProcesses:
 
     Args:
         directory: gets one directory of logs and results per job.
+        devices: how many there are; the test of a job that needs more is skipped.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, devices: int) -> None:
         self._directory = directory
+        self._devices = devices
         self._jobs = 0
 
     def run(self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None) -> JobResult:
@@ -103,6 +107,8 @@ class NewProcesses:
 
     def attempt(self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None) -> JobResult:
         """Run a job whose ranks may fail."""
+        if nproc > self._devices:
+            pytest.skip(f"{nproc} devices are needed, {self._devices} found")
         self._jobs += 1
         directory = self._directory / f"job-{self._jobs}"
         argv = ["-m", "tests.device.running", job, json.dumps(dict(kwargs or {})), str(directory)]

@@ -37,9 +37,9 @@ def train(
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
 
-    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 6, "save_steps": 3, **arguments}
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 6, "save_steps": 3, "device": on}
     paddle.set_device(on)
-    args = tiny.training_arguments(layout, output_dir, **settings)
+    args = tiny.training_arguments(layout, output_dir, **settings, **arguments)
 
     class SaveAsLoaded(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -102,7 +102,7 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
     from paddleformers_fc.trainer.description import describe
 
     paddle.set_device(device())
-    args = tiny.training_arguments(layout, output_dir, max_steps=1)
+    args = tiny.training_arguments(layout, output_dir, max_steps=1, device=device())
     built = tiny.build("llama", layout, args, **model)
     trainer = tiny.trainer(built, args)
     trainer.train()

@@ -1,5 +1,5 @@
-// The kernels of the fake accelerator: those without which Paddle cannot fill a tensor, make it contiguous or accumulate
-// a gradient. It runs all other kernels on the CPU, between a copy to the host and one back. Like those of a device they
+// The kernels of the fake accelerator: those without which Paddle cannot fill a tensor, make it contiguous, assign to it
+// in place or accumulate a gradient. It runs all other kernels on the CPU, between a copy to the host and one back. Like those of a device they
 // run on a stream.
 
 #include "device.h"
@@ -72,6 +72,13 @@ void StridedCopy(const phi::Context& context, const phi::DenseTensor& in, const 
   });
 }
 
+// The fallback of this one would move its output to another address, and views of it would lose it.
+template <typename T>
+void Assign(const phi::Context& context, const phi::DenseTensor& in, phi::DenseTensor* out) {
+  T* to = static_cast<T*>(behind(context.template Alloc<T>(out)));
+  submit(context.stream(), [to, from = numbers_of<T>(in), n = in.numel()] { std::copy(from, from + n, to); });
+}
+
 // Row-major strides of a tensor that is broadcast to a shape: 0 where its own length is 1.
 Numbers broadcast_strides(const Numbers& own, const Numbers& shape) {
   Numbers strides(shape.size(), 0);
@@ -109,5 +116,6 @@ PD_BUILD_PHI_KERNEL(full_like, fake_device, ALL_LAYOUT, fake::FullLike, TYPES) {
 PD_BUILD_PHI_KERNEL(fill, fake_device, ALL_LAYOUT, fake::Fill, TYPES) {}
 PD_BUILD_PHI_KERNEL(contiguous, fake_device, ALL_LAYOUT, fake::Contiguous, TYPES) {}
 PD_BUILD_PHI_KERNEL(strided_copy, fake_device, ALL_LAYOUT, fake::StridedCopy, TYPES) {}
+PD_BUILD_PHI_KERNEL(assign, fake_device, ALL_LAYOUT, fake::Assign, TYPES) {}
 PD_BUILD_PHI_KERNEL(add, fake_device, ALL_LAYOUT, fake::Add, int32_t, int64_t, float, double, phi::dtype::float16,
                     phi::dtype::bfloat16) {}
