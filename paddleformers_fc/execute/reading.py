@@ -25,6 +25,7 @@ from paddleformers_fc.storage.manifest import CHOOSE_COPY
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace, read_region, split_region
+from paddleformers_fc.text import count_text
 
 _PORTION_BYTES = 32 << 20
 
@@ -187,7 +188,7 @@ def refuse_unequal(unequal: Sequence[EqualCheck], root: AnyPath) -> None:
     if unequal:
         kind = Diverged if any(check.tied for check in unequal) else MismatchError
         raise kind(
-            f"{len(unequal)} pairs of tensors that must be equal differ. No weight was changed.",
+            f"Tensors that must be equal differ: {count_text(len(unequal), 'pair')}. No weight was changed.",
             where=str(root),
             evidence=[f"{check.name}: {check.left.file} and {check.right.file} differ" for check in unequal],
             next_step=f"Copies of a tied tensor, or of one number, were saved with different values. {CHOOSE_COPY}",

@@ -9,9 +9,9 @@
                   the save found the copies of tied tensors equal
 ================  ==================================================================================================
 
-The format of a checkpoint determines which checks are made (``Format.checks``). Each check requires the ones before it,
-so the first that fails is the last that is made; it reports all it finds. Files that cannot be read for want of
-permission are not known to be damaged: such a check counts as not made.
+The format of a checkpoint determines which checks are made (``Format.checks``). Damaged files do not prevent the checks
+of headers and mapping; every other check requires the ones before it. One error lists the faults of all checks. Files
+that cannot be read for want of permission are not known to be damaged: such a check counts as not made.
 Of open weights three things are checked: ``checksums`` (what an export has recorded of its files), ``tensors`` (index,
 headers and ranges), and ``model`` (names, shapes and sizes are those of its ``config.json``, by its family).
 The outcome lists what cannot be checked, and the checkpoints below the directory, which are not checked.
@@ -31,7 +31,7 @@ from paddleformers_fc.execute.reading import verify_equal
 from paddleformers_fc.families import described_by_file, family_for
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME
-from paddleformers_fc.formats.checks import Check, CheckList
+from paddleformers_fc.formats.checks import Check, CheckList, combined
 from paddleformers_fc.formats.flex import manifest_text
 from paddleformers_fc.formats.registry import require_format
 from paddleformers_fc.layout.grid import ParallelGrid
@@ -54,8 +54,8 @@ class Verification(msgspec.Struct, frozen=True):
         level: ``off``, ``size`` or ``full``.
         passed: whether no check failed.
         checks: in the order in which they were made.
-        not_checked: the checks that were not made: one before them failed, a file cannot be read, or the level does not
-            include them.
+        not_checked: the checks that were not made: one that they require failed, a file cannot be read, or the level
+            does not include them.
         files: files of the checkpoint.
         bytes: their sizes together.
         tensors: stored tensors, of all roles.
@@ -104,7 +104,6 @@ def verify_checkpoint(directory: AnyPath, level: str) -> tuple[Verification, Fle
             next_step="Name one of these checkpoints.",
         ) from error
     checks = CheckList()
-    problem: FlexError | None = None
     try:
         checkpoint = format.verify(directory, level, checks)
         sizes = checkpoint.file_sizes
@@ -114,7 +113,9 @@ def verify_checkpoint(directory: AnyPath, level: str) -> tuple[Verification, Fle
         if "model" in format.checks:
             _check_model(checkpoint, checks)
     except FlexError as error:
-        problem = error
+        if error not in checks.faults:
+            checks.faults.append(error)
+    problem = combined(checks.faults)
     outcome = Verification(
         kind=format.name,
         path=str(directory),

@@ -94,7 +94,7 @@ class Format(Protocol):
             level: ``off``, ``size`` or ``full``.
             checks: gets the checks that were made.
         Raises:
-            FlexError: the first check that fails, with all its faults.
+            FlexError: a check that fails and that the following ones require; ``checks`` has all faults.
         """
 
     def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from paddleformers_fc.errors import CheckpointError, MappingError, MismatchError
+from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, MismatchError
 
 _T = TypeVar("_T")
 
@@ -30,10 +30,11 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class CheckList:
-    """The checks made so far, and what they counted."""
+    """The checks made so far, their faults, and what they counted."""
 
     def __init__(self) -> None:
         self.made: list[Check] = []
+        self.faults: list[FlexError] = []
         self.files = self.bytes = self.tensors = 0
         self.impossible: list[str] = []
 
@@ -43,10 +44,37 @@ class CheckList:
         self.made.append(Check(name, True, detail(found)))
         return found
 
+    def attempt(self, name: str, work: Callable[[], _T], detail: Callable[[_T], str]) -> _T | None:
+        """Make one check that the following ones do not require; return None for a fault, which is recorded."""
+        try:
+            return self.check(name, work, detail)
+        except FlexError as error:
+            if error not in self.faults:
+                raise
+            return None
+
     def prepare(self, name: str, work: Callable[[], _T]) -> _T:
         """Do what a check needs first; only a fault is recorded."""
         try:
             return work()
         except (CheckpointError, MappingError, MismatchError) as error:
             self.made.append(Check(name, False, error.what))
+            self.faults.append(error)
             raise
+
+
+def combined(faults: Sequence[FlexError]) -> FlexError | None:
+    """Return one error for the faults of several checks; None if there are none.
+
+    The first one determines the type, the place and the next step. The others follow in the evidence, except lines that
+    an earlier one contains.
+    """
+    if len(faults) < 2:
+        return next(iter(faults), None)
+    first, *others = faults
+    evidence = list(first.evidence)
+    for fault in others:
+        own = [line for line in fault.evidence if line not in evidence and f" {line}" not in evidence]
+        if own or not fault.evidence:
+            evidence += [fault.what, *(f" {line}" for line in own)]
+    return type(first)(first.what, where=first.where, evidence=evidence, next_step=first.next_step)

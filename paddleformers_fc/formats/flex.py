@@ -156,7 +156,7 @@ def build_checkpoint(
     found = [*faults, *catalog.faults(), *_name_faults(catalog, rules)]
     if found:
         raise Corrupt(
-            f"The checkpoint does not hold all of its model, whole and once: {len(found)} faults.",
+            f"The checkpoint does not hold all of its model, whole and once: {count_text(len(found), 'fault')}.",
             where=str(directory),
             evidence=fold(found),
             next_step="Resume from another checkpoint; this one was damaged after it was finished.",
@@ -255,7 +255,7 @@ class FlexFormat(Format):
         manifest = checks.check("manifest", lambda: read_manifest(directory), manifest_text)
         checks.files, checks.bytes = len(manifest.files), sum(one.size for one in manifest.files)
         if level != "off":
-            checks.check(
+            checks.attempt(
                 "files",
                 lambda: verify_files(directory, manifest, level),
                 lambda _: f"{count_text(checks.files, 'file')}, {size_text(checks.bytes)}: {DEPTH_TEXT[level]}",

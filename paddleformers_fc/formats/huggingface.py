@@ -284,14 +284,15 @@ class HuggingFaceFormat(Format):
             checks.impossible.append(f"changed bytes: there is no {CHECKSUMS_NAME}, which exports of this package have")
         elif level != "off":
             needed = [name for name in checksums if level == "full" or name.endswith(".safetensors")]
-            checks.check(
+            checks.attempt(
                 "checksums",
                 lambda: verify_export(directory, checksums, level, needed=needed),
                 lambda _: f"{count_text(len(checksums), 'file')}: {DEPTH_TEXT[level]}",
             )
+        compared = checksums is not None and level != "off" and not checks.faults
         return checks.check(
             "tensors",
-            lambda: open_huggingface(directory, "off" if checksums is None else level),
+            lambda: open_huggingface(directory, "size" if compared else "off"),
             lambda found: f"{count_text(found.catalog.count, 'tensor')}, each in the file that the index names",
         )
 

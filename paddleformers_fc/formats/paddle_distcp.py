@@ -96,7 +96,7 @@ def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
         faults.append(f"{MODEL_STATE}: no tensor is stored")
     if faults:
         raise Corrupt(
-            f"The checkpoint does not hold all of its model, whole and once: {len(faults)} faults.",
+            f"The checkpoint does not hold all of its model, whole and once: {count_text(len(faults), 'fault')}.",
             where=str(directory),
             evidence=fold(faults),
             next_step=_AGAIN,

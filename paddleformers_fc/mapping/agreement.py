@@ -18,6 +18,7 @@ from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Mapping, TensorSources
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import BoxLink, pulled
+from paddleformers_fc.text import count_text
 
 
 def require_agreement(mapping: Mapping, declared: Mapping, title: str, next_step: str) -> None:
@@ -34,7 +35,7 @@ def require_agreement(mapping: Mapping, declared: Mapping, title: str, next_step
     faults = list(disagreements(mapping, declared))
     if faults:
         raise MappingError(
-            f"{title} is not what its family declares: {len(faults)} differences.",
+            f"{title} is not what its family declares: {count_text(len(faults), 'difference')}.",
             evidence=fold(faults),
             next_step=next_step,
         )

@@ -20,6 +20,7 @@ from paddleformers_fc.mapping.boxes import Box, Shape, cover_faults, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Mapping, TensorSources, TensorSpec
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import BoxLink
+from paddleformers_fc.text import count_text
 
 
 def prove(mapping: Mapping, title: str = "The mapping") -> None:
@@ -34,7 +35,7 @@ def prove(mapping: Mapping, title: str = "The mapping") -> None:
     faults = list(faults_of(mapping))
     if faults:
         raise MappingError(
-            f"{title} cannot be proved: {len(faults)} faults.",
+            f"{title} cannot be proved: {count_text(len(faults), 'fault')}.",
             evidence=fold(faults),
             next_step="Nothing was read or written. Mend the family's declaration or the model's configuration.",
         )

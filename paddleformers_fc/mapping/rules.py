@@ -38,6 +38,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping, TensorSources, TensorSpec
 from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stacked
+from paddleformers_fc.text import count_text
 
 MAX_STRETCHES = 1 << 23
 """Maximum number of stretches of all parts of a set of rules; each takes about 0.5 kB."""
@@ -415,7 +416,7 @@ class RuleSet:
             maker.add(rule, form)
         if faults:
             raise MappingError(
-                f"{len(faults)} rules do not fit the tensors they are for.",
+                f"Rules do not fit the tensors they are for: {count_text(len(faults), 'fault')}.",
                 evidence=faults,
                 next_step="Compare the model's configuration with the family's declaration.",
             )

@@ -16,7 +16,7 @@ import msgspec
 from paddleformers_fc.errors import MismatchError, PeerError, cut
 from paddleformers_fc.layout.roles import MASTER, STATE_SUFFIXES
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.text import natural
+from paddleformers_fc.text import count_text, natural
 
 ReportKind = Literal["missing", "unexpected", "shape", "dtype", "coverage", "mapping", "unequal"]
 KINDS: tuple[ReportKind, ...] = get_args(ReportKind)
@@ -86,7 +86,7 @@ class Report:
         if not self.empty:
             count = sum(len(lines) for lines in self.lines.values())
             raise MismatchError(
-                f"The {stored} and the model do not fit: {count} differences. No weight was changed.",
+                f"The {stored} and the model do not fit: {count_text(count, 'difference')}. No weight was changed.",
                 where=where,
                 evidence=[*why, *self.evidence()],
                 next_step=_OPEN_WEIGHTS_STEP if stored == OPEN_WEIGHTS else self._step(),

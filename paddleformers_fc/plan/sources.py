@@ -34,6 +34,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import identity
 from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.report import Report
+from paddleformers_fc.text import count_text
 
 _ABSENT = object()
 
@@ -166,7 +167,7 @@ def _refuse_stripped(checkpoint: OpenedCheckpoint, mapping: Mapping) -> None:
     faults = list(disagreements(mapping, declared.mapping()))
     if faults:
         raise MappingError(
-            f"{what}, and does not fit its tensors: {len(faults)} differences.",
+            f"{what}, and does not fit its tensors: {count_text(len(faults), 'difference')}.",
             where=str(root),
             evidence=fold(faults),
             next_step=f"The tensors themselves are whole. Derive the mapping again: {command}",

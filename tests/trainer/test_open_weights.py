@@ -188,7 +188,7 @@ def test_heads_and_families_that_no_shape_shows_are_compared_with_the_config_bes
     assert heads.startswith("MismatchError: The open weights and the model do not fit: 2 differences.")
     assert "num_attention_heads: stored 4, wanted 8" in heads
     assert "or correct the config.json beside them" in heads
-    assert family.startswith("MismatchError: The open weights and the model do not fit: 1 differences.")
+    assert family.startswith("MismatchError: The open weights and the model do not fit: 1 difference.")
     assert "model_type: stored ernie4_5, wanted llama" in family
     assert "does not support positional arguments of the model" in positional
     assert "- 1 argument after the path" in positional
