@@ -29,12 +29,19 @@ def test_the_reference_of_options_has_every_option_with_its_default() -> None:
     assert rows == {name: "false" if value == "False" else value for name, value in fields.items()}
 
 
-def test_the_reference_of_commands_has_every_command() -> None:
+def test_the_reference_of_commands_has_every_command_with_every_argument_and_option() -> None:
     import typer
 
     from paddleformers_fc.cli.main import app
 
-    assert set(re.findall(r"^\| `([\w-]+)", _page("commands"), re.MULTILINE)) == set(typer.main.get_group(app).commands)
+    rows = dict(re.findall(r"^\| `([\w-]+)([^\n]*)$", _page("commands"), re.MULTILINE))
+    commands = typer.main.get_group(app).commands
+    assert set(rows) == set(commands)
+    for name, command in commands.items():
+        options = {text for one in command.params for text in (*one.opts, *one.secondary_opts) if text.startswith("--")}
+        assert set(re.findall(r"--[\w-]+", rows[name])) == options - {"--json"}, name
+        arguments = {str(one.metavar) for one in command.params if not one.opts[0].startswith("-")}
+        assert all(one in rows[name] for one in arguments), name
 
 
 def test_the_python_api_in_the_readme_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

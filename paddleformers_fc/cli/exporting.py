@@ -1,11 +1,7 @@
-"""``export``: a flex checkpoint as Hugging Face files, and one number that says whether two exports are the same.
-
-The number costs one more pass over the files, which the system's cache mostly serves; memory is one block.
-"""
+"""``export``: a checkpoint as Hugging Face files, and one md5 by which exports are compared."""
 
 from __future__ import annotations
 
-import hashlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,17 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import paddleformers_fc
-from paddleformers_fc.formats.huggingface import open_huggingface
-from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.execute.weights_md5 import weights_md5
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.text import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-_READ_BYTES = 1024 * 1024
 
 
 class ExportedFile(msgspec.Struct, frozen=True):
@@ -42,7 +33,7 @@ class Exported(msgspec.Struct, frozen=True):
         files: the weight files.
         tensors: how many canonical tensors.
         bytes: of those tensors.
-        md5: see :func:`weights_md5`.
+        md5: see :func:`.weights_md5.weights_md5`.
         seconds: how long it took, md5 included.
     """
 
@@ -81,38 +72,6 @@ def export(source: AnyPath, target: Path, max_shard_bytes: int, verify: str, rep
         md5=weights_md5(target),
         seconds=round(time.monotonic() - started, 3),
     )
-
-
-def weights_md5(directory: Path) -> str:
-    """One md5 for a directory of open weights, whatever files they are divided into.
-
-    For every tensor in the order of its name (compared as text): the name in UTF-8, then the tensor's bytes,
-    row-major and little-endian. With the safetensors library::
-
-        digest = hashlib.md5()
-        for name in sorted(tensors):
-            digest.update(name.encode())
-            digest.update(tensors[name].tobytes())
-
-    Args:
-        directory: a directory of open weights.
-    Raises:
-        FlexError: the directory cannot be opened or read.
-    """
-    digest = hashlib.md5()
-    buffer = memoryview(bytearray(_READ_BYTES))
-    tensors = open_huggingface(directory).catalog.roles[MODEL_STATE]
-    with RangeReader() as reader:
-        for name in sorted(tensors):
-            digest.update(name.encode())
-            width = item_size(to_safetensors(tensors[name].dtype))
-            for fragment in tensors[name].fragments:  # One, or none where the tensor has no element.
-                end = fragment.begin + fragment.box.volume * width
-                for position in range(fragment.begin, end, _READ_BYTES):
-                    chunk = buffer[: min(end - position, _READ_BYTES)]
-                    reader.read_into(directory / fragment.file, position, chunk)
-                    digest.update(chunk)
-    return digest.hexdigest()
 
 
 def show(found: Exported, console: Console) -> None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paddleformers_fc.cli import outputs
+from paddleformers_fc.cli.cleaning import show_leftovers
 from paddleformers_fc.cli.listing import show_tensors
-from paddleformers_fc.cli.outputs import OutputFacts, output_facts
 from paddleformers_fc.errors import NotACheckpoint, OptionError
+from paddleformers_fc.execute.output_directory import OutputFacts, output_facts
 from paddleformers_fc.formats import FORMATS, open_checkpoint
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, TensorFacts, job_facts, list_tensors, role_facts
 from paddleformers_fc.layout.roles import MODEL_STATE
@@ -128,10 +128,20 @@ def show(found: Inspection, console: Console) -> None:
     if found.roles:
         console.print(_role_table(found.roles))
     if found.output is not None:
-        outputs.show(found.output, console)
+        _show_output(found.output, console)
     if found.tensors is not None:
         console.print()
         show_tensors(found.tensors, console)
+
+
+def _show_output(found: OutputFacts, console: Console) -> None:
+    """Print a line per checkpoint, then a line per leftover."""
+    for one in found.checkpoints:
+        run = f", run {one.run}" if one.run else ""
+        console.print(f"  {one.name}{run}{f': {one.fault}' if one.fault else ''}")
+    if found.leftovers:
+        console.print("  leftovers (paddleformers-fc clean removes those that you confirm):")
+        show_leftovers(found.leftovers, console)
 
 
 def _headline(found: Inspection) -> list[tuple[str, str]]:

@@ -256,11 +256,12 @@ def rederive(
     Needed if a checkpoint is refused because its mapping was derived from an incomplete configuration.
     """
     from paddleformers_fc.cli import rederiving
+    from paddleformers_fc.execute.rederive import rederive as derive_again
     from paddleformers_fc.storage.paths import require_local
 
     directory = require_local(_named(checkpoint), "A checkpoint whose mapping is derived again")
     with output.working(f"deriving the mapping of {directory}"):
-        found = rederiving.rederive(directory, settings or [])
+        found = derive_again(directory, settings or [])
     _present(found, rederiving.show, as_json)
     return RIGHT
 
@@ -277,17 +278,18 @@ def clean(
     --yes lists the leftovers and removes none.
     """
     from paddleformers_fc.cli import cleaning
+    from paddleformers_fc.execute import output_directory
     from paddleformers_fc.storage.paths import require_local
     from paddleformers_fc.text import size_text
 
     source = _named(directory)
 
-    def confirmed(one: cleaning.LeftoverFacts) -> bool:
+    def confirmed(one: output_directory.LeftoverFacts) -> bool:
         if yes or as_json:
             return yes
         return typer.confirm(f"Remove {one.name} ({size_text(one.bytes)})? {one.why}", err=True)
 
-    found = cleaning.clean(require_local(str(source), "Cleaning"), confirmed)
+    found = output_directory.clean(require_local(str(source), "Cleaning"), confirmed)
     _present(found, cleaning.show, as_json)
     return RIGHT
 
@@ -382,12 +384,13 @@ def derive(
     proves the result. Open questions are printed with the lines that answer them.
     """
     from paddleformers_fc.cli import deriving
+    from paddleformers_fc.verification.derivation.from_weights import derive_model
 
     source = _named(directory)
     if not isinstance(source, Path):
         raise typer.BadParameter(f"Directory {str(source)!r} is not on this machine.")
     with output.working(f"deriving {source}"):
-        found = deriving.derive(source, settle or [], native, family, fused or [])
+        found = derive_model(source, settle or [], native, family, fused or [])
     _present(found, deriving.show, as_json)
     return RIGHT
 

@@ -1,136 +1,21 @@
-"""``rederive``: derive the mapping of a checkpoint again that was saved without a description of its model.
-
-Only ``mapping.json`` and the manifest change. The other files are linked into a staging directory beside the
-checkpoint, which then replaces it in one step, as a save of the same step does.
-"""
+"""``rederive``: the outcome as text."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
-import yaml
-
-from paddleformers_fc.errors import MappingError, OptionError, StorageError
-from paddleformers_fc.families import ModelDescription, family_for
-from paddleformers_fc.families.description import IS_FLEET
-from paddleformers_fc.families.stored import STRIPPED, completed, encode_mapping
-from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, not_a_flex_checkpoint
-from paddleformers_fc.formats.flex import MAPPING_NAME
-from paddleformers_fc.formats.registry import checkpoints_advice, open_checkpoint
-from paddleformers_fc.mapping import prove
-from paddleformers_fc.mapping.agreement import disagreements
-from paddleformers_fc.plan.sources import stored_tensors
-from paddleformers_fc.storage.commit import commit, create_staging, discard
-from paddleformers_fc.storage.files import files_within, link, make_directories, real_path, write_file
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, write_manifest
+from paddleformers_fc.execute.rederive import Rederivation
+from paddleformers_fc.text import count_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-@dataclass(frozen=True)
-class Rederived:
-    """The outcome of the command.
-
-    Args:
-        path: the checkpoint as it was named.
-        settled: the keys that ``config.json`` lacks, with the values that the mapping was derived with.
-        changed: how many statements about a tensor differ from the old mapping.
-    """
-
-    path: str
-    settled: dict[str, Any]
-    changed: int
-
-
-def rederive(directory: Path, settings: Sequence[str]) -> Rederived:
-    """Derive the mapping of a checkpoint again and store it with the description of its model.
-
-    Args:
-        directory: a finished flex checkpoint.
-        settings: ``KEY=VALUE`` for keys of :data:`STRIPPED` that its tensors leave open.
-    Raises:
-        OptionError: a key is not one of these.
-        MappingError: the tensors fit no description with these values, or several.
-        FlexError: the directory is no checkpoint, is damaged, or cannot be written.
-    """
-    checkpoint = open_checkpoint(directory)
-    if checkpoint.commit_record is None:
-        raise not_a_flex_checkpoint(checkpoint.format, directory, checkpoints_advice(directory))
-    known = _with_settings(ModelDescription(checkpoint.config), settings)
-    family = family_for(known.config)
-    try:
-        model, rules = completed(family, known, stored_tensors(checkpoint.rules))
-    except MappingError as error:
-        raise MappingError(
-            error.what,
-            where=str(directory),
-            evidence=error.evidence,
-            next_step=f"Add the values that the model was trained with as KEY=VALUE: {', '.join(sorted(STRIPPED))}.",
-        ) from error
-    rules = replace(rules, cuts=checkpoint.rules.cuts)
-    mapping = rules.mapping()
-    prove(mapping, "The mapping that was derived again")
-    prove(mapping.reversed(), "The reverse of the mapping that was derived again")
-    changed = sum(1 for _ in disagreements(checkpoint.rules.mapping(), mapping))
-    _store(real_path(directory), checkpoint, encode_mapping(model, rules))
-    config = {key: model.config.get(key) for key in sorted(STRIPPED - {IS_FLEET}) if key in model.config}
-    return Rederived(str(directory), {IS_FLEET: model.is_fleet, **config}, changed)
-
-
-def _with_settings(known: ModelDescription, settings: Sequence[str]) -> ModelDescription:
-    values: dict[str, Any] = {}
-    for text in settings:
-        key, sign, value = text.partition("=")
-        if not sign or key not in STRIPPED:
-            raise OptionError(
-                f"{text!r} is not KEY=VALUE with a key that config.json lacks.",
-                where="KEY=VALUE",
-                evidence=[f"keys: {', '.join(sorted(STRIPPED))}"],
-                next_step="Leave it out; other keys are in config.json.",
-            )
-        values[key] = yaml.safe_load(value)
-        if not isinstance(values[key], int):
-            raise OptionError(f"{text!r}: the value is neither true, false nor a number.", where="KEY=VALUE")
-    is_fleet = values.pop(IS_FLEET, None)
-    return ModelDescription({**known.config, **values}, None if is_fleet is None else bool(is_fleet))
-
-
-def _store(directory: Path, checkpoint: OpenedCheckpoint, mapping: bytes) -> None:
-    """Replace the opened checkpoint by the same one with another mapping."""
-    staging = create_staging(directory)
-    try:
-        for path in files_within(directory):
-            name = path.relative_to(directory)
-            if str(name) in (MAPPING_NAME, MANIFEST_NAME):
-                continue
-            make_directories((staging / name).parent)
-            if not link(path, staging / name):
-                raise StorageError(
-                    f"{directory} is on a file system without hard links.",
-                    where=str(path),
-                    next_step="Copy the checkpoint to another file system and derive its mapping there.",
-                )
-        checksum = write_file(staging / MAPPING_NAME, mapping, root=staging)
-        files = [checksum if one.path == MAPPING_NAME else one for one in checkpoint.manifest.files]
-        write_manifest(staging, msgspec.structs.replace(checkpoint.manifest, files=files, aoa={}))
-        commit(staging, directory)
-    except BaseException:
-        with contextlib.suppress(StorageError):
-            discard(staging)
-        raise
-
-
-def show(found: Rederived, console: Console) -> None:
+def show(found: Rederivation, console: Console) -> None:
     """Print the outcome."""
     from rich.text import Text
 
     settled = ", ".join(f"{key}={str(value).lower()}" for key, value in found.settled.items())
     console.print(Text(f"{found.path}: the mapping was derived again and stored", "bold"))
     console.print(Text(f"  model     {settled}"))
-    console.print(Text(f"  changed   {found.changed} places of the old mapping"))
+    console.print(Text(f"  changed   {count_text(found.changed, 'place')} of the old mapping"))

@@ -10,9 +10,10 @@ no accelerator and the YAML names no device. On a machine
   the visible devices, and reads ``NNODES``, ``RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` (:mod:`.nodes`).
 
 Faults that are detectable earlier are refused before a process starts (:mod:`.start_checks`). :mod:`.log_view` filters
-the output. Ranks leave an error of this package beside their logs, and it is printed once, at the end. The supervisor
-names ranks that a signal ended. A training that is stopped (Ctrl-C, SIGTERM) ends its ranks. In both cases the command
-prints the step at which the next start resumes. Every start has its own log directory: ``log``, ``log-2``, ...
+the output. Ranks record their progress and errors beside their logs (:mod:`paddleformers_fc.trainer.rank_records`); the
+command reads these records at the end. The supervisor lists ranks that a signal ended. A training that is stopped
+(Ctrl-C, SIGTERM) ends its ranks. In both cases the command prints the step at which the next start resumes. Every start
+has its own log directory: ``log``, ``log-2``, ...
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import msgspec
-import yaml
 
 from paddleformers_fc.cli import nodes, start_checks
 from paddleformers_fc.cli.log_view import COLOUR, DEBUG, LogView
-from paddleformers_fc.cli.yaml_text import load_yaml
+from paddleformers_fc.cli.settings import parse_overrides, read_settings
 from paddleformers_fc.cpu_runtime.launch import LaunchResult, launch
 from paddleformers_fc.cpu_runtime.ranks import rank_environments, tail
-from paddleformers_fc.errors import FlexError, OptionError, PeerError, StorageError, from_wire
+from paddleformers_fc.errors import FlexError, OptionError, StorageError
 from paddleformers_fc.storage import files
-from paddleformers_fc.storage.json_io import parse_json, read_document
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
 from paddleformers_fc.storage.paths import expand_user, require_local
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options, check_stage
+from paddleformers_fc.trainer.rank_records import RECORDS, read_error, read_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 REGISTER_KEY = "custom_register_path"
 REGISTER_BOTH = Path(__file__).resolve().with_name("register_both.py")
@@ -63,7 +64,6 @@ OWN_REGISTRATION = "PADDLEFORMERS_FC_OWN_REGISTRATION"
 CPU = "cpu"
 _TAIL_LINES = 25
 _OUTSIDE = {"SIGKILL": ": killed by a user, or by the system because memory ran out"}
-_MAX_ERROR_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class TrainingJob:
     """A training that is about to be started.
 
     Args:
-        argv: what Python runs, as a module with its arguments.
-        ranks: number of local processes; None where ``paddle.distributed.launch`` decides.
-        environment: variables on top of this process' environment.
-        log_dir: gets the logs of all ranks.
+        argv: arguments of Python: a module and its arguments.
+        ranks: number of local processes; None if ``paddle.distributed.launch`` decides.
+        environment: variables in addition to this process' environment.
+        log_dir: directory of the logs and records of all ranks.
         flex: whether the run saves flex checkpoints.
-        output_dir: where it saves; None if it is not needed.
-        to_go_on: overrides that make the same command resume the newest checkpoint; mostly none.
-        idle: keys of this package that are set and mean nothing, because the run does not use it.
+        output_dir: directory of the checkpoints; None if it is not needed.
+        resume_overrides: overrides with which the same command resumes the newest checkpoint; mostly none.
+        idle: keys of this package that are set and have no effect, because the run does not use it.
     """
 
     argv: tuple[str, ...]
@@ -87,7 +87,7 @@ class TrainingJob:
     log_dir: Path
     flex: bool
     output_dir: Path | None = None
-    to_go_on: tuple[str, ...] = ()
+    resume_overrides: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
 
     @property
@@ -101,10 +101,10 @@ class LaunchPlan(msgspec.Struct, frozen=True):
 
     Attributes:
         command: of every rank, or of the launcher.
-        environment: variables that all ranks get on top of the caller's.
-        ranks: by rank the variables that place it; ports are chosen at every start. None where
-            ``paddle.distributed.launch`` decides.
-        log_dir: where the logs will be.
+        environment: variables of all ranks in addition to the caller's.
+        ranks: the variables of each rank; ports are chosen at every start. None if ``paddle.distributed.launch``
+            decides.
+        log_dir: directory of the logs.
     """
 
     command: list[str]
@@ -114,28 +114,28 @@ class LaunchPlan(msgspec.Struct, frozen=True):
 
 
 class Signalled(msgspec.Struct, frozen=True):
-    """A rank that a signal ended, such as ``SIGKILL``; not those that were stopped because another had failed."""
+    """A rank that a signal ended, such as ``SIGKILL``; ranks stopped after a failure of another one do not count."""
 
     rank: int
     signal: str
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How a training ended.
+    """The end of a training.
 
     Attributes:
-        returncode: 0 when every rank succeeded, else the first failing rank's.
-        command: as in :class:`Planned`.
-        logs: of every rank, or their directory where ``paddle.distributed.launch`` names them.
-        seconds: from start to end.
-        report: for a failure that is none of ours the end of the first failing rank's log; else None.
-        resumed: the step that was resumed from; None in a run from the beginning.
-        step: the last step; None when none was made.
-        loss: the last one that was logged; None before the first.
-        checkpoint: the last one that was saved; None before the first.
+        returncode: 0 if every rank succeeded, else that of the first rank that failed.
+        command: as in :class:`LaunchPlan`.
+        logs: of every rank, or their directory if ``paddle.distributed.launch`` names them.
+        seconds: wall time.
+        report: the end of the log of the first rank that failed, unless an error of this package ended it; else None.
+        resumed: the step that was resumed; None in a run from the beginning.
+        step: the last step that was logged or saved; None before the first.
+        loss: the last logged loss; None before the first.
+        checkpoint: the last saved checkpoint; None before the first.
         stopped_by: the signal that stopped the training; else None.
-        signalled: the ranks that signals ended, the first of them first, where that is how the failure began.
-        goes_on: how to go on after such an end, as a sentence; else None.
+        signalled: the ranks that signals ended, in order, if that caused the failure.
+        goes_on: how to resume after a signal, as a sentence; else None.
     """
 
     returncode: int
@@ -153,22 +153,22 @@ class Ended(msgspec.Struct, frozen=True):
 
     @property
     def steps(self) -> int:
-        """How many optimizer steps were made."""
+        """Number of optimizer steps."""
         return (self.step or 0) - (self.resumed or 0) if self.step is not None else 0
 
 
 def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> TrainingJob:
-    """Work out what to start.
+    """Check the settings of a training and return the job to start.
 
     Args:
         config: a YAML or JSON file of PaddleFormers.
         nproc: number of ranks; None for one, or on accelerators for one per visible device.
-        overrides: ``key=value``, as PaddleFormers' command line takes them.
+        overrides: ``key=value``, as on PaddleFormers' command line.
     Raises:
-        OptionError: a file or option that cannot be used, or options that contradict each other.
-        NotACheckpoint: what is to be resumed from is none.
+        OptionError: an invalid file or option, or options that contradict each other.
+        NotACheckpoint: ``resume_from_checkpoint`` is not a checkpoint.
         EnvironmentMismatch: PaddleFormers is not installed.
-        StorageError: the output directory cannot be made, or takes nothing.
+        StorageError: the output directory cannot be created or is not writable.
     """
     start_checks.require_paddleformers("Training")
     settings = {**read_settings(config), **parse_overrides(overrides)}
@@ -180,7 +180,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     node = nodes.this_node(os.environ)
     start_checks.refuse_resume(settings, node.count > 1)
     start_checks.refuse_resume_without_the_key(settings)
-    if own is None:  # A registration of the user's may bring another model.
+    if own is None:  # A registration file of the user may replace the model.
         start_checks.refuse_adapters(settings)
         start_checks.refuse_model(settings)
     device = _device(settings.get("device"))
@@ -191,9 +191,9 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     arguments = ("train", str(config), *passed, *added)
     output_dir = _output_dir(settings, config)
     log_dir = _log_dir(output_dir, node)
-    environment |= {register.ERRORS: str(log_dir)}
+    environment |= {RECORDS: str(log_dir)}
     flex = bool(settings.get("flex_checkpoint"))
-    to_go_on = _to_go_on(settings)
+    resume_overrides = _resume_overrides(settings)
     idle = () if flex else tuple(name for name in FIELD_NAMES if name in settings and name != "flex_checkpoint")
     if device == CPU:
         start_checks.refuse_layout(settings, (nproc or 1) * node.count)
@@ -201,16 +201,8 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
         if own is None:
             start_checks.refuse_fused_norm(settings)
     if device == CPU and node.count == 1:
-        return TrainingJob(
-            ("-m", "paddleformers.cli.launcher", *arguments),
-            nproc or 1,
-            environment,
-            log_dir,
-            flex,
-            output_dir,
-            to_go_on,
-            idle,
-        )
+        argv = ("-m", "paddleformers.cli.launcher", *arguments)
+        return TrainingJob(argv, nproc or 1, environment, log_dir, flex, output_dir, resume_overrides, idle)
     if nproc is not None and device != CPU:
         raise OptionError(
             f"--nproc is for machines without an accelerator, and this run uses {device}.",
@@ -226,55 +218,8 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     }
     # On several nodes this node's disk does not determine the checkpoint that the job resumes.
     seen = output_dir if node.count == 1 else None
-    return TrainingJob(
-        ("-m", "paddleformers.cli.cli", *arguments), None, environment, log_dir, flex, seen, to_go_on, idle
-    )
-
-
-def read_settings(config: Path) -> dict[str, Any]:
-    """The keys of a configuration file, read as PaddleFormers' command line reads it.
-
-    Raises:
-        OptionError: it is neither YAML nor JSON, or no mapping.
-        CheckpointError, StorageError: it is missing, of an absurd length, or cannot be read.
-    """
-    raw = read_document(config)
-    try:
-        if config.suffix in (".yaml", ".yml"):
-            settings = load_yaml(raw.decode("utf-8"), config.name)
-        elif config.suffix == ".json":
-            settings = parse_json(raw)
-        else:
-            raise OptionError(
-                "The name of a configuration must end in .yaml, .yml or .json.",
-                where=str(config),
-                next_step="Name a configuration; recipes/ has some.",
-            )
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise OptionError("The configuration cannot be read.", where=str(config), evidence=[str(error)]) from error
-    if not isinstance(settings, dict):
-        raise OptionError("The configuration contains no keys.", where=str(config))
-    return settings
-
-
-def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """The values of ``key=value`` arguments; a value is YAML.
-
-    Raises:
-        OptionError: an argument without a key or without ``=``; all of them.
-    """
-    pairs = [(text, *text.partition("=")) for text in overrides]
-    wrong = [text for text, key, equals, _ in pairs if not key or not equals]
-    if wrong:
-        raise OptionError(
-            "Invalid override: the form is key=value.",
-            evidence=[repr(text) for text in wrong],
-            next_step="Write an override such as max_steps=10.",
-        )
-    try:
-        return {key: load_yaml(value, key) for _, key, _, value in pairs}
-    except (yaml.YAMLError, RecursionError) as error:
-        raise OptionError("The value of an override is not valid YAML.", evidence=[str(error)]) from error
+    argv = ("-m", "paddleformers.cli.cli", *arguments)
+    return TrainingJob(argv, None, environment, log_dir, flex, seen, resume_overrides, idle)
 
 
 def local_device() -> str:
@@ -285,26 +230,26 @@ def local_device() -> str:
 
 
 def register_both() -> None:
-    """In a rank: run the file that the YAML names, then register this package.
+    """In a rank, run the registration file of the YAML, then register this package.
 
-    Ours comes last: it hands over to what it finds, so a class that the other file replaced is handed over to as well.
+    This package comes last, because its methods call those that it replaces.
     """
     path = Path(os.environ[OWN_REGISTRATION])
     spec = importlib.util.spec_from_file_location("custom_template", path)
     if spec is None or spec.loader is None:
-        raise OptionError(f"{REGISTER_KEY} names a file that is not Python.", where=str(path))
+        raise OptionError(f"The file of {REGISTER_KEY} is not Python.", where=str(path))
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     register.register()
 
 
 def _device(named: Any) -> str:
-    """The kind of device a run will use: ``cpu``, ``gpu``, ``xpu``, ...; Paddle is asked unless the CPU was named."""
+    """Return the kind of device: ``cpu``, ``gpu``, ``xpu``, ...; by default that of Paddle."""
     if named == CPU:
         return CPU
     found = local_device().partition(":")[0]
     if named and found == CPU:
         raise OptionError(
-            f"The configuration asks for {named}, and this machine has no accelerator for Paddle.",
+            f"device={named}, and this machine has no accelerator for Paddle.",
             where="device",
             next_step="Add device=cpu to run on local processes.",
         )
@@ -312,17 +257,17 @@ def _device(named: Any) -> str:
 
 
 def _registration(own: Any) -> tuple[list[str], dict[str, str]]:
-    """The override that registers this package, and the environment that goes with it."""
+    """Return the override that registers this package, and its environment variables."""
     path = _own_registration(own)
     if path is None:
         return [f"{REGISTER_KEY}={register.PATH}"], {}
     if not path.is_file():
-        raise OptionError(f"{REGISTER_KEY} names a file that does not exist.", where=str(path))
+        raise OptionError(f"The file of {REGISTER_KEY} does not exist.", where=str(path))
     return [f"{REGISTER_KEY}={REGISTER_BOTH}"], {OWN_REGISTRATION: str(path)}
 
 
 def _own_registration(named: Any) -> Path | None:
-    """The registration file of the user's own, if one was named."""
+    """Return the registration file of the user, if any."""
     path = None if named is None else Path(str(named)).resolve()
     return None if path == register.PATH else path
 
@@ -338,20 +283,20 @@ def _output_dir(settings: Mapping[str, Any], config: Path) -> Path:
     return require_local(expand_user(named), "A checkpoint")
 
 
-def _to_go_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _resume_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return overrides for a resume: PaddleFormers resumes from ``output_dir`` by default."""
     named = settings.get("resume_from_checkpoint")
-    anew = ["overwrite_output_dir=false"] if settings.get("overwrite_output_dir") else []
-    by_itself = named is True or (named is None and settings.get("do_train"))
-    return (*anew, *([] if by_itself else ["resume_from_checkpoint=true"]))
+    kept = ["overwrite_output_dir=false"] if settings.get("overwrite_output_dir") else []
+    is_default = named is True or (named is None and settings.get("do_train"))
+    return (*kept, *([] if is_default else ["resume_from_checkpoint=true"]))
 
 
 def _log_dir(output_dir: Path, node: nodes.ThisNode) -> Path:
-    """``log``, or the first of ``log-2``, ``log-3``, ... that no earlier start has used; on several nodes one for each.
+    """Return the first of ``log``, ``log-2``, ``log-3``, ... that does not exist; one per node on several nodes.
 
     Raises:
-        StorageError: the output directory cannot be made, or takes nothing; not on several nodes, where all ranks
-            raise it together, and this node's logs go to a temporary directory.
+        StorageError: the output directory cannot be created or is not writable. On several nodes all ranks raise it
+            together, and this node's logs go to a temporary directory.
     """
     try:
         files.check_writable(output_dir)
@@ -365,7 +310,7 @@ def _log_dir(output_dir: Path, node: nodes.ThisNode) -> Path:
 
 
 def plan(job: TrainingJob) -> LaunchPlan:
-    """What a start would do, without doing it."""
+    """Return the commands of a start without running them."""
     ranks = None if job.ranks is None else rank_environments(job.ranks)
     return LaunchPlan(job.command, dict(job.environment), ranks, str(job.log_dir))
 
@@ -374,12 +319,12 @@ def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     """Start a training and wait for it.
 
     Args:
-        job: what :func:`prepare` made.
-        echo: gets what is worth reading of rank 0's log while it runs.
+        job: from :func:`prepare`.
+        echo: the target of the filtered log of rank 0.
     Returns:
-        how it ended, and the error of ours by which it ended, or None.
+        the end, and the error of this package that caused it, or None.
     """
-    screen = LogView(echo)
+    view = LogView(echo)
     files.make_directories(job.log_dir)
     started = time.monotonic()
     failed: Path | None = None
@@ -388,43 +333,34 @@ def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     try:
         with _sigterm_raises():
             if job.ranks is None:
-                code, logs = _run_launcher(job, screen), [job.log_dir]
+                code, logs = _run_launcher(job, view), [job.log_dir]
             else:
-                # A launcher writes to what has write and flush.
-                result = launch(job.argv, job.ranks, job.log_dir, math.inf, job.environment, cast(IO[str], screen))
+                # A launcher needs write and flush only.
+                result = launch(job.argv, job.ranks, job.log_dir, math.inf, job.environment, cast(IO[str], view))
                 code, logs, signalled = result.returncode, list(result.logs), _signalled(result)
                 failed = next((log for log, one in zip(logs, result.returncodes, strict=True) if one != 0), None)
     except (KeyboardInterrupt, _Terminated) as stop:
         number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
         code, stopped_by = 128 + number, number.name
         logs = sorted(job.log_dir.glob("rank-*.log")) or [job.log_dir]
-    screen.close()
-    error = _left_error(job.log_dir) if code else None
-    report = None if error is not None or failed is None else _last_lines(failed)
-    seconds = round(time.monotonic() - started, 1)
+    view.close()
+    error = read_error(job.log_dir) if code else None
+    progress = read_progress(job.log_dir)
     ended = Ended(
-        code,
-        job.command,
-        [str(log) for log in logs],
-        seconds,
-        report,
-        screen.resumed,
-        screen.step,
-        _number(screen.loss),
-        screen.checkpoint or None,
-        stopped_by,
-        signalled,
-        _goes_on(job) if stopped_by or signalled else None,
+        returncode=code,
+        command=job.command,
+        logs=[str(log) for log in logs],
+        seconds=round(time.monotonic() - started, 1),
+        report=None if error is not None or failed is None else _last_lines(failed),
+        resumed=progress.resumed,
+        step=progress.step,
+        loss=None if progress.loss is None else float(progress.loss),
+        checkpoint=progress.checkpoint,
+        stopped_by=stopped_by,
+        signalled=signalled,
+        goes_on=_resume_advice(job) if stopped_by or signalled else None,
     )
     return ended, error
-
-
-def _number(logged: str) -> float | None:
-    """A loss as it was logged; None where there is none."""
-    try:
-        return float(logged)
-    except ValueError:
-        return None
 
 
 class _Terminated(BaseException):
@@ -433,7 +369,7 @@ class _Terminated(BaseException):
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM raise meanwhile. Only the main thread of a process hears of signals."""
+    """Let SIGTERM raise. Python delivers signals to the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -449,7 +385,7 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def _signalled(result: LaunchResult) -> tuple[Signalled, ...]:
-    """The ranks that signals ended, if the first failure was one: a rank also aborts because another one raised."""
+    """Return the ranks that signals ended, if that caused the failure; ranks also abort after errors of others."""
     failed = [(rank, code) for rank in result.alone if (code := result.returncodes[rank])]
     if not failed or failed[0][1] > 0:
         return ()
@@ -463,7 +399,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _goes_on(job: TrainingJob) -> str | None:
+def _resume_advice(job: TrainingJob) -> str | None:
     """Describe where the command resumes; None for checkpoints of other formats or without access."""
     if not job.flex or job.output_dir is None:
         return None
@@ -474,17 +410,17 @@ def _goes_on(job: TrainingJob) -> str | None:
         return None
     if step is None:
         return "run the same command again; it starts from the beginning, because no checkpoint was finished"
-    added = f" with {' '.join(job.to_go_on)}" if job.to_go_on else ""
+    added = f" with {' '.join(job.resume_overrides)}" if job.resume_overrides else ""
     return f"run the same command again{added}; it resumes at step {step}"
 
 
-def _run_launcher(job: TrainingJob, screen: LogView) -> int:
+def _run_launcher(job: TrainingJob, view: LogView) -> int:
     environment = {**os.environ, **job.environment}
     with subprocess.Popen(job.command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         try:
             for line in process.stdout or ():
-                screen.write(line)
-                screen.flush()
+                view.write(line)
+                view.flush()
             returncode = process.wait()
         except KeyboardInterrupt:
             # The launcher has had the same signal from the terminal and ends its ranks.
@@ -497,20 +433,13 @@ def _run_launcher(job: TrainingJob, screen: LogView) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def _left_error(log_dir: Path) -> FlexError | None:
-    """The error that the ranks left: they leave the same one, unless some only noticed that another was gone."""
-    found = (read_document(path, _MAX_ERROR_BYTES) for path in sorted(log_dir.glob("rank-*.error.json")))
-    errors = [from_wire(raw.decode("utf-8", "replace")) for raw in found]
-    return min(errors, key=lambda error: isinstance(error, PeerError), default=None)
-
-
 def _last_lines(log: Path) -> str:
     lines = [line for line in COLOUR.sub("", tail(log)).splitlines() if line.strip() and not DEBUG.search(line)]
     return "\n".join([f"--- the end of {log}", *lines[-_TAIL_LINES:]])
 
 
 def show_plan(planned: LaunchPlan, console: Console) -> None:
-    """The command and the environment, as a shell takes them."""
+    """Print the command and the environment in shell syntax."""
     for line in _shell_lines(planned):
         console.print(line, soft_wrap=True)
 
@@ -534,35 +463,41 @@ def _assignment(key: str, value: str) -> str:
 
 
 def show(ended: Ended, console: Console) -> None:
-    """How it ended, where its logs and its last checkpoint are, and what can be done next."""
+    """Print the end, the logs, the last checkpoint and the next steps."""
+    from rich.text import Text
+
+    console.print(Text.assemble(_verdict(ended), f"; {ended.seconds:.1f} s"))
+    for line in _advice(ended):
+        console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _verdict(ended: Ended) -> Text:
     from rich.text import Text
 
     if ended.returncode == 0:
-        console.print(Text.assemble(("trained", "bold green"), f" {_steps_text(ended)}; {ended.seconds:.1f} s"))
-    elif ended.stopped_by:
-        console.print(Text.assemble(("stopped", "bold red"), f" by {ended.stopped_by}; {ended.seconds:.1f} s"))
-    else:
-        console.print(Text.assemble(("failed", "bold red"), f" with code {ended.returncode}; {ended.seconds:.1f} s"))
-    for log in ended.logs:
-        console.print(Text(f"  log: {log}"), soft_wrap=True)
+        return Text.assemble(("trained", "bold green"), _steps_text(ended))
+    cause = f" by {ended.stopped_by}" if ended.stopped_by else f" with code {ended.returncode}"
+    return Text.assemble(("stopped" if ended.stopped_by else "failed", "bold red"), cause)
+
+
+def _advice(ended: Ended) -> Iterator[str]:
+    yield from (f"log: {log}" for log in ended.logs)
     for one in ended.signalled:
-        console.print(
-            Text(f"  rank {one.rank} was ended by {one.signal}{_OUTSIDE.get(one.signal, '')}"), soft_wrap=True
-        )
+        yield f"rank {one.rank} was ended by {one.signal}{_OUTSIDE.get(one.signal, '')}"
     if ended.checkpoint:
-        console.print(Text(f"  checkpoint: {ended.checkpoint}"), soft_wrap=True)
-        console.print(Text(f"  next: paddleformers-fc verify {shlex.quote(ended.checkpoint)}"), soft_wrap=True)
+        yield f"checkpoint: {ended.checkpoint}"
+        yield f"next: paddleformers-fc verify {shlex.quote(ended.checkpoint)}"
     if ended.goes_on:
-        console.print(Text(f"  next: {ended.goes_on}"), soft_wrap=True)
+        yield f"next: {ended.goes_on}"
     if ended.returncode == 0 and not ended.steps and ended.resumed is not None:
-        console.print(
-            Text("  next: raise max_steps to continue; another output_dir or overwrite_output_dir=true: a new run")
-        )
+        yield "next: raise max_steps to continue; another output_dir or overwrite_output_dir=true: a new run"
 
 
 def _steps_text(ended: Ended) -> str:
+    if ended.step is None and ended.resumed is None:
+        return ""  # Without a record, as in an environment that this package does not support.
     resumed = "" if ended.resumed is None else f", resumed at {ended.resumed}"
     if not ended.steps:
-        return f"0 steps{resumed}"
+        return f" 0 steps{resumed}"
     loss = "not logged" if ended.loss is None else ended.loss
-    return f"{count_text(ended.steps, 'step')}{resumed}, up to {ended.step}, last loss {loss}"
+    return f" {count_text(ended.steps, 'step')}{resumed}, up to {ended.step}, last loss {loss}"

@@ -9,17 +9,11 @@ This command prints the path for the YAML::
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from pathlib import Path
-from types import TracebackType
 
 PATH = Path(__file__).resolve()
 """What ``custom_register_path`` has to name."""
-
-
-ERRORS = "PADDLEFORMERS_FC_ERRORS"
-"""The environment variable that names a directory for the errors by which ranks end, as JSON."""
 
 
 def register() -> None:
@@ -34,9 +28,9 @@ def register() -> None:
     from paddleformers_fc import upstream
     from paddleformers_fc.cpu_runtime import activate, needed
     from paddleformers_fc.errors import EnvironmentMismatch
+    from paddleformers_fc.trainer.rank_records import record_error_at_exit
 
-    if ERRORS in os.environ:
-        _leave_error_in(Path(os.environ[ERRORS]))
+    record_error_at_exit()
     try:
         upstream.require((*upstream.TRAINER, *upstream.COMMAND_LINE, *needed()))
     except EnvironmentMismatch as error:
@@ -79,24 +73,6 @@ def _go_on_without(error: Exception) -> None:
         install_options()
     except (ImportError, AttributeError) as missing:
         logger.warning(f"The keys of paddleformers_fc are unknown to this parser: {missing}")
-
-
-def _leave_error_in(directory: Path) -> None:
-    """If this rank ends with an error of this package, write it for the starter of the rank."""
-    from paddleformers_fc.errors import FlexError
-
-    previous = sys.excepthook
-
-    def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        found: BaseException | None = error
-        while found is not None and not isinstance(found, FlexError):
-            found = found.__cause__ or found.__context__  # PaddleFormers wraps some errors.
-        if found is not None:
-            rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-            (directory / f"rank-{rank:05d}.error.json").write_text(found.to_wire(), encoding="utf-8")
-        previous(kind, error, trace)
-
-    sys.excepthook = leave
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from paddleformers_fc.trainer.job_state import (
     reporters,
 )
 from paddleformers_fc.trainer.options import FlexFields, without_effect
+from paddleformers_fc.trainer.progress_recorder import ProgressRecorder, record_progress
 from paddleformers_fc.trainer.saving import save_pretrained
 
 
@@ -54,6 +55,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
             inherited.keep_use_cache(model)
     native(*args, **kwargs)
     arguments = trainer.args
+    record_progress(trainer)
     if not is_active(arguments) or trainer.model is None:
         return
     _refuse_other_arguments(arguments)
@@ -68,7 +70,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     setattr(trainer, RUN, run)
     trainer.add_callback(run.tracker)
     trainer.add_callback(BypassCheck(trainer))
-    if not reporters(trainer):
+    if all(isinstance(one, ProgressRecorder) for one in reporters(trainer)):
         trainer.add_callback(FlexCheckpointCallback())
     trainer.model.save_pretrained = functools.partial(save_pretrained, trainer, trainer.model.save_pretrained)
     if arguments.should_log:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paddleformers_fc.cli import cleaning
+from paddleformers_fc.execute import output_directory
 from paddleformers_fc.storage.commit import create_staging
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.storage.staging_lock import OWNER_NAME, this_process
@@ -25,7 +25,7 @@ KEPT = "kept-0123456789ab.checkpoint-5"
 
 @pytest.fixture(autouse=True)
 def _look_for_an_instant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cleaning, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(output_directory, "LOOK_SECONDS", 0.01)
 
 
 def own(directory: Path, owner: object) -> Path:
@@ -134,7 +134,7 @@ def test_what_changes_while_it_is_looked_at_stays(output_dir: Path, monkeypatch:
     def write(_: float) -> None:
         (output_dir / FOREIGN / "weights").write_bytes(b"123456789")
 
-    monkeypatch.setattr(cleaning.time, "sleep", write)
+    monkeypatch.setattr(output_directory.time, "sleep", write)
     outcome = run("clean", output_dir, "--yes", "--json")
     assert FOREIGN in names(output_dir)
     assert NOBODYS not in names(output_dir)
@@ -144,12 +144,12 @@ def test_what_changes_while_it_is_looked_at_stays(output_dir: Path, monkeypatch:
 def test_a_save_that_begins_meanwhile_stays(output_dir: Path) -> None:
     """The owner is read again just before a directory is removed."""
 
-    def confirmed(one: cleaning.LeftoverFacts) -> bool:
+    def confirmed(one: output_directory.LeftoverFacts) -> bool:
         if one.name == NOBODYS:
             (output_dir / NOBODYS / OWNER_NAME).write_bytes(msgspec.json.encode(this_process()))
         return True
 
-    cleaning.clean(output_dir, confirmed)
+    output_directory.clean(output_dir, confirmed)
     assert NOBODYS in names(output_dir)
     assert FOREIGN not in names(output_dir)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import math
 import os
 import shlex
 import shutil
@@ -23,12 +24,14 @@ import yaml
 from paddleformers_fc.cli import training
 from paddleformers_fc.cli.log_view import LogView
 from paddleformers_fc.cli.output import console
+from paddleformers_fc.cli.settings import parse_overrides, read_settings
 from paddleformers_fc.cli.stock_keys import stock_keys
-from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, parse_overrides, prepare, read_settings
+from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, prepare
 from paddleformers_fc.cpu_runtime.launch import LaunchResult
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families.models.minimax_m2 import FAMILY as MINIMAX
 from paddleformers_fc.trainer import register
+from paddleformers_fc.trainer.rank_records import RECORDS
 from paddleformers_fc.verification.demo.assets import prepare as prepare_assets
 from paddleformers_fc.verification.demo.settings import SINGLE, settings
 from tests.cli.support import Outcome, run, save
@@ -61,12 +64,12 @@ def test_the_registration_and_the_device_are_added(tmp_path: Path, on: Any) -> N
     path = config(tmp_path)
     job = prepare(path, None, ["max_steps=3"])
     assert job.argv == (*LAUNCHER, str(path), "max_steps=3", OURS, "device=cpu")
-    assert (job.ranks, dict(job.environment)) == (1, {register.ERRORS: str(tmp_path / "out/log")})
+    assert (job.ranks, dict(job.environment)) == (1, {RECORDS: str(tmp_path / "out/log")})
     assert job.log_dir == tmp_path / "out/log"
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path, on: Any) -> None:
-    with pytest.raises(OptionError, match="asks for gpu, and this machine has no accelerator"):
+    with pytest.raises(OptionError, match="device=gpu, and this machine has no accelerator"):
         prepare(config(tmp_path, device="gpu"), 2, [])
 
 
@@ -133,11 +136,11 @@ signal.pause()
 """
 
 
-def job_of_two(directory: Path, of: str, name: str, to_go_on: tuple[str, ...] = ()) -> training.TrainingJob:
+def job_of_two(directory: Path, of: str, name: str, resume_overrides: tuple[str, ...] = ()) -> training.TrainingJob:
     """Two ranks that wait for ever, of which the second sends a signal to a process."""
     (directory / "script.py").write_text(KILLED.format(of=of, name=name))
     argv = (str(directory / "script.py"),)
-    return training.TrainingJob(argv, 2, {}, directory / "out/log", True, directory / "out", to_go_on)
+    return training.TrainingJob(argv, 2, {}, directory / "out/log", True, directory / "out", resume_overrides)
 
 
 def shown(ended: training.Ended) -> list[str]:
@@ -147,7 +150,7 @@ def shown(ended: training.Ended) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_a_rank_that_is_killed_is_named_with_its_signal_and_the_step_to_go_on_from(tmp_path: Path) -> None:
+def test_a_killed_rank_is_listed_with_its_signal_and_the_step_to_resume(tmp_path: Path) -> None:
     save(tmp_path / "out/checkpoint-3", canonical())
     ended, _ = training.run(job_of_two(tmp_path, "os.getpid()", "SIGKILL"), io.StringIO())
     assert ended.signalled == (training.Signalled(1, "SIGKILL"),)
@@ -166,7 +169,7 @@ def heeding() -> Iterator[None]:
 
 @pytest.mark.usefixtures("heeding")
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
-def test_a_training_that_is_told_to_stop_says_from_where_it_goes_on(tmp_path: Path, name: str, code: int) -> None:
+def test_a_stopped_training_reports_the_step_at_which_it_resumes(tmp_path: Path, name: str, code: int) -> None:
     save(tmp_path / "out/checkpoint-3", canonical())
     job = job_of_two(tmp_path, "os.getppid()", name, ("resume_from_checkpoint=true",))
     before = signal.getsignal(signal.SIGTERM)
@@ -195,10 +198,10 @@ def test_a_rank_that_aborts_because_another_raised_is_not_taken_for_the_cause(tm
         ({}, ("resume_from_checkpoint=true",)),
     ],
 )
-def test_what_a_command_needs_to_go_on_follows_from_its_keys(
+def test_the_overrides_for_a_resume_follow_from_the_keys(
     tmp_path: Path, on: Any, keys: dict[str, Any], added: tuple[str, ...]
 ) -> None:
-    assert prepare(config(tmp_path, **keys), None, []).to_go_on == added
+    assert prepare(config(tmp_path, **keys), None, []).resume_overrides == added
 
 
 def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on: Any) -> None:
@@ -213,7 +216,7 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({"save_checkpoint_format": "unified_checkpoint"}, [], "save_checkpoint_format: unified_checkpoint"),
         ({}, ["flex_verify=twice"], "flex_verify: 'twice'"),
         ({"output_dir": None}, [], "Missing output_dir"),
-        ({"custom_register_path": "nowhere.py"}, [], "names a file that does not exist"),
+        ({"custom_register_path": "nowhere.py"}, [], "The file of custom_register_path does not exist."),
         ({}, ["max_steps", "=3", "save_steps=1"], "- 'max_steps'\n  - '=3'\n"),
         ({}, ["max_steps=[3"], "The value of an override is not valid YAML."),
         ({}, ["flex_verfy=full"], "flex_verfy: is flex_verify meant?"),
@@ -595,7 +598,7 @@ paddleformers_fc.errors.Corrupt: It is damaged.
 the end"""
 
 
-def test_the_screen_shows_what_is_worth_reading_and_remembers_how_far_it_is() -> None:
+def test_a_log_is_shown_without_debug_lines_and_tracebacks() -> None:
     stream = io.StringIO()
     screen = LogView(stream)
     for begin in range(0, len(LOG), 7):
@@ -613,19 +616,23 @@ def test_the_screen_shows_what_is_worth_reading_and_remembers_how_far_it_is() ->
         "the end",
     ]
     assert "\x1b" not in stream.getvalue()
-    assert (screen.resumed, screen.step, screen.loss, screen.checkpoint) == (3, 6, "5.68", "out/checkpoint-6")
 
 
-def test_what_a_training_did_not_come_to_is_null_and_a_loss_is_a_number(tmp_path: Path) -> None:
+def test_figures_that_no_rank_recorded_are_null_and_a_loss_is_a_number(tmp_path: Path) -> None:
     absent = ("report", "resumed", "step", "loss", "checkpoint", "stopped_by", "goes_on")
-    for number, (line, loss) in enumerate((("", None), ("loss: 5.92332745, global_step: 3,", 5.92332745))):
-        script = tmp_path / f"{number}.py"
-        script.write_text(f"print({line!r})")
-        job = training.TrainingJob((str(script),), 1, {}, tmp_path / str(number), True)
-        ended, _ = training.run(job, io.StringIO())
+    script = tmp_path / "script.py"
+    script.write_text("print('loss: 1.5, global_step: 2,')")
+    for loss in (None, 5.92332745, math.nan):
+        log_dir = tmp_path / str(loss)
+        if loss is not None:
+            log_dir.mkdir()
+            (log_dir / "rank-00000.progress.json").write_text(json.dumps({"step": 3, "loss": str(loss)}))
+        ended, _ = training.run(training.TrainingJob((str(script),), 1, {}, log_dir, True), io.StringIO())
         found = json.loads(msgspec.json.encode(ended))
-        assert found["loss"] == loss
-        assert [key for key in absent if found[key] is not None] == ([] if loss is None else ["step", "loss"])
+        assert found["loss"] == (None if loss is None or math.isnan(loss) else loss)
+        assert found["step"] == (None if loss is None else 3)
+        assert all(found[key] is None for key in absent if key not in ("step", "loss"))
+    assert shown(ended)[0].startswith("trained 3 steps, up to 3, last loss nan; ")
 
 
 def test_a_terminal_keeps_its_colours() -> None:
@@ -806,7 +813,7 @@ def test_an_error_of_ours_that_paddleformers_wraps_is_a_document_under_json(tmp_
     assert (document["error"], document["what"], document["returncode"]) == ("MismatchError", "It does not fit.", 1)
 
 
-def test_a_run_without_flex_checkpoints_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_flex_checkpoints_has_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = training.Ended(0, [], [str(tmp_path / "log/rank-00000.log")], 1.0, "")
 
     def pretend(job: training.TrainingJob, echo: io.StringIO) -> tuple[training.Ended, None]:
@@ -814,13 +821,13 @@ def test_a_run_without_flex_checkpoints_is_told(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(training, "run", pretend)
     silent = run("train", config(tmp_path, device="cpu"))
-    told = run("train", config(tmp_path, device="cpu"), "flex_checkpoint=false")
+    noted = run("train", config(tmp_path, device="cpu"), "flex_checkpoint=false")
     idle = run("train", config(tmp_path, device="cpu"), "flex_checkpoint=false", "flex_verify=full", "flex_threads=2")
     assert "without effect: flex_verify, flex_threads." in idle.err
-    assert "without effect" not in told.err
+    assert "without effect" not in noted.err
     assert silent.err == ""
-    assert "flex_checkpoint is not true" in told.err
-    assert silent.out == told.out
+    assert "flex_checkpoint is not true" in noted.err
+    assert silent.out == noted.out
 
 
 NODES = {"NNODES": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "8123"}

@@ -1,0 +1,107 @@
+"""Read the settings of a training: a YAML or JSON file of PaddleFormers, and the overrides of the command line.
+
+YAML is read as PaddleFormers reads it, with two differences: errors name the file, and duplicate keys are refused.
+PyYAML silently keeps the last of two equal keys, so that a run would have other settings than a reader sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.storage.json_io import parse_json, read_document
+
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+def read_settings(config: Path) -> dict[str, Any]:
+    """Return the keys of a configuration file as PaddleFormers' command line reads it.
+
+    Raises:
+        OptionError: it is neither YAML nor JSON, or not a mapping.
+        CheckpointError, StorageError: it is missing, too long, or cannot be read.
+    """
+    raw = read_document(config)
+    try:
+        if config.suffix in (".yaml", ".yml"):
+            settings = _load_yaml(raw.decode("utf-8"), config.name)
+        elif config.suffix == ".json":
+            settings = parse_json(raw)
+        else:
+            raise OptionError(
+                "The name of a configuration must end in .yaml, .yml or .json.",
+                where=str(config),
+                next_step="Name a configuration; recipes/ has some.",
+            )
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise OptionError("The configuration cannot be read.", where=str(config), evidence=[str(error)]) from error
+    if not isinstance(settings, dict):
+        raise OptionError("The configuration contains no keys.", where=str(config))
+    return settings
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of ``key=value`` arguments; a value is YAML.
+
+    Raises:
+        OptionError: arguments without a key or without ``=``.
+    """
+    pairs = [(text, *text.partition("=")) for text in overrides]
+    wrong = [text for text, key, equals, _ in pairs if not key or not equals]
+    if wrong:
+        raise OptionError(
+            "Invalid override: the form is key=value.",
+            evidence=[repr(text) for text in wrong],
+            next_step="Write an override such as max_steps=10.",
+        )
+    try:
+        return {key: _load_yaml(value, key) for _, key, _, value in pairs}
+    except (yaml.YAMLError, RecursionError) as error:
+        raise OptionError("The value of an override is not valid YAML.", evidence=[str(error)]) from error
+
+
+class _Loader(yaml.SafeLoader):
+    """The loader of ``yaml.safe_load``, with duplicate keys refused."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Compose a mapping as written. Merged keys (``<<``), which an own key may replace, are added later.
+
+        Raises:
+            ConstructorError: a duplicate key, with both places.
+        """
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], yaml.Node] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                continue
+            earlier = first.setdefault((key.tag, key.value), key)
+            if earlier is not key:
+                raise yaml.constructor.ConstructorError(
+                    f"the key {key.value} is there", earlier.start_mark, "and again", key.start_mark
+                )
+        return node
+
+
+def _load_yaml(text: str, name: str) -> Any:
+    """Return the value of a YAML document.
+
+    Args:
+        text: the document.
+        name: its name in errors.
+    Raises:
+        yaml.YAMLError: it cannot be read, or has a duplicate key.
+    """
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        error.name = name
+        raise
+    loader.name = name
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()

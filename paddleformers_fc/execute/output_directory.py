@@ -1,0 +1,169 @@
+"""An output directory: its checkpoints, the leftovers of interrupted saves beside them, and the removal of leftovers.
+
+A save deletes leftovers that provably no process needs. Others may belong to a process of another host or container, or
+to another program, so a user confirms each removal. Checkpoints are never removed, nor are those that only lost their
+name, nor the staging directory of a running process of this machine. A directory that changes during the check is being
+written elsewhere and stays.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from paddleformers_fc.errors import CheckpointError, Diverged, OptionError, StorageError
+from paddleformers_fc.storage.files import exists, files_within, stat_path
+from paddleformers_fc.storage.leftovers import Leftover, leftovers, remove_leftover
+from paddleformers_fc.storage.manifest import (
+    MANIFEST_NAME,
+    candidates_in,
+    read_manifest,
+    refuse_as_newest,
+    verify_files,
+)
+from paddleformers_fc.storage.names import parse_step
+
+LOOK_SECONDS = 1.0
+"""Duration of the check for changes."""
+
+
+class LeftoverFacts(msgspec.Struct, frozen=True):
+    """A directory that a save has left.
+
+    Attributes:
+        name: its name in the output directory.
+        why: what it is, one sentence.
+        bytes: of its files.
+        removable: whether it may be removed when a user confirms.
+    """
+
+    name: str
+    why: str
+    bytes: int
+    removable: bool
+
+
+class Cleaned(msgspec.Struct, frozen=True):
+    """What was removed.
+
+    Attributes:
+        path: the output directory.
+        removed: directories that are gone.
+        left: those that stay.
+    """
+
+    path: str
+    removed: list[LeftoverFacts]
+    left: list[LeftoverFacts]
+
+
+def clean(output_dir: Path, confirmed: Callable[[LeftoverFacts], bool]) -> Cleaned:
+    """Remove the leftovers that a user confirms.
+
+    Args:
+        output_dir: the directory that holds the checkpoints.
+        confirmed: returns whether a leftover may be removed.
+    Raises:
+        OptionError: the directory is a checkpoint itself.
+        StorageError: the operating system refused to list it.
+    """
+    if exists(output_dir / MANIFEST_NAME):
+        raise OptionError(
+            "The directory is a checkpoint.",
+            where=str(output_dir),
+            next_step="Name the output directory that holds it.",
+        )
+    found = leftovers(output_dir)
+    before = {one.path: _state(one.path) for one in found}
+    if any(one.removable and not one.disposable for one in found):
+        time.sleep(LOOK_SECONDS)
+    removed: list[LeftoverFacts] = []
+    left: list[LeftoverFacts] = []
+    for one in found:
+        facts = facts_of(one)
+        if facts.removable and not one.disposable and _state(one.path) != before[one.path]:
+            left.append(msgspec.structs.replace(facts, why="It is being written.", removable=False))
+        elif facts.removable and confirmed(facts):
+            (removed if _removed(one.path) else left).append(facts)
+        else:
+            left.append(facts)
+    return Cleaned(str(output_dir), removed, left)
+
+
+def facts_of(leftover: Leftover) -> LeftoverFacts:
+    """Return the facts of a leftover."""
+    size = sum(length for _, _, length in _state(leftover.path))
+    return LeftoverFacts(leftover.path.name, leftover.why, size, leftover.removable)
+
+
+def _removed(path: Path) -> bool:
+    try:
+        return remove_leftover(path)
+    except StorageError:
+        return False  # It stays in the list of what is left.
+
+
+def _state(directory: Path) -> list[tuple[str, int, int]]:
+    """Name, time of change in nanoseconds and size of every file in a directory; nothing of one that is gone."""
+    try:
+        seen = [(path, stat_path(path)) for path in files_within(directory)]
+    except StorageError:
+        return []
+    return sorted((str(path), one.st_mtime_ns, one.st_size) for path, one in seen if isinstance(one, os.stat_result))
+
+
+class CheckpointFacts(msgspec.Struct, frozen=True):
+    """A directory that is named like a checkpoint.
+
+    Attributes:
+        name: its name.
+        step: of its manifest; None where that cannot be read.
+        run: id of the run that saved it; empty where it is not recorded.
+        fault: why ``resume_from_checkpoint: true`` skips it; empty where it does not. Tensors are not read.
+    """
+
+    name: str
+    step: int | None
+    run: str
+    fault: str
+
+
+class OutputFacts(msgspec.Struct, frozen=True):
+    """The content of an output directory.
+
+    Attributes:
+        checkpoints: by descending step.
+        leftovers: of interrupted saves.
+    """
+
+    checkpoints: list[CheckpointFacts]
+    leftovers: list[LeftoverFacts]
+
+
+def output_facts(directory: Path) -> OutputFacts | None:
+    """Return the checkpoints and leftovers of a directory; None if it contains neither.
+
+    Raises:
+        StorageError: the operating system refused to list it.
+    """
+    named = [path for path in candidates_in(directory) if parse_step(path) is not None]
+    found = OutputFacts([_checkpoint(path) for path in named], [facts_of(one) for one in leftovers(directory)])
+    return found if found.checkpoints or found.leftovers else None
+
+
+def _checkpoint(path: Path) -> CheckpointFacts:
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return CheckpointFacts(path.name, None, "", error.in_one_line())
+    fault = ""
+    try:
+        refuse_as_newest(path, manifest)
+        verify_files(path, manifest, "size")
+    except (CheckpointError, Diverged) as error:
+        fault = error.in_one_line()
+    return CheckpointFacts(path.name, manifest.step, manifest.saved_by.id, fault)
