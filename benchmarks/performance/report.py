@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.performance.cases import MOST_AMPLIFICATION, MOST_MEMORY, Target, targets
@@ -61,7 +62,7 @@ def tables(outcomes: Mapping[str, Outcome], exports: Mapping[str, int], rounds: 
 
 
 def kept(path: Path) -> str:
-    """What people have written below the tables of an older report, from its heading on; it is not made anew."""
+    """Return the text below the tables of an older report, from its heading on; it is not generated."""
     if not path.exists():
         return ""
     _, heading, text = path.read_text(encoding="utf-8").partition(f"\n{BY_HAND}\n")
@@ -73,10 +74,10 @@ def _head(rounds: int) -> Iterator[str]:
     yield ""
     yield (
         f"Written by `make bench` on {os.cpu_count()} cores of a {platform.machine()} machine without an accelerator, "
-        f"on a file system in memory: medians of {rounds} interleaved rounds after a warm-up in which every load is "
-        "checked bit by bit. A rate is the bytes of the tensors that all ranks hold or want, by the time from the "
-        "command to the last rank's answer. A ratio is the median of the ratios within one round. What a contender "
-        "does is in `benchmarks/performance/contenders.py` and `with_torch.py`."
+        f"on a file system in memory: medians of {rounds} interleaved rounds. The warm-up checks every load bit by "
+        "bit. A rate is the bytes of the tensors of all ranks, divided by the time from the command to the last rank's "
+        "answer. A ratio is the median of the ratios within one round. The contenders are in "
+        "`benchmarks/performance/contenders.py` and `with_torch.py`."
     )
     yield ""
     yield "![rates of every contender](performance.png)"
@@ -101,10 +102,10 @@ def _memory(outcomes: Mapping[str, Outcome], exports: Mapping[str, int]) -> Iter
     yield "## Bytes and memory of this package"
     yield ""
     yield (
-        f"Amplification is bytes read from storage by bytes needed, at most {MOST_AMPLIFICATION}. Memory is how far "
-        f"the resident memory of a rank rose above its tensors, at most {MOST_MEMORY // MIB} MiB for a load beside its "
-        "largest single read, and 5 % of the shard for a save. The first call of a process plans and proves; "
-        "later ones of the same job find the plan made, and are what the tables time."
+        f"Amplification is bytes read by bytes needed; limit {MOST_AMPLIFICATION}. Memory is resident memory of a rank "
+        f"above its tensors; limit {MOST_MEMORY // MIB} MiB beside the largest single read for a load, 5 % of the "
+        "shard for a save. The first call of a process plans and proves; later calls, which the other tables time, "
+        "reuse the plan."
     )
     yield ""
     yield "| case | amplification | memory, MiB | of the rank's tensors | first call, s | later, s |"
@@ -127,32 +128,55 @@ def _memory(outcomes: Mapping[str, Outcome], exports: Mapping[str, int]) -> Iter
 
 
 def _cases(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+    contenders = [one for one in TITLES if any(one in outcome.case.contenders for outcome in outcomes.values())]
     yield "## Every case"
-    for name, outcome in outcomes.items():
-        base = baseline(outcome)
-        yield ""
-        yield f"### {name}"
-        yield ""
-        yield f"{MODELS[outcome.case.model].title}; {outcome.nbytes / MIB:.0f} MiB on {outcome.case.ranks} ranks."
-        yield ""
-        yield f"| | GiB/s | slowest to fastest round | by {TITLES[base]} | memory, MiB |"
-        yield "|---|---|---|---|---|"
-        for contender in outcome.case.contenders:
-            yield _line(outcome, contender, base)
-
-
-def _line(outcome: Outcome, contender: str, base: str) -> str:
-    timing = outcome.timings.get(contender)
-    if timing is None:
-        return f"| {TITLES[contender]} | not installed | | | |"
-    if timing.failure:
-        return f"| {TITLES[contender]} | cannot: {timing.failure.replace('|', '/')[:140]} | | | |"
-    rates = [outcome.nbytes / seconds / GIB for seconds in timing.seconds]
-    compared = ratio(outcome, contender, base) or 0.0
-    return (
-        f"| {TITLES[contender]} | {statistics.median(rates):.2f} | {min(rates):.2f} to {max(rates):.2f} "
-        f"| {compared:.2f} | {timing.peak / MIB:.0f} |"
+    yield ""
+    yield (
+        "Median rate in GiB/s, and in parentheses its ratio to that of a raw copy (export: to that of safetensors). "
+        f"A round of this package differs from its median by {_spread(outcomes):.0%} at most."
     )
+    yield ""
+    yield from _grid(contenders, outcomes, _rate_cell)
+    yield ""
+    yield "Memory of the others above the tensors of a rank, in MiB:"
+    yield ""
+    yield from _grid([one for one in contenders if one not in ("raw", "ours")], outcomes, _memory_cell)
+    yield ""
+    models = Counter(outcome.case.model for outcome in outcomes.values())
+    most = max(models, key=lambda model: models[model])
+    others = [f"{name}: {MODELS[one.case.model].title}" for name, one in outcomes.items() if one.case.model != most]
+    yield f"Every case has {'; '.join([MODELS[most].title, *others])}."
+
+
+def _grid(
+    contenders: list[str], outcomes: Mapping[str, Outcome], cell: Callable[[Outcome, str, Timing], str]
+) -> Iterator[str]:
+    """Yield a table with a row per case and a column per contender."""
+    yield f"| case | {' | '.join(TITLES[one] for one in contenders)} |"
+    yield "|---" * (len(contenders) + 1) + "|"
+    for name, outcome in outcomes.items():
+        cells = []
+        for one in contenders:
+            timing = outcome.timings.get(one)
+            measured = timing is not None and timing.seconds and not timing.failure
+            cells.append(cell(outcome, one, timing) if measured and timing is not None else "")
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def _rate_cell(outcome: Outcome, contender: str, timing: Timing) -> str:
+    median = outcome.nbytes / statistics.median(timing.seconds) / GIB
+    base = baseline(outcome)
+    return f"{median:.2f}" if contender == base else f"{median:.2f} ({ratio(outcome, contender, base) or 0.0:.2f})"
+
+
+def _memory_cell(outcome: Outcome, contender: str, timing: Timing) -> str:
+    return f"{timing.peak / MIB:.0f}"
+
+
+def _spread(outcomes: Mapping[str, Outcome]) -> float:
+    """Return the largest relative difference between the rate of this package in a round and its median."""
+    measured = [outcome.timings.get("ours", Timing()).seconds for outcome in outcomes.values()]
+    return max((abs(statistics.median(one) / each - 1) for one in measured for each in one), default=0.0)
 
 
 def draw(outcomes: Mapping[str, Outcome], path: Path) -> None:
