@@ -182,7 +182,7 @@ class Checkpoint:
         Returns:
             the checks that were made.
         Raises:
-            FlexError: the first check that fails, with all its faults.
+            FlexError: with the faults of all checks that were made.
 
         Example:
             >>> paddleformers_fc.open("out/checkpoint-3").verify().passed
