@@ -47,7 +47,7 @@ $(STAMP):
 demo: $(STAMP)
 	@$(BIN)/paddleformers-fc demo --output '$(OUTPUT)'
 
-# Goes on where it was stopped; `rm -rf out/matrix` begins anew. The last one that is wrong decides, after all have run.
+# Resumes at the first cell without a result; `rm -rf out/matrix` starts again. The exit code is that of the last failure.
 matrix: $(STAMP)
 	@code=0; for recipe in recipes/verification/*.yaml; do $(BIN)/paddleformers-fc matrix $$recipe || code=$$?; done; exit $$code
 

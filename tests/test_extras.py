@@ -1,4 +1,4 @@
-"""What README tells to install is what ``setup.py`` has, and ``constraints.txt`` fits it."""
+"""The install commands of the README match ``setup.py`` and ``constraints.txt``."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Contender(Protocol):
         """Write what this rank holds; ``directory`` exists and is empty."""
 
     def load(self, directory: Path, held: Held) -> int:
-        """Fill what this rank wants from what was saved; the bytes that were read, or -1 where nobody counts them."""
+        """Fill what this rank wants from what was saved; the bytes that were read, or -1 if they are not counted."""
 
     def start(self, directory: Path, held: Held) -> int:
         """The same from a directory of open weights."""

@@ -1,1 +1,17 @@
-"""The command line."""
+"""The command line: declarations of all commands, and one module per command for its text output.
+
+============================================  =========================================================================
+``main``                                      commands, options, exit codes
+``output``                                    JSON, text and errors on the right stream
+``inspection``, ``listing``                   ``inspect``: facts of a checkpoint, its tensors
+``verification``, ``difference``              ``verify``, ``diff``
+``planning``, ``exporting``                   ``plan``, ``export``
+``cleaning``, ``rederiving``, ``deriving``    ``clean``, ``rederive``, ``derive``
+``statements``                                ``aoa``
+``training``                                  ``train``: prepares, starts and supervises a job
+``settings``, ``start_checks``, ``nodes``     reading of the YAML, checks before ranks start, jobs of several nodes
+``stock_keys``                                the keys that PaddleFormers' command line accepts
+``log_view``                                  the filter of rank 0's log
+``register_both``                             registration beside a registration file of the user
+============================================  =========================================================================
+"""

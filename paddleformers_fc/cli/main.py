@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "paddleformers-fc"
 _HELP = f"Run {PROGRAM} --help, or a command with --help."
-RIGHT, WRONG, MISUSE, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
+OK, FAULT, MISUSE, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 
 _T = TypeVar("_T")
 
@@ -101,7 +101,7 @@ def inspect(
 
     found = inspection.inspect(_named(directory), pattern or ("*" if tensors else None))
     _present(found, inspection.show, as_json)
-    return RIGHT
+    return OK
 
 
 @app.command()
@@ -131,13 +131,13 @@ def verify(
         verification.show(outcome, output.console())
         if problem:
             output.print_error(problem, as_json=False)
-    return exit_code(problem) if problem else RIGHT
+    return exit_code(problem) if problem else OK
 
 
 @app.command()
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint or open weights: a path or a URL.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The other.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other checkpoint.")],
     role: Annotated[
         str | None, typer.Option(help="Compare this role alone: model_state, master_weight, optimizer_state, ...")
     ] = None,
@@ -158,7 +158,7 @@ def diff(
             output.print_error(error, as_json)
             return MISUSE
     _present(found, difference.show, as_json)
-    return RIGHT if found.equal else WRONG
+    return OK if found.equal else FAULT
 
 
 @app.command()
@@ -177,7 +177,7 @@ def aoa(
     from paddleformers_fc.cli import statements
 
     _present(statements.statements(model, reverse=reverse, toy=toy), statements.show, as_json)
-    return RIGHT
+    return OK
 
 
 @app.command()
@@ -192,9 +192,9 @@ def plan(
     dtype: Annotated[str | None, typer.Option(help="The target model's dtype; by default the stored one.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Show what a load onto other ranks would do, rank by rank: bytes, reads, memory, dropped tensors.
+    """Show the bytes, reads, memory and dropped tensors of a load under another layout, rank by rank.
 
-    Nothing is loaded, and no rank is needed. A grid that does not fit the model is refused with the sizes.
+    No tensor is loaded. A layout that the model cannot have is refused with the sizes.
     """
     import paddleformers_fc
     from paddleformers_fc.cli import planning
@@ -205,13 +205,13 @@ def plan(
         refuse_impossible_grid(source, to, dtype)
         found = paddleformers_fc.open(source).plan(to, dtype)
     _present(found, planning.show, as_json)
-    return RIGHT
+    return OK
 
 
 @app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A finished flex checkpoint: a path or a URL.")],
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="Where the Hugging Face files go.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Directory of the Hugging Face files.")],
     max_shard_size: Annotated[
         str,
         typer.Option(
@@ -239,7 +239,7 @@ def export(
     with output.working(f"exporting {source}"):
         found = exporting.export(source, target, parse_size(max_shard_size), verify.value, replace, tied.value)
     _present(found, exporting.show, as_json)
-    return RIGHT
+    return OK
 
 
 @app.command()
@@ -263,7 +263,7 @@ def rederive(
     with output.working(f"deriving the mapping of {directory}"):
         found = derive_again(directory, settings or [])
     _present(found, rederiving.show, as_json)
-    return RIGHT
+    return OK
 
 
 @app.command()
@@ -291,7 +291,7 @@ def clean(
 
     found = output_directory.clean(require_local(str(source), "Cleaning"), confirmed)
     _present(found, cleaning.show, as_json)
-    return RIGHT
+    return OK
 
 
 @app.command()
@@ -323,7 +323,7 @@ def train(
     job = training.prepare(config, nproc, overrides or [])
     if dry_run:
         _present(training.plan(job), training.show_plan, as_json)
-        return RIGHT
+        return OK
     if not job.flex:
         idle = f", and without effect: {', '.join(job.idle)}" if job.idle else ""
         text = "flex_checkpoint is not true, so checkpoints are saved in PaddleFormers' own format"
@@ -378,7 +378,7 @@ def derive(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Propose the mapping of the model of a config.json from open weights, if no family declares it.
+    """Propose the mapping of a model without a declared family from its open weights.
 
     Builds the model's layers without their numbers, compares names and shapes, and
     proves the result. Open questions are printed with the lines that answer them.
@@ -392,7 +392,7 @@ def derive(
     with output.working(f"deriving {source}"):
         found = derive_model(source, settle or [], native, family, fused or [])
     _present(found, deriving.show, as_json)
-    return RIGHT
+    return OK
 
 
 @app.command()
@@ -426,12 +426,12 @@ def register_path(as_json: Json = False) -> int:
         output.print_json({"custom_register_path": str(PATH)})
     else:
         print(PATH)
-    return RIGHT
+    return OK
 
 
 def exit_code(error: FlexError) -> int:
     """Return 1 for a fault of a checkpoint, else 2."""
-    return WRONG if isinstance(error, (CheckpointError, MappingError, MismatchError)) else MISUSE
+    return FAULT if isinstance(error, (CheckpointError, MappingError, MismatchError)) else MISUSE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -454,9 +454,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
     command = typer.main.get_command(app)
-    output.escape_what_is_no_text()
+    output.escape_invalid_text()
     try:
-        return int(command.main(args=arguments, prog_name=PROGRAM, standalone_mode=False) or RIGHT)
+        return int(command.main(args=arguments, prog_name=PROGRAM, standalone_mode=False) or OK)
     except FlexError as error:
         output.print_error(error, as_json)
         return exit_code(error)

@@ -1,6 +1,6 @@
-"""How a verb speaks: one JSON document, or text for a person; errors on the error stream.
+"""Output of a command: one JSON document, or text; errors on the error stream.
 
-Under ``--json`` a verb prints exactly one JSON document on standard output, whatever happens; an error is the document
+Under ``--json`` a command prints exactly one JSON document on standard output; an error is the document
 of :meth:`~paddleformers_fc.errors.FlexError.to_wire`. Otherwise results go to standard output as text and errors to the
 error stream. Rich is imported when text is shown, never for JSON.
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _UNWRAPPED = 1000
 
 
-def escape_what_is_no_text() -> None:
-    """Let both streams escape what they cannot write, such as the name of a file that is just bytes."""
+def escape_invalid_text() -> None:
+    """Let both streams escape invalid text, such as file names that are not UTF-8."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -36,9 +36,9 @@ def escape_what_is_no_text() -> None:
 
 @contextmanager
 def closed_pipe_ignored() -> Iterator[None]:
-    """Go on after a block whose output nobody reads any more, as under ``| head``; what follows is discarded.
+    """Continue after a block whose output stream was closed, as under ``| head``; later output is discarded.
 
-    Rich and typer turn the system's error into an exit with code 1, which would say that a checkpoint is wrong.
+    Rich and typer turn the system's error into an exit with code 1, which means a fault of a checkpoint.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def closed_pipe_ignored() -> Iterator[None]:
 
 
 def _discard_closed() -> None:
-    """Let streams whose reader is gone lead nowhere, so that the interpreter does not fail on them at its end."""
+    """Redirect closed streams to the null device, so that the interpreter does not fail on them at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -62,24 +62,24 @@ def _discard_closed() -> None:
 
 
 def print_json(document: Any) -> None:
-    """Print the one document of a verb.
+    """Print the document of a command.
 
     Args:
-        document: a msgspec Struct, or anything JSON can hold.
+        document: a msgspec Struct, or a value that JSON can represent.
     """
     try:
         text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
-    except UnicodeEncodeError:  # The name of a file that is no text: Python's own encoder escapes what is none.
+    except UnicodeEncodeError:  # A file name that is not UTF-8: Python's own encoder escapes it.
         text = json.dumps(msgspec.to_builtins(document), indent=2)
     sys.stdout.write(text + "\n")
 
 
 def print_error(error: FlexError, as_json: bool) -> None:
-    """Say what is wrong, where whoever asked looks for it.
+    """Print an error: as JSON on standard output, as text on the error stream.
 
     Args:
-        error: what is wrong.
-        as_json: whether the verb was called with ``--json``.
+        error: the error.
+        as_json: whether the command was called with ``--json``.
     """
     if as_json:
         print_json(json.loads(error.to_wire()))
@@ -88,7 +88,7 @@ def print_error(error: FlexError, as_json: bool) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where a person reads. Text is taken as it is: neither markup nor emoji nor guessed colours."""
+    """Return a console for text without markup, emoji and guessed colours."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -98,10 +98,10 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def working(doing: str) -> Iterator[None]:
-    """Show on the error stream that something takes its time; nothing where that is no terminal.
+    """Show a spinner on the error stream if that is a terminal.
 
     Args:
-        doing: what is being done, such as ``reading checkpoint-3``.
+        doing: the text, such as ``reading checkpoint-3``.
     """
     if not sys.stderr.isatty():
         yield

@@ -74,7 +74,7 @@ FORMS: dict[str, Form] = {
     "names in between": form(
         ["a -> t", "t -> u, v, axis=0", "u^T -> b", "v -> c"], {"a": (4, 2)}, {"b": (2, 2), "c": (2, 2)}
     ),
-    "a name assigned anew": form(["a^T -> a", "a -> b, c, axis=0"], {"a": (2, 4)}, {"b": (2, 2), "c": (2, 2)}),
+    "a name assigned again": form(["a^T -> a", "a -> b, c, axis=0"], {"a": (2, 4)}, {"b": (2, 2), "c": (2, 2)}),
     "added and removed": form(["a -> _", "_ -> b"], {"a": (2,), "c": (1,)}, {"b": (3,), "c": (1,)}),
     "gate and up": form(
         ["g^T, u^T -> gu, fused_ffn"], {"g": (8, 3), "u": (8, 3)}, {"gu": (3, 16)}, right_cuts={"gu": (1, 4)}

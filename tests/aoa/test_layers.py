@@ -41,7 +41,7 @@ def joined(sources: list[str], target: str, rows: int) -> Part:
     return items, dict.fromkeys(sources, spec), {target: tensor(rows * len(sources), 3)}
 
 
-def dealt(sources: list[str], target: str) -> Part:
+def interleaved(sources: list[str], target: str) -> Part:
     """Two rows of each source, one of each in turn."""
     spec = tensor(2, 3)
     items = [
@@ -68,7 +68,7 @@ KINDS: dict[str, Callable[[str], Part]] = {
     "turned": lambda n: moved(f"m.layers.{n}.t", f"m.layers.{n}.u", tensor(2, 3), turned=True),
     "joined": lambda n: joined([f"m.layers.{n}.q", f"m.layers.{n}.k"], f"m.layers.{n}.qk", 2),
     "reversed": lambda n: joined([f"m.layers.{n}.k", f"m.layers.{n}.q"], f"m.layers.{n}.qk", 2),
-    "dealt": lambda n: dealt([f"m.layers.{n}.q", f"m.layers.{n}.k"], f"m.layers.{n}.qk"),
+    "interleaved": lambda n: interleaved([f"m.layers.{n}.q", f"m.layers.{n}.k"], f"m.layers.{n}.qk"),
     "square": lambda n: moved(f"m.layers.{n}.s3", f"m.layers.{n}.s4", tensor(3, 3)),
     "turned square": lambda n: moved(f"m.layers.{n}.s3", f"m.layers.{n}.s4", tensor(3, 3), turned=True),
     "split": lambda n: split(f"m.layers.{n}.vo", [f"m.layers.{n}.v", f"m.layers.{n}.o"], 2),
@@ -176,7 +176,7 @@ def test_a_layer_that_differs_in_anything_stands_for_itself(differing: str) -> N
     if differing == "order":
         layers[2] = ["renamed", "reversed"]
     if differing == "rounds":
-        layers[2] = ["renamed", "dealt"]
+        layers[2] = ["renamed", "interleaved"]
     mapping = mapping_of(layers)
     hints = Hints(right={"m.layers.2.qk": (2, 1)} if differing == "cut" else {})
     if differing == "dtype":

@@ -67,7 +67,7 @@ def save(
 
 
 def seal(checkpoint: Path, block_bytes: int = 1 << 20) -> None:
-    """Write the manifest anew for the files as they are now, with checksum blocks of this length."""
+    """Write the manifest again for the present files, with checksum blocks of this length."""
     manifest = read_manifest(checkpoint)
     checksums = []
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST_NAME):

@@ -20,7 +20,7 @@ def test_llama_is_printed_forward_and_reversed() -> None:
 
 
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES])
-def test_every_family_is_said_or_refused_with_a_reason(family: str) -> None:
+def test_every_family_is_rendered_or_refused_with_a_reason(family: str) -> None:
     for options in ((), ("--reverse",)):
         outcome = run("aoa", family, "--toy", *options, "--json")
         document = outcome.document
@@ -41,7 +41,7 @@ def test_a_models_own_configuration_decides(tmp_path: Path) -> None:
     assert "fused_qkv, num_heads=8, num_key_value_groups=2" in outcome.out
 
 
-def test_a_family_without_sizes_is_misuse_and_names_those_of_a_toy(tmp_path: Path) -> None:
+def test_a_family_without_sizes_is_refused_with_its_toy_sizes(tmp_path: Path) -> None:
     refused = run("aoa", "llama")
     assert (refused.code, refused.out) == (2, "")
     assert "hidden_size=" in refused.err
@@ -55,7 +55,7 @@ def test_a_family_without_sizes_is_misuse_and_names_those_of_a_toy(tmp_path: Pat
     assert run("aoa", tmp_path).code == 2
 
 
-def test_an_unknown_name_is_misuse_and_names_the_families() -> None:
+def test_an_unknown_name_is_refused_with_the_known_families() -> None:
     outcome = run("aoa", "unheard_of", "--json")
     assert outcome.code == 2
     assert "llama" in outcome.document["evidence"][0]

@@ -65,7 +65,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answers: str, output_dir: Path) -
     return run("clean", output_dir)
 
 
-def test_all_that_may_be_removed_is_and_neither_checkpoints_nor_a_running_save(output_dir: Path) -> None:
+def test_all_leftovers_are_removed_except_checkpoints_and_a_running_save(output_dir: Path) -> None:
     outcome = run("clean", output_dir, "--yes", "--json")
     assert outcome.code == 0
     assert names(output_dir) == WHOLE
@@ -76,7 +76,7 @@ def test_all_that_may_be_removed_is_and_neither_checkpoints_nor_a_running_save(o
     assert read_manifest(output_dir / "checkpoint-4").step == 4
 
 
-def test_json_without_yes_lists_and_removes_nothing(output_dir: Path) -> None:
+def test_json_without_yes_lists_leftovers_and_keeps_them(output_dir: Path) -> None:
     outcome = run("clean", output_dir, "--json")
     assert outcome.code == 0
     assert outcome.document["removed"] == []
@@ -86,7 +86,7 @@ def test_json_without_yes_lists_and_removes_nothing(output_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("answer", "gone"), [("y", LEFT), ("n", set()), ("", set())])
-def test_a_user_is_asked_for_each(
+def test_every_removal_is_confirmed(
     output_dir: Path, monkeypatch: pytest.MonkeyPatch, answer: str, gone: set[str]
 ) -> None:
     outcome = answering(monkeypatch, f"{answer}\n" * len(LEFT), output_dir)
@@ -94,7 +94,7 @@ def test_a_user_is_asked_for_each(
     assert names(output_dir) == (WHOLE | LEFT) - gone
 
 
-def test_one_of_them_alone_can_be_confirmed(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_removals_can_be_confirmed(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("clean", output_dir, "--json").document["left"]
     asked = [one["name"] for one in found if one["removable"]]
     answers = "".join("y\n" if name == FOREIGN else "n\n" for name in asked)
@@ -102,7 +102,7 @@ def test_one_of_them_alone_can_be_confirmed(output_dir: Path, monkeypatch: pytes
     assert names(output_dir) == (WHOLE | LEFT) - {FOREIGN}
 
 
-def test_without_an_answer_nothing_is_removed(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_answer_all_leftovers_stay(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert answering(monkeypatch, "", output_dir).code == 130
     assert names(output_dir) == WHOLE | LEFT
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_under_the_name_of_kept_files_stays(output_dir: Path) -> No
     assert read_manifest(output_dir / "kept-ba9876543210.checkpoint-4").step == 4
 
 
-def test_what_changes_while_it_is_looked_at_stays(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_changes_during_the_check_stays(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(_: float) -> None:
         (output_dir / FOREIGN / "weights").write_bytes(b"123456789")
 
@@ -154,14 +154,14 @@ def test_a_save_that_begins_meanwhile_stays(output_dir: Path) -> None:
     assert FOREIGN not in names(output_dir)
 
 
-def test_a_checkpoint_is_no_output_directory(output_dir: Path) -> None:
+def test_a_checkpoint_is_not_accepted_as_output_directory(output_dir: Path) -> None:
     outcome = run("clean", output_dir / "checkpoint-4", "--yes")
     assert outcome.code == 2
     assert "is a checkpoint" in outcome.err
     assert run("clean", output_dir / "absent", "--yes").code == 2
 
 
-def test_an_empty_directory_has_nothing_to_remove(tmp_path: Path) -> None:
+def test_an_empty_directory_has_no_leftovers(tmp_path: Path) -> None:
     outcome = run("clean", tmp_path, "--json")
     assert (outcome.code, outcome.document["removed"], outcome.document["left"]) == (0, [], [])
 
@@ -180,7 +180,7 @@ def test_inspect_lists_checkpoints_and_leftovers(output_dir: Path) -> None:
     assert "paddleformers-fc clean" in text.out
 
 
-def test_inspect_of_a_diverged_checkpoints_directory_says_so(output_dir: Path) -> None:
+def test_inspect_reports_a_diverged_checkpoint_of_an_output_directory(output_dir: Path) -> None:
     manifest = read_manifest(output_dir / "checkpoint-4")
     tie = msgspec.convert({"copies": ["a", "b"], "differences": ["model_state b on rank 1, a on rank 0"]}, type=dict)
     diverged = msgspec.convert({**msgspec.to_builtins(manifest), "diverged_ties": [tie]}, type=type(manifest))

@@ -45,7 +45,7 @@ def derive(ranks: ForkServer, *arguments: object) -> dict[str, Any]:
     return outcome
 
 
-def test_a_family_is_written_that_binds_the_model_as_the_written_one(ranks: ForkServer, tmp_path: Path) -> None:
+def test_a_generated_family_binds_the_model_like_the_declared_one(ranks: ForkServer, tmp_path: Path) -> None:
     case = weights(tmp_path / "weights", "ernie4_5")
     target = tmp_path / "family.py"
     found = derive(ranks, tmp_path / "weights", "--family", target, "--json")
@@ -59,7 +59,7 @@ def test_a_family_is_written_that_binds_the_model_as_the_written_one(ranks: Fork
         assert normal(made) == normal(bind(case.family, case.model, tensors).mapping())
 
 
-def test_what_is_open_without_the_native_statements_is_asked_and_settled(ranks: ForkServer, tmp_path: Path) -> None:
+def test_questions_left_without_native_statements_can_be_settled(ranks: ForkServer, tmp_path: Path) -> None:
     weights(tmp_path / "weights", "ernie4_5")
     asked = derive(ranks, tmp_path / "weights", "--no-native")
     assert asked["code"] == 1
@@ -77,8 +77,8 @@ def test_a_layer_that_is_fused_in_files_too_is_not_guessed(ranks: ForkServer, tm
     refused = derive(ranks, tmp_path / "weights", "--family", target)
     assert (refused["code"], target.exists()) == (1, False)
     assert "qkv_proj=same|linear|fused_ffn|fused_qkv_old" in refused["err"]
-    told = ["--fused", "qkv_proj=fused_qkv_old", "--fused", "gate_up_proj=fused_ffn"]
-    found = derive(ranks, tmp_path / "weights", "--family", target, *told)
+    geometry = ["--fused", "qkv_proj=fused_qkv_old", "--fused", "gate_up_proj=fused_ffn"]
+    found = derive(ranks, tmp_path / "weights", "--family", target, *geometry)
     assert found["code"] == 0, found["err"]
     family = runpy.run_path(str(target))["FAMILY"]
     tensors = Case(case.family, None, 2).tensors()
@@ -91,14 +91,14 @@ def test_a_layer_that_is_fused_in_files_too_is_not_guessed(ranks: ForkServer, tm
     ("words", "why"),
     [(["--fused", "a=b"], "no geometry"), (["--family", "/"], "exists"), (["--settle", "a -> b"], "cannot be used")],
 )
-def test_arguments_that_mean_nothing_are_refused(ranks: ForkServer, tmp_path: Path, words: list[str], why: str) -> None:
+def test_invalid_arguments_are_refused(ranks: ForkServer, tmp_path: Path, words: list[str], why: str) -> None:
     weights(tmp_path / "weights", "llama")
     found = derive(ranks, tmp_path / "weights", *words)
     assert found["code"] != 0
     assert why in found["err"]
 
 
-def test_a_configuration_that_paddleformers_cannot_build_is_said(ranks: ForkServer, tmp_path: Path) -> None:
+def test_a_configuration_that_paddleformers_cannot_build_is_reported(ranks: ForkServer, tmp_path: Path) -> None:
     weights(tmp_path / "weights", "llama")
     config = tmp_path / "weights" / "config.json"
     config.write_text(json.dumps({"model_type": "unheard_of"}), encoding="utf-8")

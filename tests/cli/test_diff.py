@@ -38,7 +38,7 @@ def changed(directory: Path) -> Path:
     return save(directory, arrays)
 
 
-def test_the_one_tensor_that_differs_is_named_as_everybody_calls_it(four: Path, tmp_path: Path) -> None:
+def test_a_differing_tensor_is_listed_by_its_canonical_name(four: Path, tmp_path: Path) -> None:
     outcome = run("diff", four, changed(tmp_path / "changed"), "--json")
     assert outcome.code == 1
     assert not outcome.document["equal"]
@@ -51,7 +51,7 @@ def test_the_one_tensor_that_differs_is_named_as_everybody_calls_it(four: Path, 
     assert weights["only_in_a"] == weights["only_in_b"] == []
 
 
-def test_a_person_sees_the_counts_and_the_names(four: Path, tmp_path: Path) -> None:
+def test_the_text_has_the_counts_and_the_names(four: Path, tmp_path: Path) -> None:
     outcome = run("diff", four, changed(tmp_path / "changed"))
     assert outcome.code == 1
     assert f"{CHANGED}: values" in outcome.out
@@ -70,7 +70,7 @@ def test_one_role_can_be_compared_alone(four: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_beside_open_weights_the_weights_alone_are_compared(four: Path, weights: Path) -> None:
+def test_compared_with_open_weights_only_weights_count(four: Path, weights: Path) -> None:
     for pair in ((four, weights), (weights, four)):
         outcome = run("diff", *pair, "--json")
         assert outcome.code == 0
@@ -80,7 +80,7 @@ def test_beside_open_weights_the_weights_alone_are_compared(four: Path, weights:
     assert "the format of one side cannot contain it: optimizer_state" in run("diff", four, weights).out
 
 
-def test_beside_open_weights_optimizer_states_are_not_read(
+def test_compared_with_open_weights_optimizer_states_are_not_read(
     four: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[str] = Counter()
@@ -129,7 +129,7 @@ def test_another_shape_or_dtype_of_the_same_bytes_is_a_difference(tmp_path: Path
     assert "w: dtype float32 and int32" in outcome.out
 
 
-def test_models_of_different_families_are_named_as_that(tmp_path: Path) -> None:
+def test_different_model_families_are_reported(tmp_path: Path) -> None:
     for name, family in (("a", "llama"), ("b", "qwen3")):
         (tmp_path / name).mkdir()
         save_file({f"{name}.weight": np.zeros(2, np.float32)}, tmp_path / name / "model.safetensors")
@@ -155,20 +155,20 @@ def test_open_weights_are_compared_with_open_weights(weights: Path, tmp_path: Pa
     ("role", "text"),
     [("moments", "Unknown role 'moments'"), ("ema_state", "Neither side holds a tensor of ema_state")],
 )
-def test_a_role_that_nobody_has_is_misuse(one: Path, four: Path, role: str, text: str) -> None:
+def test_an_unknown_role_is_invalid_usage(one: Path, four: Path, role: str, text: str) -> None:
     outcome = run("diff", one, four, "--role", role)
     assert outcome.code == 2
     assert text in outcome.err
     assert "next: " in outcome.err
 
 
-def test_a_role_that_open_weights_cannot_have_is_misuse(four: Path, weights: Path) -> None:
+def test_a_role_that_open_weights_cannot_have_is_invalid_usage(four: Path, weights: Path) -> None:
     outcome = run("diff", four, weights, "--role", "optimizer_state", "--json")
     assert outcome.code == 2
     assert outcome.document["what"] == f"{weights} holds open weights and has no optimizer_state."
 
 
-def test_a_side_that_cannot_be_read_is_not_called_different(four: Path, copy: Path) -> None:
+def test_an_unreadable_side_is_not_reported_as_different(four: Path, copy: Path) -> None:
     path = copy / "model_state/rank-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     outcome = run("diff", four, copy, "--json")
@@ -176,7 +176,7 @@ def test_a_side_that_cannot_be_read_is_not_called_different(four: Path, copy: Pa
     assert outcome.document["error"] == "Corrupt"
 
 
-def test_nothing_is_called_different_where_there_is_nothing_to_compare(four: Path, tmp_path: Path) -> None:
+def test_a_side_without_a_checkpoint_is_not_reported_as_different(four: Path, tmp_path: Path) -> None:
     outcome = run("diff", four, tmp_path, "--json")
     assert outcome.code == 2
     assert outcome.document["error"] == "NotACheckpoint"
@@ -191,6 +191,6 @@ def test_a_flipped_bit_makes_a_difference(four: Path, copy: Path) -> None:
     assert len(outcome.document["roles"]["model_state"]["different"]) == 1
 
 
-def test_the_document_does_not_change_from_run_to_run(four: Path, one: Path) -> None:
+def test_two_runs_print_the_same_document(four: Path, one: Path) -> None:
     texts = [json.dumps({**run("diff", one, four, "--json").document, "seconds": 0}) for _ in range(2)]
     assert texts[0] == texts[1]

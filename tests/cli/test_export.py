@@ -45,7 +45,7 @@ def test_the_listed_files_are_those_that_were_written(four: Path, tmp_path: Path
     assert document["bytes"] == sum(array.nbytes for array in ARRAYS.values())
 
 
-def test_a_person_sees_files_and_md5(four: Path, tmp_path: Path) -> None:
+def test_the_text_has_files_and_md5(four: Path, tmp_path: Path) -> None:
     outcome = run("export", four, tmp_path / "export")
     assert outcome.code == 0
     assert "model.safetensors" in outcome.out
@@ -53,13 +53,13 @@ def test_a_person_sees_files_and_md5(four: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["", "5", "-1GB", "0B"])
-def test_a_size_that_is_none_is_misuse(four: Path, tmp_path: Path, size: str) -> None:
+def test_an_invalid_size_is_refused(four: Path, tmp_path: Path, size: str) -> None:
     outcome = run("export", four, tmp_path / "export", f"--max-shard-size={size}")
     assert outcome.code == 2
     assert not (tmp_path / "export").exists()
 
 
-def test_an_output_directory_is_not_exported_and_its_checkpoints_are_named(four: Path, tmp_path: Path) -> None:
+def test_an_output_directory_is_refused_with_its_checkpoints(four: Path, tmp_path: Path) -> None:
     run_directory = tmp_path / "run"
     assert run("export", four, run_directory).code == 0
     shutil.copytree(four, run_directory / "checkpoint-3")
@@ -69,7 +69,7 @@ def test_an_output_directory_is_not_exported_and_its_checkpoints_are_named(four:
     assert "Name a checkpoint inside it: checkpoint-3." in outcome.err
 
 
-def test_weights_that_are_there_are_not_replaced_unasked(four: Path, tmp_path: Path) -> None:
+def test_existing_weights_are_replaced_only_with_the_option(four: Path, tmp_path: Path) -> None:
     target = tmp_path / "export"
     target.mkdir()
     (target / "model.safetensors").write_bytes(b"precious")
@@ -153,13 +153,13 @@ def test_a_checkpoint_is_not_written_into(one: Path, copy: Path) -> None:
     assert sorted(path.relative_to(copy) for path in copy.rglob("*")) == before
 
 
-def test_open_weights_are_no_checkpoint_to_export(weights: Path, tmp_path: Path) -> None:
+def test_open_weights_are_not_exported(weights: Path, tmp_path: Path) -> None:
     outcome = run("export", weights, tmp_path / "export")
     assert outcome.code == 1
     assert "holds open weights and is not a flex checkpoint" in outcome.err
 
 
-def test_a_configuration_of_somebodys_own_is_replaced_only_where_that_was_asked_for(four: Path, tmp_path: Path) -> None:
+def test_a_foreign_configuration_is_replaced_only_with_the_option(four: Path, tmp_path: Path) -> None:
     own = tmp_path / "own" / "config.json"
     own.parent.mkdir()
     own.write_text('{"mine": 1}')
@@ -172,7 +172,7 @@ def test_a_configuration_of_somebodys_own_is_replaced_only_where_that_was_asked_
     assert own.read_bytes() == (four / "config.json").read_bytes()
 
 
-def test_nothing_is_written_below_a_checkpoint_either(copy: Path) -> None:
+def test_an_export_below_a_checkpoint_is_refused(copy: Path) -> None:
     outcome = run("export", copy, copy / "a" / "b")
     assert outcome.code == 2
     assert "not written into a checkpoint" in outcome.err
@@ -190,9 +190,7 @@ def test_a_damaged_checkpoint_is_not_exported(copy: Path, tmp_path: Path) -> Non
     assert run("export", copy, tmp_path / "unchecked", "--verify", "size").code == 0
 
 
-def test_a_home_directory_that_no_shell_has_spelled_out_is_the_users(
-    four: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tilde_is_expanded_without_a_shell(four: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(four, tmp_path / "home" / "checkpoint-3")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")

@@ -20,7 +20,7 @@ from tests.execute.simulated import canonical, model
 ARRAYS = canonical()
 
 
-def test_a_checkpoint_says_who_saved_it(four: Path) -> None:
+def test_inspect_reports_the_job_that_saved(four: Path) -> None:
     found = run("inspect", four, "--json").document
     assert found["kind"] == "flex_checkpoint"
     assert found["job"] == {
@@ -55,7 +55,7 @@ def test_replicas_that_differed_are_listed_and_verification_mentions_them(four: 
     assert "differ" not in run("verify", four).out
 
 
-def test_a_role_says_how_much_it_holds(four: Path) -> None:
+def test_inspect_reports_the_size_of_every_role(four: Path) -> None:
     found = run("inspect", four, "--json").document
     tensors = len(model(ARRAYS, 2))
     elements = sum(array.size for array in ARRAYS.values())
@@ -81,7 +81,7 @@ def test_no_tensor_is_listed_unless_asked(four: Path) -> None:
     assert "qkv_proj" not in run("inspect", four).out
 
 
-def test_every_listed_piece_is_where_it_says(four: Path) -> None:
+def test_every_listed_shard_is_at_its_offset(four: Path) -> None:
     stored = {name: array for name, (array, _) in model(ARRAYS, 2).items()}
     listed = run("inspect", four, "--tensors", "--json").document["tensors"]
     weights = {tensor["name"]: tensor for tensor in listed if tensor["role"] == "model_state"}
@@ -95,21 +95,21 @@ def test_every_listed_piece_is_where_it_says(four: Path) -> None:
         assert np.array_equal(seen, stored[name]), name
 
 
-def test_a_flattened_piece_says_its_range(four: Path) -> None:
+def test_a_flattened_shard_has_its_range(four: Path) -> None:
     name = "model.norm.weight.moment1_0"
     (tensor,) = run("inspect", four, "--tensors", name, "--json").document["tensors"]
     assert [piece["flat"] for piece in tensor["pieces"]] == [[0, 8], [8, 16]]
     assert "elements 8:16" in run("inspect", four, name).out
 
 
-def test_a_pattern_lists_what_matches_alone(four: Path) -> None:
+def test_a_pattern_lists_matching_tensors_only(four: Path) -> None:
     listed = run("inspect", four, "*.0.*qkv_proj.weight", "--json").document["tensors"]
     assert [(tensor["role"], tensor["name"]) for tensor in listed] == [
         ("model_state", "model.layers.0.self_attn.qkv_proj.weight")
     ]
 
 
-def test_a_pattern_that_matches_nothing_is_misuse(four: Path) -> None:
+def test_a_pattern_without_matches_is_invalid_usage(four: Path) -> None:
     outcome = run("inspect", four, "qkv")
     assert outcome.code == 2
     assert "No stored tensor matches 'qkv'" in outcome.err
@@ -134,7 +134,7 @@ def test_an_entry_shows_four_pieces_and_counts_the_rest(tmp_path: Path) -> None:
     assert "and 2 more" in text
 
 
-def test_open_weights_are_told_apart(weights: Path) -> None:
+def test_open_weights_are_recognised(weights: Path) -> None:
     found = run("inspect", weights, "--tensors", "--json").document
     assert (found["kind"], found["job"]) == ("huggingface", None)
     assert found["files"] == len(list(weights.glob("*.safetensors")))
@@ -158,7 +158,7 @@ def test_a_damaged_configuration_beside_open_weights_is_named(weights_copy: Path
     assert "  - config.json " in outcome.err
 
 
-def test_a_directory_of_checkpoints_names_them_in_order(four: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_an_output_directory_are_listed_in_order(four: Path, tmp_path: Path) -> None:
     for step in (12, 3):
         shutil.copytree(four, tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-20").mkdir()

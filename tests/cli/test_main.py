@@ -59,7 +59,7 @@ def python(code: str, *arguments: str) -> Any:
     return json.loads(done.stderr.splitlines()[-1])
 
 
-def test_no_verb_but_those_that_train_imports_paddle(four: Path, weights: Path, tmp_path: Path) -> None:
+def test_only_commands_that_train_import_paddle(four: Path, weights: Path, tmp_path: Path) -> None:
     commands = [
         ["--help"],
         ["inspect", str(four), "--tensors"],
@@ -90,13 +90,13 @@ def test_an_import_of_paddle_would_be_noticed(tmp_path: Path) -> None:
         (["inspect", "{four}"], ["numpy", "rich.table"]),
     ],
 )
-def test_a_verb_imports_no_more_than_it_needs(four: Path, command: list[str], modules: list[str]) -> None:
+def test_a_command_imports_no_more_than_it_needs(four: Path, command: list[str], modules: list[str]) -> None:
     command = [argument.format(four=four) for argument in command]
     assert python(IMPORTED, json.dumps(command), "numpy", "rich.table", "yaml", "paddle") == modules
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(verb: str) -> None:
+def test_every_command_has_a_help_text(verb: str) -> None:
     outcome = run(verb, "--help")
     assert outcome.code == 0
     assert "--json" in outcome.out
@@ -123,7 +123,7 @@ MISUSE = [
 
 
 @pytest.mark.parametrize("command", MISUSE, ids=" ".join)
-def test_misuse_is_reported_on_the_error_stream_and_as_a_document_under_json(command: list[str]) -> None:
+def test_invalid_usage_is_reported_on_the_error_stream_and_as_a_document_under_json(command: list[str]) -> None:
     outcome = run(*command)
     assert (outcome.code, outcome.out) == (2, "")
     assert "Error: " in outcome.err
@@ -161,7 +161,7 @@ def test_the_version_is_printed() -> None:
     assert (outcome.code, outcome.out) == (0, f"paddleformers-fc {__version__}\n")
 
 
-def test_without_a_verb_the_help_is_shown() -> None:
+def test_without_a_command_the_help_is_shown() -> None:
     outcome = run()
     assert outcome.code == 2
     assert "verify" in outcome.out + outcome.err
@@ -190,7 +190,7 @@ def test_an_error_is_one_document_under_json(tmp_path: Path) -> None:
         (errors.FlexError, 2),
     ],
 )
-def test_one_means_that_a_checkpoint_is_wrong(kind: type[errors.FlexError], code: int) -> None:
+def test_exit_code_1_means_a_fault_of_a_checkpoint(kind: type[errors.FlexError], code: int) -> None:
     assert exit_code(kind("It went wrong.")) == code
 
 
@@ -203,7 +203,7 @@ def raising(error: BaseException) -> Any:
     return fail
 
 
-def test_a_fault_of_the_program_says_nothing_about_the_checkpoint(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_program_does_not_return_1(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "inspect", raising(ZeroDivisionError("by zero")))
     outcome = run("inspect", four)
     assert outcome.code == 2
@@ -255,14 +255,14 @@ def nameless(four: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify", "diff", "export"])
-def test_a_name_that_is_no_text_is_as_good_as_another(nameless: Path, verb: str) -> None:
+def test_a_file_name_that_is_not_utf8_is_printed(nameless: Path, verb: str) -> None:
     more = {"diff": [nameless], "export": [nameless.parent / os.fsdecode(b"hf\xfd")]}.get(verb, [])
     outcome = run(verb, nameless, *more, "--json")
     assert (outcome.code, outcome.err) == (0, "")
     assert str(nameless) in outcome.document.values() or verb == "diff"
 
 
-def test_a_stream_of_text_gets_such_a_name_escaped(nameless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_stream_gets_such_a_name_escaped(nameless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="utf-8", errors="strict", write_through=True))
     assert main(["inspect", str(nameless)]) == 0
@@ -283,9 +283,7 @@ def test_a_stream_of_text_gets_such_a_name_escaped(nameless: Path, monkeypatch: 
     ],
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-def test_a_closed_pipe_is_never_taken_for_a_wrong_checkpoint(
-    four: Path, command: list[str], both: bool, unbuffered: str
-) -> None:
+def test_a_closed_pipe_does_not_return_1(four: Path, command: list[str], both: bool, unbuffered: str) -> None:
     code = "import sys; from paddleformers_fc.cli.main import main; sys.exit(main(sys.argv[1:]))"
     argv = [sys.executable, "-c", code, *(part.format(four=four) for part in command)]
     reader, writer = os.pipe()

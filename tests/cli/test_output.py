@@ -17,7 +17,7 @@ def test_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.getvalue() == "[bold]a[/bold] :smile: " + "x" * 300 + "\n"
 
 
-def test_nothing_moves_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_spinner_is_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     with working("reading"):

@@ -56,12 +56,12 @@ def test_a_plan_has_every_rank_of_the_target(stored: Path) -> None:
     assert (found["fresh"], found["dropped"], found["cast"]) == ([], [], [])
 
 
-def test_one_rank_holds_what_all_stored_tensors_are(stored: Path) -> None:
+def test_one_rank_needs_the_bytes_of_all_stored_tensors(stored: Path) -> None:
     held = run("inspect", stored, "--json").document["roles"]
     assert planned(stored, "--to", "dp=1")["bytes"] == sum(role["bytes"] for role in held.values())
 
 
-def test_open_weights_are_planned_and_casts_are_said(weights: Path) -> None:
+def test_open_weights_are_planned_and_casts_are_listed(weights: Path) -> None:
     found = planned(weights, "--to", "tp=2", "--dtype", "bfloat16")
     assert {(cast["stored"], cast["wanted"]) for cast in found["cast"]} == {("float32", "bfloat16")}
     assert found["bytes"] * 2 < found["read"] * 1.01
@@ -69,7 +69,7 @@ def test_open_weights_are_planned_and_casts_are_said(weights: Path) -> None:
     assert f"cast  {len(found['cast'])} tensors" in run("plan", weights, "--to", "tp=2", "--dtype", "bfloat16").out
 
 
-def test_a_person_reads_one_row_for_ranks_that_do_the_same(stored: Path) -> None:
+def test_equal_ranks_share_a_row_of_the_text(stored: Path) -> None:
     text = run("plan", stored, "--to", "pp=2,dp=2").out
     assert "-> dp=2,pp=2" in text
     # The order is dp, pp: neighbours are different stages.
@@ -89,7 +89,7 @@ def test_a_person_reads_one_row_for_ranks_that_do_the_same(stored: Path) -> None
         ("sep=2", "sep=2: segment parallelism is not supported"),
     ],
 )
-def test_a_grid_that_cannot_be_is_misuse_and_said_with_the_numbers(stored: Path, grid: str, said: str) -> None:
+def test_an_impossible_layout_is_refused_with_the_numbers(stored: Path, grid: str, said: str) -> None:
     outcome = run("plan", stored, "--to", grid, "--json")
     assert outcome.code == 2
     assert outcome.document["error"] == "OptionError"
@@ -98,7 +98,7 @@ def test_a_grid_that_cannot_be_is_misuse_and_said_with_the_numbers(stored: Path,
 
 
 @pytest.mark.parametrize("grid", ["", " "])
-def test_an_empty_grid_is_not_taken_for_one_rank(stored: Path, grid: str) -> None:
+def test_an_empty_layout_is_refused(stored: Path, grid: str) -> None:
     outcome = run("plan", stored, "--to", grid)
     assert outcome.code == 2
     assert "The grid to plan for is empty." in outcome.err
@@ -114,7 +114,7 @@ def test_a_refused_grid_opens_no_file_but_the_manifest_and_the_configuration(sto
     assert run("plan", broken, "--to", "tp=2").code == 1
 
 
-def test_a_damaged_checkpoint_is_found_wrong(stored: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_returns_1(stored: Path, tmp_path: Path) -> None:
     broken = tmp_path / "checkpoint-3"
     shutil.copytree(stored, broken)
     next((broken / "model_state").iterdir()).unlink()
@@ -128,7 +128,7 @@ def test_without_a_configuration_there_is_no_plan(weights: Path) -> None:
     assert "Put the model's config.json beside its weights." in outcome.err
 
 
-def test_a_dtype_that_does_not_exist_is_misuse(stored: Path) -> None:
+def test_an_unknown_dtype_is_invalid_usage(stored: Path) -> None:
     outcome = run("plan", stored, "--to", "tp=2", "--dtype", "float12")
     assert outcome.code == 2
     assert "known: float32, bfloat16, float16" in outcome.err

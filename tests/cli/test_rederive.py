@@ -166,7 +166,7 @@ def test_a_value_that_contradicts_the_tensors_and_a_key_that_is_not_absent_are_r
     assert (checkpoint / "mapping.json").read_bytes() == before
 
 
-def test_square_experts_are_told_by_the_layer_of_them_that_is_not_square(tmp_path: Path) -> None:
+def test_square_experts_are_recognised_by_a_layer_that_is_not_square(tmp_path: Path) -> None:
     for switches in ({"moe_expert_fusion": True}, {"using_sonic_moe": True}):
         config = json.loads((STRIPPED / "minimax_m2_fused/config.json").read_text())
         square = ModelDescription({**config, "moe_intermediate_size": 4, **switches}, True)

@@ -68,13 +68,13 @@ def test_the_registration_and_the_device_are_added(tmp_path: Path, on: Any) -> N
     assert job.log_dir == tmp_path / "out/log"
 
 
-def test_a_device_that_is_not_there_is_refused(tmp_path: Path, on: Any) -> None:
+def test_a_missing_device_is_refused(tmp_path: Path, on: Any) -> None:
     with pytest.raises(OptionError, match="device=gpu, and this machine has no accelerator"):
         prepare(config(tmp_path, device="gpu"), 2, [])
 
 
 @pytest.mark.parametrize("own", [["device=cpu"], []])
-def test_a_device_that_is_named_is_left_alone(tmp_path: Path, on: Any, own: list[str]) -> None:
+def test_a_configured_device_is_kept(tmp_path: Path, on: Any, own: list[str]) -> None:
     on("gpu:0")
     path = config(tmp_path) if own else config(tmp_path, device="cpu")
     assert prepare(path, 2, own).argv == (*LAUNCHER, str(path), *own, OURS)
@@ -90,7 +90,7 @@ def test_a_registration_of_the_users_runs_as_well(tmp_path: Path, on: Any, named
     assert job.environment[OWN_REGISTRATION] == str(own)
 
 
-def test_a_yaml_that_names_our_registration_is_left_with_it(tmp_path: Path, on: Any) -> None:
+def test_a_yaml_with_our_registration_keeps_it(tmp_path: Path, on: Any) -> None:
     job = prepare(config(tmp_path, custom_register_path=str(register.PATH)), None, [])
     assert job.argv[4:] == (OURS, "device=cpu")
     assert OWN_REGISTRATION not in job.environment
@@ -182,7 +182,7 @@ def test_a_stopped_training_reports_the_step_at_which_it_resumes(tmp_path: Path,
     assert lines[3:] == [f"  next: run the same command again {added}; it resumes at step 3"]
 
 
-def test_a_rank_that_aborts_because_another_raised_is_not_taken_for_the_cause(tmp_path: Path) -> None:
+def test_a_rank_that_aborts_after_an_error_of_another_is_not_reported_as_the_cause(tmp_path: Path) -> None:
     logs = (tmp_path, tmp_path)
     assert training._signalled(LaunchResult(134, (-6, 1), logs, 1.0, (1, 0))) == ()
     both = training._signalled(LaunchResult(134, (-6, -9), logs, 1.0, (1, 0)))
@@ -245,7 +245,7 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({}, ["context_parallel_size=2"], "flex_checkpoint: true and context_parallel_size: 2: context"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
+def test_settings_that_cannot_work_are_refused_before_a_rank_starts(
     tmp_path: Path, on: Any, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], overrides: list[str], text: str
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
@@ -255,7 +255,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_layout_that_divides_the_ranks_and_a_model_of_a_hub_are_let_through(tmp_path: Path, on: Any) -> None:
+def test_a_layout_that_divides_the_ranks_and_a_model_of_a_hub_are_accepted(tmp_path: Path, on: Any) -> None:
     keys = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": -1, "sharding_parallel_size": 3}
     keys |= {"flex_ckpt_comm_method": "broadcast", "fine_tuning": "full"}
     path = config(tmp_path, model_name_or_path="owner/name", **keys)
@@ -296,7 +296,7 @@ def test_data_that_is_never_drawn_may_be_missing(tmp_path: Path, on: Any) -> Non
             prepare(config(tmp_path, train_dataset_path=paths, train_dataset_prob=chances), 1, [])
 
 
-def test_a_key_that_a_registration_of_the_users_may_add_is_let_through(tmp_path: Path, on: Any) -> None:
+def test_a_key_that_a_users_registration_may_add_is_accepted(tmp_path: Path, on: Any) -> None:
     (tmp_path / "own.py").touch()
     own = {"custom_register_path": str(tmp_path / "own.py"), "device": "cpu"}
     assert prepare(config(tmp_path, new_key=1, **own), None, ["another.one=2"]).ranks == 1
@@ -320,7 +320,7 @@ def test_every_key_that_paddleformers_takes_is_known_without_importing_it() -> N
     assert sorted(taken - known) == []
 
 
-def test_what_cannot_be_resumed_from_is_refused_before_anything_starts(tmp_path: Path, on: Any) -> None:
+def test_a_missing_checkpoint_to_resume_is_refused_before_a_rank_starts(tmp_path: Path, on: Any) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights/model.safetensors").touch()
     outcome = run("train", config(tmp_path), f"resume_from_checkpoint={tmp_path / 'weights'}")
@@ -335,7 +335,7 @@ def test_what_cannot_be_resumed_from_is_refused_before_anything_starts(tmp_path:
 STOCK = {"flex_checkpoint": False, "do_train": True, "stage": "PT", "device": "cpu"}
 
 
-def test_what_paddleformers_alone_would_resume_from_is_no_flex_checkpoint(tmp_path: Path, on: Any) -> None:
+def test_a_flex_checkpoint_is_not_resumed_by_paddleformers_alone(tmp_path: Path, on: Any) -> None:
     checkpoint = save(tmp_path / "out/checkpoint-10", canonical())
     (tmp_path / "out/checkpoint-9").mkdir()
     path = config(tmp_path, **STOCK)
@@ -363,9 +363,7 @@ def test_what_paddleformers_alone_would_resume_from_is_no_flex_checkpoint(tmp_pa
         *(["output_dir={}/other"], ["output_dir={}/stock"], ["stage=DPO", "output_dir={}/other", "{}"]),
     ],
 )
-def test_a_run_that_resumes_from_no_flex_checkpoint_is_let_through(
-    tmp_path: Path, on: Any, overrides: list[str]
-) -> None:
+def test_a_run_that_resumes_another_format_is_accepted(tmp_path: Path, on: Any, overrides: list[str]) -> None:
     checkpoint = save(tmp_path / "out/checkpoint-10", canonical())
     (tmp_path / "stock/checkpoint-11").mkdir(parents=True)
     shutil.copytree(checkpoint, tmp_path / "stock/checkpoint-3")
@@ -411,8 +409,8 @@ def test_a_degree_that_the_model_cannot_have_is_refused_as_plan_refuses_it(tmp_p
     [
         ({}, ["tensor_model_parallel_size=2"]),
         ({}, ["pipeline_model_parallel_size=6"]),
-        ({"model_type": "of nobody"}, ["flex_checkpoint=false"]),
-        ({"model_type": "of nobody"}, ["custom_register_path={}/own.py"]),
+        ({"model_type": "unknown"}, ["flex_checkpoint=false"]),
+        ({"model_type": "unknown"}, ["custom_register_path={}/own.py"]),
         ({**MINIMAX.tiny, "model_type": "minimax_m2", "vocab_size": 66}, ["tensor_model_parallel_size=3"]),
         ({}, ["tensor_model_parallel_size=3", "stage=dsv3_pretrain"]),
         ({}, ["tensor_model_parallel_size=3", "flex_checkpoint=false"]),
@@ -422,7 +420,7 @@ def test_a_degree_that_the_model_cannot_have_is_refused_as_plan_refuses_it(tmp_p
         ({}, ["tensor_model_parallel_size=3", "model_name_or_path=owner/name"]),
     ],
 )
-def test_a_degree_that_may_be_possible_is_let_through(
+def test_a_degree_that_may_be_possible_is_accepted(
     tmp_path: Path, on: Any, changes: dict[str, Any], overrides: list[str]
 ) -> None:
     (tmp_path / "own.py").touch()
@@ -472,7 +470,7 @@ EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 16}
         (EXPERTS, "it is read from n_routed_experts, num_experts, num_local_experts"),
         ({**EXPERTS, "num_experts": 4, "num_local_experts": 8}, "num_experts: 4"),
         ({"hidden_size": None}, "it is read from hidden_size"),
-        ({"model_type": "of nobody"}, "No family declares model_type 'of nobody'"),
+        ({"model_type": "unknown"}, "No family declares model_type 'unknown'"),
     ],
     ids=str,
 )
@@ -560,13 +558,13 @@ def test_a_checkpoint_with_a_file_of_another_size_is_refused_before_anything_sta
     assert run("train", *resumed, "--dry-run").code == 0
 
 
-def test_checkpoints_deeper_in_what_was_named_to_resume_from_are_offered(tmp_path: Path, on: Any) -> None:
+def test_checkpoints_below_the_directory_to_resume_are_offered(tmp_path: Path, on: Any) -> None:
     checkpoint = save(tmp_path / "all/runs/one/checkpoint-3", canonical())
     outcome = run("train", config(tmp_path), f"resume_from_checkpoint={tmp_path / 'all'}")
     assert f"  next: Name a checkpoint inside it, such as {checkpoint}." in outcome.err
 
 
-def test_a_start_leaves_nothing_in_an_output_directory_before_its_logs(tmp_path: Path, on: Any) -> None:
+def test_preparation_leaves_an_output_directory_empty(tmp_path: Path, on: Any) -> None:
     (tmp_path / "out").mkdir()
     prepare(config(tmp_path), None, [])
     assert list((tmp_path / "out").iterdir()) == []
@@ -645,7 +643,9 @@ def test_a_terminal_keeps_its_colours() -> None:
     assert stream.getvalue() == "\x1b[32mgreen\x1b[0m\n"
 
 
-def test_without_paddleformers_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_paddleformers_the_error_has_the_command_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     outcome = run("train", config(tmp_path))
     assert outcome.code == 2
@@ -662,7 +662,7 @@ def test_without_paddleformers_the_error_says_what_to_install(tmp_path: Path, mo
         ("a.toml", "a = 1"),
     ],
 )
-def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str) -> None:
+def test_an_unreadable_configuration_is_refused_with_its_path(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(OptionError) as caught:
@@ -670,7 +670,7 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, name: str,
     assert caught.value.where == str(path)
 
 
-def test_a_fault_of_a_yaml_says_where_it_is_in_which_file(tmp_path: Path) -> None:
+def test_a_fault_of_a_yaml_is_reported_with_file_and_line(tmp_path: Path) -> None:
     for text, said in (("a: 1\nb: [1\n", 'in "job.yaml", line 2'), ("a: \0", 'in "job.yaml", position 3')):
         (tmp_path / "job.yaml").write_text(text)
         with pytest.raises(OptionError) as caught:
@@ -681,7 +681,7 @@ def test_a_fault_of_a_yaml_says_where_it_is_in_which_file(tmp_path: Path) -> Non
         parse_overrides(["max_steps=[3"])
 
 
-def test_a_key_that_is_in_a_yaml_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+def test_a_duplicate_key_of_a_yaml_is_refused_with_both_lines(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     for text in ("a: 1\nseed: 3\nb: 2\n'seed': 4\n", "a: 1\nb: {c: 1,\n  d: 2,\n\n  d: 3}\n"):
         path.write_text(text)
@@ -693,7 +693,7 @@ def test_a_key_that_is_in_a_yaml_twice_is_refused_with_both_lines(tmp_path: Path
         assert all(f'in "job.yaml", line {line}, column' in said for line in lines)
 
 
-def test_a_key_that_replaces_a_merged_one_is_not_there_twice(tmp_path: Path) -> None:
+def test_a_key_that_replaces_a_merged_one_is_not_a_duplicate(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("b: &b {x: 1, y: 1}\na: &a {<<: *b, x: 2}\nc: {<<: *a, y: 3}\nd: [*a, 1, '1']\ne: {1: 1, '1': 2}\n")
     assert read_settings(path) == yaml.safe_load(path.read_text())
@@ -710,7 +710,7 @@ def test_the_values_of_overrides_are_yaml() -> None:
     assert found == {"a": 1, "b": True, "c": "x=y", "d": None}
 
 
-def test_a_dry_run_prints_what_a_shell_takes(tmp_path: Path, on: Any) -> None:
+def test_a_dry_run_prints_shell_syntax(tmp_path: Path, on: Any) -> None:
     path = config(tmp_path)
     lines = run("train", path, "max_steps=3", "--nproc", "2", "--dry-run").out.splitlines()
     assert "PADDLE_TRAINERS_NUM=2" in lines
@@ -732,7 +732,7 @@ def recipe(directory: Path, **keys: Any) -> Path:
     return config(directory, **{**content, "max_steps": 3, **keys})
 
 
-def test_a_training_leaves_a_checkpoint_that_is_right(tmp_path: Path) -> None:
+def test_a_training_leaves_a_checkpoint_that_passes_verification(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     (tmp_path / "own.py").write_text(f"open({str(witness)!r}, 'w').write(__name__)\n")
     outcome = run("train", recipe(tmp_path, custom_register_path=str(tmp_path / "own.py")), "--json")
@@ -791,7 +791,7 @@ def fail(*args, **kwargs):
 """
 
 
-def test_an_error_of_ours_is_said_once(tmp_path: Path) -> None:
+def test_an_error_of_this_package_is_printed_once(tmp_path: Path) -> None:
     # A wrapper, as others may put around the method: another signature would be a difference to the table of hooks.
     wrapped = "PdArgumentParser.parse_dict = functools.wraps(PdArgumentParser.parse_dict)(fail)"
     own = f"import functools\n{OWN}\n{wrapped}\n"
@@ -804,7 +804,7 @@ def test_an_error_of_ours_is_said_once(tmp_path: Path) -> None:
     assert "Traceback" in (tmp_path / "out/log/rank-00000.log").read_text()
 
 
-def test_an_error_of_ours_that_paddleformers_wraps_is_a_document_under_json(tmp_path: Path) -> None:
+def test_an_error_that_paddleformers_wraps_is_a_document_under_json(tmp_path: Path) -> None:
     # What custom_register_path raises before this package is registered cannot be seen, so it registers first.
     own = f"{OWN}\nfrom paddleformers_fc.trainer.register import register\nregister()\nfail()\n"
     (tmp_path / "own.py").write_text(own)
@@ -892,7 +892,7 @@ def test_variables_by_which_nodes_would_never_meet_are_refused(
     assert said in caught.value.render()
 
 
-def test_what_another_node_may_see_is_not_refused_by_this_one(
+def test_a_path_that_another_node_may_see_is_not_refused(
     tmp_path: Path, on: Any, second_of_two: pytest.MonkeyPatch
 ) -> None:
     assert prepare(config(tmp_path, resume_from_checkpoint=str(tmp_path / "there/checkpoint-3")), 1, []).ranks is None

@@ -34,7 +34,7 @@ def failed_check(document: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("level", DEPTHS)
 @pytest.mark.parametrize("name", ["one", "four"])
-def test_a_whole_checkpoint_is_right_at_every_level(kept: Path, name: str, level: str) -> None:
+def test_a_whole_checkpoint_passes_at_every_level(kept: Path, name: str, level: str) -> None:
     outcome = run("verify", kept / name, "--level", level, "--json")
     document = outcome.document
     assert outcome.code == 0
@@ -44,7 +44,7 @@ def test_a_whole_checkpoint_is_right_at_every_level(kept: Path, name: str, level
     assert "error" not in document
 
 
-def test_it_says_what_was_checked(four: Path) -> None:
+def test_the_outcome_counts_the_checked_files_bytes_and_tensors(four: Path) -> None:
     document = run("verify", four, "--json").document
     files = [path for path in four.rglob("*") if path.is_file() and path.name != "flex_checkpoint.json"]
     assert document["level"] == "full"
@@ -82,7 +82,7 @@ def test_damaged_files_and_a_mapping_that_cannot_be_proved_are_in_one_report(cop
     assert all(line.startswith(" ") for line in lines)
 
 
-def test_a_file_that_does_not_belong_is_to_be_moved_away_and_not_restored(copy: Path) -> None:
+def test_the_next_step_for_an_extra_file_is_to_move_it_away(copy: Path) -> None:
     shutil.copy(copy / WEIGHTS, copy / "model_state/rank-00009.safetensors")
     assert run("verify", copy, "--json").document["next_step"] == "Move these files away."
     (copy / "config.json").unlink()
@@ -172,7 +172,7 @@ def test_a_mapping_that_cannot_be_proved_is_found(copy: Path) -> None:
     assert failed_check(outcome.document) == "mapping"
 
 
-def test_a_stored_tensor_that_no_rule_knows_is_found(copy: Path) -> None:
+def test_a_stored_tensor_without_a_rule_is_found(copy: Path) -> None:
     def forget(document: dict[str, Any]) -> None:
         del document["targets"]["model.norm.weight"]
         document["rules"] = [rule for rule in document["rules"] if rule["targets"] != ["model.norm.weight"]]
@@ -281,19 +281,19 @@ def test_the_checkpoints_below_an_output_directory_are_listed(kept: Path, copy: 
     assert len(both.document["below"]) == 2
 
 
-def test_an_unfinished_checkpoint_is_called_so(copy: Path) -> None:
+def test_an_unfinished_checkpoint_is_reported_as_unfinished(copy: Path) -> None:
     (copy / "flex_checkpoint.json").unlink()
     outcome = run("verify", copy)
     assert outcome.code == 1
     assert "is an unfinished checkpoint." in outcome.err
 
 
-def test_a_manifest_that_is_no_json_says_what_to_do(copy: Path) -> None:
+def test_an_unreadable_manifest_is_reported_with_a_next_step(copy: Path) -> None:
     (copy / "flex_checkpoint.json").write_text("{")
     assert "Restore it" in run("verify", copy, "--json").document["next_step"]
 
 
-def test_an_empty_directory_is_found_wrong(tmp_path: Path) -> None:
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
     outcome = run("verify", tmp_path, "--json")
     assert outcome.code == 1
     assert outcome.document["error"] == "NotACheckpoint"

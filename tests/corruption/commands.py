@@ -63,7 +63,7 @@ def edit_config(directory: Path, **keys: Any) -> Path:
 
 
 def train(model: Path, output: Path, *overrides: str, corpus: Path | None = None) -> Ended:
-    """``paddleformers-fc train`` with the recipe of the Llama, for two steps unless it is told otherwise.
+    """``paddleformers-fc train`` with the recipe of the Llama, for two steps by default.
 
     Args:
         model: ``model_name_or_path``.

@@ -69,10 +69,10 @@ def run(kind: str, runs: int, seed: int) -> Seen:
         done = subprocess.run(
             [*command, "--place", place], capture_output=True, timeout=_DEADLINE, check=False, errors="replace"
         )
-        told = Path(place) / "seen.json"
-        if done.returncode or not told.exists():
+        report = Path(place) / "seen.json"
+        if done.returncode or not report.exists():
             raise RuntimeError(f"{kind}: code {done.returncode}\n{done.stderr[-4000:]}")
-        return msgspec.json.decode(told.read_bytes(), type=Seen)
+        return msgspec.json.decode(report.read_bytes(), type=Seen)
 
 
 def sentence(seen: dict[str, Seen], seed: int) -> str:

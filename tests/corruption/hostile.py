@@ -110,7 +110,7 @@ def judge(outcome: Outcome, work: Callable[[], object]) -> None:
             work()
         except FlexError as error:
             outcome.refused += 1
-            # Whoever is told of it prints it, or sends it on.
+            # A report of it is printed or sent on.
             str(error).encode("utf-8")
             from_wire(error.to_wire())
     except BaseException as error:
@@ -401,7 +401,7 @@ def _trainer(directory: Path) -> Target:
 
 
 def _plans(directory: Path) -> Target:
-    """Kept plans, whose checksum a forger computes anew; a plan that is not used counts as refused."""
+    """Kept plans, with a recomputed checksum; a plan that is not used counts as refused."""
     import xxhash
 
     from paddleformers_fc.errors import FormatError

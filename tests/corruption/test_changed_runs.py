@@ -69,7 +69,7 @@ def test_g61_other_settings_of_a_run_are_one_table(
     assert found[0].get("step") == 3, found[0]
     assert "differs" not in stock_log
     _, log = resumed(ranks, our_run, tmp_path / "ours", ours=True, arguments=arguments)
-    _, _, told = log.partition("This run differs from the one that saved step 2:\n")
-    rows = [" ".join(line.split()) for line in told.splitlines()[:4]]
+    _, _, table = log.partition("This run differs from the one that saved step 2:\n")
+    rows = [" ".join(line.split()) for line in table.splitlines()[:4]]
     assert rows == ["key saved now", "adam_beta2 0.999 0.95", "weight_decay 0.0 0.1", "max_grad_norm 1.0 0.5"]
     return Observed("resumes without a word", f"resumes, with one warning: `{'`, `'.join(rows)}`")

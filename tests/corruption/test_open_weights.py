@@ -217,7 +217,7 @@ def test_t13_the_source_is_not_written_to(
     loaded(bare_ranks, directory)
     added = {path.name for path in directory.iterdir()} - before
     assert added == {"flex-ckpt.auto_generated.metadata"}
-    # Stock also deletes what has this name, whoever wrote it.
+    # Paddle also deletes files of other programs under this name.
     (model / "flex-ckpt.auto_generated.metadata").write_text("of somebody")
     assert trained_from(model, tmp_path / "out", load_file(model / "model.safetensors"))
     return Observed(f"writes `{added.pop()}` into it", "loads right, and nothing in the directory is touched")

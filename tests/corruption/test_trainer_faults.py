@@ -96,13 +96,15 @@ def test_t3_an_empty_newest_directory_is_passed_over(
 @fault("T4", "saved without the optimizer, loaded without it")
 def test_t4_weights_saved_without_the_optimizer_can_be_used(ranks: ForkServer, tmp_path: Path) -> Observed:
     without = {"arguments": {**SIX, "ignore_save_lr_and_optim": True}}
-    anew = {"arguments": {"max_steps": 1, "save_steps": 1, "learning_rate": 0.0, "ignore_load_lr_and_optim": True}}
+    fresh_state = {
+        "arguments": {"max_steps": 1, "save_steps": 1, "learning_rate": 0.0, "ignore_load_lr_and_optim": True}
+    }
     trained(ranks, TP2, tmp_path / "stock", **without)
-    found = trained(ranks, TP2, tmp_path / "out", tmp_path / "stock/checkpoint-3", **anew)[0]
+    found = trained(ranks, TP2, tmp_path / "out", tmp_path / "stock/checkpoint-3", **fresh_state)[0]
     assert found["error"].startswith("FileNotFoundError")
     trained(ranks, TP2, tmp_path / "ours", **without, ours=True)
     third = tmp_path / "ours/checkpoint-3"
-    assert trained(ranks, TP2, tmp_path / "again", third, **anew, ours=True)[0]["step"] == 1
+    assert trained(ranks, TP2, tmp_path / "again", third, **fresh_state, ours=True)[0]["step"] == 1
     again = canonical_digests(tmp_path / "again/checkpoint-1", roles=["model_state"])
     assert list(again) == list(canonical_digests(third))
     return Observed(first_line(found, tmp_path), "a new run begins with these weights, bit for bit")

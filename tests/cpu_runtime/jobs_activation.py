@@ -65,7 +65,7 @@ def with_a_renamed_hook() -> dict[str, Any]:
 
 
 def with_another_paddle() -> dict[str, Any]:
-    """Activate under a version of Paddle that nobody knows."""
+    """Activate under an unknown version of Paddle."""
     paddle.__version__ = "3.9.0"
     return _refusal()
 

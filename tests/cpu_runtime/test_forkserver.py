@@ -1,4 +1,4 @@
-"""The fork server: values come back, failures are told, nothing is left running."""
+"""The fork server: values come back, failures are reported, nothing is left running."""
 
 from __future__ import annotations
 

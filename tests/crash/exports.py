@@ -3,7 +3,7 @@
 As :mod:`tests.crash.killing` says, a job is run through once and then for each of its operations. Here the job writes
 open weights: from a checkpoint or from live memory, into a new directory, in place of an older export, or into a run's
 output directory. What must hold after each kill: under the target's name there is the older export or the new one,
-every tensor and every small file of it, or, where the target cannot be exchanged as a whole, something that nobody
+every tensor and every small file of it, or, where the target cannot be exchanged as a whole, something that no reader
 takes for an export; files of others are there; what is left beside it is recognised; and the next export cleans up.
 
 Time: a kill takes 80 ms. Memory and disk: a few checkpoints and exports of 20 kB.
@@ -132,7 +132,7 @@ def carry_out(kill: Kill[Scenario], directory: Path) -> None:
     if seen not in (scenario.before, NEW, *(() if in_one_step else (UNFINISHED,))):
         raise Lost(f"{seen} is there: {names_in(target_of(there))}")
     if any(end.code == DONE for end in ends) and seen != NEW:
-        raise Lost(f"a rank was told that the export is done, and {seen} is there")
+        raise Lost(f"a rank reported the export as done, and {seen} is there")
     try:
         export_checkpoint(there / f"checkpoint-{NEXT}", target_of(there), scenario.bound, ALONE)
     except FlexError as error:

@@ -125,7 +125,7 @@ class Place:
 
 @dataclass(frozen=True)
 class HoldAt:
-    """A process waits at places until it is told to go on.
+    """A process waits at places until it is released.
 
     Args:
         places: where.

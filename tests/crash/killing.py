@@ -1,7 +1,7 @@
 """What every job that is killed has in common: it is prepared, run through once, and run again for each operation.
 
 :mod:`tests.crash.kills` says it of saves and rotation, :mod:`tests.crash.exports` of exports. Each knows what must hold
-afterwards; here is who is killed when, and that nobody else ends in a way of their own.
+afterwards; here is who is killed when, and that no other rank ends in another way.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run(scenario: Scenario, there: Path, gates: Mapping[int, KillAt]) -> list[Ra
 
 
 def run_alone(scenario: Scenario, there: Path) -> list[RankEnd]:
-    """How every rank of the job has ended where nobody was killed.
+    """How every rank of the job has ended where no rank was killed.
 
     Raises:
         Lost: it does not run through, or does something to files that the net does not see.

@@ -144,7 +144,7 @@ def carry_out(kill: Kill[Scenario], directory: Path) -> None:
     if found not in (scenario.before, scenario.after):
         raise Lost(f"{found} is taken")
     if any(end.code == DONE for end in ends) and found != scenario.after and not _rotates(scenario):
-        raise Lost(f"a rank was told that the save is done, and {found} is taken")
+        raise Lost(f"a rank reported the save as done, and {found} is taken")
     cleaned_by_the_next_save(there, 9, NEXT)
 
 

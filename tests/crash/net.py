@@ -52,7 +52,7 @@ CHANGES = {
     "copy_file_range": "copy",
     "splice": "copy",
 }
-"""Functions of ``os`` that change a file system, and what they are called here. ``open`` is told by its flags."""
+"""Functions of ``os`` that change a file system, and what they are called here. ``open`` is classified by its flags."""
 LOOKS = {"listdir", "scandir"}
 """Functions of ``os`` that only look, at which a process can be held while another one works."""
 AUDITED = {

@@ -6,7 +6,7 @@ all of it, each change alone, all but each change, each directory alone, and ran
 real files and is looked at as after a crash. Of saves: the last checkpoint whose save had returned, or a newer one, is
 whole and is what is taken, and the next save cleans up. Of exports: under the target's name there is the last export
 that had returned, or a newer one, with every tensor and small file, or, where the target cannot be exchanged as a
-whole, something that nobody takes for an export; checkpoints and files of others are there; the next export succeeds.
+whole, something that is not an export; checkpoints and files of others are there; the next export succeeds.
 What was looked at before is not made again.
 
 Time: 10 ms for each. Memory: what was written.

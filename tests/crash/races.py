@@ -4,7 +4,7 @@ One of them, the *first*, is held at an operation, before or after it is carried
 too, runs from its beginning to its end; then the first goes on. So every interleaving in which one of the two is not
 interrupted is tried, looks included, and each time in the same order.
 
-Afterwards every job that was told it is done is done, no job has ended without an error of ours, what is found is a
+Afterwards every job that was reported as done is done, no job has ended without an error of ours, what is found is a
 whole checkpoint of one that is done, nothing finished has become something else, and the next save cleans up. The
 other one is also looked at while the first is held: what belongs to it must not have been touched.
 
@@ -190,7 +190,7 @@ def meetings(race: Race, directory: Path) -> list[Meeting]:
 
 
 def _repeats(kinds: Sequence[str], number: int) -> bool:
-    """Whether it is one of many successive writes into an own file: nobody else can tell them apart."""
+    """Whether it is one of many successive writes into an own file, which no other job can distinguish."""
     return number > 0 and kinds[number] == "write" == kinds[number - 1]
 
 
@@ -279,7 +279,7 @@ def _check(race: Race, there: Path, first: list[RankEnd], other: list[RankEnd]) 
         if racer.writes is not None and all(end.code == DONE for end in ends)
     ]
     if not generations and (race.first.writes or race.other.writes):
-        raise Lost(f"nobody has saved: {[end.text for end in (*first, *other)]}")
+        raise Lost(f"no job has saved: {[end.text for end in (*first, *other)]}")
     found = chosen(there, kept=race.place == "somebody's files are there")
     if found.step != 6 or found.generation not in generations:
         raise Lost(f"{found} is taken of {generations}: {names_in(there)}")

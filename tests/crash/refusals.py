@@ -2,8 +2,8 @@
 
 At every operation of every rank it refuses that one, or that one and all that follow. Every rank must end with the
 same error, what was there before must be whole, and nothing may be left but what is named for what it is; what is left,
-the next save deletes. Room really runs out as well: on a small disk in memory that is mounted where nobody else sees
-it, and by a limit on the length of files; and a disk is really mounted read-only.
+the next save deletes. Room really runs out as well: on a small disk in memory that is mounted for this process
+alone, and by a limit on the length of files; and a disk is really mounted read-only.
 
 Time: 60 ms for each.
 """

@@ -1,4 +1,4 @@
-"""Ranks that do not mean the same are told apart before anything is read or written, on every rank alike."""
+"""Differences between ranks are reported on every rank before anything is read or written."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def reading(place: Path) -> None:
 
 
 def describing(place: Path) -> None:
-    """Two ranks hold the same half of every tensor, and nobody the other."""
+    """Two ranks hold the same half of every tensor, and no rank holds the other."""
 
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}

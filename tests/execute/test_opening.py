@@ -21,7 +21,7 @@ ARRAYS = canonical()
 STEP = "checkpoint-3"
 
 
-def dealt(source: Path, disks: list[Path], holders: Callable[[str], list[int]]) -> None:
+def distributed(source: Path, disks: list[Path], holders: Callable[[str], list[int]]) -> None:
     """Copy a checkpoint onto disks: the small files onto all, every other where ``holders`` says."""
     for path in source.rglob("*"):
         name = path.relative_to(source).as_posix()
@@ -41,7 +41,7 @@ def disks(tmp_path: Path, stored: tuple[int, int]) -> list[Path]:
     """A checkpoint of so many ranks, each of which wrote onto a disk of its own."""
     save(tmp_path / "shared" / STEP, ARRAYS, *stored)
     found = [tmp_path / f"disk-{number}" for number in range(stored[0] * stored[1])]
-    dealt(tmp_path / "shared" / STEP, found, by_writer)
+    distributed(tmp_path / "shared" / STEP, found, by_writer)
     return found
 
 
@@ -133,7 +133,7 @@ def test_disks_with_different_saves_of_one_step_are_refused_by_their_ranks(tmp_p
     first, second = disks(tmp_path, (2, 1))
     save(tmp_path / "other" / STEP, canonical(seed=1), 2, 1)
     shutil.rmtree(second)
-    dealt(tmp_path / "other" / STEP, [tmp_path / "nowhere", second], by_writer)
+    distributed(tmp_path / "other" / STEP, [tmp_path / "nowhere", second], by_writer)
     error = refused([first, second, second])
     assert isinstance(error, Corrupt)
     assert "rank 0: step 3, 2 ranks" in str(error)

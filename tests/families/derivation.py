@@ -257,8 +257,8 @@ def _asked(columns: Sequence[Sequence[Measured]]) -> Iterator[str]:
             for question in one.questions:
                 asked.setdefault(question, {}).setdefault(one.case.name, set()).add(tp)
     for question, models in asked.items():
-        told = [f"{name} at TP {', '.join(map(str, sorted(degrees)))}" for name, degrees in models.items()]
-        yield f"- {question}. {'; '.join(told)}.\n"
+        found = [f"{name} at TP {', '.join(map(str, sorted(degrees)))}" for name, degrees in models.items()]
+        yield f"- {question}. {'; '.join(found)}.\n"
 
 
 if __name__ == "__main__":

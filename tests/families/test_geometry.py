@@ -179,7 +179,7 @@ def test_statements_for_one_name_are_told_apart_by_the_class_and_the_configurati
 
     assert axes((4, 32), is_fleet=True) == (0, 1)
     assert axes((32, 4), is_fleet=False) == (1, 0)
-    # As many experts as hidden units: no shape tells.
+    # As many experts as hidden units: no shape decides.
     assert axes((32, 32), is_fleet=True, num_experts=32) == (0, 1)
     assert axes((32, 32), is_fleet=False, num_experts=32) == (1, 0)
     assert axes((32, 4), is_fleet=None) == (1, 0)

@@ -212,7 +212,7 @@ def test_a_mended_distribution_is_loaded_in_the_same_process(site: Path) -> None
     install(site, "their-families", "their_families", "import no_such_module", "theirs = their_families:FAMILY")
     with pytest.raises(MappingError):
         family_for({"model_type": "theirs"})
-    # Another length: a module's cached code is told from its source by time and size.
+    # Another length: a module's cached code is matched with its source by time and size.
     (site / "their_families.py").write_text(GOOD.format(name="theirs"), encoding="utf-8")
     assert family_for({"model_type": "theirs"}).name == "theirs"
 

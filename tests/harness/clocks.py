@@ -38,7 +38,7 @@ class ThreadClock:
         return self._now
 
     def sleep(self, seconds: float) -> None:
-        """Be counted as waiting. Returns before ``seconds`` are over, as whoever looks again may."""
+        """Count as waiting. Returns before ``seconds`` are over, as a polling caller may."""
         with self._moved:
             self._asleep.add(threading.get_ident())
             if not self._move():

@@ -231,8 +231,8 @@ OTHER: dict[str, Forge] = {
     "a file by its whole path": lambda item: structs.replace(
         item, stored=structs.replace(item.stored, file="/dev/zero")
     ),
-    "a shard that nobody wants": lambda item: structs.replace(item, name="unheard of"),
-    "a role that nobody wants": lambda item: structs.replace(item, role="unheard of"),
+    "a shard that is not wanted": lambda item: structs.replace(item, name="unheard of"),
+    "a role that is not wanted": lambda item: structs.replace(item, role="unheard of"),
     "a fragment behind the buffer": lambda item: structs.replace(item, start=1_000_000_000),
 }
 

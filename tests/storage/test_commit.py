@@ -1,4 +1,4 @@
-"""A checkpoint gets its name whole, replaces only what it may, and leftovers are told apart."""
+"""A checkpoint gets its name whole, replaces only what it may, and leftovers are distinguished."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_crash_while_a_step_is_saved_again_leaves_the_old_or_the_new_one(
     assert calls > 30, "every call of a save was a place to stop at"
 
 
-@pytest.mark.parametrize("made", ["by nobody", "by another library"])
+@pytest.mark.parametrize("made", ["by no process", "by another library"])
 def test_a_first_save_into_new_directories_survives_a_power_failure(tmp_path: Path, made: str) -> None:
     output_dir, machine = tmp_path / "project" / "runs" / "one", Machine()
     with running_on(machine):

@@ -202,7 +202,7 @@ def test_the_canary_would_have_been_seen(tmp_path: Path) -> None:
 
 
 def test_a_memo_bomb_is_as_small_as_its_text(tmp_path: Path) -> None:
-    # Each tuple holds the one before it twice: 2^200 elements for whoever goes through them all.
+    # Each tuple holds the one before it twice: 2^200 elements for a reader that visits them all.
     bomb = (
         b"\x80\x04N\x94" + b"".join(b"h" + bytes([at]) + b"h" + bytes([at]) + b"\x86\x94" for at in range(200)) + b"."
     )

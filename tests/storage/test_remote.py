@@ -208,9 +208,9 @@ def test_credentials_are_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fsspec.config.conf, "telling", {"secret": "wJalrXUtnFEMI/K7MDENG"})
     with pytest.raises(StorageError, match="cannot sign") as caught:
         exists(RemotePath("telling://bucket/run"))
-    told = caught.value.render()
-    assert "***" in told
-    assert not [word for word in ("wJalr", "pass", "abc", "def") if word in told]
+    message = caught.value.render()
+    assert "***" in message
+    assert not [word for word in ("wJalr", "pass", "abc", "def") if word in message]
     # A traceback shows the whole chain.
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__

@@ -88,9 +88,9 @@ def test_credentials_that_a_store_repeats_are_in_no_error(
         bucket.store.repeats = True
         with pytest.raises(StorageError, match=f"refused to read {path}") as caught:
             reader.read_into(path, 10, bytearray(10))
-    told = caught.value.render()
-    assert "HTTP_X_AMZ_SECURITY_TOKEN: *** HTTP_AUTHORIZATION: AWS4-HMAC-SHA256 Credential=***/" in told
-    assert not [secret for secret in (*CREDENTIALS.values(), *OPTIONS.values()) if secret in told]
+    message = caught.value.render()
+    assert "HTTP_X_AMZ_SECURITY_TOKEN: *** HTTP_AUTHORIZATION: AWS4-HMAC-SHA256 Credential=***/" in message
+    assert not [secret for secret in (*CREDENTIALS.values(), *OPTIONS.values()) if secret in message]
     assert "right to read" in caught.value.next_step
     # A traceback shows the whole chain.
     assert caught.value.__cause__ is None

@@ -299,8 +299,8 @@ def test_many_threads_write_one_file_and_one_of_them_is_told_that_it_is_whole(tm
     path = tmp_path / "x"
     writer = RandomAccessTensorWriter(path, layout_file(path, [("x", "U32", (200, 999))], {}))
     with ThreadPoolExecutor(8) as pool:
-        told = list(pool.map(lambda row: writer.write(row * 999 * 4, np.full(999, row, np.uint32)), range(200)))
-    assert sum(told) == 1
+        completed = list(pool.map(lambda row: writer.write(row * 999 * 4, np.full(999, row, np.uint32)), range(200)))
+    assert sum(completed) == 1
     writer.close()
     assert (load_file(path)["x"] == np.arange(200)[:, None]).all()
 

@@ -1,1 +1,1 @@
-"""Tests of the seam to PaddleFormers' Trainer."""
+"""Tests of the integration into PaddleFormers' Trainer."""

@@ -638,7 +638,7 @@ def random_states() -> dict[str, Any]:
 
 
 def left_alone(output_dir: str) -> str:
-    """Rank 0 wants to exchange something and rank 1 does not; what rank 0 is told."""
+    """Rank 0 wants to exchange something and rank 1 does not; returns the error of rank 0."""
     from paddleformers_fc.errors import PeerError
     from paddleformers_fc.trainer.job_state import channel_of
     from tests.trainer.lost_jobs import keep_time

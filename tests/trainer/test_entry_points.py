@@ -239,9 +239,9 @@ def test_the_command_line_reports_another_corpus_and_tokenizer_at_a_resume_and_n
     (tmp_path / "other.jsonl").write_text(text + text.splitlines()[0] + "\n")
     data = {"train_dataset_path": str(tmp_path / "other.jsonl"), "model_name_or_path": str(moved)}
     log = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "other", **data, **resume))
-    told = log.partition(differs)[2]
+    table = log.partition(differs)[2]
     for key in ("train_dataset_path ", "train_dataset_sizes ", "tokenizer_config.json "):
-        assert f"\n  {key}" in told
+        assert f"\n  {key}" in table
 
 
 def test_the_command_line_resumes_preference_training_from_the_checkpoint_that_is_named(

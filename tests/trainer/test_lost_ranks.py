@@ -82,7 +82,7 @@ def test_a_rank_killed_while_it_reads_is_named_by_all_others_and_nothing_is_trai
     assert {one["error"] for one in ended} == {"PeerError"}
     assert f"rank {victim} did not arrive" in ended[0]["text"]
     assert {one["step"] for one in ended} == {0}
-    # The others had read their part: these are the half-loaded weights that nobody may train on.
+    # The others had read their part: these half-loaded weights must not be trained.
     assert all(one["half"] for one in ended)
     assert not list(out.glob("*checkpoint*"))
     again = patient_ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path / "again", saved.third, **SIX_STEPS))

@@ -1,4 +1,4 @@
-"""Where a resumed run takes up its data: counted in samples, and refused where nobody can tell."""
+"""The position in the data of a resumed run: counted in samples, refused if it is not determined."""
 
 from __future__ import annotations
 
