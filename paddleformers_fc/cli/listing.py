@@ -20,7 +20,7 @@ from paddleformers_fc.text import size_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SHOWN_PIECES = 4
+_SHOWN_SHARDS = 4
 _SHOWN_FILES = 3
 
 
@@ -35,7 +35,7 @@ def show_tensors(tensors: Iterable[TensorFacts], console: Console) -> None:
             shape = " x ".join(map(str, first.shape)) or "scalar"
             form = f"{first.dtype} {shape}, {size_text(first.bytes)}"
             console.print(Text.assemble(f"  {name}  ", (form, "green")))
-            for line in _piece_lines(alike):
+            for line in _shard_lines(alike):
                 console.print(Text(f"      {line}", "dim"))
 
 
@@ -57,14 +57,14 @@ def _template(name: str) -> str:
     return ".".join("#" if part.isdigit() else part for part in name.split("."))
 
 
-def _piece_lines(alike: list[TensorFacts]) -> Iterator[str]:
+def _shard_lines(alike: list[TensorFacts]) -> Iterator[str]:
     first = alike[0]
-    for index, piece in enumerate(first.pieces[:_SHOWN_PIECES]):
+    for index, piece in enumerate(first.pieces[:_SHOWN_SHARDS]):
         files = sorted({PurePosixPath(tensor.pieces[index].file).stem for tensor in alike})
         names = " or ".join(files) if len(files) <= _SHOWN_FILES else f"{len(files)} files"
         yield f"{_place(piece, first.shape)}  {names}"
-    if len(first.pieces) > _SHOWN_PIECES:
-        yield f"and {len(first.pieces) - _SHOWN_PIECES} more"
+    if len(first.pieces) > _SHOWN_SHARDS:
+        yield f"and {len(first.pieces) - _SHOWN_SHARDS} more"
 
 
 def _place(piece: ShardFacts, shape: tuple[int, ...]) -> str:

@@ -99,7 +99,7 @@ def _resolved(master: str) -> str:
 
 
 def _refuse_loopback(environment: Mapping[str, str], master: str) -> None:
-    """Refuse a hostname of this node that other nodes would take for their own."""
+    """Refuse a hostname of this node that resolves to a loopback address."""
     own = environment.get("POD_IP") or _own_address()
     if ipaddress.ip_address(own).is_loopback and not ipaddress.ip_address(master).is_loopback:
         raise OptionError(
@@ -112,7 +112,7 @@ def _refuse_loopback(environment: Mapping[str, str], master: str) -> None:
 
 
 def _own_address() -> str:
-    """The address that Paddle's launcher gives this node."""
+    """Return the address that Paddle's launcher uses for this node."""
     try:
         return socket.gethostbyname(socket.getfqdn(socket.gethostname()))
     except OSError:

@@ -1,6 +1,6 @@
-"""Checks of a training configuration before a rank starts: seconds earlier, and hundreds of log lines shorter.
+"""Checks of a training configuration before a rank starts, where an error takes seconds and one line.
 
-Only certain faults are refused. A name that may be on a hub is left to PaddleFormers.
+Only certain faults are refused. PaddleFormers resolves names that may be on a hub.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ _COUNTS = (
     "per_device_train_batch_size",
     "max_steps",
 )
-"""Whole numbers. For a text that is none PaddleFormers uses the default, without an error."""
+"""Whole numbers. PaddleFormers silently uses the default for any other text."""
 
 _PATH = "model_name_or_path"
 _RESUMING_STAGES = ("SFT", "PT", "VL-SFT", "VL-PT")
-"""Where PaddleFormers heeds what is named to resume from; for preferences it takes the newest of ``output_dir``."""
+"""The stages that use ``resume_from_checkpoint``; preference training takes the newest of ``output_dir``."""
 
 _TEXT_STAGES = ("SFT", "PT", "DPO")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OWN_EXPERTS = ("expert_model_parallel_size", "use_expert_parallel")
 _LISTS_OF_PATHS = {"train_dataset_path": "train_dataset_prob", "eval_dataset_path": "eval_dataset_prob"}
-"""Of files, each of which may end in ``#`` and how many samples are to be taken of it; and of their probabilities."""
+"""Lists of files, each with an optional ``#`` and number of samples, and of their probabilities."""
 
 
 def require_paddleformers(doing: str) -> None:
-    """Refuse what needs PaddleFormers where it is not installed.
+    """Refuse an operation that needs PaddleFormers if it is not installed.
 
     Args:
-        doing: what needs it, as the beginning of a sentence.
+        doing: the operation, as the subject of a sentence.
 
     Raises:
         EnvironmentMismatch: it is not installed.
@@ -80,10 +80,11 @@ def refuse_unknown_keys(settings: Mapping[str, Any], may_be_more: bool) -> None:
 
     Args:
         settings: the configuration with its overrides.
-        may_be_more: a file of the user's runs first and may add keys; then only those that begin like ours are judged.
+        may_be_more: whether a registration file of the user may add keys; then only keys with the prefix of this
+            package are checked.
 
     Raises:
-        OptionError: with all of them, and for each the key that it resembles.
+        OptionError: all unknown keys, each with a similar known key.
     """
     # A dot or a bracket in an override reaches into the value of a key.
     names = sorted({re.split(r"[.\[]", str(key))[0] for key in settings} - set(FIELD_NAMES))
@@ -98,10 +99,10 @@ def refuse_unknown_keys(settings: Mapping[str, Any], may_be_more: bool) -> None:
 
 
 def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
-    """Refuse models and data that are meant to be on this machine and are not there.
+    """Refuse missing local models and data.
 
     Raises:
-        OptionError: with all of them.
+        OptionError: with all missing paths.
     """
     named = [(_PATH, str(settings.get(_PATH) or ""))]
     for key, probabilities in _LISTS_OF_PATHS.items():
@@ -125,7 +126,7 @@ def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
 
 
 def _listed(value: Any) -> list[str]:
-    """The entries of a list as PaddleFormers reads it: without any space, and without those that are empty."""
+    """Return the entries of a list as PaddleFormers reads it: without spaces and empty entries."""
     return [entry for entry in str("" if value is None else value).replace(" ", "").split(",") if entry]
 
 
@@ -146,7 +147,7 @@ def _is_local(path: str, output_dir: PurePath) -> bool:
 
 
 def refuse_layout(settings: Mapping[str, Any], ranks: int) -> None:
-    """Refuse parallel degrees that a number of ranks cannot have.
+    """Refuse parallel degrees that do not divide the number of ranks.
 
     Raises:
         OptionError: one is not a whole number, or their product does not divide it.
@@ -167,7 +168,7 @@ def refuse_layout(settings: Mapping[str, Any], ranks: int) -> None:
         product *= degree
     if ranks % product:
         raise OptionError(
-            f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be divided into groups of {product}.",
+            f"{count_text(ranks, 'rank')} cannot be divided into groups of {product}.",
             where="--nproc",
             evidence=[f"{key}: {degree}" for key, degree in used.items()],
             next_step=f"Start {product} ranks or a multiple with --nproc, or lower a degree.",
@@ -239,16 +240,16 @@ def refuse_fused_norm(settings: Mapping[str, Any]) -> None:
 
 
 def refuse_resume(settings: Mapping[str, Any], several_nodes: bool = False) -> None:
-    """Refuse to resume from what is no flex checkpoint, or lacks what the ranks would miss at the first look.
+    """Refuse to resume a directory that is not a flex checkpoint, or that lacks files.
 
     Args:
         settings: the configuration with its overrides.
         several_nodes: whether other nodes take part in the job.
 
     Raises:
-        OptionError: a directory was named that does not exist.
-        NotACheckpoint: a directory was named that is not a flex checkpoint.
-        Corrupt: a file of it is missing or of another size, which is looked at unless ``flex_verify`` is off.
+        OptionError: the directory does not exist.
+        NotACheckpoint: the directory is not a flex checkpoint.
+        Corrupt: a file is missing or has another size; not checked if ``flex_verify`` is off.
     """
     named = settings.get("resume_from_checkpoint")
     if not (settings.get("flex_checkpoint") and isinstance(named, str) and named):
@@ -258,7 +259,7 @@ def refuse_resume(settings: Mapping[str, Any], several_nodes: bool = False) -> N
         refuse_no_checkpoint(found)
         return
     if several_nodes:
-        return  # What is not on this node's disk may be on another's; the ranks look together.
+        return  # Files may be on disks of other nodes; the ranks check together.
     try:
         refuse_no_checkpoint(found)
     except NotACheckpoint as error:
@@ -271,10 +272,10 @@ def refuse_resume(settings: Mapping[str, Any], several_nodes: bool = False) -> N
 
 
 def refuse_resume_without_the_key(settings: Mapping[str, Any]) -> None:
-    """Refuse that PaddleFormers itself resumes from a flex checkpoint, which it cannot read.
+    """Refuse a resume by PaddleFormers itself of a flex checkpoint, which it cannot read.
 
     Raises:
-        OptionError: ``flex_checkpoint`` is not true, and what PaddleFormers would resume from is a flex checkpoint.
+        OptionError: ``flex_checkpoint`` is not true, and PaddleFormers would resume a flex checkpoint.
     """
     if settings.get("flex_checkpoint"):
         return
@@ -283,25 +284,25 @@ def refuse_resume_without_the_key(settings: Mapping[str, Any]) -> None:
         raise OptionError(
             f"{found} is a flex checkpoint, and without flex_checkpoint: true PaddleFormers would resume from it.",
             where="flex_checkpoint",
-            evidence=["PaddleFormers resumes from the newest checkpoint in output_dir, or from what is named"],
+            evidence=["PaddleFormers resumes from resume_from_checkpoint, or from the newest checkpoint in output_dir"],
             next_step="Set flex_checkpoint: true; or to start a new run, set another output_dir and nothing to resume, "
             "or set overwrite_output_dir: true.",
         )
 
 
 def _resumed_by_stock(settings: Mapping[str, Any]) -> Path | None:
-    """What PaddleFormers resumes from without this package; None where it is nothing, or where that is not sure."""
+    """Return the directory that PaddleFormers would resume without this package; None if uncertain."""
     named, stage = settings.get("resume_from_checkpoint"), _stage(settings)
     if settings.get("do_train") is not True or stage not in (*_RESUMING_STAGES, "DPO"):
         return None
     if stage in _RESUMING_STAGES and isinstance(named, str) and named:
         place_named = parse_path(expand_user(named))
         return place_named if isinstance(place_named, Path) else None
-    by_itself = not settings.get("overwrite_output_dir") and (named is None or stage == "DPO")
+    is_default = not settings.get("overwrite_output_dir") and (named is None or stage == "DPO")
     output_dir = settings.get("output_dir")
-    # On that platform only those with a mark of their own are looked at.
+    # On that platform PaddleFormers considers marked checkpoints only.
     if (
-        not (by_itself or named is True)
+        not (is_default or named is True)
         or not (isinstance(output_dir, str) and output_dir)
         or os.environ.get("FLAG_LLM_PDC")
     ):
@@ -315,10 +316,10 @@ def _stage(settings: Mapping[str, Any]) -> str:
 
 
 def refuse_adapters(settings: Mapping[str, Any]) -> None:
-    """Refuse LoRA under flex checkpoints, also where it is PaddleFormers' default.
+    """Refuse LoRA with flex checkpoints, including PaddleFormers' default.
 
     Raises:
-        OptionError: with the key as it is written.
+        OptionError: with the configured key.
     """
     if not settings.get("flex_checkpoint") or _stage(settings) not in _TEXT_STAGES or not settings.get(_PATH):
         return
@@ -368,7 +369,7 @@ def refuse_model(settings: Mapping[str, Any]) -> None:
 
 
 def _checked_degree(settings: Mapping[str, Any]) -> int:
-    """The tensor parallel degree, or 1 where other keys decide what it divides."""
+    """Return the tensor parallel degree, or 1 if other keys decide the sizes that it divides."""
     degree = settings.get(_DEGREES[0])
     changed = any(settings.get(key) not in (None, False, 1) for key in _OWN_EXPERTS)
     known = not changed and settings.keys().isdisjoint(DIVIDED.values())

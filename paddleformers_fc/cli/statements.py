@@ -1,8 +1,7 @@
-"""``aoa``: a family's mapping as statements that stock FlexCheckpoint reads, in either direction.
+"""``aoa``: the mapping of a model as statements that Paddle's FlexCheckpoint reads, in either direction.
 
-The statements follow from sizes: those of a model's own ``config.json``, or with ``--toy`` those of the family's tiny
-configuration, which are shown. They are read back and compared with the mapping before they are
-shown. They hold at every degree of tensor parallelism.
+The statements follow from the sizes in ``config.json``, or with ``--toy`` from the family's tiny configuration. They
+are read back and compared with the mapping first, and hold at every tensor-parallel degree.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class StatementList:
     Args:
         family: the family's name.
         direction: ``forward``, from open weights to the model, or ``reverse``.
-        aoa_statements: as stock's ``aoa_config`` takes them.
-        toy_sizes: the configuration that was assumed for a family; None for the model of a directory.
+        aoa_statements: for ``aoa_config``.
+        toy_sizes: the tiny configuration of the family; None for the model of a directory.
     """
 
     family: str
@@ -52,7 +51,7 @@ def statements(model: str, *, reverse: bool, toy: bool = False) -> StatementList
     Raises:
         OptionError: no family has this name and there is no such directory; a family without ``toy``, or a directory
             with it.
-        MappingError: no family declares the model, or the language cannot say its mapping.
+        MappingError: no family declares the model, or the language cannot express its mapping.
     """
     refuse_empty(model)
     direction = "reverse" if reverse else "forward"
@@ -87,7 +86,7 @@ def _named(name: str) -> Family:
         if name in (family.name, *family.model_types):
             return family
     raise OptionError(
-        f"No family is called {name!r}, and there is no such directory.",
+        f"Unknown family {name!r}, and no such directory.",
         where="MODEL",
         evidence=[f"families: {', '.join(family.name for family in FAMILIES)}"],
         next_step="Name a family, or a directory with a config.json.",
@@ -95,11 +94,10 @@ def _named(name: str) -> Family:
 
 
 def show(found: StatementList, console: Console) -> None:
-    """The statements, one per line, ready to be pasted."""
+    """Print the statements, one per line."""
     from rich.text import Text
 
     if found.toy_sizes is not None:
-        # Beside the statements, which are ready to be pasted.
         sys.stderr.write(f"Statements for the sizes of a toy: {_sizes_text(found.toy_sizes)}\n")
     for statement in found.aoa_statements:
         console.print(Text(statement), soft_wrap=True)

@@ -27,9 +27,9 @@ _TAKEN_BEFORE = frozenset({"custom_register_path"})
 
 
 def stock_keys() -> frozenset[str] | None:
-    """Every key that the training of PaddleFormers' command line takes, perhaps a few more; None if that is not clear.
+    """Return every key that the training of PaddleFormers' command line accepts, and possibly others; None if unknown.
 
-    Its source is read where it is installed.
+    The installed source is parsed.
     """
     spec = importlib.util.find_spec("paddleformers")
     roots = spec.submodule_search_locations if spec is not None else None
@@ -52,10 +52,10 @@ def _classes(source: Path) -> list[ast.ClassDef]:
 
 
 def _with_bases(one: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
-    """The class and all that it inherits from.
+    """Yield the class and its bases.
 
     Raises:
-        KeyError: a base is written elsewhere, or a decorator may add keys.
+        KeyError: a base is defined elsewhere, or a decorator may add keys.
     """
     unknown = {ast.unparse(decorator) for decorator in one.decorator_list} - _DECORATORS
     if unknown:
@@ -72,7 +72,7 @@ def _annotated(one: ast.ClassDef) -> Iterator[str]:
 
 
 def _strings(one: ast.ClassDef) -> Iterator[str]:
-    """Every text of the class: its names are the first of the tuples in its lists, and more does no harm."""
+    """Yield every identifier among the texts of the class; extra ones do no harm."""
     for node in ast.walk(one):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             yield node.value
