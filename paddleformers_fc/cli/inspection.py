@@ -1,115 +1,23 @@
-"""``inspect``: what a checkpoint contains, from its manifest and headers alone.
-
-No tensor byte is read; the cost is one small read per file. The facts are one Struct, which ``--json`` prints and
-:func:`show` formats as text.
-"""
+"""``inspect``: the facts of a directory as text."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from paddleformers_fc.cli.cleaning import show_leftovers
 from paddleformers_fc.cli.listing import show_tensors
-from paddleformers_fc.errors import NotACheckpoint, OptionError
-from paddleformers_fc.execute.output_directory import OutputFacts, output_facts
-from paddleformers_fc.formats import FORMATS, open_checkpoint
-from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, TensorFacts, job_facts, list_tensors, role_facts
+from paddleformers_fc.execute.inspect import OUTPUT_DIRECTORY, Inspection
+from paddleformers_fc.execute.output_directory import OutputFacts
+from paddleformers_fc.formats import FORMATS
+from paddleformers_fc.formats.inspection import RoleFacts
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_CONFIG_KEYS = (
-    "model_type",
-    "architectures",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "moe_num_experts",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_intermediate_size",
-    "tie_word_embeddings",
-)
-
-
 _MOST_DIFFERENCES = 20
 """How many lines about replicas that differ are shown as text."""
-
-_OUTPUT_DIRECTORY = "output_directory"
-
-
-class Inspection(msgspec.Struct, frozen=True):
-    """The facts that ``inspect`` reports.
-
-    Attributes:
-        kind: name of the format, or ``output_directory``.
-        path: the directory as it was named.
-        job: who saved it; None for open weights.
-        model: the keys of ``config.json`` that determine a model's size.
-        files: how many files count.
-        bytes: their sizes together.
-        roles: what is stored, by role.
-        tensors: every stored tensor that was asked for; None when none was.
-        output: the checkpoints and leftovers in it; None where there are none.
-    """
-
-    kind: str
-    path: str
-    job: JobFacts | None
-    model: dict[str, Any]
-    files: int
-    bytes: int
-    roles: dict[str, RoleFacts]
-    tensors: list[TensorFacts] | None = None
-    output: OutputFacts | None = None
-
-
-def inspect(directory: AnyPath, pattern: str | None = None) -> Inspection:
-    """Return the facts about a directory.
-
-    Args:
-        directory: a flex checkpoint, a directory of open weights, or an output directory.
-        pattern: a shell pattern; the stored tensors whose names match are listed. None lists nothing.
-    Raises:
-        OptionError: no stored tensor matches.
-        FlexError: the directory cannot be opened.
-    """
-    output = output_facts(directory) if isinstance(directory, Path) else None
-    try:
-        opened = open_checkpoint(directory)
-    except NotACheckpoint:
-        if output is None or pattern is not None:
-            raise
-        return Inspection(_OUTPUT_DIRECTORY, str(directory), None, {}, 0, 0, {}, output=output)
-    sizes = opened.file_sizes
-    tensors = None if pattern is None else list_tensors(opened, pattern)
-    if tensors == []:
-        raise OptionError(
-            f"No stored tensor matches {pattern!r}.",
-            where=str(directory),
-            next_step="Quote the pattern, as in '*q_proj*'; optimizer states end in a suffix such as .moment1_0.",
-        )
-    return Inspection(
-        kind=opened.format.name,
-        path=str(directory),
-        job=job_facts(opened),
-        model={key: opened.config[key] for key in _CONFIG_KEYS if key in opened.config},
-        files=len(sizes),
-        bytes=sum(sizes.values()),
-        roles=role_facts(opened),
-        tensors=tensors,
-        output=output,
-    )
 
 
 def show(found: Inspection, console: Console) -> None:
@@ -145,7 +53,7 @@ def _show_output(found: OutputFacts, console: Console) -> None:
 
 
 def _headline(found: Inspection) -> list[tuple[str, str]]:
-    if found.kind == _OUTPUT_DIRECTORY:
+    if found.kind == OUTPUT_DIRECTORY:
         return [("kind", "output directory")]
     lines = [("kind", next(one.title for one in FORMATS if one.name == found.kind))]
     if found.job is not None:

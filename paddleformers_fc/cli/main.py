@@ -98,8 +98,9 @@ def inspect(
 ) -> int:
     """Show the content of a checkpoint: its run, roles, dtypes, files and tensors."""
     from paddleformers_fc.cli import inspection
+    from paddleformers_fc.execute.inspect import inspect_directory
 
-    found = inspection.inspect(_named(directory), pattern or ("*" if tensors else None))
+    found = inspect_directory(_named(directory), pattern or ("*" if tensors else None))
     _present(found, inspection.show, as_json)
     return OK
 
@@ -175,8 +176,9 @@ def aoa(
     They follow from the sizes in the model's config.json. A family alone has none, and takes --toy.
     """
     from paddleformers_fc.cli import statements
+    from paddleformers_fc.formats.aoa_statements import aoa_statements
 
-    _present(statements.statements(model, reverse=reverse, toy=toy), statements.show, as_json)
+    _present(aoa_statements(model, reverse=reverse, toy=toy), statements.show, as_json)
     return OK
 
 

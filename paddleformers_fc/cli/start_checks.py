@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from paddleformers_fc.cli.stock_keys import stock_keys
 from paddleformers_fc.errors import EnvironmentMismatch, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.declarations import DIVIDED
@@ -27,6 +26,7 @@ from paddleformers_fc.storage.paths import expand_user, parse_path
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer.options import FIELD_NAMES, unknown_keys
 from paddleformers_fc.trainer.resume import refuse_no_checkpoint
+from paddleformers_fc.trainer.stock_keys import stock_keys
 
 INSTALL = (
     'In the root of this repository run pip install -c constraints.txt ".[cpu]"; for NVIDIA devices first install '

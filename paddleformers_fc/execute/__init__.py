@@ -1,1 +1,16 @@
-"""Carrying plans out: load, save, export, digest. Export and digest need no framework."""
+"""Carry out plans: load, save, export, compare, verify. Everything but live memory works without Paddle.
+
+=====================================================  ================================================================
+``save``, ``save_plan``                                snapshot, write, commit; the cached plan of a save
+``replica_assignment``, ``replicas``, ``ties``         the rank that writes each replica; comparison of copies
+``staging_directory``, ``commit_coordinator``          one staging directory per disk; the commit on all ranks
+``load``, ``opening``                                  preflight and read; files that only some ranks see
+``reading``, ``read_jobs``, ``read_pool``, ``memory``  reads of a plan as jobs of threads, into live or new memory
+``redistribute``                                       ranges that one rank reads for others
+``collective_checksums``                               ``flex_verify`` of a load
+``export``, ``weights_md5``                            Hugging Face files, and their md5
+``digest``, ``difference``                             canonical tensors of a checkpoint; comparison of two
+``verify``, ``inspect``, ``output_directory``          checks, facts, leftovers
+``rederive``                                           the mapping of a checkpoint of an older version
+=====================================================  ================================================================
+"""

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from paddleformers_fc import __version__, errors
-from paddleformers_fc.cli import inspection
 from paddleformers_fc.cli.main import exit_code, main
+from paddleformers_fc.execute import inspect
 from tests.cli.support import run
 from tests.harness.limits import LIMIT
 
@@ -204,7 +204,7 @@ def raising(error: BaseException) -> Any:
 
 
 def test_a_fault_of_the_program_does_not_return_1(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "inspect", raising(ZeroDivisionError("by zero")))
+    monkeypatch.setattr(inspect, "inspect_directory", raising(ZeroDivisionError("by zero")))
     outcome = run("inspect", four)
     assert outcome.code == 2
     assert "ZeroDivisionError: by zero" in outcome.err
@@ -213,7 +213,7 @@ def test_a_fault_of_the_program_does_not_return_1(four: Path, monkeypatch: pytes
 
 
 def test_an_interrupt_ends_without_a_traceback(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "inspect", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(inspect, "inspect_directory", raising(KeyboardInterrupt()))
     outcome = run("inspect", four)
     assert outcome.code == 130
     assert "Traceback" not in outcome.err

@@ -13,12 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paddleformers_fc.cli.inspection import inspect
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
 from paddleformers_fc.execute.difference import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.inspect import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.catalog import Catalog
@@ -125,7 +125,7 @@ def test_a_run_does_not_begin_anew_over_the_stock_trainers_checkpoints(pair: tup
 
 def test_a_stock_checkpoint_is_inspected_and_verified(pair: tuple[Path, Path]) -> None:
     theirs, _ = pair
-    seen = inspect(theirs, "*q_proj*")
+    seen = inspect_directory(theirs, "*q_proj*")
     assert seen.kind == "paddle"
     assert seen.roles[MODEL_STATE].files == 2
     assert seen.tensors is not None
@@ -138,7 +138,7 @@ def test_without_a_configuration_it_is_inspected_and_not_exported(pair: tuple[Pa
     copy = tmp_path / "checkpoint-3"
     shutil.copytree(pair[0], copy)
     (copy / "config.json").unlink()
-    assert inspect(copy).roles[MODEL_STATE].tensors
+    assert inspect_directory(copy).roles[MODEL_STATE].tensors
     with pytest.raises(NotACheckpoint, match="does not say what model it is of"):
         export_checkpoint(copy, tmp_path / "out")
 

@@ -1,0 +1,100 @@
+"""The facts of a directory, from its manifest and headers alone: of a checkpoint, or of an output directory.
+
+No tensor byte is read; the cost is one small read per file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paddleformers_fc.errors import NotACheckpoint, OptionError
+from paddleformers_fc.execute.output_directory import OutputFacts, output_facts
+from paddleformers_fc.formats import open_checkpoint
+from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, TensorFacts, job_facts, list_tensors, role_facts
+from paddleformers_fc.storage.paths import AnyPath
+
+_CONFIG_KEYS = (
+    "model_type",
+    "architectures",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "moe_num_experts",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "tie_word_embeddings",
+)
+
+OUTPUT_DIRECTORY = "output_directory"
+
+
+class Inspection(msgspec.Struct, frozen=True):
+    """The facts that ``inspect`` reports.
+
+    Attributes:
+        kind: name of the format, or ``output_directory``.
+        path: the directory as it was named.
+        job: the job that saved it; None for open weights.
+        model: the keys of ``config.json`` that determine a model's size.
+        files: number of files.
+        bytes: their sizes together.
+        roles: what is stored, by role.
+        tensors: the stored tensors that match; None without a pattern.
+        output: the checkpoints and leftovers in it; None if there are none.
+    """
+
+    kind: str
+    path: str
+    job: JobFacts | None
+    model: dict[str, Any]
+    files: int
+    bytes: int
+    roles: dict[str, RoleFacts]
+    tensors: list[TensorFacts] | None = None
+    output: OutputFacts | None = None
+
+
+def inspect_directory(directory: AnyPath, pattern: str | None = None) -> Inspection:
+    """Return the facts about a directory.
+
+    Args:
+        directory: a flex checkpoint, a directory of open weights, or an output directory.
+        pattern: a shell pattern; the stored tensors whose names match are listed. None lists nothing.
+    Raises:
+        OptionError: no stored tensor matches.
+        FlexError: the directory cannot be opened.
+    """
+    output = output_facts(directory) if isinstance(directory, Path) else None
+    try:
+        opened = open_checkpoint(directory)
+    except NotACheckpoint:
+        if output is None or pattern is not None:
+            raise
+        return Inspection(OUTPUT_DIRECTORY, str(directory), None, {}, 0, 0, {}, output=output)
+    sizes = opened.file_sizes
+    tensors = None if pattern is None else list_tensors(opened, pattern)
+    if tensors == []:
+        raise OptionError(
+            f"No stored tensor matches {pattern!r}.",
+            where=str(directory),
+            next_step="Quote the pattern, as in '*q_proj*'; optimizer states end in a suffix such as .moment1_0.",
+        )
+    return Inspection(
+        kind=opened.format.name,
+        path=str(directory),
+        job=job_facts(opened),
+        model={key: opened.config[key] for key in _CONFIG_KEYS if key in opened.config},
+        files=len(sizes),
+        bytes=sum(sizes.values()),
+        roles=role_facts(opened),
+        tensors=tensors,
+        output=output,
+    )
