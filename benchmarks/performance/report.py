@@ -141,11 +141,18 @@ def _cases(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     yield "Memory of the others above the tensors of a rank, in MiB:"
     yield ""
     yield from _grid([one for one in contenders if one not in ("raw", "ours")], outcomes, _memory_cell)
-    yield ""
     models = Counter(outcome.case.model for outcome in outcomes.values())
     most = max(models, key=lambda model: models[model])
     others = [f"{name}: {MODELS[one.case.model].title}" for name, one in outcomes.items() if one.case.model != most]
-    yield f"Every case has {'; '.join([MODELS[most].title, *others])}."
+    failures = [
+        f"* {name}: {TITLES[one]} failed: {timing.failure[:140]}"
+        for name, outcome in outcomes.items()
+        for one, timing in outcome.timings.items()
+        if timing.failure
+    ]
+    yield from ("", *failures) if failures else ()
+    yield ""
+    yield f"All cases have {MODELS[most].title}" + (f", except: {'; '.join(others)}." if others else ".")
 
 
 def _grid(
