@@ -21,6 +21,17 @@ def test_every_link_and_path_of_a_page_exists(page: Path) -> None:
     assert not missing
 
 
+def test_every_function_in_the_table_of_subjects_is_in_its_file() -> None:
+    rows = re.findall(r"^\| [^|]+ \| (`paddleformers_fc/[^|]+) \| ([^|]*) \|$", _page("architecture"), re.MULTILINE)
+    for files, functions in rows:
+        first, *others = (ROOT / name for name in re.findall(r"`([\w./]+\.py)`", files))
+        found = "".join(
+            path.read_text() for path in (first, *others, *(first.parent / o.name for o in others)) if path.exists()
+        )
+        for name in re.findall(r"`(\w+)`", functions):
+            assert re.search(rf"^(?:def|class) {name}\b", found, re.MULTILINE), (files, name)
+
+
 def test_the_reference_of_options_has_every_option_with_its_default() -> None:
     from paddleformers_fc.trainer.options import FlexFields
 

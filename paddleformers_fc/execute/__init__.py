@@ -5,7 +5,8 @@
 ``replica_assignment``, ``replicas``, ``ties``         the rank that writes each replica; comparison of copies
 ``staging_directory``, ``commit_coordinator``          one staging directory per disk; the commit on all ranks
 ``load``, ``opening``                                  preflight and read; files that only some ranks see
-``reading``, ``read_jobs``, ``read_pool``, ``memory``  reads of a plan as jobs of threads, into live or new memory
+``reading``, ``read_jobs``, ``read_pool``              reads of a plan as jobs of threads
+``memory``, ``device``                                 live tensors on the host and on an accelerator
 ``redistribute``                                       ranges that one rank reads for others
 ``collective_checksums``                               ``flex_verify`` of a load
 ``export``, ``weights_md5``                            Hugging Face files, and their md5
