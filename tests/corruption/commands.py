@@ -14,7 +14,8 @@ import yaml
 
 from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.errors import FlexError, from_wire
-from paddleformers_fc.trainer.register import ERRORS, PATH
+from paddleformers_fc.trainer.rank_records import RECORDS
+from paddleformers_fc.trainer.register import PATH
 from paddleformers_fc.verification.demo.assets import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +88,7 @@ def stock_command(model: Path, output: Path, corpus: Path | None = None, **keys:
         "PADDLE_DISTRI_BACKEND": "gloo",
         "CUDA_VISIBLE_DEVICES": "0",  # The command sizes a job by this list, on a machine without an accelerator too.
         "MASTER_PORT": str(port),
-        ERRORS: str(errors),
+        RECORDS: str(errors),
     }
     return _ended([str(BINARIES / "paddleformers-cli"), "train", str(recipe)], output, errors, environment)
 
