@@ -1,9 +1,9 @@
-"""From a statement with placeholders, arrays and wildcards to statements of whole names, in stock's order.
+"""Expand a statement with placeholders, arrays and wildcards into steps of whole names, in Paddle's order.
 
 ``$LAYER_ID_OFFSET`` first, then ``$LAYER_ID`` and ``$EXPERT_ID``, then ``name[0:2]``, then ``*``. The numbers come from
-the tensors on the left, matched by the first name that holds a placeholder. What stands for no tensor is a fault.
+the tensors on the left, matched by the first name with a placeholder. A pattern that matches no tensor is a fault.
 
-The number of names that come out is limited by a :class:`Budget`, which bounds time and memory on any text.
+A :class:`Budget` limits the number of expanded names, which bounds time and memory on any text.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from paddleformers_fc.aoa.faults import Fault
+from paddleformers_fc.aoa.faults import Fault, Faults
 from paddleformers_fc.aoa.names import EXPERT, LAYER, LAYER_OFFSET, STAR, NameIndex, placeholders
 from paddleformers_fc.aoa.operations import Operation, operation_of
 from paddleformers_fc.aoa.syntax import NOTHING, Item, Statement
 
 
 class Budget:
-    """How many names and boxes a list of statements may become.
+    """The maximum number of names and boxes of a list of statements.
 
     Args:
-        limit: the number; whatever needs more is refused before it is built.
+        limit: the number; more are refused before they are built.
     """
 
     def __init__(self, limit: int) -> None:
@@ -31,15 +31,13 @@ class Budget:
         self._left = limit
 
     def spend(self, count: int) -> None:
-        """Take ``count`` names or boxes out of the budget.
+        """Take ``count`` names or boxes from the budget.
 
         Raises:
-            Fault: where they are not in it any more.
+            Fault: the budget is exceeded.
         """
         if count > self._left:
-            raise Fault(
-                f"The statements become more than {self._limit} names and boxes, far more than these tensors need."
-            )
+            raise Fault(f"The statements expand to more than {self._limit} names and boxes.")
         self._left -= count
 
 
@@ -53,12 +51,16 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A statement with whole names: one of those that a statement of the user stands for."""
+    """One of the statements with whole names that a statement of the user expands to."""
 
     statement: Statement
     operation: Operation
     left: tuple[Name, ...]
     right: tuple[str, ...]
+
+    def report(self, fault: Fault, faults: Faults) -> None:
+        """Add a fault of this step to the report."""
+        faults.add(self.statement.line, fault, self.statement.arrow)
 
 
 class Expander:
@@ -66,7 +68,7 @@ class Expander:
 
     Args:
         left: the names of the left side's tensors.
-        right: the names of the right side's tensors, or None where that side follows from the statements.
+        right: the names of the right side's tensors, or None if that side follows from the statements.
         budget: limit of all names.
     """
 
@@ -79,7 +81,7 @@ class Expander:
         """Yield the steps of an expanded statement, in ascending order of its numbers.
 
         Raises:
-            Fault: where a pattern stands for nothing, or the statement does nothing.
+            Fault: a pattern matches no tensor, or the statement has no operation.
         """
         size = len(statement.left) + len(statement.right)
         operations: dict[tuple[int, int], Operation] = {}
@@ -94,14 +96,14 @@ class Expander:
             right = [name for item in statement.right for name in self._names(item, shifted, self._right)]
             if len(set(right)) != len(right):
                 twice, _ = Counter(right).most_common(1)[0]
-                raise Fault(f"{twice} is written twice by one statement.", "each name once")
+                raise Fault(f"The statement writes {twice} twice.", "each name once")
             counts = (len(left), len(right))
             if counts not in operations:
                 operations[counts] = operation_of(statement, *counts)
             yield Step(statement, operations[counts], tuple(left), tuple(right))
 
     def _numbers(self, statement: Statement) -> list[dict[str, str]]:
-        """Yield the values of a statement's placeholders, once for every step."""
+        """Return the values of a statement's placeholders for every step."""
         items = (*statement.left, *statement.right)
         if not any("$" in item.pattern for item in items):
             return [{}]
@@ -112,7 +114,7 @@ class Expander:
         if not found:
             near = self._left.nearest(first.pattern)
             raise Fault(
-                f"`{first.pattern}` matches no tensor on the left side; the numbers are taken from there.",
+                f"`{first.pattern}` matches no tensor of the left side, whose numbers the placeholders take.",
                 near,
                 first.span,
             )
@@ -124,21 +126,21 @@ class Expander:
         for item in items:
             own = [key for key in placeholders(item.pattern) if key != STAR]
             if "$" in _without(item.pattern, own) or not keys:
-                raise Fault(f"`{item.pattern}` holds a placeholder that is not known.", known, item.span)
+                raise Fault(f"Unknown placeholder in `{item.pattern}`.", known, item.span)
             if len(set(own)) != len(own):
                 raise Fault(
-                    f"`{item.pattern}` holds a placeholder twice.", "each once; other numbers as such", item.span
+                    f"Duplicate placeholder in `{item.pattern}`.", "each once; other numbers as digits", item.span
                 )
             if item.pattern != NOTHING and set(own) != set(keys):
                 raise Fault(
-                    f"`{item.pattern}` does not hold the same placeholders as the first name.",
+                    f"`{item.pattern}` and the first name have different placeholders.",
                     f"every name with {' and '.join(keys)}, or whole names",
                     item.span,
                 )
             if LAYER_OFFSET in own and (len(own) > 1 or item.transposed):
                 raise Fault(
-                    f"{LAYER_OFFSET} stands alone in a name, and the name is not transposed.",
-                    'permute="[]" in place of `^T`; the numbers of other placeholders as such',
+                    f"{LAYER_OFFSET} is not supported with other placeholders or `^T`.",
+                    'permute="[]" in place of `^T`; digits in place of other placeholders',
                     item.span,
                 )
 
@@ -157,11 +159,11 @@ class Expander:
 
     def _wild(self, pattern: str, item: Item, side: NameIndex | None) -> list[str]:
         if pattern.count(STAR) > 1:
-            raise Fault("A name holds one `*`.", "layers.*.weight", item.span)
+            raise Fault("More than one `*` in a name.", "layers.*.weight", item.span)
         if item.transposed:
-            raise Fault("What `*` stands for is not transposed as a whole.", "each name by itself", item.span)
+            raise Fault("`^T` is not supported for a name with `*`.", "one name per statement", item.span)
         if side is None:
-            raise Fault("`*` on the right needs the tensors of that side, and they are not known.", "", item.span)
+            raise Fault("`*` on the right requires the tensors of that side, which are not known.", "", item.span)
         found = [name for name, _ in side.matches(pattern)]
         self._budget.spend(len(found))
         if not found:
@@ -171,7 +173,7 @@ class Expander:
 
 def _starless(item: Item) -> str:
     if STAR in item.pattern:
-        raise Fault("The first name with a placeholder tells the numbers.", "a first name without `*`", item.span)
+        raise Fault("The first name with a placeholder contains `*`.", "a first name without `*`", item.span)
     return item.pattern
 
 
@@ -182,18 +184,18 @@ def _without(pattern: str, keys: list[str]) -> str:
 
 
 def _refuse_holes(found: list[dict[str, str]], keys: list[str], first: Item) -> None:
-    """Placeholders are multiplied: every number of one with every number of the other."""
+    """Refuse missing combinations: every number of one placeholder goes with every number of the other."""
     columns = [{numbers[key] for numbers in found} for key in keys]
     if prod(map(len, columns)) != len(found):
         counts = " x ".join(str(len(column)) for column in columns)
         raise Fault(
-            f"{' and '.join(keys)} are multiplied ({counts}), and only {len(found)} of these tensors exist.",
-            "a statement for every number of one of the two",
+            f"{' and '.join(keys)} have {counts} combinations, and only {len(found)} of these tensors exist.",
+            "one statement for every number of one of the two",
             first.span,
         )
 
 
 def _before(number: str) -> str:
     if number == "0":
-        raise Fault(f"{LAYER_OFFSET} leads from N to N - 1, and there is a tensor with N = 0.", LAYER)
+        raise Fault(f"{LAYER_OFFSET} maps N to N - 1, and a tensor has N = 0.", LAYER)
     return str(int(number) - 1)

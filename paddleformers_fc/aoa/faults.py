@@ -1,9 +1,8 @@
-"""Faults of statements, shown in the user's text with a caret under the position.
+"""Faults of statements, shown in the user's text with carets under the position.
 
-A :class:`Fault` is raised where the cause is found, usually far from the text. The caller with the statement passes it
-to :class:`Faults`, which collects the faults of all statements and raises them as one :class:`MappingError`. A
-statement with placeholders fails once per layer; such repetitions are counted, not listed. Memory is bounded by the
-statements.
+A :class:`Fault` is raised at its cause, usually far from the text. The caller with the statement passes it to
+:class:`Faults`, which collects the faults of all statements and raises one :class:`MappingError`. A statement with
+placeholders fails once per layer; repetitions are counted and not listed. Memory is bounded by the statements.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """One statement as the user wrote it.
+    """The text of one statement.
 
     Args:
-        number: its place in the list of statements, counted from 1.
+        number: its position in the list of statements, counted from 1.
         text: the text, without line breaks around it.
     """
 
@@ -42,17 +41,17 @@ class SourceLine:
 
     @property
     def title(self) -> str:
-        """How reports name it."""
+        """The name in reports."""
         return f"statement {self.number}"
 
 
 class Fault(Exception):
-    """A statement that means nothing, or not what it seems to.
+    """An invalid statement.
 
     Args:
         cause: one sentence that states the fault.
-        accepted: what would be accepted in its place; empty where ``cause`` says it.
-        span: the characters at fault, where they are known.
+        accepted: a valid text in its place; empty if ``cause`` implies it.
+        span: the invalid characters, if they are known.
     """
 
     def __init__(self, cause: str, accepted: str = "", span: Span | None = None) -> None:
@@ -74,12 +73,12 @@ class Faults:
         return bool(self._shown)
 
     def add(self, line: SourceLine, fault: Fault, span: Span) -> None:
-        """Note a fault of a line.
+        """Add a fault of a line.
 
         Args:
             line: the statement.
-            fault: what is wrong with it.
-            span: the place, where the fault does not know it itself.
+            fault: its fault.
+            span: the position of a fault without one.
         """
         key = (line.number, _NUMBER.sub("0", fault.cause))
         if key not in self._shown:
@@ -89,17 +88,17 @@ class Faults:
 
     @property
     def lines(self) -> frozenset[SourceLine]:
-        """The statements that are faulty."""
+        """The statements with faults."""
         return frozenset(self._lines)
 
     def add_plain(self, cause: str) -> None:
-        """Note a fault that belongs to no single statement."""
+        """Add a fault that no single statement causes."""
         key = (0, cause)
         self._shown[key] = cause
         self._counts[key] = 1
 
     def raise_any(self) -> None:
-        """Raise all faults as one error, or return where there are none.
+        """Raise all faults as one error, or return if there are none.
 
         Raises:
             MappingError: with one line of evidence per fault.
@@ -111,10 +110,10 @@ class Faults:
             for key, text in sorted(self._shown.items(), key=lambda entry: entry[0][0])
         ]
         raise MappingError(
-            f"The AOA statements are refused: {len(evidence)} fault{'s' if len(evidence) > 1 else ''}.",
+            f"Invalid AOA statements: {len(evidence)} fault{'s' if len(evidence) > 1 else ''}.",
             where="aoa_statements",
             evidence=evidence[:_MOST] + ([f"and {len(evidence) - _MOST} more"] if len(evidence) > _MOST else []),
-            next_step="Nothing was read or written. Mend the statements; docs/aoa.md says what each form means.",
+            next_step="Correct the statements; docs/aoa.md describes every form. No tensor was read or written.",
         )
 
 
@@ -135,5 +134,5 @@ def _shown(line: SourceLine, fault: Fault, span: Span) -> str:
 
 
 def _short(text: str) -> str:
-    """Return a sentence in a bounded length, whatever names are in it."""
+    """Return a sentence of bounded length; names may have any length."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"

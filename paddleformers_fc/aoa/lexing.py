@@ -1,4 +1,4 @@
-"""From the text of one statement to tokens, each with its place.
+"""Split the text of one statement into tokens, each with its position.
 
 One pass with a regular expression that never backtracks over more than one token; linear in the text.
 """
@@ -13,7 +13,7 @@ from paddleformers_fc.aoa.faults import Fault, Span
 
 
 class TokenKind(Enum):
-    """What a token is; the value is how reports name it."""
+    """The kind of a token; the value is its text in reports."""
 
     NAME = "a name"
     NUMBER = "a number"
@@ -29,7 +29,7 @@ class TokenKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token and the characters it was read from; the text of a string is without its quotes."""
+    """A token and its characters. The text of a string has no quotes."""
 
     kind: TokenKind
     text: str
@@ -42,30 +42,30 @@ _TOKEN = re.compile(
 )
 _DIGITS = 9
 
-_BREAK = ("A statement is one line.", "an entry of its own for every statement")
+_BREAK = ("A statement has more than one line.", "a separate entry for every statement")
 _REFUSED = {
     "\n": _BREAK,
     "\r": _BREAK,
     "-": (
-        "`-` belongs to neither names nor numbers.",
+        "Invalid character `-` in a name or number.",
         "names of letters, digits, `_` and `.`; an axis counted from the left, from 0",
     ),
-    ">": ("`>` stands only in `->`.", "`a -> b`"),
-    "#": ("The language has no comments.", "a comment of the file that holds the statements, such as YAML's"),
+    ">": ("`>` is valid only in `->`.", "`a -> b`"),
+    "#": ("The language has no comments.", "a comment of the file that contains the statements, such as YAML's"),
     '"': ("The quote is not closed.", 'a value such as permute="[1, 0]"'),
     "'": ("The quote is not closed.", "a value such as dtype='bfloat16'"),
     ".": ("A name begins with a letter or `_`.", ""),
-    "$": ("A name begins with a letter or `_`; a placeholder stands inside a name.", "layers.$LAYER_ID.weight"),
-    "*": ("A name begins with a letter or `_`; a wildcard stands inside a name.", "layers.*.weight"),
-    "^": ("`^T` stands directly behind a name.", "weight^T -> weight"),
+    "$": ("A name begins with a letter or `_`; a placeholder is inside a name.", "layers.$LAYER_ID.weight"),
+    "*": ("A name begins with a letter or `_`; a wildcard is inside a name.", "layers.*.weight"),
+    "^": ("`^T` directly follows a name.", "weight^T -> weight"),
 }
 
 
 def tokenize(text: str) -> list[Token]:
-    """Return the tokens of one line, with an END token behind the last.
+    """Return the tokens of one line, with an END token after the last.
 
     Raises:
-        Fault: at the first character that no token begins with.
+        Fault: the first invalid character.
     """
     tokens: list[Token] = []
     at = 0
@@ -73,7 +73,7 @@ def tokenize(text: str) -> list[Token]:
         found = _TOKEN.match(text, at)
         if found is None:
             span = Span(at, at + 1)
-            cause, accepted = _REFUSED.get(text[at], (f"{text[at]!r} is no character of the language.", ""))
+            cause, accepted = _REFUSED.get(text[at], (f"Invalid character {text[at]!r}.", ""))
             raise Fault(cause, accepted, span)
         begin, at = at, found.end()
         if found.lastgroup != "SPACE":
@@ -86,12 +86,12 @@ def _token(kind: TokenKind, text: str, span: Span) -> Token:
     if kind is TokenKind.STRING:
         return Token(kind, text[1:-1], span)
     if kind is TokenKind.NUMBER and len(text) > _DIGITS:
-        raise Fault(f"A number of {len(text)} digits is larger than any tensor.", "", span)
+        raise Fault(f"Number of {len(text)} digits; no tensor is as large.", "", span)
     return Token(kind, text, span)
 
 
 def _refuse_leading_digits(tokens: list[Token]) -> None:
-    """``0.weight`` is a number and, behind it, nothing that a name could begin with."""
+    """Refuse ``0.weight``, which is a number directly followed by a name."""
     for first, second in zip(tokens, tokens[1:], strict=False):
         if first.kind is TokenKind.NUMBER and second.kind is TokenKind.NAME and first.span.end == second.span.begin:
             raise Fault(

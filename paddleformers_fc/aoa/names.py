@@ -1,7 +1,7 @@
-"""Finding tensors by patterns: every name is filed under its text with the numbers taken out.
+"""Find tensors by patterns. An index groups names by their skeleton, the text without its numbers.
 
-A pattern with placeholders or a wildcard has such a skeleton too, so that it is held against the few names that can
-match it and not against all. Building is linear in the names; a lookup is linear in the names of one skeleton.
+A pattern with placeholders or a wildcard has a skeleton as well, so that it is compared only with names that can match.
+Building is linear in the names; a lookup is linear in the names of one skeleton.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def skeleton(name: str) -> str:
 
 
 def mentioned(text: str) -> set[str]:
-    """Return the skeletons of everything in a text that could be a name, also as the names of an array."""
+    """Return the skeletons of all possible names in a text, also as names of an array."""
     found = {skeleton(name.removesuffix("^T")) for name in _NAME.findall(text)}
     return found | {f"{name}_{_HOLE}" for name in found}
 
 
 def _is_plain(number: str) -> bool:
-    """Return whether a number is written as placeholders write it: no leading zero, and not longer than a number is."""
+    """Return whether a number has the form of a placeholder's number: no leading zero, and a bounded length."""
     return len(number) <= _LONGEST_NUMBER and (number == "0" or number[0] != "0")
 
 
 def _closest(wanted: str, candidates: Iterable[str]) -> str:
-    """Return the most similar candidate, or nothing. Texts are compared as a whole only where their letters are alike.
+    """Return the most similar candidate, or an empty text.
 
-    A comparison costs up to the cube of the length, counting letters costs the length.
+    A comparison takes up to cubic time, so texts are compared only if counts of their letters are similar.
     """
     matcher = difflib.SequenceMatcher()
     matcher.set_seq2(wanted)
@@ -86,21 +86,21 @@ class NameIndex:
             self._filed.setdefault(_DIGITS.sub(_HOLE, name), []).append((name, _DIGITS.findall(name)))
 
     def matches(self, pattern: str) -> list[tuple[str, tuple[str, ...]]]:
-        """Return every name that a pattern matches, with the numbers that its placeholders take.
+        """Return every name that a pattern matches, with the numbers of its placeholders.
 
         Args:
             pattern: a name with placeholders or wildcards.
         Returns:
             names and numbers, in ascending order of the numbers.
         Raises:
-            Fault: where a placeholder touches a digit, so that it is not clear where its number ends.
+            Fault: a placeholder touches a digit, so that the end of its number is ambiguous.
         """
         pieces: list[str] = []
         fixed: list[str | None] = []
         at = last = 0
         for found in _PARTS.finditer(pattern):
             if found.start() == last and fixed and (found.group(1) or fixed[-1] is None):
-                raise Fault(f"In `{pattern}` it is not clear where a number ends.", "a letter or `.` in between")
+                raise Fault(f"The end of a number in `{pattern}` is ambiguous.", "a letter or `.` in between")
             pieces += [pattern[at : found.start()], _HOLE]
             fixed.append(None if found.group(1) else found.group())
             at = last = found.end()
@@ -114,7 +114,7 @@ class NameIndex:
         return sorted(plain, key=lambda hit: [(len(number), number) for number in hit[1]])
 
     def nearest(self, name: str) -> str:
-        """Return a tensor whose name resembles ``name``, or nothing; only the first few questions are answered."""
+        """Return a tensor with a similar name, or an empty text; only for the first few names."""
         if not self._suggestions or len(name) > _LONGEST:
             return ""
         self._suggestions -= 1

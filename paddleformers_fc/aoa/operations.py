@@ -1,12 +1,13 @@
-"""What a statement does: one operation, from its attributes and the number of names on each side.
+"""The operation of a statement, from its attributes and the number of names on each side.
 
-Whether an operation fits the tensors it meets is decided where they are known; here it is decided that it is one.
+Only the form is checked here. Whether an operation fits its tensors is checked when they are known.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 
 from paddleformers_fc.aoa.faults import Fault
 from paddleformers_fc.aoa.syntax import FLAGS, NOTHING, Attribute, Statement
@@ -17,9 +18,17 @@ _PERMUTATION = re.compile(r"\[\s*(\d{1,3}\s*(?:,\s*\d{1,3}\s*)*)?\]", re.ASCII)
 _DEFAULT_FUSED_AXIS = 1
 
 
+class Layout(Enum):
+    """A fused layout; the value is its attribute."""
+
+    FFN = "fused_ffn"
+    QKV = "fused_qkv"
+    QKV_PER_RANK = "fused_qkv_old"
+
+
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """``a -> _``: the source is wanted nowhere."""
+    """``a -> _``: no target reads the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +41,9 @@ class Move:
     """One name to one name.
 
     Args:
-        permute: for every axis of the result the axis that it reads; empty for all axes reversed; None for as it is.
-        read_as: the dtype that is declared for what is read, or None.
-        cast: the dtype that the numbers are converted to, or None.
+        permute: for every axis of the result the axis that it reads; empty for all axes reversed; None for no change.
+        read_as: the declared dtype of the source, or None.
+        cast: the dtype that values are converted to, or None.
     """
 
     permute: Shape | None = None
@@ -44,132 +53,116 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Several names to one, one behind the other along an axis."""
+    """Several names to one, or one to several equal lengths, in order along an axis."""
 
     axis: int
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """One name to several, in equal lengths along an axis."""
+class Fused:
+    """Parts of a fused layer: [gate | up] or [Q | K | V] per tensor-parallel rank, or [q..q k v] per kv head.
 
+    Args:
+        kind: the layout.
+        axis: the axis of the parts.
+        heads: the number of query heads; 1 for gate and up.
+        groups: the number of kv heads; 1 for gate and up.
+    """
+
+    kind: Layout
     axis: int
+    heads: int = 1
+    groups: int = 1
+
+    @property
+    def counts(self) -> Shape:
+        """The proportions of the parts."""
+        return (1, 1) if self.kind is Layout.FFN else (self.heads, self.groups, self.groups)
 
 
-@dataclass(frozen=True, slots=True)
-class FusedFfn:
-    """[gate | up] for every tensor-parallel rank."""
-
-    axis: int
-
-
-@dataclass(frozen=True, slots=True)
-class FusedQkv:
-    """[q..q k v] for every kv head."""
-
-    axis: int
-    heads: int
-    groups: int
-
-
-@dataclass(frozen=True, slots=True)
-class FusedQkvOld:
-    """[Q | K | V] for every tensor-parallel rank."""
-
-    axis: int
-    heads: int
-    groups: int
-
-
-Operation = Drop | Fresh | Move | Join | Cut | FusedFfn | FusedQkv | FusedQkvOld
+Operation = Drop | Fresh | Move | Join | Fused
 
 
 def operation_of(statement: Statement, left: int, right: int) -> Operation:
     """Return the operation of a statement.
 
     Args:
-        statement: as it is written.
-        left: the number of names that its left side stands for.
-        right: the number of names that its right side stands for.
+        statement: the parsed statement.
+        left: the number of expanded names on its left side.
+        right: the number of expanded names on its right side.
     Raises:
-        Fault: where the attributes and the numbers of names fit no operation.
+        Fault: the attributes and the numbers of names fit no operation.
     """
     if any(item.pattern == NOTHING for item in (*statement.left, *statement.right)):
         return _with_nothing(statement)
-    flag = _flag(statement)
-    if flag is not None:
-        return _fused(statement, flag, (left, right))
+    flags = [statement.attributes[flag] for flag in FLAGS if flag in statement.attributes]
+    if len(flags) > 1:
+        raise Fault("A statement has one fused layout.", "a second statement", flags[1].span)
+    if flags:
+        return _fused(statement, flags[0], (left, right))
     if left == right == 1:
         return _move(statement)
     if left > 1 and right > 1:
-        raise Fault("Several names on both sides: which part becomes which is not said.", "one statement per part")
+        raise Fault("Several names on both sides: the relation of the parts is missing.", "one statement per part")
     _only(statement, ("axis",), "several names")
     if "axis" not in statement.attributes:
-        raise Fault("Along which axis the names lie is not said.", "`, axis=0` at the end")
-    axis = int(statement.attributes["axis"].value)
-    return Join(axis) if left > 1 else Cut(axis)
+        raise Fault("The axis of the names is missing.", "`, axis=0` at the end")
+    return Join(int(statement.attributes["axis"].value))
 
 
 def _with_nothing(statement: Statement) -> Operation:
     items = (*statement.left, *statement.right)
     example = "`_ -> new_tensor` or `old_tensor -> _`"
     if len(items) != 2 or all(item.pattern == NOTHING for item in items):
-        raise Fault("`_` stands alone on its side, and one name on the other.", example)
+        raise Fault("`_` is alone on its side, with one name on the other.", example)
     for attribute in statement.attributes.values():
-        raise Fault("What is added or removed has no attributes.", example, attribute.span)
+        raise Fault("A statement with `_` has no attributes.", example, attribute.span)
     for item in items:
         if "$" in item.pattern or "*" in item.pattern or item.transposed or item.array:
-            raise Fault("Beside `_` stands one tensor's whole name.", "one statement per tensor", item.span)
+            raise Fault("`_` goes with the whole name of one tensor.", "one statement per tensor", item.span)
     return Fresh() if statement.left[0].pattern == NOTHING else Drop()
-
-
-def _flag(statement: Statement) -> Attribute | None:
-    found = [statement.attributes[flag] for flag in FLAGS if flag in statement.attributes]
-    if len(found) > 1:
-        raise Fault("A statement has one fused layout.", "a second statement", found[1].span)
-    return found[0] if found else None
 
 
 def _only(statement: Statement, keys: tuple[str, ...], what: str) -> None:
     for attribute in statement.attributes.values():
         if attribute.key not in keys:
             raise Fault(
-                f"{attribute.key} cannot stand in a statement of {what}.",
-                f"a statement of its own, one name to one name, with {attribute.key}",
+                f"{attribute.key} is not supported in a statement of {what}.",
+                f"a separate statement, one name to one name, with {attribute.key}",
                 attribute.span,
             )
 
 
+_FORMS = {
+    Layout.FFN: ("`gate, up -> fused`, `fused -> gate, up` or `fused -> fused`", ((2, 1), (1, 2), (1, 1))),
+    Layout.QKV: ("`q, k, v -> fused` or `fused -> q, k, v`", ((3, 1), (1, 3))),
+    Layout.QKV_PER_RANK: (
+        "`q, k, v -> fused`, `fused -> q, k, v` or `fused -> fused`",
+        ((3, 1), (1, 3), (1, 1)),
+    ),
+}
+
+
 def _fused(statement: Statement, flag: Attribute, names: tuple[int, int]) -> Operation:
-    given = statement.attributes
+    given, kind = statement.attributes, Layout(flag.key)
     axis = int(given["axis"].value) if "axis" in given else _DEFAULT_FUSED_AXIS
-    if flag.key == "fused_ffn":
-        _only(statement, ("axis", flag.key), flag.key)
-        _fits(flag, names, ((2, 1), (1, 2), (1, 1)), "`gate, up -> fused`, `fused -> gate, up` or `fused -> fused`")
-        return FusedFfn(axis)
-    _only(statement, ("axis", flag.key, "num_heads", "num_key_value_groups"), flag.key)
-    for key in ("num_heads", "num_key_value_groups"):
+    numbers = () if kind is Layout.FFN else ("num_heads", "num_key_value_groups")
+    _only(statement, ("axis", flag.key, *numbers), flag.key)
+    for key in numbers:
         if key not in given or int(given[key].value) < 1:
-            raise Fault(
-                f"{flag.key} needs {key}, at least 1.", f"{flag.key}, num_heads=32, num_key_value_groups=8", flag.span
-            )
-    heads, groups = int(given["num_heads"].value), int(given["num_key_value_groups"].value)
+            example = f"{flag.key}, num_heads=32, num_key_value_groups=8"
+            raise Fault(f"{flag.key} requires {key}, at least 1.", example, flag.span)
+    heads, groups = (int(given[key].value) for key in numbers) if numbers else (1, 1)
     if heads % groups:
         raise Fault(
-            f"{heads} query heads are not shared evenly by {groups} kv heads.",
+            f"num_heads={heads} is not divisible by num_key_value_groups={groups}.",
             "num_key_value_groups is the number of kv heads and divides num_heads",
             given["num_key_value_groups"].span,
         )
-    if flag.key == "fused_qkv":
-        _fits(flag, names, ((3, 1), (1, 3)), "`q, k, v -> fused` or `fused -> q, k, v`")
-        return FusedQkv(axis, heads, groups)
-    _fits(flag, names, ((3, 1), (1, 3), (1, 1)), "`q, k, v -> fused`, `fused -> q, k, v` or `fused -> fused`")
-    return FusedQkvOld(axis, heads, groups)
-
-
-def _fits(flag: Attribute, names: tuple[int, int], forms: tuple[tuple[int, int], ...], accepted: str) -> None:
+    accepted, forms = _FORMS[kind]
     if names not in forms:
-        raise Fault(f"{flag.key} is not from {names[0]} to {names[1]} names.", accepted, flag.span)
+        raise Fault(f"{flag.key} does not go from {names[0]} to {names[1]} names.", accepted, flag.span)
+    return Fused(kind, axis, heads, groups)
 
 
 def _move(statement: Statement) -> Move:
@@ -184,7 +177,7 @@ def _move(statement: Statement) -> Move:
     if keys in ((), ("axis",)):
         return Move()
     raise Fault(
-        f"{', '.join(keys)} is more than one statement from one name to one name can do.",
+        f"Unsupported attributes of a statement from one name to one name: {', '.join(keys)}.",
         "one of: permute; dtype; src_dtype and then dst_dtype",
         given[keys[-1]].span,
     )
@@ -193,16 +186,16 @@ def _move(statement: Statement) -> Move:
 def _permutation(attribute: Attribute) -> Shape:
     found = _PERMUTATION.fullmatch(attribute.value.strip())
     if found is None:
-        raise Fault("This is no list of axes.", 'permute="[1, 0]", or permute="[]" for all reversed', attribute.span)
+        raise Fault("Invalid list of axes.", 'permute="[1, 0]", or permute="[]" for all reversed', attribute.span)
     axes = tuple(int(part) for part in found.group(1).split(",")) if found.group(1) else ()
     if sorted(axes) != list(range(len(axes))):
         raise Fault(
-            f"{list(axes)} does not name every axis once.", f"an order of {list(range(len(axes)))}", attribute.span
+            f"{list(axes)} does not contain every axis once.", f"an order of {list(range(len(axes)))}", attribute.span
         )
     return axes
 
 
 def _dtype(attribute: Attribute) -> str:
     if attribute.value not in DTYPES:
-        raise Fault(f"{attribute.value!r} is no dtype of the language.", ", ".join(DTYPES), attribute.span)
+        raise Fault(f"Unknown dtype {attribute.value!r}.", ", ".join(DTYPES), attribute.span)
     return attribute.value

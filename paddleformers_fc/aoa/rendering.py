@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from paddleformers_fc.aoa.compact import compacted
 from paddleformers_fc.aoa.components import Component, Inexpressible, SourceView, connected, ordered, oriented
+from paddleformers_fc.aoa.evaluate import parse
 from paddleformers_fc.aoa.layers import reduce_layers
 from paddleformers_fc.aoa.names import NameIndex
-from paddleformers_fc.aoa.parsing import parse
 from paddleformers_fc.aoa.runs import Hints
 from paddleformers_fc.aoa.statement_text import StatementWriter, Text, name_fault
 from paddleformers_fc.aoa.tensors import AoaTensor

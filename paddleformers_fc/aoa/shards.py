@@ -1,7 +1,7 @@
-"""How many tensor-parallel ranks share a tensor that a statement names, directly or through names in between.
+"""The number of tensor-parallel shards of a tensor that a statement names, directly or through intermediate names.
 
-``fused_ffn`` and ``fused_qkv_old`` deal their parts in as many rounds as there are shards. What is read tells its
-shards by the left tensor that its boxes come from; what is written, by following the later statements that read it.
+``fused_ffn`` and ``fused_qkv_old`` interleave their parts in one group per shard. A value that is read has the shards
+of its left tensor; a name that is written has those of the right tensor that later statements make of it.
 """
 
 from __future__ import annotations
@@ -11,47 +11,46 @@ from collections.abc import Mapping, Sequence
 
 from paddleformers_fc.aoa.expand import Budget, Step
 from paddleformers_fc.aoa.faults import Fault
-from paddleformers_fc.aoa.operations import Cut, Move
+from paddleformers_fc.aoa.operations import Move
 from paddleformers_fc.aoa.values import Value
 from paddleformers_fc.mapping.boxes import Shape
 
 
-def rounds_read(value: Value, axis: int, cuts: Mapping[str, Shape]) -> int:
+def groups_read(value: Value, axis: int, cuts: Mapping[str, Shape]) -> int:
     """Return the number of shards of the left tensor that a value comes from, along an axis of the value.
 
     Raises:
-        Fault: where the value comes from several tensors, or the tensor is cut along another axis.
+        Fault: the value comes from several tensors, or the tensor is cut on another axis.
     """
     origins = {(piece.source, piece.axes) for piece in value.pieces}
     if len(origins) != 1:
         names = sorted({piece.source for piece in value.pieces})
         raise Fault(
-            f"This is made of {', '.join(names[:3])}: whose shards are meant is not said.",
+            f"The source consists of {', '.join(names[:3])}: the shards are ambiguous.",
             "a name that comes from one tensor",
         )
     ((source, axes),) = origins
-    return _rounds(source, cuts[source], axes[axis]) if axis < len(axes) else 1
+    return _groups(source, cuts[source], axes[axis]) if axis < len(axes) else 1
 
 
-def _rounds(name: str, cuts: Shape, axis: int) -> int:
+def _groups(name: str, cuts: Shape, axis: int) -> int:
     """Return the shards along an axis, where no other axis is cut."""
     others = [other for other, count in enumerate(cuts) if count > 1 and other != axis]
     if others:
         raise Fault(
-            f"The parts lie along axis {axis} of {name}, and {name} is cut along axis {others[0]}: "
-            "parts and shards do not follow each other.",
+            f"The parts of {name} are on axis {axis}, and tensor parallelism cuts {name} on axis {others[0]}.",
             "statements that join and split by `axis=`, which do not depend on shards",
         )
     return cuts[axis] if axis < len(cuts) else 1
 
 
 class Readers:
-    """Which later step reads a name.
+    """Finds the later step that reads a name.
 
     Args:
         steps: all steps, in order.
-        cuts: into how many shards every right tensor is cut, per axis.
-        budget: limit of all steps that are followed; without it a long chain of fused layouts costs its square.
+        cuts: the number of shards of every right tensor on each axis.
+        budget: limit of all steps that are followed. A long chain of fused layouts would take quadratic time.
     """
 
     def __init__(self, steps: Sequence[Step], cuts: Mapping[str, Shape], budget: Budget) -> None:
@@ -60,7 +59,7 @@ class Readers:
         self._budget = budget
         self._readers: dict[str, list[int]] | None = None
 
-    def rounds_written(self, name: str, axis: int, rank: int, after: int) -> int:
+    def groups_written(self, name: str, axis: int, rank: int, after: int) -> int:
         """Return the number of shards of the right tensor that a name becomes, along an axis of the name.
 
         Args:
@@ -69,7 +68,7 @@ class Readers:
             rank: its number of axes.
             after: index of the step that writes it.
         Raises:
-            Fault: where the name is split among several, or becomes a tensor that is cut along another axis.
+            Fault: the name is split, or becomes a tensor that is cut on another axis.
         """
         while name not in self._cuts:
             self._budget.spend(1)
@@ -77,15 +76,15 @@ class Readers:
             if index is None:
                 return 1
             step = self._steps[index]
-            if isinstance(step.operation, Cut) or len(step.right) > 1:
-                raise Fault(f"{name} is split later: whose shards are meant is not said.", "a name that is not split")
+            if len(step.right) > 1:
+                raise Fault(f"{name} is split later: the shards are ambiguous.", "a name that is not split")
             transposed = any(left.text == name and left.transposed for left in step.left)
             axis = rank - 1 - axis if transposed else axis
             if isinstance(step.operation, Move) and step.operation.permute is not None:
                 order = step.operation.permute or tuple(reversed(range(rank)))
                 axis = order.index(axis) if axis in order else axis
             name, after = step.right[0], index
-        return _rounds(name, self._cuts[name], axis)
+        return _groups(name, self._cuts[name], axis)
 
     def _next(self, name: str, after: int) -> int | None:
         if self._readers is None:

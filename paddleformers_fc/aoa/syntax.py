@@ -1,4 +1,4 @@
-"""From tokens to statements, as they are written: nothing is expanded and no tensor is looked up.
+"""Parse tokens into statements. Placeholders are not expanded, and no tensor is looked up.
 
 ::
 
@@ -12,7 +12,7 @@
                | 'fused_ffn' | 'fused_qkv' | 'fused_qkv_old'
                | 'num_heads' '=' number | 'num_key_value_groups' '=' number
 
-A name may hold placeholders (``$LAYER_ID``, ``$EXPERT_ID``, ``$LAYER_ID_OFFSET``) and one ``*``. Linear in the tokens.
+Names contain placeholders (``$LAYER_ID``, ``$EXPERT_ID``, ``$LAYER_ID_OFFSET``) and one ``*``. Linear in the tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Item:
         pattern: the name, with its placeholders and wildcard, without ``^T``.
         transposed: whether ``^T`` follows it.
         array: bounds of ``[begin:end]``, or None.
-        span: the characters it was read from.
+        span: its characters.
     """
 
     pattern: str
@@ -58,7 +58,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """An attribute: its value is empty for a flag."""
+    """An attribute; the value of a flag is empty."""
 
     key: str
     value: str
@@ -67,14 +67,14 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Statement:
-    """A statement as it is written.
+    """A parsed statement.
 
     Args:
         line: the user's text.
-        left: what is read.
-        right: what is written.
-        attributes: by key, in the order in which they are written.
-        arrow: where the arrow stands.
+        left: the items that are read.
+        right: the items that are written.
+        attributes: by key, in the order of the text.
+        arrow: the position of the arrow.
     """
 
     line: SourceLine
@@ -88,7 +88,7 @@ def parse_line(line: SourceLine) -> Statement | None:
     """Return the statement of one line, or None for a blank one.
 
     Raises:
-        Fault: where the line is not a statement.
+        Fault: the line is not a statement.
     """
     tokens = tokenize(line.text)
     if tokens[0].kind is TokenKind.END:
@@ -112,12 +112,12 @@ class _Reader:
             self._at += 1
             attribute = self._attribute()
             if attribute.key in attributes:
-                raise Fault(f"{attribute.key} is given twice.", "", attribute.span)
+                raise Fault(f"Duplicate attribute {attribute.key}.", "", attribute.span)
             attributes[attribute.key] = attribute
         self._expect(TokenKind.END, "`,` and a name or attribute")
         for item in right:
             if item.transposed:
-                raise Fault("`^T` is a view of what is read; nothing can be written to it.", "`a^T -> b`", item.span)
+                raise Fault("`^T` is not supported on the right side.", "`a^T -> b`", item.span)
         return Statement(line, tuple(left), tuple(right), attributes, arrow)
 
     @property
@@ -131,7 +131,7 @@ class _Reader:
         token = self._token
         if token.kind is not kind:
             found = token.kind.value if token.kind is TokenKind.END else f"`{token.text}`"
-            raise Fault(f"{kind.value} is expected here, not {found}.", accepted, token.span)
+            raise Fault(f"Expected {kind.value}, found {found}.", accepted, token.span)
         if kind is not TokenKind.END:
             self._at += 1
         return token
@@ -152,28 +152,28 @@ class _Reader:
     def _item(self) -> Item:
         token = self._expect(TokenKind.NAME, "")
         if token.text in KEYWORDS:
-            raise Fault(f"`{token.text}` is a keyword and cannot name a tensor.", "", token.span)
+            raise Fault(f"The keyword `{token.text}` is not a valid name.", "", token.span)
         transposed = token.text.endswith(TRANSPOSED)
         name = token.text[: -len(TRANSPOSED)] if transposed else token.text
         if "^" in name:
-            raise Fault("`^` stands only in `^T`, once, at the end of a name.", "weight^T", token.span)
+            raise Fault("`^` is valid only in `^T` at the end of a name.", "weight^T", token.span)
         array = self._array(token) if self._token.kind is TokenKind.OPEN else None
         if name == NOTHING and (transposed or array):
-            raise Fault("`_` stands for nothing; it has no axes and no parts.", "`_`", token.span)
+            raise Fault("`_` is not a tensor and has no axes or parts.", "`_`", token.span)
         if transposed and array:
-            raise Fault("An array of names is not transposed as a whole.", "each name by itself", token.span)
+            raise Fault("`^T` is not supported for an array of names.", "one name per statement", token.span)
         return Item(name, transposed, array, Span(token.span.begin, self._peek(-1).span.end))
 
     def _array(self, name: Token) -> tuple[int, int]:
         self._at += 1
-        form = "name[0:4], which stands for name_0, name_1, name_2, name_3"
+        form = "name[0:4], which is name_0, name_1, name_2, name_3"
         begin = self._expect(TokenKind.NUMBER, form)
         self._expect(TokenKind.COLON, form)
         end = self._expect(TokenKind.NUMBER, form)
         self._expect(TokenKind.CLOSE, form)
         span = Span(name.span.begin, self._peek(-1).span.end)
         if int(begin.text) >= int(end.text):
-            raise Fault("The array is empty.", form, span)
+            raise Fault("Empty array of names.", form, span)
         return int(begin.text), int(end.text)
 
     def _attribute(self) -> Attribute:
@@ -183,7 +183,7 @@ class _Reader:
         if token.text not in _VALUES:
             near = difflib.get_close_matches(token.text[:50], sorted(KEYWORDS), 1)
             raise Fault(
-                f"`{token.text}` is no attribute.", near[0] if near else ", ".join(sorted(KEYWORDS)), token.span
+                f"Unknown attribute `{token.text}`.", near[0] if near else ", ".join(sorted(KEYWORDS)), token.span
             )
         self._expect(TokenKind.EQUAL, f"{token.text}=...")
         value = self._expect(_VALUES[token.text], f"{token.text}= and {_VALUES[token.text].value}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paddleformers_fc.mapping.boxes import Shape
@@ -28,6 +29,10 @@ class AoaTensor:
         return TensorSpec(self.shape, self.dtype)
 
 
+Tensors = Mapping[str, AoaTensor]
+"""The tensors of a side by name."""
+
+
 def uncut(shape: Shape, dtype: str) -> AoaTensor:
-    """Return a tensor that one rank holds whole, as in a file of open weights."""
+    """Return a tensor that is not divided between ranks, as in a file of open weights."""
     return AoaTensor(shape, dtype, (1,) * len(shape))

@@ -1,7 +1,7 @@
-"""What a name stands for while statements are carried out: a shape, and the boxes of left tensors that fill it.
+"""The value of a name during evaluation: a shape, and the boxes of left tensors that fill it.
 
-Every operation of the language makes values out of values by moving boxes; no number is touched. The cost of an
-operation is linear in the boxes of its values and in the parts it makes, up to a sort.
+Operations make values from values by moving boxes. The cost of an operation is linear in the boxes of its values and in
+its parts, up to a sort.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from paddleformers_fc.mapping.templates import pulled
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that is made of boxes of left tensors.
+    """A tensor that consists of boxes of left tensors.
 
     Args:
         shape: its shape, in elements.
-        pieces: the boxes that fill it, each element once; their target is this value and has no name yet.
+        pieces: the boxes that fill it, each element once. Their target, this value, has no name.
     """
 
     shape: Shape
@@ -30,7 +30,7 @@ class Value:
 
 
 def value_of(name: str, shape: Shape) -> Value:
-    """Return a left tensor as it is."""
+    """Return the value of a left tensor."""
     box = whole(shape)
     return Value(shape, (Correspondence(name, box, "", box, tuple(range(len(shape)))),))
 
@@ -39,14 +39,14 @@ def permuted(value: Value, axes: Shape) -> Value:
     """Return the value with its axes in another order.
 
     Args:
-        value: what is read.
+        value: the source.
         axes: for every axis of the result the axis that it reads.
     Raises:
-        Fault: where the value has another number of axes.
+        Fault: the value has another number of axes.
     """
     if len(axes) != len(value.shape):
         raise Fault(
-            f"{list(axes)} orders {len(axes)} axes, the tensor has shape {list(value.shape)}.",
+            f"permute={list(axes)} has {len(axes)} axes, the tensor has shape {list(value.shape)}.",
             f"an order of {list(range(len(value.shape)))}",
         )
 
@@ -75,35 +75,33 @@ def transposed(value: Value) -> Value:
 
 
 def converted(value: Value, cast: str) -> Value:
-    """Return the value with its numbers converted.
+    """Return the value converted to a dtype.
 
     Raises:
-        Fault: where they were converted to another dtype before: the second would not know what the first lost.
+        Fault: the value was converted to another dtype before. A second conversion would hide the loss of the first.
     """
     before = {piece.cast for piece in value.pieces} - {None, cast}
     if before:
-        raise Fault(
-            f"The numbers were converted to {', '.join(sorted(map(str, before)))} before.", "one conversion on the way"
-        )
+        raise Fault(f"The value is already converted to {', '.join(sorted(map(str, before)))}.", "one conversion")
     return Value(value.shape, tuple(replace(piece, cast=cast) for piece in value.pieces))
 
 
 def interleaved(
-    values: Sequence[Value], parts: Shape, axis: int, rounds: tuple[int, int], into: int, fused: Shape
+    values: Sequence[Value], parts: Shape, axis: int, groups: tuple[int, int], into: int, fused: Shape
 ) -> list[Value]:
-    """Rearrange values that hold ``parts`` along an axis: the operation of joins, splits and fused layouts.
+    """Rearrange values that contain ``parts`` along an axis: the operation of joins, splits and fused layouts.
 
     Args:
-        values: one per part, or a single one that holds all parts.
+        values: one per part, or a single one that contains all parts.
         parts: length of every part.
-        axis: the axis along which they lie.
-        rounds: in how many rounds a single value deals its parts, and in how many a single result does.
+        axis: the axis of the parts.
+        groups: the number of groups in which a single value interleaves its parts, and a single result.
         into: number of results: one per part, or 1.
         fused: the shape of a result, apart from its length along ``axis``.
     """
     slabs = [_Slabs(value, axis) for value in values]
     results: list[list[Correspondence]] = [[] for _ in range(into)]
-    for run in interleave(parts, *rounds):
+    for run in interleave(parts, *groups):
         source, source_at = (run.part, run.in_part) if len(values) > 1 else (0, run.in_source)
         target, target_at = (run.part, run.in_part) if into > 1 else (0, run.in_target)
         results[target] += slabs[source].moved(source_at, run.length, target_at)

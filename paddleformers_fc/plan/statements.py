@@ -6,7 +6,7 @@ they would lie on one. Where both mean the same, that is what they say. Where th
 parts of a fused tensor mean the parts, and others are refused; so are those by which a layer would hold some of another
 that it is fused with. What comes out gets the same proof as every mapping.
 
-Time: twice a parse, and compositions by stencils, once per plan. Memory: the mappings of both models.
+Time: two evaluations, and compositions by stencils, once per plan. Memory: the mappings of both models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping as MappingABC
 from dataclasses import dataclass, replace
 
-from paddleformers_fc.aoa import AoaTensor, parse_config, uncut
+from paddleformers_fc.aoa import AoaTensor, Program, evaluate, read_config, uncut
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for, is_known
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
@@ -56,11 +56,12 @@ def statements_source(
         for name, spec in rules.targets.items()
         if name not in derived.stored_aliases
     }
-    stated = _parsed(aoa_config, held, tensors, live, derived.wanted_aliases)
+    program = read_config(aoa_config)
+    stated = _evaluated(program, held, tensors, live, derived.wanted_aliases)
     left_to_names = {name: made for name, made in derived.mapping.made.items() if _is_left(stated, name, made)}
     said = {name: made for name, made in stated.made.items() if name not in left_to_names}
     if said:
-        plainly = _parsed(aoa_config, _uncut(held), _uncut(tensors), live, derived.wanted_aliases)
+        plainly = _evaluated(program, _uncut(held), _uncut(tensors), live, derived.wanted_aliases)
         before, after = _interleavings(rules, _alone(checkpoint)), _interleavings(live, _bound(model, _uncut(tensors)))
         said = _reinterleave(said, before.reversed().then(plainly).then(after), plainly, (rules, live))
     merged = replace(stated, made={**said, **left_to_names})
@@ -95,17 +96,17 @@ def _uncut(tensors: MappingABC[str, AoaTensor]) -> dict[str, AoaTensor]:
     return {name: uncut(one.shape, one.dtype) for name, one in tensors.items()}
 
 
-def _parsed(
-    aoa_config: MappingABC[str, object],
+def _evaluated(
+    program: Program,
     held: MappingABC[str, AoaTensor],
     model: MappingABC[str, AoaTensor],
     live: RuleSet,
     aliases: Collection[str],
 ) -> Mapping:
-    if not aoa_config.get("aoa_config_reverse"):
-        return parse_config(aoa_config, held, model, live.ties)
+    if not program.reverse:
+        return evaluate(program, held, model, live.ties)
     # The model is on the left, where an alias would be a tensor that nothing reads.
-    return parse_config(aoa_config, held, {name: one for name, one in model.items() if name not in aliases})
+    return evaluate(program, held, {name: one for name, one in model.items() if name not in aliases})
 
 
 def _is_left(stated: Mapping, name: str, derived: TensorSources) -> bool:

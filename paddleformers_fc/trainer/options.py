@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from paddleformers_fc.aoa import statements_of
+from paddleformers_fc.aoa import read_config
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.formats.checkpoint import TIED_WAYS
 from paddleformers_fc.layout.roles import OPTIMIZERS
@@ -163,7 +163,7 @@ def check_options(options: Any) -> None:
     if isinstance(output_dir, str | os.PathLike):
         require_local(output_dir, "A checkpoint")
     if getattr(options, "aoa_config", None) is not None:
-        statements_of(options.aoa_config)
+        read_config(options.aoa_config)
     conflicts = [conflict.describe(options) for conflict in CONFLICTS if conflict.holds(options)]
     if conflicts:
         raise OptionError(
