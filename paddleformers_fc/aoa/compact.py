@@ -1,8 +1,7 @@
-"""Many statements that differ in their numbers become one with placeholders, where that is exact.
+"""Combine statements that differ only in numbers into one with placeholders, if it is exact.
 
-Placeholders take their numbers from the tensors that match the first name, and several are multiplied. A statement is
-therefore compact only where those tensors are exactly the ones it is for; others stay as they are. Linear in the
-statements and in the tensors that their patterns match.
+Placeholders take their numbers from the tensors that match the first name, in all combinations. Statements are combined
+only if these tensors are exactly theirs. Linear in the statements and in the tensors that their patterns match.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from paddleformers_fc.aoa.statement_text import Text
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=[.^\[]|$)")
 _BASE = re.compile(r"[^\^\[]*")
 _CHOICES = ((0, 1), (1,), (0,))
-"""Which numbers of a name, by position, become placeholders; what says most with one statement comes first."""
+"""The positions of numbers that become placeholders; those that combine most statements come first."""
 
 Said = Sequence[Text]
 Numbers = tuple[str, ...]
@@ -26,14 +25,14 @@ Numbers = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """Statements with placeholders, and the numbers that make one component's statements of them."""
+    """Statements with placeholders, and the numbers of one component."""
 
     texts: tuple[Text, ...]
     numbers: Numbers
 
 
 def compacted(components: Sequence[Said], index: NameIndex) -> list[str]:
-    """Return the statements of all components, as few as possible.
+    """Return as few statements as possible for all components.
 
     Args:
         components: the statements of every component.
@@ -64,7 +63,7 @@ def compacted(components: Sequence[Said], index: NameIndex) -> list[str]:
 def _group(
     texts: tuple[Text, ...], members: list[tuple[int, Numbers]], components: Sequence[Said], index: NameIndex
 ) -> list[str]:
-    """Return a group's statements; one whose first name has other numbers is written once per member."""
+    """Return a group's statements; a statement that is not exact is written once per member."""
     numbers = {entry for _, entry in members}
     said: list[str] = []
     for at, text in enumerate(texts):
@@ -85,7 +84,7 @@ def _exact(text: Text, numbers: set[Numbers], index: NameIndex) -> bool:
 
 
 def _pattern(said: Said, positions: tuple[int, ...]) -> _Pattern | None:
-    """Return the statements with numbers at these positions taken out, or None where names do not share them."""
+    """Return the statements with placeholders at these positions, or None if names differ in these numbers."""
     first = said[0].left[0]
     found = list(_NUMBER.finditer(first))
     if len(found) <= max(positions):

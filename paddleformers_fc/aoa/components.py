@@ -1,7 +1,7 @@
-"""The connected components of a mapping: tensors that share boxes, directly or through others; and their order.
+"""The connected components of a mapping, which are tensors that share boxes directly or through others, in order.
 
-The statements of a component belong together. Its boxes are *oriented*: the axes of every source are in the order of
-the targets, as after ``^T`` or a permutation of the language. Source boxes and target boxes then have equal shapes.
+The boxes of a component are *oriented*: the axes of every source are in the order of the targets, as after ``^T`` or a
+permutation of the language. Source boxes and target boxes then have equal shapes.
 
 Statements are executed in order, and a name refers to its last assignment. A component that reads a left name precedes
 the component that overwrites it. Components in a cycle, and those behind them, read copies that are made beforehand.

@@ -1,18 +1,16 @@
-"""One layer for all that are like it: what is said of it, with a placeholder for its number, holds for each.
+"""Reduce a mapping to one layer of each kind, whose text with placeholders holds for all layers of the kind.
 
-A *layer* is all tensors of both sides whose names have the same first number. Two layers are alike if exchanging their
-numbers changes nothing: the same names, shapes, dtypes and cuts, made alike, of tensors of the same layer. A mapping
-with one layer of each kind is then a model of the whole one in little:
+A *layer* is all tensors of both sides whose names have the same first number. Two layers are alike if they have the
+same names apart from the number, shapes, dtypes, cuts and templates, and read tensors of their own layer only. The
+reduced mapping has the first layer of each kind:
 
-- a pattern matches a layer if and only if it matches the one that stands for it, so that a statement with a placeholder
-  becomes, for every layer, the steps of that one with the number exchanged;
-- no step of one layer reads or writes a name of another, so that these steps mean the boxes of that one, with the
-  number exchanged, which are the boxes of the layer.
+- a pattern matches a layer if and only if it matches the first layer of its kind, so that a statement with a
+  placeholder expands to equal steps with other numbers;
+- no step of one layer reads or writes a name of another, so that these steps give equal boxes with other numbers.
 
-So text that is read back as the little mapping is read back as the whole one, unless it names by number a layer that
-stands for others; :meth:`InLittle.holds_for_all` tells. Layers of which this is not certain stand for themselves alone:
-those that exchange tensors with others, have tensors that are dropped or fresh, or are numbered in another way than a
-placeholder writes numbers. Linear in the names.
+Text that is evaluated to the reduced mapping is therefore evaluated to the whole one, unless it contains the number of
+a reduced layer (:meth:`ReducedMapping.holds_for_all`). Not reduced are layers that exchange tensors with others, have
+tensors that are dropped or fresh, or have numbers in another form than placeholders. Linear in the names.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _PLAIN = re.compile(r"0|[1-9][0-9]{0,17}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.$]*")
 
 Split = tuple[str, str, str]
-"""A name before the number of its layer, the number, and the name behind it; the last two empty for one of no layer."""
+"""The text before the number of the layer, the number, and the text after it. Names without a layer have the first."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +36,24 @@ class ReducedMapping:
 
     Args:
         mapping: the mapping.
-        standing: the numbers of the layers that stand for others.
+        standing: the numbers of layers that represent others.
     """
 
     mapping: Mapping
     standing: frozenset[str]
 
     def holds_for_all(self, statements: Iterable[str]) -> bool:
-        """Whether what means the little mapping means the whole one: it names no layer that stands for others."""
+        """Return whether the statements contain no number of a layer that represents others."""
         first = (_FIRST.search(name) for statement in statements for name in _NAME.findall(statement))
         return not any(found is not None and found.group(1) in self.standing for found in first)
 
 
 def reduce_layers(mapping: Mapping, hints: Hints) -> ReducedMapping | None:
-    """Return the mapping with one layer of each kind, or None where all layers differ.
+    """Return the mapping with one layer of each kind, or None if all layers differ.
 
     Args:
         mapping: the whole mapping.
-        hints: what else the text depends on, by name.
+        hints: shards and layouts by name, on which the text depends as well.
     """
     split = {name: _split(name) for name in (*mapping.targets, *mapping.sources)}
     alone = _alone(mapping, split)
@@ -81,14 +79,14 @@ def reduce_layers(mapping: Mapping, hints: Hints) -> ReducedMapping | None:
 
 def _split(name: str) -> Split:
     found = _FIRST.search(name)
-    # Without a name behind the number: parts of `a.1` would be named `a.1_0`, and that is a name of no layer.
+    # The number needs a name after it: parts of `a.1` would be `a.1_0`, which is not a name of a layer.
     if found is None or name[found.end() : found.end() + 1] != "." or not _PLAIN.fullmatch(found.group(1)):
         return name, "", ""
     return name[: found.start(1)], found.group(1), name[found.end(1) :]
 
 
 def _alone(mapping: Mapping, split: dict[str, Split]) -> set[str]:
-    """Return the numbers of the layers that are like no other, whatever is in them."""
+    """Return the numbers of the layers that are not reduced."""
     alone: set[str] = set()
     read: set[str] = set()
     for name, made in mapping.made.items():
@@ -96,16 +94,16 @@ def _alone(mapping: Mapping, split: dict[str, Split]) -> set[str]:
         if numbers != {split[name][1]}:
             alone |= numbers | {split[name][1]}
         read.update(made.names)
-    # What is fresh or dropped is said by name.
+    # Fresh and dropped tensors are written by name.
     alone |= {split[name][1] for name in mapping.targets.keys() - mapping.made.keys()}
     alone |= {split[name][1] for name in mapping.sources.keys() - read}
     return alone
 
 
 def _facts(name: str, made: TensorSources, mapping: Mapping, hints: Hints, split: dict[str, Split]) -> object:
-    """Everything that is known of a tensor and of what it is made of, but for the number of its layer."""
+    """Return all facts about a tensor and its sources, without the number of the layer."""
     sources = [
         (split[one][::2], mapping.sources.get(one), hints.left.get(one), hints.per_rank.get(one)) for one in made.names
     ]
     target = (split[name][::2], mapping.targets.get(name), hints.right.get(name), hints.per_rank.get(name))
-    return target, made.stencil, tuple(sources)
+    return target, made.template, tuple(sources)

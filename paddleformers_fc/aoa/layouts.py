@@ -1,7 +1,7 @@
-"""Which layout of the language a row of runs follows, with the numbers of its statement.
+"""Find the layout of the language that the runs of a component follow, and the attributes of its statement.
 
-A layout that follows the number of tensor-parallel shards is chosen only where the tensor is cut into just as many
-shards as it has rounds; everything else is said with lengths, which mean the same on any number of ranks.
+A layout per tensor-parallel shard is chosen only if the tensor has as many shards as groups. All others are written
+with lengths, which are independent of the number of ranks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _MOST_HEADS = 4096
 
 @dataclass(frozen=True, slots=True)
 class FusedLayout:
-    """A layout as a statement gives it.
+    """The layout of a statement.
 
     Args:
-        attributes: what stands behind the names, without the first comma.
+        attributes: its attributes, without the first comma.
         sources: the left names, in order.
         targets: the right names, in order.
-        by_shards: whether its rounds are the number of shards of the tensors that it names.
+        by_shards: whether the number of groups is the number of shards.
     """
 
     attributes: str
@@ -34,12 +34,12 @@ class FusedLayout:
 
 
 def layout_of(row: AxisComponent, hints: Hints, taken: frozenset[str]) -> FusedLayout | None:
-    """Return the layout of a row, or None where no single statement says it.
+    """Return the layout of a row, or None if no single statement expresses it.
 
     Args:
         row: the runs.
         hints: shards and heads.
-        taken: names that no statement may make up.
+        taken: the names of all tensors, which intermediate names must not repeat.
     """
     sources, targets = tuple(row.sources), tuple(row.targets)
     by_shards = _per_rank(row, hints)
@@ -50,7 +50,7 @@ def layout_of(row: AxisComponent, hints: Hints, taken: frozenset[str]) -> FusedL
 
 
 def _plain(row: AxisComponent) -> str | None:
-    """Whole tensors behind each other, or one tensor in equal lengths."""
+    """Match whole tensors in order, or one tensor in equal lengths."""
     sources, targets = row.sources, row.targets
     if len(targets) == 1 and len(sources) > 1 and row.is_interleaving(tuple(sources.values()), 1, 1):
         return f"axis={row.axis}"
@@ -61,7 +61,7 @@ def _plain(row: AxisComponent) -> str | None:
 
 
 def _per_rank(row: AxisComponent, hints: Hints) -> str | None:
-    """Gate and up, or query, key and value, in as many rounds as there are shards."""
+    """Match gate and up, or query, key and value, in one group per shard."""
     sources, targets = list(row.sources), list(row.targets)
     if len(sources) > 1 and len(targets) > 1:
         return None
@@ -78,7 +78,7 @@ def _per_rank(row: AxisComponent, hints: Hints) -> str | None:
     halves = (FFN in kinds or not kinds) and half[0] == half[1] and len(lengths) < 3
     if halves and row.is_interleaving(half, read, written):
         return _with_axis(FFN, row.axis)
-    # Where query, key and value are apart, their rounds are said per kv head, on any number of ranks.
+    # Separate query, key and value are written per kv head, which is independent of the number of ranks.
     parts = _headed(lengths, hints.heads) if QKV in kinds or len(lengths) == 1 else ()
     if hints.heads is None or not parts:
         return None
@@ -90,7 +90,7 @@ def _per_rank(row: AxisComponent, hints: Hints) -> str | None:
 
 
 def _per_head(row: AxisComponent, taken: frozenset[str]) -> str | None:
-    """Query, key and value in one round per kv head."""
+    """Match query, key and value in one group per kv head."""
     sources, targets = list(row.sources), list(row.targets)
     lengths = _lengths(row)
     if len(lengths) != 3 or min(len(sources), len(targets)) != 1:
@@ -141,5 +141,5 @@ def _shards(cuts: Shape | None, axis: int) -> int:
 
 
 def _with_axis(attributes: str, axis: int) -> str:
-    """Fused layouts lie along axis 1 unless another is given."""
+    """Return the attributes with the axis, unless it is the default 1."""
     return attributes if axis == 1 else f"{attributes}, axis={axis}"

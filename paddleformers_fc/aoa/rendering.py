@@ -1,8 +1,8 @@
-"""A mapping as AOA text: few statements with placeholders where that is exact, whole names elsewhere.
+"""Render a mapping as AOA text: few statements with placeholders where that is exact, whole names elsewhere.
 
-What is written is read back with :func:`parse` and compared, box by box; text that means anything else is never
-returned. Layers that are alike are written, and read back, once (:mod:`.layers`). Linear in the names, and in the
-correspondences of one layer of each kind, up to sorting.
+The text is parsed again and compared, box by box; text with another mapping is never returned. Layers that are alike
+are rendered and verified once (:mod:`.layers`). Linear in the names, and in the correspondences of one layer of each
+kind, up to sorting.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _REMOVED = TensorSpec((1,), "float32")
 def render(mapping: Mapping, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:
     """Return the statements of a mapping, from its sources to its targets.
 
-    Equal names without a change need no statement: the language maps them.
+    Equal names without a change have no statement: the language maps them implicitly.
 
     Args:
         mapping: a mapping that was proved.
         hints: numbers of shards and heads; without them no statement depends on the ranks.
         reverse: write the statements from the targets to the sources instead.
     Returns:
-        statements that Paddle's own engine reads as this mapping.
+        statements that Paddle's own engine evaluates to this mapping.
     Raises:
-        MappingError: with everything that the language cannot say.
+        MappingError: with everything that the language does not express.
     """
     hints = hints or Hints()
     little = reduce_layers(mapping, hints)
     if little is not None:
-        # What one layer cannot say, all of them shall be named for.
+        # If one layer cannot be rendered, the error lists all of them.
         with contextlib.suppress(MappingError):
             statements = _directed(little.mapping, hints, reverse)
             if little.holds_for_all(statements):
@@ -156,14 +156,14 @@ def _raise_refused(refused: Iterable[str]) -> None:
     evidence = fold(dict.fromkeys(refused))
     if evidence:
         raise MappingError(
-            "The AOA language cannot say this mapping.",
+            "The AOA language does not express this mapping.",
             evidence=evidence,
-            next_step="The mapping itself is sound and is kept in full in mapping.json; only the text is missing.",
+            next_step="Use the mapping without its text: it is proved, and mapping.json contains all of it.",
         )
 
 
 def _verify(statements: list[str], mapping: Mapping, hints: Hints) -> None:
-    """Refuse text that is read back as anything else."""
+    """Refuse text that is evaluated to another mapping."""
     left = _tensors(mapping.sources, hints.left)
     for name in mapping.dropped:
         left.setdefault(name, AoaTensor(_REMOVED.shape, _REMOVED.dtype, (1,)))
@@ -175,12 +175,12 @@ def _verify(statements: list[str], mapping: Mapping, hints: Hints) -> None:
         evidence = error.evidence
     else:
         if normal(back) != normal(mapping) or (back.fresh, back.dropped) != (mapping.fresh, mapping.dropped):
-            evidence = (*statements[:_SHOWN], "is read as another mapping")
+            evidence = (*statements[:_SHOWN], "is evaluated to another mapping")
     if evidence:
         raise MappingError(
-            "The AOA text of this mapping would not be read as the mapping.",
+            "The AOA text of this mapping is evaluated to another mapping.",
             evidence=evidence,
-            next_step="This is a fault of this package; report it. Only the text is lost.",
+            next_step="Report this fault of the package. Only the text is missing.",
         )
 
 

@@ -1,7 +1,7 @@
-"""Blocks that lie along one axis, and the layouts of the language that they follow.
+"""Components whose boxes differ on one axis only, as runs along this axis.
 
-Along the axis a component is a list of *runs*: a number of elements of a source and of a target, each with an offset.
-The layout is found by interleaving parts in groups and comparing; names are no evidence.
+A *run* is a number of elements of a source and of a target, each with an offset. Layouts are found by comparing the
+runs with those of interleaved parts, never by names.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Hints:
     """Facts that boxes do not contain.
 
     Args:
-        left: into how many shards every left tensor is cut, per axis; whole where it is not named.
+        left: the number of shards of left tensors on each axis; others have one.
         right: the same for the right side.
-        per_rank: tensors whose fused layout follows their number of shards, also where that is one: ``fused_ffn`` or
-            ``fused_qkv_old`` by name.
+        per_rank: tensors whose fused layout is per shard, even of a single one: ``fused_ffn`` or ``fused_qkv_old`` by
+            name.
         heads: numbers of query heads and of kv heads, for layouts that are fused per rank.
     """
 
@@ -51,8 +51,8 @@ class AxisComponent:
 
     Args:
         component: the component.
-        axis: the axis, the same for all its tensors as they are seen.
-        runs: ordered by target and place in it, neighbours joined.
+        axis: the axis, the same for all its oriented tensors.
+        runs: ordered by target and offset, merged if adjacent.
     """
 
     component: Component
@@ -61,7 +61,7 @@ class AxisComponent:
 
     @property
     def is_move(self) -> bool:
-        """Whether, all in all, one whole tensor becomes one whole tensor."""
+        """Whether one whole tensor becomes one whole tensor."""
         return len(self.runs) == len(self.component.sources) == len(self.component.targets) == 1
 
     @property
@@ -72,12 +72,12 @@ class AxisComponent:
 
     @property
     def targets(self) -> dict[str, int]:
-        """Length of every target along the axis, in the order in which the sources hold them."""
+        """Length of every target along the axis, in the order of the sources."""
         order = dict.fromkeys(run.target for run in sorted(self.runs, key=lambda run: (run.source, run.source_at)))
         return {name: self.component.targets[name][self.axis] for name in order}
 
     def unit(self, source: str) -> int:
-        """Return the longest length in which all runs of a source begin and end."""
+        """Return the longest length that divides the offsets and lengths of all runs of a source."""
         places = [place for run in self.runs if run.source == source for place in (run.source_at, run.length)]
         return gcd(self.component.sources[source][self.axis], *places)
 

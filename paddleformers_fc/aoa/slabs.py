@@ -1,4 +1,4 @@
-"""Components with a stack: cut along one axis into slabs, each of which is a component of its own."""
+"""Cut components with a stack along one axis into slabs, each of which is a component."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Slabs:
     """A stack and its slabs.
 
     Args:
-        stack: the name of the tensor that holds the slabs.
-        axis: the axis along which they lie.
-        view: how the stack is seen where it is the source; None where it is the target.
+        stack: the name of the tensor that contains the slabs.
+        axis: the axis of the slabs.
+        view: the orientation of a stack that is the source; None if it is the target.
         components: the slabs, in order; in each the stack is replaced by ``<stack>_<index>``.
     """
 
@@ -27,10 +27,10 @@ class Slabs:
 
 
 def slabs_of(component: Component) -> Slabs | None:
-    """Return the stack of a component, or None where it has none.
+    """Return the stack of a component, or None.
 
     Raises:
-        Inexpressible: where a stacked source has slabs of several lengths.
+        Inexpressible: a stacked source has slabs of several lengths.
     """
     for side in (len(component.targets) == 1, False):
         if side or len(component.sources) == 1:
@@ -47,7 +47,7 @@ def _box(piece: BoxPair, of_target: bool) -> Box:
 
 
 def _groups(pieces: Iterable[BoxPair], axis: int, *, of_target: bool) -> list[list[BoxPair]]:
-    """Pieces whose boxes overlap along the axis, together."""
+    """Return groups of pieces whose boxes overlap along the axis."""
     groups: list[list[BoxPair]] = []
     end = 0
     for piece in sorted(pieces, key=lambda piece: _box(piece, of_target).lo[axis]):
@@ -97,7 +97,7 @@ def _source_slabs(component: Component, axis: int, groups: list[list[BoxPair]]) 
     for index, group in enumerate(groups):
         begin, end = _span(group, axis, of_target=False)
         if (end - begin) * len(groups) != shape[axis]:
-            raise Inexpressible(f"{stack}: the language splits equally only, and its slabs have several lengths")
+            raise Inexpressible(f"{stack}: the language has equal splits only, and its slabs have several lengths")
         name = f"{stack}_{index}"
         targets = dict.fromkeys(piece.target for piece in group)
         pieces = [replace(piece, source=name, source_box=_moved(piece.source_box, axis, -begin)) for piece in group]

@@ -1,7 +1,7 @@
-"""From a component to the statements that say it.
+"""Render a component as statements.
 
-A statement is chosen by what it is exact for: a rename, a layout that one statement has, or, where there is none,
-lengths in which everything begins and ends: split into equal parts, named as an array, and joined again.
+A component is a rename, a layout of one statement, or in general a split into equal parts, which are named as an array
+and joined again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Text:
     """One statement in writing.
 
     Args:
-        left: what is read: names with ``^T`` or ``[0:2]``.
-        right: what is written.
-        attributes: what follows, without the first comma; may be empty.
+        left: the names that are read, with ``^T`` or ``[0:2]``.
+        right: the names that are written.
+        attributes: the attributes, without the first comma; may be empty.
     """
 
     left: tuple[str, ...]
@@ -44,7 +44,7 @@ class StatementWriter:
 
     Args:
         hints: shards and heads.
-        taken: names of all tensors of both sides, which no statement may make up.
+        taken: names of all tensors of both sides, which intermediate names must not repeat.
     """
 
     def __init__(self, hints: Hints, taken: frozenset[str]) -> None:
@@ -52,10 +52,10 @@ class StatementWriter:
         self._taken = taken
 
     def said(self, component: Component) -> list[Text]:
-        """Return the statements of a component; none where equal names say it.
+        """Return the statements of a component; none for equal names.
 
         Raises:
-            Inexpressible: where the language cannot say it.
+            Inexpressible: the language does not express the component.
         """
         row = None if component.is_move else axis_component(component)
         if component.is_move or (
@@ -66,7 +66,7 @@ class StatementWriter:
             return self._row(row)
         slabs = slabs_of(component)
         if slabs is None:
-            raise Inexpressible(f"{component.names}: the boxes lie along several axes in a way that no statements make")
+            raise Inexpressible(f"{component.names}: no statements express boxes that differ on several axes")
         return self._slabs(slabs)
 
     def _move(self, component: Component) -> list[Text]:
@@ -87,7 +87,7 @@ class StatementWriter:
         layout = layout_of(row, self._hints, self._taken)
         if layout is None:
             return self._parts(row)
-        # Paddle loses the number of shards of a tensor that such a statement reads transposed: turn it first.
+        # Paddle loses the number of shards of a tensor that such a statement reads transposed.
         turned_first = layout.by_shards and len(layout.sources) == 1
         said: list[Text] = []
         left = [self.seen(name, row.component.views[name], said, plain=turned_first) for name in layout.sources]
@@ -125,9 +125,9 @@ class StatementWriter:
     def _array(self, name: str, count: int) -> str:
         """Return the array of a name, whose elements must not be tensors."""
         if count > _MOST_PARTS:
-            raise Inexpressible(f"{name}: the language splits equally only, and this would need {count} equal parts")
+            raise Inexpressible(f"{name}: the language has equal splits only, and this one has {count} parts")
         if not self._taken.isdisjoint(f"{name}_{index}" for index in range(count)):
-            raise Inexpressible(f"{name}: its parts would be named {name}_0 and so on, and such tensors exist")
+            raise Inexpressible(f"{name}: its parts would have the names {name}_0 and so on, and such tensors exist")
         return f"{name}[0:{count}]"
 
     def _slabs(self, slabs: Slabs) -> list[Text]:
@@ -145,11 +145,11 @@ class StatementWriter:
 
 
 def name_fault(name: str) -> str | None:
-    """Why the language cannot name a tensor, or None where it can."""
+    """Return why a name is not valid in the language, or None."""
     if name == NOTHING or name in KEYWORDS:
-        return f"{name}: is a word of the language"
+        return f"{name}: is a keyword of the language"
     if _IDENTIFIER.fullmatch(name) is None:
-        return f"{name}: names hold letters, digits, `_` and `.` only, and begin with a letter or `_`"
+        return f"{name}: names consist of letters, digits, `_` and `.`, and begin with a letter or `_`"
     return None
 
 
@@ -166,7 +166,7 @@ def _cast(view: SourceView) -> str:
         return ""
     for dtype in view.cast:
         if dtype not in DTYPES:
-            raise Inexpressible(f"a cast with {dtype}: the language knows {', '.join(DTYPES)}")
+            raise Inexpressible(f"a cast with {dtype}: the language has {', '.join(DTYPES)}")
     return f"src_dtype='{view.cast[0]}', dst_dtype='{view.cast[1]}'"
 
 

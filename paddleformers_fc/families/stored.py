@@ -81,9 +81,7 @@ def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription | None, Ru
         document = _documents.decode(data)
         model = _models.decode(document.model)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(
-            "The mapping of this checkpoint cannot be read.", where=where, evidence=[str(error)]
-        ) from error
+        raise FormatError("Invalid mapping of the checkpoint.", where=where, evidence=[str(error)]) from error
     if document.format == 1:
         ignored_extensions(data, _RULE_FIELDS, where)
         return None, decode_rules(data, where)

@@ -1,6 +1,6 @@
 """Mappings between two spaces of named tensors, as geometry, with their reverse, composition and proof.
 
-Nothing here reads a file or imports a framework: a mapping is names, shapes, dtypes and boxes.
+A mapping consists of names, shapes, dtypes and boxes. The package reads no file and imports no framework.
 """
 
 from paddleformers_fc.mapping.boxes import Box, Shape

@@ -1,10 +1,9 @@
-"""Whether two mappings move the same numbers to the same places.
+"""Compare two mappings: equal mappings move the same elements to the same positions.
 
-The proof of one mapping (:mod:`.prove`) cannot know that a query was taken for a key of the same shape, or a square
-matrix for its transpose: such a mapping is total and single-writer too. What knows is the declaration it came from.
-So a mapping that was stored, edited or handed on is compared with the one that is declared: wherever two target boxes
-overlap, both must read the same source at the same place under the same axes. Together with both proofs, that makes
-them equal functions.
+The proof of one mapping (:mod:`.prove`) does not detect a query that is read as a key of the same shape, or a square
+matrix that is read as its transpose: such a mapping is total and single-writer as well. A stored or edited mapping is
+therefore compared with the declared one. Wherever two target boxes overlap, both must read the same source at the same
+position under the same axes. Together with both proofs, this makes them equal functions.
 
 Linear in the tensors, and for each kind of them in its boxes, up to the bisection that finds overlaps.
 """
@@ -22,27 +21,27 @@ from paddleformers_fc.text import count_text
 
 
 def require_agreement(mapping: Mapping, declared: Mapping, title: str, next_step: str) -> None:
-    """Refuse a mapping that moves any number elsewhere than the declared one does.
+    """Refuse a mapping that differs from the declared one.
 
     Args:
-        mapping: what is in question; proved.
-        declared: what it must be equal to; proved.
-        title: how the error names the mapping.
-        next_step: what the reader can do.
+        mapping: the mapping to check; proved.
+        declared: the declared mapping; proved.
+        title: the name of the mapping in the error.
+        next_step: the next step of the error.
     Raises:
-        MappingError: with every tensor on which they disagree, indices folded.
+        MappingError: with every tensor on which they differ, indices folded.
     """
     faults = list(disagreements(mapping, declared))
     if faults:
         raise MappingError(
-            f"{title} is not what its family declares: {count_text(len(faults), 'difference')}.",
+            f"{title} differs from the declaration of its family: {count_text(len(faults), 'difference')}.",
             evidence=fold(faults),
             next_step=next_step,
         )
 
 
 def disagreements(mapping: Mapping, declared: Mapping) -> Iterator[str]:
-    """Yield one line per place where the two differ; each line starts with the target's name."""
+    """Yield one line per difference; each line starts with the target's name."""
     alike: set[tuple[object, ...]] = set()
     for name in mapping.targets.keys() | declared.targets.keys():
         if mapping.targets.get(name) != declared.targets.get(name):
@@ -56,7 +55,7 @@ def disagreements(mapping: Mapping, declared: Mapping) -> Iterator[str]:
         # Names matter only in which of them are the same.
         places: dict[str, int] = {}
         same = tuple([places.setdefault(source, len(places)) for source in (*ours.names, *theirs.names)])
-        key = (ours.stencil, theirs.stencil, same)
+        key = (ours.template, theirs.template, same)
         if key in alike:
             continue
         faults = list(_differences(name, ours, theirs))
@@ -66,9 +65,9 @@ def disagreements(mapping: Mapping, declared: Mapping) -> Iterator[str]:
 
 
 def _differences(name: str, ours: TensorSources, theirs: TensorSources) -> Iterator[str]:
-    for link in ours.stencil.links:
-        for index in theirs.stencil.finder.near(link.target_box):
-            other = theirs.stencil.links[index]
+    for link in ours.template.links:
+        for index in theirs.template.finder.near(link.target_box):
+            other = theirs.template.links[index]
             common = link.target_box.intersect(other.target_box)
             if common is None:
                 continue

@@ -1,10 +1,9 @@
-"""Boxes of integer coordinates: the one shape that every shard, rule and range is made of.
+"""Boxes of integer coordinates, which shards, rules and ranges consist of.
 
-A :class:`Box` is half open on every axis, ``lo <= x < hi``. A zero-dimensional box holds exactly one element.
-:func:`cover_faults` decides whether a set of boxes tiles a tensor: along the first axis on which the boxes differ
-it sorts and recurses into the slabs, so that n boxes of one interleaving cost O(n log n) and no element is visited.
-Boxes that overlap in every direction at once would cost a power of n: they are refused when the work exceeds a bound
-that no layout comes near.
+A :class:`Box` is half open on every axis, ``lo <= x < hi``. A zero-dimensional box contains exactly one element.
+:func:`cover_faults` checks whether boxes tile a tensor. It sorts along the first axis on which the boxes differ and
+recurses into the slabs, so that n boxes of one interleaving take O(n log n) and no element is visited. Boxes that
+overlap on every axis would take a power of n. They are refused when the work exceeds a bound far above any layout.
 """
 
 from __future__ import annotations
@@ -92,11 +91,11 @@ def shifted(shape: Shape, offset: Shape) -> Box:
 
 
 class BoxFinder:
-    """Finds, among many boxes of one tensor, those that may touch a given box.
+    """Finds the boxes of one tensor that may touch a given box.
 
-    The boxes of one tensor nearly always lie in stretches of one axis that do not overlap, and those of one stretch in
-    stretches of another axis, as the parts of stacked experts do; a bisection per axis then finds the few that matter.
-    Boxes that are not so ordered are all returned, and the caller intersects them.
+    The boxes of one tensor nearly always form disjoint stretches of one axis, and those of one stretch form stretches
+    of another axis, as the parts of stacked experts do. A bisection per axis then finds the candidates. Boxes without
+    this order are all returned, and the caller intersects them.
 
     Args:
         boxes: boxes of equal rank, in any order.
@@ -106,7 +105,7 @@ class BoxFinder:
         self._root = _branch(list(range(len(boxes))), boxes)
 
     def near(self, box: Box) -> Sequence[int]:
-        """Indices of the boxes that may share an element with ``box``; a superset of those that do."""
+        """Return the indices of boxes that may share an element with ``box``: a superset of those that do."""
         if isinstance(self._root, list):
             return self._root
         found: list[int] = []
@@ -116,7 +115,7 @@ class BoxFinder:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """Stretches of one axis, one behind the other, and what lies in each."""
+    """Disjoint stretches of one axis in order, and the boxes of each."""
 
     axis: int
     los: list[int]
@@ -151,7 +150,7 @@ def _search(branch: _Branch, box: Box, found: list[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CoverFault:
-    """One place where boxes fail to tile: a gap (``writers`` is empty) or an overlap (two indices)."""
+    """A gap between boxes (``writers`` is empty) or an overlap (two indices)."""
 
     where: Box
     writers: tuple[int, ...]
@@ -164,10 +163,9 @@ def cover_faults(outer: Box, boxes: Sequence[Box]) -> list[CoverFault]:
         outer: the box to be tiled.
         boxes: boxes inside ``outer``, in any order. Boxes of no volume are ignored.
     Returns:
-        gaps and overlaps, the first of each kind per slab; not every element of a large fault is listed, and of many
-        faults only the first ones are.
+        gaps and overlaps, the first of each kind per slab. Elements of large faults and further faults are omitted.
     Raises:
-        MappingError: the boxes overlap in so many ways that it cannot be decided in bounded time.
+        MappingError: the boxes overlap in too many ways for a check in bounded time.
     """
     if outer.volume == 0 or _is_row(outer, boxes):
         return []
@@ -175,7 +173,7 @@ def cover_faults(outer: Box, boxes: Sequence[Box]) -> list[CoverFault]:
 
 
 class _Work:
-    """How much may still be done for one tensor."""
+    """The remaining work for one tensor."""
 
     def __init__(self, boxes: int) -> None:
         self._left = _WORK_AT_LEAST + _WORK_PER_BOX * boxes
@@ -185,13 +183,13 @@ class _Work:
         self._left -= count
         if self._left < 0:
             raise MappingError(
-                f"The {self._boxes} boxes of a tensor overlap in more ways than any layout has.",
-                next_step="The description of the tensor is damaged; restore it or use another checkpoint.",
+                f"The {self._boxes} boxes of a tensor overlap in more ways than in any layout.",
+                next_step="Restore the damaged description of the tensor, or use another checkpoint.",
             )
 
 
 def _is_row(outer: Box, boxes: Sequence[Box]) -> bool:
-    """Return whether the boxes lie one behind the other along one axis and fill ``outer``: what every rule makes."""
+    """Return whether the boxes are consecutive along one axis and fill ``outer``, as those of every rule."""
     ordered = sorted(boxes, key=attrgetter("lo"))
     if not outer.lo:
         return len(ordered) == 1

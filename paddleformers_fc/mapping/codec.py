@@ -1,10 +1,9 @@
-"""Rules as JSON, for ``mapping.json`` in a checkpoint: self-describing, strict when read back, never a pickle.
+"""Rules as JSON, for ``mapping.json`` in a checkpoint: self-describing and strict when decoded.
 
-What is read may have been damaged or made up. Here it is checked that every number and name of the rules stands for
-something; that the rules fit their tensors is checked where they are applied. Time and memory are linear in the text.
+The text may be damaged or hostile. Every number and name of the rules is checked here; whether the rules fit their
+tensors is checked where they are applied. Time and memory are linear in the text.
 
-The rules that were read last are kept, about twice their text: a job reads the same text whenever it loads, equal texts
-are equal rules, and rules are immutable.
+The last rules are kept, about twice their text: every load of a job reads the same text, and rules are immutable.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _last: dict[bytes, RuleSet] = {}
 """The rules that were read last, by a cryptographic digest of their text."""
 
 _rules = msgspec.json.Decoder(RuleSet)
-_RESTORE = "The file is damaged or written by another version; restore it from a copy."
+_RESTORE = "Restore the file from a copy; it is damaged, or another version wrote it."
 
 
 def encode_rules(rules: RuleSet) -> bytes:
@@ -36,9 +35,9 @@ def decode_rules(data: bytes, where: str) -> RuleSet:
 
     Args:
         data: UTF-8 JSON.
-        where: the file it came from, for the error.
+        where: the path of the file, for the error.
     Raises:
-        FormatError: where the JSON is malformed or not a set of rules.
+        FormatError: the JSON is malformed or not a set of rules.
     """
     digest = hashlib.sha256(data).digest()
     rules = _last.get(digest)
@@ -54,12 +53,12 @@ def _decoded(data: bytes, where: str) -> RuleSet:
         rules = _rules.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
-            "The mapping of this checkpoint cannot be read.", where=where, evidence=[str(error)], next_step=_RESTORE
+            "Invalid mapping of the checkpoint.", where=where, evidence=[str(error)], next_step=_RESTORE
         ) from error
     faults = list(_faults(rules))
     if faults:
         raise FormatError(
-            "The mapping of this checkpoint speaks of tensors that cannot be.",
+            "The mapping of the checkpoint contains invalid tensors.",
             where=where,
             evidence=fold(faults),
             next_step=_RESTORE,
@@ -73,18 +72,18 @@ def _faults(rules: RuleSet) -> Iterator[str]:
         if spec.shape in possible:
             continue
         if len(spec.shape) > MAX_AXES or not all(0 <= length <= MAX_LENGTH for length in spec.shape):
-            yield f"{name}: a tensor cannot have this shape"
+            yield f"{name}: invalid shape"
         else:
             possible.add(spec.shape)
     for name, cuts in rules.cuts.items():
         known = rules.targets.get(name)
         if known is None or len(cuts) != len(known.shape) or not all(1 <= count <= MAX_LENGTH for count in cuts):
-            yield f"{name}: cannot be cut like this"
+            yield f"{name}: invalid cuts {list(cuts)[:8]}"
     for tie in rules.ties:
         if tie.alias == tie.owner or rules.targets.get(tie.alias) != rules.targets.get(tie.owner):
-            yield f"{tie.alias}: cannot be another name of {tie.owner}, which is not the same"
+            yield f"{tie.alias}: is tied to {tie.owner}, which differs in shape or dtype, or is the same name"
         elif tie.owner not in rules.targets:
-            yield f"{tie.owner}: is tied and is no tensor of the model"
+            yield f"{tie.owner}: is tied and not a tensor of the model"
     for name in rules.fresh:
         if name not in rules.targets:
-            yield f"{name}: is declared to keep its values and is no tensor of the model"
+            yield f"{name}: is declared uninitialised and not a tensor of the model"

@@ -1,13 +1,12 @@
-"""The denotation of every rule: box correspondences, and what follows from them.
+"""Correspondences of boxes, and mappings as sets of them, with reverse and composition.
 
-A :class:`Correspondence` says that a box of one tensor *is* a box of another, up to a permutation of axes and a
-declared cast. A :class:`Mapping` is a set of them between two spaces of named tensors. Reading the set the other way
-is the reverse; joining two sets through a common space is the composition. Neither is ever written by hand.
+A :class:`Correspondence` states that a box of one tensor *is* a box of another, up to a permutation of axes and a
+declared cast. A :class:`Mapping` is a set of them between two spaces of named tensors. The reverse is the same set,
+read from target to source. Composition joins two sets through a common space.
 
-A mapping keeps, for every target, its stencil and the names of its sources; correspondences are spelled out where
-somebody wants to see them one by one.
+A mapping stores the template and the names of the sources of every target; single correspondences are made on demand.
 
-Cost: reversing and composing look up one stencil per target and do geometry once per kind of tensor, linear in its
+Cost: reverse and composition look up one template per target and do geometry once per kind of tensor, linear in its
 boxes up to the bisection that finds overlaps.
 """
 
@@ -34,7 +33,7 @@ __all__ = ["NEW_AXIS", "Correspondence", "Mapping", "TensorSources", "TensorSpec
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """What a tensor is, without its numbers.
+    """The description of a tensor without its values.
 
     Args:
         shape: the global shape, in elements.
@@ -56,7 +55,7 @@ class Correspondence:
         target_box: global coordinates in the target.
         axes: for every target axis the source axis that it reads, or -1 for a target axis of length one that the
             source does not have. A source axis that is not listed has length one.
-        cast: the dtype that the numbers are converted to on the way, or None where their bits are kept.
+        cast: the dtype that values are converted to, or None if their bits are kept.
     """
 
     source: str
@@ -72,14 +71,14 @@ class Correspondence:
 
 
 class TensorSources(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What one tensor is made of.
+    """The sources of one tensor.
 
     Args:
-        stencil: how; shared by all tensors that are made alike.
-        names: the tensors of the other space that the stencil counts.
+        template: the relation of their boxes; shared by all tensors with equal relations.
+        names: the tensors of the other space, in the order in which the template counts them.
     """
 
-    stencil: Template
+    template: Template
     names: tuple[str, ...]
 
 
@@ -90,9 +89,9 @@ class Mapping:
     Args:
         sources: every tensor of the source space.
         targets: every tensor of the target space.
-        made: what every target is made of; a target that nothing writes is not in it.
-        fresh: targets that no source writes and that keep their initial values, by declaration.
-        dropped: sources that nothing reads, by declaration.
+        made: the sources of every target that is written.
+        fresh: targets that keep their initial values, by declaration.
+        dropped: sources that no target reads, by declaration.
     """
 
     sources: dict[str, TensorSpec]
@@ -142,14 +141,14 @@ class Mapping:
 
     @cached_property
     def read(self) -> dict[str, TensorSources]:
-        """What every source that is read is made of, seen from the targets."""
-        # What a source becomes: the stencils of the targets that read it, and its place in each. Most have one reader.
+        """The targets of every source that is read."""
+        # The templates of the targets that read a source, and its place in each. Most sources have one reader.
         only: dict[str, tuple[Template, int, str]] = {}
         several: dict[str, list[tuple[Template, int, str]]] = {}
         for target, made in self.made.items():
-            stencil = made.stencil
+            template = made.template
             for place, source in enumerate(made.names):
-                reader = (stencil, place, target)
+                reader = (template, place, target)
                 first = only.setdefault(source, reader)
                 if first is not reader:
                     several.setdefault(source, [first]).append(reader)
@@ -159,22 +158,21 @@ class Mapping:
             readers = several.get(source) or (reader,)
             spec = self.sources.get(source)
             dtype = None if spec is None else spec.dtype
-            key = (dtype, *[(stencil, place) for stencil, place, _ in readers])
+            key = (dtype, *[(template, place) for template, place, _ in readers])
             found = known.get(key)
             if found is None:
-                found = known[key] = inverted([(stencil, place) for stencil, place, _ in readers], dtype)
+                found = known[key] = inverted([(template, place) for template, place, _ in readers], dtype)
             read[source] = TensorSources(found, tuple([target for _, _, target in readers]))
         return read
 
     def reversed(self) -> Mapping:
-        """Return the mapping from the targets back onto the sources: the same boxes, the casts turned round."""
+        """Return the mapping from the targets onto the sources: the same boxes with inverted casts."""
         return Mapping(self.targets, self.sources, self.read, self.dropped, self.fresh)
 
     def then(self, after: Mapping) -> Mapping:
-        """This mapping followed by ``after``, whose sources are this mapping's targets.
+        """Return this mapping followed by ``after``, whose sources are this mapping's targets.
 
-        Targets of ``after`` that read something this mapping does not write are left uncovered: :func:`prove` and the
-        plan name them.
+        Targets of ``after`` that read a tensor without sources here stay uncovered: :func:`prove` reports them.
         """
         composer = _Composer(self.made)
         made = {name: joint for name, last in after.made.items() if (joint := composer.joint(last)) is not None}
@@ -189,7 +187,7 @@ class Mapping:
 
 
 class _Composer:
-    """Joins what tensors are made of; geometry once for all that are joined alike."""
+    """Composes sources, with geometry once per kind of composition."""
 
     def __init__(self, first: dict[str, TensorSources]) -> None:
         self._first = first
@@ -206,16 +204,16 @@ class _Composer:
                 for made in first
             ]
         )
-        stencils = tuple([None if made is None else made.stencil for made in first])
-        key = (last.stencil, stencils, places)
+        templates = tuple([None if made is None else made.template for made in first])
+        key = (last.template, templates, places)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = pruned(composed(last.stencil, stencils, places))
-        stencil, kept = known
+            known = self._known[key] = pruned(composed(last.template, templates, places))
+        template, kept = known
         if not kept:
             return None
         names = tuple(index)
-        return TensorSources(stencil, names if len(kept) == len(names) else tuple([names[place] for place in kept]))
+        return TensorSources(template, names if len(kept) == len(names) else tuple([names[place] for place in kept]))
 
 
 def _made(items: Iterable[Correspondence]) -> dict[str, TensorSources]:
@@ -233,5 +231,5 @@ def _made(items: Iterable[Correspondence]) -> dict[str, TensorSources]:
 
 
 def _spelled(target: str, made: TensorSources) -> Iterator[Correspondence]:
-    for link in made.stencil.links:
+    for link in made.template.links:
         yield Correspondence(made.names[link.source], link.source_box, target, link.target_box, link.axes, link.cast)

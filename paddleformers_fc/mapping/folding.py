@@ -1,7 +1,7 @@
-"""Folding of lines that differ only in their indices: ``layers.0 … layers.31`` becomes ``layers.{0...31}``.
+"""Fold lines that differ only in their indices: ``layers.0 … layers.31`` becomes ``layers.{0...31}``.
 
-Lines are grouped by their text with every dotted number taken out; a group whose numbers form one run in one position
-(and are equal elsewhere) becomes one line, other groups stay as they are. Linear in the lines.
+Lines are grouped by their text without dotted numbers. A group with all combinations of its numbers becomes one line;
+other groups stay unfolded. Linear in the lines.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-# A longer number is no index, and more digits than Python turns into a number at all may be in a name.
+# Longer numbers are not indices, and names may have more digits than Python converts to a number.
 _INDEX = re.compile(r"(?<=\.)[0-9]{1,18}(?=\.)")
 _HOLE = "\0"
 
 
 def fold(lines: Iterable[str], limit: int = 200) -> list[str]:
-    """Lines with runs of indices folded, in order of first appearance.
+    """Return the lines with folded indices, in order of first appearance.
 
     Args:
         lines: any text; only numbers between two dots are folded.
-        limit: the largest number of lines returned; what is cut is counted in a last line.
+        limit: the maximum number of lines; a last line counts those that are omitted.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for line in lines:

@@ -1,13 +1,12 @@
 """The proof of a mapping, from names, shapes and dtypes alone.
 
-A mapping is right when every element of every target is written exactly once (or its target is declared fresh),
-every element of every source is read (or its source is declared dropped), every box lies inside its tensor, boxes
-of one correspondence have the same shape under its axes, and no dtype changes without a declared cast. Together these
-make ``reverse(forward)`` the identity on everything that is not cast: each source element has one place in the
-targets and each target element one place in the sources.
+A mapping is proved if every element of every target is written exactly once (or its target is declared fresh), every
+element of every source is read (or its source is declared dropped), every box is inside its tensor, boxes of one
+correspondence have the same shape under its axes, and no dtype changes without a declared cast. Together these make
+``reverse(forward)`` the identity on all values without a cast: each source element has one position in the targets, and
+each target element one position in the sources.
 
-What is made alike, of tensors that are alike, is proved once: linear in the tensors, and for each kind of them in its
-boxes, up to their sort.
+Each kind of tensor is proved once: linear in the tensors, and per kind in its boxes, up to their sort.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def prove(mapping: Mapping, title: str = "The mapping") -> None:
 
     Args:
         mapping: what to prove.
-        title: how the error names the mapping.
+        title: the name of the mapping in the error.
     Raises:
         MappingError: with every fault, indices folded.
     """
@@ -37,7 +36,7 @@ def prove(mapping: Mapping, title: str = "The mapping") -> None:
         raise MappingError(
             f"{title} cannot be proved: {count_text(len(faults), 'fault')}.",
             evidence=fold(faults),
-            next_step="Nothing was read or written. Mend the family's declaration or the model's configuration.",
+            next_step="Correct the family's declaration or the model's configuration. No tensor was read or written.",
         )
 
 
@@ -50,11 +49,11 @@ def faults_of(mapping: Mapping) -> Iterator[str]:
         if made is None:
             if name not in mapping.dropped:
                 yield from _tiling_faults(name, spec, [], "read")
-        elif (made.stencil, spec) not in sound:
-            faults = list(_tiling_faults(name, spec, [link.target_box for link in made.stencil.links], "read"))
+        elif (made.template, spec) not in sound:
+            faults = list(_tiling_faults(name, spec, [link.target_box for link in made.template.links], "read"))
             yield from faults
             if not faults:
-                sound.add((made.stencil, spec))
+                sound.add((made.template, spec))
 
 
 def _faults_of_targets(mapping: Mapping) -> Iterator[str]:
@@ -62,12 +61,12 @@ def _faults_of_targets(mapping: Mapping) -> Iterator[str]:
     sources, targets = mapping.sources, mapping.targets
     for name, made in mapping.made.items():
         spec, read = targets.get(name), tuple(map(sources.get, made.names))
-        key = (made.stencil, spec, read)
+        key = (made.template, spec, read)
         if key in sound:
             continue
-        faults = [fault for link in made.stencil.links for fault in _local_faults(name, spec, made, read, link)]
+        faults = [fault for link in made.template.links for fault in _local_faults(name, spec, made, read, link)]
         if spec is not None:
-            faults += _tiling_faults(name, spec, [link.target_box for link in made.stencil.links], "written")
+            faults += _tiling_faults(name, spec, [link.target_box for link in made.template.links], "written")
         yield from faults
         if not faults:
             sound.add(key)
@@ -81,9 +80,9 @@ def _local_faults(
 ) -> Iterator[str]:
     source, source_name = sources[link.source], made.names[link.source]
     if source is None:
-        yield f"{source_name}: is read but is no tensor of the source space"
+        yield f"{source_name}: is read and not a tensor of the source space"
     if target is None:
-        yield f"{name}: is written but is no tensor of the target space"
+        yield f"{name}: is written and not a tensor of the target space"
     if source is None or target is None:
         return
     for one, box, spec in ((source_name, link.source_box, source), (name, link.target_box, target)):
@@ -116,7 +115,7 @@ def _axes_faults(name: str, source_name: str, link: BoxLink) -> Iterator[str]:
 def _tiling_faults(name: str, spec: TensorSpec, boxes: list[Box], verb: str) -> Iterator[str]:
     if len(boxes) == 1 and boxes[0].hi == spec.shape and not any(boxes[0].lo):
         return
-    # A box of another rank was reported already; it has no place in this tensor.
+    # A box with another number of axes was reported already.
     fitting = [box for box in boxes if len(box.lo) == len(spec.shape)]
     for fault in cover_faults(whole(spec.shape), fitting):
         if fault.writers:

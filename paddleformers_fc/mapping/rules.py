@@ -108,7 +108,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         return shapes
 
     def faults(self, target_shapes: list[Shape]) -> Iterator[str]:
-        """Why this rule cannot denote anything for targets of these shapes; nothing where it can."""
+        """Yield why this rule is invalid for targets of these shapes."""
         ill_formed = self._ill_formed()
         if ill_formed:
             yield ill_formed
@@ -134,16 +134,14 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
                 yield f"{name} with shape {list(shape)} has no {self.slab}"
 
     def _ill_formed(self) -> str:
-        """Yield the faults that do not depend on tensors: missing or invalid names, parts and axes."""
+        """Return the fault that does not depend on tensors, or an empty text: invalid names, parts or axes."""
         used = [axis for axis in self.axes if axis != NEW_AXIS]
         if not self.sources or not self.targets or not self.parts or min(self.parts) < 0:
-            return (
-                f"{len(self.sources)} sources, {len(self.targets)} targets and parts {_short(self.parts)} are no rule"
-            )
+            return f"invalid rule: {len(self.sources)} sources, {len(self.targets)} targets, parts {_short(self.parts)}"
         if sorted(used) != list(range(len(used))) or not 0 <= self.axis < len(self.axes):
-            return f"axes {_short(self.axes)} with parts along axis {self.axis} are no order of axes"
+            return f"invalid order of axes {_short(self.axes)} with parts along axis {self.axis}"
         if self.stretches > MAX_STRETCHES:
-            return f"{self.source_blocks} and {self.target_blocks} rounds are more than {MAX_STRETCHES} stretches"
+            return f"{self.source_blocks} and {self.target_blocks} groups are more than {MAX_STRETCHES} stretches"
         return ""
 
     @property
@@ -160,7 +158,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         )
 
     def placements(self, target_shapes: list[Shape]) -> list[Placement]:
-        """Where every stretch of every part lies on both sides, without names: equal for all rules of one form.
+        """Return the boxes of every stretch of every part on both sides, equal for all rules of one form.
 
         Args:
             target_shapes: the global shape of every target.
@@ -192,8 +190,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
             source, target = self.sources[one.source], self.targets[one.target]
             yield Correspondence(source, one.source_box, target, one.target_box, self.axes, self.cast)
 
-    def stencils(self, target_shapes: list[Shape]) -> list[tuple[Template, tuple[int, ...]]]:
-        """How every target is made, and which of the sources it is made of: equal for all rules of one form.
+    def templates(self, target_shapes: list[Shape]) -> list[tuple[Template, tuple[int, ...]]]:
+        """Return the template of every target and the positions of its sources, equal for all rules of one form.
 
         Args:
             target_shapes: the global shape of every target.
@@ -205,7 +203,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two target names of one tensor. The owner carries it; the alias must be equal to it, bit for bit."""
+    """Two target names of one tensor. The owner is in the mapping; the alias must be equal to it, bit for bit."""
 
     owner: str
     alias: str
@@ -278,26 +276,26 @@ def _narrowed(box: Box, slab: Slab) -> Box:
 
 @dataclass(frozen=True)
 class _Form:
-    """What all rules of one form share: whether they fit, their sources' shapes, and how their targets are made."""
+    """The properties that all rules of one form share: validity, shapes of the sources, templates of the targets."""
 
     faults: bool
     source_shapes: list[Shape]
-    stencils: list[tuple[Template, tuple[int, ...]]]
+    templates: list[tuple[Template, tuple[int, ...]]]
 
     @cached_property
     def links(self) -> int:
-        """How many boxes the targets are made of."""
-        return sum(len(stencil.links) for stencil, _ in self.stencils)
+        """The number of boxes of the targets."""
+        return sum(len(template.links) for template, _ in self.templates)
 
 
 def _form_of(rule: Rule, shapes: list[Shape]) -> _Form:
     if any(rule.faults(shapes)):
         return _Form(True, [], [])
-    return _Form(False, rule.source_shapes(shapes[0]), rule.stencils(shapes))
+    return _Form(False, rule.source_shapes(shapes[0]), rule.templates(shapes))
 
 
 class _Maker:
-    """Collects what targets are made of, rule by rule; a stack of experts is filled by a rule per expert."""
+    """Collects the sources of targets, rule by rule; one rule per expert fills a stack of experts."""
 
     def __init__(self) -> None:
         self._made: dict[str, TensorSources] = {}
@@ -305,11 +303,11 @@ class _Maker:
         self._stacks: dict[tuple[object, ...], Template] = {}
 
     def add(self, rule: Rule, form: _Form) -> None:
-        """Note what one rule writes."""
+        """Add the targets of one rule."""
         sources = rule.sources
-        for target, (stencil, kept) in zip(rule.targets, form.stencils, strict=True):
+        for target, (template, kept) in zip(rule.targets, form.templates, strict=True):
             names = sources if len(kept) == len(sources) else tuple([sources[place] for place in kept])
-            made = TensorSources(stencil, names)
+            made = TensorSources(template, names)
             first = self._made.setdefault(target, made)
             if first is not made:
                 self._parts.setdefault(target, [first]).append(made)
@@ -319,7 +317,7 @@ class _Maker:
         return {**self._made, **{name: self._stacked(parts) for name, parts in self._parts.items()}}
 
     def _stacked(self, parts: list[TensorSources]) -> TensorSources:
-        key = tuple([(part.stencil, len(part.names)) for part in parts])
+        key = tuple([(part.template, len(part.names)) for part in parts])
         if key not in self._stacks:
             self._stacks[key] = stacked(key)
         return TensorSources(self._stacks[key], tuple([name for part in parts for name in part.names]))
@@ -334,9 +332,9 @@ class RuleSet:
         rules: the relation of the targets and canonical tensors.
         ties: targets that are another name of an owner.
         fresh: targets without a canonical source, which keep their initial values.
-        dropped: canonical names that the model does not want.
-        cuts: into how many shards each axis of a target is cut, for targets that are; what a fused layout was derived
-            from, so that the rules can be derived again and compared.
+        dropped: canonical names that the model does not read.
+        cuts: the number of shards on each axis of targets that are cut. Fused layouts depend on it, so that the rules
+            can be derived again and compared.
     """
 
     targets: dict[str, TensorSpec]
@@ -348,7 +346,7 @@ class RuleSet:
 
     @cached_property
     def digest(self) -> str:
-        """Of all of it: blake2b, 32 hex digits; equal for equal rules in equal order."""
+        """The blake2b digest, 32 hex digits; equal for equal rules in equal order."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
 
     def casting(self, stored: MappingABC[str, str]) -> RuleSet:
@@ -368,25 +366,25 @@ class RuleSet:
         return replace(self, rules=tuple(declared(rule) for rule in self.rules))
 
     def mapping(self, stored: MappingABC[str, str] | None = None) -> Mapping:
-        """Return the denotation: canonical space onto the model's owners. Aliases of ties are not in it.
+        """Return the mapping from the canonical space onto the model's tensors, without aliases of ties.
 
         Args:
-            stored: dtypes of canonical tensors, where they are not the dtypes of their targets.
+            stored: dtypes of canonical tensors that differ from the dtypes of their targets.
         Raises:
-            MappingError: where a rule does not fit the shapes, or names a target that does not exist; all of them. Also
-                where the rules are more than :data:`MAX_STRETCHES` stretches together.
+            MappingError: rules that do not fit the shapes or have unknown targets, all of them; or rules with more than
+                :data:`MAX_STRETCHES` stretches together.
         """
         faults: list[str] = []
         sources: dict[str, TensorSpec] = {}
         maker = _Maker()
-        # A model has many layers and experts of few forms: what depends on the form alone is worked out once.
+        # A model has many layers and experts of few forms; the properties of a form are computed once.
         forms: dict[object, _Form] = {}
         stretches = 0
         for rule in self.rules:
             known = [self.targets[name] for name in rule.targets if name in self.targets]
             if len(known) < len(rule.targets):
                 absent = [name for name in rule.targets if name not in self.targets]
-                faults.extend(f"{name}: the rule's target is not a tensor of the model" for name in absent)
+                faults.extend(f"{name}: the target of the rule is not a tensor of the model" for name in absent)
                 continue
             shapes = [spec.shape for spec in known]
             key = (
@@ -411,7 +409,7 @@ class RuleSet:
                 sources[name] = TensorSpec(shape, dtype if stored is None else stored.get(name, dtype))
             stretches += form.links
             if stretches > MAX_STRETCHES:
-                faults.append(f"{', '.join(rule.targets)}: there are more than {MAX_STRETCHES} stretches up to here")
+                faults.append(f"{', '.join(rule.targets)}: more than {MAX_STRETCHES} stretches up to this rule")
                 break
             maker.add(rule, form)
         if faults:

@@ -1,11 +1,11 @@
-"""What a tensor is made of, without names: one geometry for all tensors that are made alike.
+"""Templates: the relation of a tensor and its sources without names, once for all tensors of a kind.
 
-The layers and experts of a model are made of their sources in a few ways. A :class:`Template` is one such way: boxes of
-sources, which are counted and not named, and the boxes of a target that they are. Whatever follows from geometry alone
-(the proof, the reverse, a composition, where bytes lie) is worked out once per stencil and not once per tensor.
+The layers and experts of a model consist of their sources in a few ways. A :class:`Template` is one of them: boxes of
+sources, which are counted and not named, and the boxes of a target. Results of geometry alone (the proof, the reverse,
+a composition, the positions of bytes) are computed once per template and not once per tensor.
 
-Stencils are the same where they are the same object, so that looking one up does not depend on its size. Two equal
-ones that were made apart cost time and change nothing.
+Templates are compared by identity, so that a look-up does not depend on their size. Equal templates that are separate
+objects take more time and do not change a result.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NEW_AXIS = -1
 
 
 class Boxed(Protocol):
-    """A box of a source that is a box of a target, whatever the two are called."""
+    """A box of a source that is a box of a target, named or counted."""
 
     @property
     def source(self) -> Any:
-        """Which source it is."""
+        """The source."""
 
     @property
     def source_box(self) -> Box:
@@ -41,7 +41,7 @@ class Boxed(Protocol):
 
     @property
     def cast(self) -> str | None:
-        """The dtype that the numbers are converted to, or None."""
+        """The dtype that values are converted to, or None."""
 
     def boxed(self: _Boxed, source_box: Box, target_box: Box) -> _Boxed:
         """Return the same with other boxes."""
@@ -55,12 +55,12 @@ class BoxLink:
     """One box of a source that is one box of a target.
 
     Args:
-        source: which source, by its place among those of the target.
+        source: the position of the source among those of the target.
         source_box: global coordinates in the source.
         target_box: global coordinates in the target.
         axes: for every target axis the source axis that it reads, or -1 for a target axis of length one that the
             source does not have. A source axis that is not listed has length one.
-        cast: the dtype that the numbers are converted to on the way, or None where their bits are kept.
+        cast: the dtype that values are converted to, or None if their bits are kept.
     """
 
     source: int
@@ -76,10 +76,10 @@ class BoxLink:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """How one tensor is made of others.
+    """The relation of one tensor and its sources.
 
     Args:
-        links: boxes of its sources, and which of its boxes they are.
+        links: boxes of the sources and of the tensor.
     """
 
     links: tuple[BoxLink, ...]
@@ -99,24 +99,24 @@ class Template:
 
 
 def identity(shape: Shape) -> Template:
-    """Return the stencil of a tensor that is another one as it is."""
+    """Return the template of a tensor that is equal to its source."""
     box = whole(shape)
     return Template((BoxLink(0, box, box, tuple(range(len(shape)))),))
 
 
 def inverted(parts: Sequence[tuple[Template, int]], cast: str | None) -> Template:
-    """Return the other direction: how one source is made of the targets that read it.
+    """Return the other direction: the relation of one source and the targets that read it.
 
     Args:
-        parts: the stencil of every target that reads the source, and the source's place in it.
-        cast: the source's dtype; what a link that casts is cast back to.
+        parts: the template of every target that reads the source, and the position of the source in it.
+        cast: the source's dtype, to which links with a cast are cast back.
     """
     links: list[BoxLink] = []
-    for place, (stencil, source) in enumerate(parts):
-        for link in stencil.by_source.get(source, ()):
+    for place, (template, source) in enumerate(parts):
+        for link in template.by_source.get(source, ()):
             back = [NEW_AXIS] * len(link.source_box.lo)
             for axis, source_axis in enumerate(link.axes):
-                # Axes that the source does not have are for the proof to name, and it asks for the reverse.
+                # The proof reports axes that the source does not have, and it uses the reverse.
                 if 0 <= source_axis < len(back):
                     back[source_axis] = axis
             back_cast = None if link.cast is None else cast
@@ -125,12 +125,12 @@ def inverted(parts: Sequence[tuple[Template, int]], cast: str | None) -> Templat
 
 
 def composed(after: Template, before: Sequence[Template | None], places: Sequence[Sequence[int]]) -> Template:
-    """Return a stencil whose sources are made by stencils themselves.
+    """Return a template whose sources have templates themselves.
 
     Args:
         after: the last step.
-        before: how each source of ``after`` is made; None for one that is not.
-        places: for every source of each of ``before`` its place among the sources of the result.
+        before: the template of each source of ``after``, or None.
+        places: for every source of each of ``before`` its position among the sources of the result.
     """
     links: list[BoxLink] = []
     for last in after.links:
@@ -157,8 +157,8 @@ def composed(after: Template, before: Sequence[Template | None], places: Sequenc
 def _joined(link: BoxLink, last: BoxLink) -> tuple[int, ...]:
     """Return the axes of one link followed by another.
 
-    An axis that vanishes on the way and one that appears have length one both, so that they may be the same: that of
-    the experts in two stacks. Then experts that follow one another in both are one box.
+    A removed axis and a new axis both have length one, so that they may be the same: the axis of experts in two stacks.
+    Experts that are consecutive in both stacks are then one box.
     """
     axes = [NEW_AXIS if axis == NEW_AXIS else link.axes[axis] for axis in last.axes]
     left = [axis for axis in range(len(link.source_box.lo)) if axis not in axes]
@@ -176,7 +176,7 @@ def pushed(link: Boxed, part: Box) -> Box:
 
 
 def _carried(part: Box, here: Box, there: Box, axes: Iterable[tuple[int, int]]) -> Box:
-    """Return the location of ``part`` of one box in the other; an axis that only the other has is taken whole."""
+    """Return the location of ``part`` of one box in the other, whole on axes that only the other has."""
     lo, hi = list(there.lo), list(there.hi)
     for axis, other in axes:
         if axis != NEW_AXIS and other != NEW_AXIS:
@@ -187,10 +187,10 @@ def _carried(part: Box, here: Box, there: Box, axes: Iterable[tuple[int, int]]) 
 
 
 def coalesced(items: Iterable[_Boxed]) -> list[_Boxed]:
-    """Return the same boxes of one target, neighbours that continue each other on both sides made one.
+    """Merge boxes of one target that are adjacent on both sides.
 
-    Without this, composing two equal fused layouts would read a tensor head by head; with it, as the one box it is.
-    A box that grew may continue the one before it: parts become an expert, and experts the stack that they lie in.
+    The composition of two equal fused layouts is then one box and not one per head. A merged box may be adjacent to the
+    one before it: parts become an expert, and experts become their stack.
     """
     merged: list[_Boxed] = []
     for item in sorted(items, key=lambda entry: (entry.source, entry.target_box.lo)):
@@ -216,27 +216,27 @@ def _continued(first: _Boxed, second: _Boxed) -> _Boxed | None:
     return joint if consistent else None
 
 
-def pruned(stencil: Template) -> tuple[Template, tuple[int, ...]]:
-    """Return the stencil without sources that it does not read, and the places that those it reads had before."""
-    kept = tuple(sorted(stencil.by_source))
+def pruned(template: Template) -> tuple[Template, tuple[int, ...]]:
+    """Return the template without sources that it does not read, and the previous positions of the others."""
+    kept = tuple(sorted(template.by_source))
     if kept == tuple(range(len(kept))):
-        return stencil, kept
+        return template, kept
     place = {old: new for new, old in enumerate(kept)}
-    links = (BoxLink(place[one.source], one.source_box, one.target_box, one.axes, one.cast) for one in stencil.links)
+    links = (BoxLink(place[one.source], one.source_box, one.target_box, one.axes, one.cast) for one in template.links)
     return Template(tuple(links)), kept
 
 
 def stacked(parts: Sequence[tuple[Template, int]]) -> Template:
-    """Return the stencil of a tensor that several fill a part of.
+    """Return the template of a tensor that several templates fill.
 
     Args:
-        parts: each with the number of its sources; the sources of the result are theirs, one behind the other.
+        parts: each with the number of its sources. The sources of the result are theirs, in order.
     """
     links: list[BoxLink] = []
     start = 0
-    for stencil, count in parts:
+    for template, count in parts:
         links += [
-            BoxLink(start + one.source, one.source_box, one.target_box, one.axes, one.cast) for one in stencil.links
+            BoxLink(start + one.source, one.source_box, one.target_box, one.axes, one.cast) for one in template.links
         ]
         start += count
     return Template(tuple(links))

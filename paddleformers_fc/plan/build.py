@@ -1,6 +1,6 @@
 """Planning: which byte ranges of which files become which parts of which wanted shards.
 
-For every wanted shard, the stencil of its tensor says which boxes of which stored tensors it is made of; the catalog
+For every wanted shard, the template of its tensor says which boxes of which stored tensors it is made of; the catalog
 says where those lie. The plan is exact: it names only bytes that are needed, and it is checked to write every wanted
 element exactly once. Optimizer states follow their parameter: a master weight or moment takes the parameter's boxes,
 never its casts; a power of beta is one number that all sources must agree on.
@@ -182,23 +182,23 @@ class Planner:
         tensors = self._tensors(role, shard, made.names, state)
         if tensors is None:
             return None
-        stencil = made.stencil
+        template = made.template
         if state.scalar:
             if not self._agree(shard, tensors):
                 return None
-            stencil, tensors = self._number(shard.global_shape), tensors[:1]
+            template, tensors = self._number(shard.global_shape), tensors[:1]
         else:
             target = self._targets.get(parameter)
             if target is not None and target.shape != shard.global_shape:
                 self._misfit(shard, f"mapped {list(target.shape)}", shard.global_shape)
                 return None
         forms = [tensor.form for tensor in tensors]
-        key = (stencil, shard.box, shard.flat, shard.dtype, shard.global_shape, role == MODEL_STATE, *forms)
+        key = (template, shard.box, shard.flat, shard.dtype, shard.global_shape, role == MODEL_STATE, *forms)
         pattern = self._patterns.get(key)
         if pattern is None:
-            if not self._have_the_dtype(role, shard, stencil, tensors):
+            if not self._have_the_dtype(role, shard, template, tensors):
                 return None
-            pattern = FillPattern(tuple(_pieces(shard, stencil, forms)))
+            pattern = FillPattern(tuple(_pieces(shard, template, forms)))
             if self._covers(shard, pattern):
                 # What does not fit is to be reported under every name, and so it is not remembered.
                 self._patterns[key] = pattern
@@ -264,11 +264,11 @@ class Planner:
             key = (owner.name, other.name if index == 0 else f"{other.name}#{index}")
             self.checks[key] = EqualCheck(f"{other.name} = {owner.name}", left, right, tied)
 
-    def _have_the_dtype(self, role: str, shard: Shard, stencil: Template, tensors: list[StoredTensor]) -> bool:
+    def _have_the_dtype(self, role: str, shard: Shard, template: Template, tensors: list[StoredTensor]) -> bool:
         """Whether every link gives the shard's dtype: as it is stored, or by a cast, which states never take."""
         wrong = dict.fromkeys(
             tensors[link.source].dtype
-            for link in stencil.links
+            for link in template.links
             if tensors[link.source].dtype != shard.dtype and (role != MODEL_STATE or link.cast != shard.dtype)
         )
         for dtype in wrong:
@@ -289,10 +289,10 @@ class Planner:
         return covered
 
 
-def _pieces(shard: Shard, stencil: Template, forms: list[StoredForm]) -> Iterator[PatternPiece]:
+def _pieces(shard: Shard, template: Template, forms: list[StoredForm]) -> Iterator[PatternPiece]:
     for fragment in shard.fragments:
-        for place in stencil.finder.near(fragment.box):
-            link = stencil.links[place]
+        for place in template.finder.near(fragment.box):
+            link = template.links[place]
             part = link.target_box.intersect(fragment.box)
             if part is not None:
                 yield from _linked(fragment, link, part, forms[link.source])

@@ -6,7 +6,7 @@ they would lie on one. Where both mean the same, that is what they say. Where th
 parts of a fused tensor mean the parts, and others are refused; so are those by which a layer would hold some of another
 that it is fused with. What comes out gets the same proof as every mapping.
 
-Time: two evaluations, and compositions by stencils, once per plan. Memory: the mappings of both models.
+Time: two evaluations, and compositions by templates, once per plan. Memory: the mappings of both models.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _is_implicit(mapping: Mapping, name: str) -> bool:
         made is not None
         and spec is not None
         and made.names == (name,)
-        and made.stencil.links == identity(spec.shape).links
+        and made.template.links == identity(spec.shape).links
     )
 
 
@@ -230,7 +230,7 @@ def _layer_of(name: str) -> str:
 def _is_itself(made: TensorSources, name: str) -> bool:
     """Whether every number of a tensor is the number at its place in the tensor of that name."""
     return made.names == (name,) and all(
-        link.source_box == link.target_box and link.axes == tuple(range(len(link.axes))) for link in made.stencil.links
+        link.source_box == link.target_box and link.axes == tuple(range(len(link.axes))) for link in made.template.links
     )
 
 
@@ -239,7 +239,7 @@ def _takes_all_parts(
 ) -> bool:
     """Whether a fused tensor is made of tensors with the same parts, none of which is cut along them."""
     made, now, target = plainly.made[name], after.get(name), plainly.targets[name].shape
-    for link in made.stencil.links:
+    for link in made.template.links:
         source = made.names[link.source]
         then = before.get(source)
         if now is None or then is None or now.parts != then.parts or link.axes[now.axis] != then.axis:

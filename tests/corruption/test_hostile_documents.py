@@ -202,7 +202,7 @@ def test_rules_that_take_a_key_for_a_value_are_refused_though_they_can_be_proved
     query, key, value = rule["sources"]
     rule["sources"] = [query, value, key]
     with hostile.forged(place, "mapping.json", json.dumps(document).encode()):
-        with pytest.raises(MappingError, match="is not what its family declares"):
+        with pytest.raises(MappingError, match="differs from the declaration of its family"):
             stored_mapping(open_flex(place, "off"))
 
 

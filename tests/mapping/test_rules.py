@@ -207,7 +207,7 @@ def test_equal_texts_are_read_once_and_no_other_is_taken_for_them() -> None:
     assert (found, found.digest) == (other, other.digest)
     assert found.digest != first.digest
     for _ in range(2):
-        with pytest.raises(FormatError, match="cannot be read"):
+        with pytest.raises(FormatError, match="Invalid mapping of the checkpoint"):
             decode_rules(encode_rules(rules)[:-2], "here")
     assert encode_rules(first) == encode_rules(rules), "what is remembered of rules is not written"
 

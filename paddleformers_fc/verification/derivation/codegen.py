@@ -13,6 +13,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
 from math import prod
 from typing import Any
 
@@ -30,6 +32,7 @@ from paddleformers_fc.verification.derivation.options import head_counts
 
 _LENGTHS = ("vocab", "hidden", "q", "kv", "head", "ffn", "expert_ffn", "q + 2 * kv", "2 * ffn", "2 * expert_ffn")
 _WORD = re.compile(r"\W")
+_WIDTH = 110
 _NONE: dict[str, Geometry] = {}
 _CHOICES = (Geometry.SAME, Geometry.LINEAR, Geometry.FUSED_FFN, Geometry.FUSED_QKV_PER_RANK)
 
@@ -269,59 +272,48 @@ def _compare(family: Family, rules: RuleSet, tensors: Sequence[ModelTensor], con
 
 def source_text(family: Family) -> str:
     """Return the source of a family's module."""
-    lines = [
-        f'"""{family.name}: derived from the names, shapes and layers of a model and its files.',
-        "",
-        "A length in digits is that of one configuration, and so is what is said of numbers: look at both.",
-        '"""',
-        "",
-        "from paddleformers_fc.families.declarations import Family, Geometry, Numbers, Stack, Statement, TiedName",
-        "",
-        "FAMILY = Family(",
-        f"    name={_quoted(family.name)},",
-        f"    model_types=({_quoted(family.name)},),",
-        "    statements=(",
-    ]
-    for one in family.statements:
-        lines += ["        Statement(", *(f"            {field}," for field in _fields(one)), "        ),"]
-    lines.append("    ),")
-    tied = [f"TiedName({_quoted(one.alias)}, {_quoted(one.owner)})" for one in family.tied]
-    numbers = [
-        f"Numbers({', '.join(map(_quoted, (one.name, one.count, one.start, one.shift)))})" for one in family.numbers
-    ]
-    lines += [*_listed("tied", tied), f"    sizes={json.dumps(dict(family.sizes))},", *_listed("numbers", numbers)]
-    lines += ["    tiny={", *(f"        {_quoted(key)}: {value!r}," for key, value in family.tiny.items()), "    },"]
-    return "\n".join([*lines, ")", ""])
+    return f'''"""{family.name}: derived from the names, shapes and layers of a model and its files.
+
+Check lengths in digits and conditions on numbers: they are those of one configuration.
+"""
+
+from paddleformers_fc.families.declarations import Family, Geometry, Numbers, Stack, Statement, TiedName
+
+FAMILY = {_source(family, 0)}
+'''
 
 
-def _listed(name: str, items: Sequence[str]) -> list[str]:
-    return [f"    {name}=(", *(f"        {item}," for item in items), "    ),"] if items else []
-
-
-def _fields(one: Statement) -> list[str]:
-    sources = _tuple(one.sources)
-    if len(sources) > 100:
-        sources = (
-            "\n                ".join(["(", *(f"{_quoted(source)}," for source in one.sources)]) + "\n            )"
+def _source(value: object, depth: int) -> str:
+    """Return the Python source of a value. Fields of dataclasses that have their default are omitted."""
+    if isinstance(value, Enum):
+        return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        given = {
+            one.name: getattr(value, one.name) for one in fields(value) if getattr(value, one.name) != _default(one)
+        }
+        return _bracketed(
+            f"{type(value).__name__}(", [f"{key}={_source(one, depth + 1)}" for key, one in given.items()], ")", depth
         )
-    found = [_quoted(one.target), sources, f"Geometry.{one.geometry.name}", f"shape={_tuple(one.shape)}"]
-    if not one.turned:
-        found.append("turned=False")
-    if one.stack is not None:
-        found.append(f"stack=Stack({one.stack.axis}, new={one.stack.new})")
-    if one.where:
-        found.append(f"where={_quoted(one.where)}")
-    if one.dtype:
-        found.append(f"dtype={_quoted(one.dtype)}")
-    return found
+    if isinstance(value, (tuple, list)):
+        items = [_source(one, depth + 1) for one in value]
+        opening, closing = "()" if isinstance(value, tuple) else "[]"
+        return _bracketed(opening, items, f",{closing}" if len(items) == 1 else closing, depth)
+    if isinstance(value, Mapping):
+        entries = [f"{_source(key, depth + 1)}: {_source(one, depth + 1)}" for key, one in value.items()]
+        return _bracketed("{", entries, "}", depth)
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def _tuple(texts: Sequence[str]) -> str:
-    return f"({', '.join(map(_quoted, texts))}{',' if len(texts) == 1 else ''})"
+def _default(one: Field[Any]) -> object:
+    return one.default_factory() if one.default_factory is not MISSING else one.default
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text)
+def _bracketed(opening: str, items: Sequence[str], closing: str, depth: int) -> str:
+    line = f"{opening}{', '.join(items)}{closing}"
+    if len(line) < _WIDTH - 4 * depth and "\n" not in line:
+        return line
+    inner = "".join(f"{'    ' * (depth + 1)}{item},\n" for item in items)
+    return f"{opening}\n{inner}{'    ' * depth}{closing.lstrip(',')}"
 
 
 def _template(name: str) -> str:
