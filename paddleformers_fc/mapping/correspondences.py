@@ -18,10 +18,11 @@ from functools import cached_property
 
 import msgspec
 
-from paddleformers_fc.mapping.boxes import Box, Shape
+from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.templates import (
     NEW_AXIS,
     BoxLink,
+    Correspondence,
     Template,
     coalesced,
     composed,
@@ -42,32 +43,6 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
 
     shape: Shape
     dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class Correspondence:
-    """One box of a source tensor that is one box of a target tensor.
-
-    Args:
-        source: name of the source tensor.
-        source_box: global coordinates in the source.
-        target: name of the target tensor.
-        target_box: global coordinates in the target.
-        axes: for every target axis the source axis that it reads, or -1 for a target axis of length one that the
-            source does not have. A source axis that is not listed has length one.
-        cast: the dtype that values are converted to, or None if their bits are kept.
-    """
-
-    source: str
-    source_box: Box
-    target: str
-    target_box: Box
-    axes: tuple[int, ...]
-    cast: str | None = None
-
-    def boxed(self, source_box: Box, target_box: Box) -> Correspondence:
-        """Return the same correspondence of other boxes."""
-        return Correspondence(self.source, source_box, self.target, target_box, self.axes, self.cast)
 
 
 class TensorSources(msgspec.Struct, frozen=True, eq=False, gc=False):

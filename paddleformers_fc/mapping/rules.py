@@ -57,16 +57,6 @@ class Slab(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"stretch {self.start}:{self.stop} on axis {self.axis}"
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """One stretch of one part: its box in a source and in a target, each named by its index in the rule."""
-
-    source: int
-    source_box: Box
-    target: int
-    target_box: Box
-
-
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Targets that consist of interleaved parts of sources along one axis.
 
@@ -157,38 +147,15 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
             and (self.axes[slab.axis] != NEW_AXIS or slab.stop - slab.start == 1)
         )
 
-    def placements(self, target_shapes: list[Shape]) -> list[Placement]:
-        """Return the boxes of every stretch of every part on both sides, equal for all rules of one form.
-
-        Args:
-            target_shapes: the global shape of every target.
-        """
-        source_shapes = self.source_shapes(target_shapes[0])
-        placed: list[Placement] = []
-        for run in interleave(self.parts, self.source_blocks, self.target_blocks):
-            source, source_at = (run.part, run.in_part) if len(self.sources) > 1 else (0, run.in_source)
-            target, target_at = (run.part, run.in_part) if len(self.targets) > 1 else (0, run.in_target)
-            target_box = _along(target_shapes[target], self.axis, target_at, run.length)
-            if self.slab is not None:
-                target_box = _narrowed(target_box, self.slab)
-            source_axis = self.axes[self.axis]
-            source_box = (
-                whole(source_shapes[source])
-                if source_axis == NEW_AXIS
-                else _along(source_shapes[source], source_axis, source_at, run.length)
-            )
-            placed.append(Placement(source, source_box, target, target_box))
-        return placed
-
     def correspondences(self, target_shapes: list[Shape]) -> Iterator[Correspondence]:
-        """Yield the box correspondences that this rule denotes.
+        """Yield the box correspondences of this rule.
 
         Args:
             target_shapes: the global shape of every target.
         """
-        for one in self.placements(target_shapes):
-            source, target = self.sources[one.source], self.targets[one.target]
-            yield Correspondence(source, one.source_box, target, one.target_box, self.axes, self.cast)
+        for index, link in self._links(target_shapes):
+            source, target = self.sources[link.source], self.targets[index]
+            yield Correspondence(source, link.source_box, target, link.target_box, link.axes, link.cast)
 
     def templates(self, target_shapes: list[Shape]) -> list[tuple[Template, tuple[int, ...]]]:
         """Return the template of every target and the positions of its sources, equal for all rules of one form.
@@ -197,9 +164,26 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
             target_shapes: the global shape of every target.
         """
         links: list[list[BoxLink]] = [[] for _ in self.targets]
-        for one in self.placements(target_shapes):
-            links[one.target].append(BoxLink(one.source, one.source_box, one.target_box, self.axes, self.cast))
+        for index, link in self._links(target_shapes):
+            links[index].append(link)
         return [pruned(Template(tuple(found))) for found in links]
+
+    def _links(self, target_shapes: list[Shape]) -> Iterator[tuple[int, BoxLink]]:
+        """Yield every stretch of every part with the position of its target."""
+        source_shapes = self.source_shapes(target_shapes[0])
+        source_axis = self.axes[self.axis]
+        for run in interleave(self.parts, self.source_blocks, self.target_blocks):
+            source, source_at = (run.part, run.in_part) if len(self.sources) > 1 else (0, run.in_source)
+            target, target_at = (run.part, run.in_part) if len(self.targets) > 1 else (0, run.in_target)
+            target_box = _along(target_shapes[target], self.axis, target_at, run.length)
+            if self.slab is not None:
+                target_box = _narrowed(target_box, self.slab)
+            source_box = (
+                whole(source_shapes[source])
+                if source_axis == NEW_AXIS
+                else _along(source_shapes[source], source_axis, source_at, run.length)
+            )
+            yield target, BoxLink(source, source_box, target_box, self.axes, self.cast)
 
 
 class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,41 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape, whole
 
 NEW_AXIS = -1
-
-
-class Boxed(Protocol):
-    """A box of a source that is a box of a target, named or counted."""
-
-    @property
-    def source(self) -> Any:
-        """The source."""
-
-    @property
-    def source_box(self) -> Box:
-        """Global coordinates in the source."""
-
-    @property
-    def target_box(self) -> Box:
-        """Global coordinates in the target."""
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """For every target axis the source axis that it reads, or -1."""
-
-    @property
-    def cast(self) -> str | None:
-        """The dtype that values are converted to, or None."""
-
-    def boxed(self: _Boxed, source_box: Box, target_box: Box) -> _Boxed:
-        """Return the same with other boxes."""
-
-
-_Boxed = TypeVar("_Boxed", bound=Boxed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +42,35 @@ class BoxLink:
     def boxed(self, source_box: Box, target_box: Box) -> BoxLink:
         """Return the same link of other boxes."""
         return BoxLink(self.source, source_box, target_box, self.axes, self.cast)
+
+
+@dataclass(frozen=True, slots=True)
+class Correspondence:
+    """One box of a source tensor that is one box of a target tensor.
+
+    Args:
+        source: name of the source tensor.
+        source_box: global coordinates in the source.
+        target: name of the target tensor.
+        target_box: global coordinates in the target.
+        axes: for every target axis the source axis that it reads, or -1 for a target axis of length one that the
+            source does not have. A source axis that is not listed has length one.
+        cast: the dtype that values are converted to, or None if their bits are kept.
+    """
+
+    source: str
+    source_box: Box
+    target: str
+    target_box: Box
+    axes: tuple[int, ...]
+    cast: str | None = None
+
+    def boxed(self, source_box: Box, target_box: Box) -> Correspondence:
+        """Return the same correspondence of other boxes."""
+        return Correspondence(self.source, source_box, self.target, target_box, self.axes, self.cast)
+
+
+Boxed = TypeVar("Boxed", BoxLink, Correspondence)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,12 +164,12 @@ def _joined(link: BoxLink, last: BoxLink) -> tuple[int, ...]:
     return tuple([left.pop(0) if axis == NEW_AXIS and left else axis for axis in axes])
 
 
-def pulled(link: Boxed, part: Box) -> Box:
+def pulled(link: BoxLink | Correspondence, part: Box) -> Box:
     """Return the source box of ``part``, a box inside the target box of ``link``."""
     return _carried(part, link.target_box, link.source_box, enumerate(link.axes))
 
 
-def pushed(link: Boxed, part: Box) -> Box:
+def pushed(link: BoxLink | Correspondence, part: Box) -> Box:
     """Return the target box of ``part``, a box inside the source box of ``link``."""
     return _carried(part, link.source_box, link.target_box, zip(link.axes, range(len(link.axes)), strict=True))
 
@@ -186,15 +185,15 @@ def _carried(part: Box, here: Box, there: Box, axes: Iterable[tuple[int, int]]) 
     return Box(tuple(lo), tuple(hi))
 
 
-def coalesced(items: Iterable[_Boxed]) -> list[_Boxed]:
+def coalesced(items: Iterable[Boxed]) -> list[Boxed]:
     """Merge boxes of one target that are adjacent on both sides.
 
     The composition of two equal fused layouts is then one box and not one per head. A merged box may be adjacent to the
     one before it: parts become an expert, and experts become their stack.
     """
-    merged: list[_Boxed] = []
+    merged: list[Boxed] = []
     for item in sorted(items, key=lambda entry: (entry.source, entry.target_box.lo)):
-        grown: _Boxed | None = item
+        grown: Boxed | None = item
         while grown is not None:
             item = grown
             grown = _continued(merged[-1], item) if merged else None
@@ -204,7 +203,7 @@ def coalesced(items: Iterable[_Boxed]) -> list[_Boxed]:
     return merged
 
 
-def _continued(first: _Boxed, second: _Boxed) -> _Boxed | None:
+def _continued(first: Boxed, second: Boxed) -> Boxed | None:
     if (first.source, first.axes, first.cast) != (second.source, second.axes, second.cast):
         return None
     one, two = first.target_box, second.target_box
