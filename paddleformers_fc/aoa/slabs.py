@@ -32,13 +32,13 @@ def slabs_of(component: Component) -> Slabs | None:
     Raises:
         Inexpressible: a stacked source has slabs of several lengths.
     """
-    for side in (len(component.targets) == 1, False):
-        if side or len(component.sources) == 1:
+    for of_target in (len(component.targets) == 1, False):
+        if of_target or len(component.sources) == 1:
             rank = len(next(iter(component.targets.values())))
             for axis in range(rank):
-                groups = _groups(component.pairs, axis, of_target=side)
-                if len(groups) > 1 and _apart(groups, of_target=side):
-                    return _target_slabs(component, axis, groups) if side else _source_slabs(component, axis, groups)
+                groups = _groups(component.pairs, axis, of_target=of_target)
+                if len(groups) > 1 and _apart(groups, of_target=of_target):
+                    return _cut(component, axis, groups, of_target=of_target)
     return None
 
 
@@ -62,7 +62,7 @@ def _groups(pieces: Iterable[BoxPair], axis: int, *, of_target: bool) -> list[li
 
 def _apart(groups: list[list[BoxPair]], *, of_target: bool) -> bool:
     """Return whether every tensor of the other side belongs to one slab."""
-    names = [{piece.source if of_target else piece.target for piece in group} for group in groups]
+    names = [{_other(piece, of_target) for piece in group} for group in groups]
     return sum(map(len, names)) == len(set[str]().union(*names))
 
 
@@ -71,45 +71,32 @@ def _span(group: list[BoxPair], axis: int, *, of_target: bool) -> tuple[int, int
     return min(box.lo[axis] for box in boxes), max(box.hi[axis] for box in boxes)
 
 
-def _target_slabs(component: Component, axis: int, groups: list[list[BoxPair]]) -> Slabs:
-    ((stack, shape),) = component.targets.items()
+def _cut(component: Component, axis: int, groups: list[list[BoxPair]], *, of_target: bool) -> Slabs:
+    side, others = component.targets, component.sources
+    if not of_target:
+        side, others = others, side
+    ((stack, shape),) = side.items()
     components = []
     for index, group in enumerate(groups):
-        begin, end = _span(group, axis, of_target=True)
-        name = f"{stack}_{index}"
-        sources = dict.fromkeys(piece.source for piece in group)
-        pieces = [replace(piece, target=name, target_box=_moved(piece.target_box, axis, -begin)) for piece in group]
-        components.append(
-            Component(
-                {source: component.sources[source] for source in sources},
-                {name: _with(shape, axis, end - begin)},
-                {source: component.views[source] for source in sources},
-                tuple(pieces),
-            )
-        )
-    return Slabs(stack, axis, None, tuple(components))
-
-
-def _source_slabs(component: Component, axis: int, groups: list[list[BoxPair]]) -> Slabs:
-    ((stack, shape),) = component.sources.items()
-    view = SourceView(tuple(range(len(shape))))
-    components = []
-    for index, group in enumerate(groups):
-        begin, end = _span(group, axis, of_target=False)
-        if (end - begin) * len(groups) != shape[axis]:
+        begin, end = _span(group, axis, of_target=of_target)
+        if not of_target and (end - begin) * len(groups) != shape[axis]:
             raise Inexpressible(f"{stack}: the language has equal splits only, and its slabs have several lengths")
         name = f"{stack}_{index}"
-        targets = dict.fromkeys(piece.target for piece in group)
-        pieces = [replace(piece, source=name, source_box=_moved(piece.source_box, axis, -begin)) for piece in group]
-        components.append(
-            Component(
-                {name: _with(shape, axis, end - begin)},
-                {target: component.targets[target] for target in targets},
-                {name: view},
-                tuple(pieces),
-            )
-        )
-    return Slabs(stack, axis, component.views[stack], tuple(components))
+        slab = {name: _with(shape, axis, end - begin)}
+        rest = {other: others[other] for other in (_other(piece, of_target) for piece in group)}
+        if of_target:
+            pairs = [replace(one, target=name, target_box=_moved(one.target_box, axis, -begin)) for one in group]
+            views = {source: component.views[source] for source in rest}
+            components.append(Component(rest, slab, views, tuple(pairs)))
+        else:
+            pairs = [replace(one, source=name, source_box=_moved(one.source_box, axis, -begin)) for one in group]
+            views = {name: SourceView(tuple(range(len(shape))))}
+            components.append(Component(slab, rest, views, tuple(pairs)))
+    return Slabs(stack, axis, None if of_target else component.views[stack], tuple(components))
+
+
+def _other(piece: BoxPair, of_target: bool) -> str:
+    return piece.source if of_target else piece.target
 
 
 def _moved(box: Box, axis: int, by: int) -> Box:
