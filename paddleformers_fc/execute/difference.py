@@ -49,7 +49,7 @@ class Different(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """What differs, in words."""
+        """The difference in words."""
         if self.a.shape != self.b.shape:
             return f"shape {list(self.a.shape)} and {list(self.b.shape)}"
         if self.a.dtype != self.b.dtype:
@@ -79,7 +79,7 @@ class RoleDifference(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """What differs between two checkpoints.
+    """The differences between two checkpoints.
 
     Attributes:
         equal: whether everything that was compared is the same.

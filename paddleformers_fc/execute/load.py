@@ -52,7 +52,7 @@ PLANS = PlanCache()
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did.
+    """The result of a load.
 
     Args:
         directory: what was loaded.
@@ -83,7 +83,7 @@ Fill = Callable[[], LoadReport]
 
 @dataclass(frozen=True)
 class _Preflight:
-    """What one rank worked out before anything is read.
+    """The result of one rank's preflight.
 
     Args:
         plan: its reads.
@@ -208,13 +208,13 @@ def prepare_load(
 
 
 def _family_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
-    """What explains most differences between a checkpoint and a model, where it is so."""
+    """Return the difference of families, which explains most other differences."""
     one, other = stored.model_type, wanted.model_type
     return [] if one == other else [f"the checkpoint is of family {one}, the model is {other}"]
 
 
 def _types_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
-    """Where open weights are those of another family, whose tensors may have the same names and shapes."""
+    """Return a line if open weights are of another family, whose tensors may have the same names and shapes."""
     if not is_known(stored.config) or family_for(stored.config) is family_for(wanted.config):
         return []
     return [f"model_type: stored {stored.model_type}, wanted {wanted.model_type}"]
@@ -231,7 +231,7 @@ def _head_count_difference(stored: ModelDescription, wanted: ModelDescription) -
 
 
 def _consistency_check(directory: AnyPath, model: ModelDescription, facts: Mapping[str, object]) -> ConsistencyCheck:
-    """What the ranks of one load must agree on."""
+    """Return the facts of a load that must be equal on all ranks."""
     return ConsistencyCheck(
         f"loading {directory.name}", {"versions": software_versions(), "config": comparable_config(model), **facts}
     )

@@ -27,12 +27,12 @@ LEAST_PART_BYTES = 4 * 1024 * 1024
 """No rank writes less than this of a shard that is written by several."""
 
 MOST_TENSORS = 100_000
-"""How many tensors one file holds at most: a header is read as a whole."""
+"""Maximum number of tensors of one file: a header is read as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """What one rank writes of one of its shards.
+    """The part of a shard that one rank writes.
 
     Args:
         role: of the shard.

@@ -81,7 +81,7 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save did.
+    """The result of a save.
 
     Args:
         manifest: of the finished checkpoint.

@@ -238,7 +238,7 @@ def _refuse_partial(everyone: list[RankShards], parameters: Mapping[str, Shard])
 
 
 def _is_whole(shards: Mapping[Shard, None]) -> bool:
-    """Whether one rank, or several alike, hold a tensor as a whole."""
+    """Return whether one rank, or several alike, hold a tensor as a whole."""
     if len(shards) != 1:
         return False
     (shard,) = shards

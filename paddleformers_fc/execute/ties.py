@@ -1,4 +1,4 @@
-"""Whether the copies of a tied tensor are equal when they are saved.
+"""Compare the copies of tied tensors when they are saved.
 
 A tied tensor has one copy per pipeline stage that uses it, under different names and with optimizer states of its own.
 Training keeps the copies equal, and a load refuses copies that differ. So every save compares them, whatever
@@ -72,7 +72,7 @@ class TiedPart:
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """What a save compares of tied tensors; the same on every rank.
+    """The parts of tied tensors that a save compares; equal on every rank.
 
     Args:
         parts: the boxes to compare.

@@ -36,7 +36,7 @@ _SHOWN = 4
 
 @dataclass
 class BlockComparison:
-    """What a comparison has found.
+    """The result of a comparison.
 
     Args:
         bytes: how many were read and hashed.

@@ -40,7 +40,7 @@ class BlockHasher:
         self._blocks: list[str] = []
 
     def update(self, data: memoryview | bytes) -> None:
-        """Take the next bytes of the stream; ``data`` is any contiguous bytes, of any length."""
+        """Hash the next bytes of the stream, contiguous and of any length."""
         view = memoryview(data)
         if view.nbytes == 0:
             return
@@ -55,7 +55,7 @@ class BlockHasher:
             self._advance(chunk.nbytes)
 
     def file_checksum(self, path: str) -> FileChecksum:
-        """What was hashed up to now, as the checksum of a file called ``path``; the stream may go on afterwards."""
+        """Return the checksum of the bytes so far as that of a file ``path``; the stream may continue afterwards."""
         blocks = list(self._blocks)
         if self._room != self._block_bytes:
             blocks.append(self._block.hexdigest())

@@ -73,7 +73,7 @@ _IN_THE_WAY = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EIS
 
 @dataclass(frozen=True)
 class Committed:
-    """What a commit did.
+    """The result of a commit.
 
     Attributes:
         path: the checkpoint under its final name.
@@ -201,7 +201,7 @@ def check_pair(staging: Path, target: Path) -> None:
 
 
 def _is_only_whole(old: Path, new: Path) -> bool:
-    """Whether a checkpoint with equal copies of tied tensors was replaced by one whose copies differ."""
+    """Return whether a checkpoint with equal copies of tied tensors was replaced by one whose copies differ."""
     return bool(read_manifest(new).ties) and not read_manifest(old).ties
 
 

@@ -73,7 +73,7 @@ def commit_export(staging: Path, target: Path) -> None:
 
 
 def replace_export(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
-    """Let a staging directory without a manifest (an export) take the place of an older one, durably.
+    """Replace an older export by a staging directory without a manifest, durably.
 
     Where the target holds nothing but files, it and the staging directory are exchanged in one step, and at every
     instant one of the two is there as a whole. A target that holds directories (a run's output, with its checkpoints)
@@ -101,7 +101,7 @@ def replace_export(staging: Path, target: Path, marks: Sequence[str], is_old: Ca
 
 
 def _exchanged(staging: Path, target: Path, own: set[str], is_old: Callable[[str], bool]) -> bool:
-    """Whether an export and what is under its target's name could be exchanged; what is to stay is in both then."""
+    """Exchange an export with its target and return whether that was possible; files that stay are then in both."""
     inside = list_directory(target)
     if not _is_alike(staging, target) or any(path.is_symlink() or is_directory(path) for path in inside):
         return False
@@ -136,7 +136,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _is_alike(staging: Path, target: Path) -> bool:
-    """Whether a directory can stand in for another: that one is no link to it, and of the same owner and rights."""
+    """Return whether a directory can replace another, which is no link and has the same owner and permissions."""
     if target.is_symlink():
         return False
     one, other = stat_path(staging), stat_path(target)
@@ -166,9 +166,9 @@ def _moved_in(
 
 
 def _try_to_move(staging: Path, target: Path) -> None:
-    """See that files of one directory can be renamed into another, before anything there is given up for them.
+    """Check that files can be renamed from one directory into another, before anything there is removed.
 
-    Under a name that no reader takes for anything, and that the next export clears away if a crash leaves it.
+    The trial name is ignored by readers, and the next export deletes it if a crash leaves it.
     """
     write_file(staging / PARTIAL_OWNER_NAME, b"", root=staging)
     rename(staging / PARTIAL_OWNER_NAME, target / PARTIAL_OWNER_NAME)

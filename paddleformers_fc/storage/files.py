@@ -34,7 +34,7 @@ from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
 _WRITE_BYTES = 1024 * 1024
 # Linux takes 1024, and every system at least 16.
 MOST_BUFFERS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
-"""How many buffers :func:`read_several` fills at most."""
+"""Maximum number of buffers of :func:`read_several`."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
@@ -466,9 +466,9 @@ def real_path(path: Path) -> Path:
 
 
 def is_mount_point(path: Path) -> bool:
-    """Whether a directory can neither be replaced by one beside it nor take what is renamed from there.
+    """Return whether a directory can neither be replaced by a sibling nor receive files that are renamed from there.
 
-    It is mounted, or this process works in it, or what it is in takes nothing new from this user.
+    It is mounted, or the working directory of this process, or its parent is not writable for this user.
 
     Raises:
         StorageError: the operating system refused to look.
@@ -479,7 +479,7 @@ def is_mount_point(path: Path) -> bool:
 
 
 def _is_mounted_from_here(path: Path) -> bool:
-    """Whether a directory is a part of its parent's own file system that is mounted there, which its numbers hide.
+    """Return whether a directory is a bind mount of its parent's own file system, which device numbers do not show.
 
     The system compares the mounts of two names before it looks the names up, so that missing names suffice.
     """
@@ -597,7 +597,7 @@ def list_directory(path: AnyPath) -> Sequence[AnyPath]:
 
 
 def is_directory(path: AnyPath) -> bool:
-    """Whether ``path`` is a directory or a link to one; False if there is no such name.
+    """Return whether ``path`` is a directory or a link to one; False if there is no such name.
 
     Raises:
         StorageError: the operating system or the store refused to look.
@@ -609,7 +609,7 @@ def is_directory(path: AnyPath) -> bool:
 
 
 def exists(path: AnyPath) -> bool:
-    """Whether there is a file or directory of this name.
+    """Return whether there is a file or directory of this name.
 
     Raises:
         StorageError: the operating system or the store refused to look.
@@ -618,7 +618,7 @@ def exists(path: AnyPath) -> bool:
 
 
 def is_file(path: AnyPath) -> bool:
-    """Whether ``path`` is a regular file or a link to one; False if there is no such name.
+    """Return whether ``path`` is a regular file or a link to one; False if there is no such name.
 
     Raises:
         StorageError: the operating system or the store refused to look.
@@ -639,7 +639,7 @@ def stat_path(path: AnyPath) -> os.stat_result | RemoteStatus | None:
 
 
 def is_link(path: Path) -> bool:
-    """Whether a name is a link, wherever it leads; False if there is no such name.
+    """Return whether a name is a link, wherever it leads; False if there is no such name.
 
     Raises:
         StorageError: the operating system refused to look.

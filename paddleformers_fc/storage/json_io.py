@@ -31,10 +31,10 @@ MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
 """The default bound on the length of a document; a configuration has a few kilobytes."""
 
 MAX_DEPTH = 32
-"""How deeply a document may be nested."""
+"""Maximum nesting depth of a document."""
 
 MAX_DIGITS = 40
-"""How many characters an integer may have: two to the power of 128 has 39 digits."""
+"""Maximum number of characters of an integer: two to the power of 128 has 39 digits."""
 
 
 def read_document(path: AnyPath, most: int = MAX_DOCUMENT_BYTES) -> bytes:

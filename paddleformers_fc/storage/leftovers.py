@@ -153,7 +153,7 @@ def _removed(leftover: Leftover) -> bool:
 
 
 def _owner_state(directory: Path) -> ProcessState | None:
-    """Whether the directory's owner lives; None if it has no readable record."""
+    """Return whether the directory's owner lives; None if it has no readable record."""
     owner = read_owner(directory)
     return None if owner is None else process_state(owner)
 

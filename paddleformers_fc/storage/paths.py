@@ -40,7 +40,7 @@ class RemotePath:
     url: str = field(repr=False)
 
     def __truediv__(self, part: str | PurePosixPath) -> RemotePath:
-        """What is below this directory.
+        """Return a path below this directory.
 
         Raises:
             FormatError: the part is absolute or leads out of the directory.

@@ -28,7 +28,7 @@ from paddleformers_fc.errors import FormatError
 from paddleformers_fc.storage.files import OpenFile, open_local, read_range
 
 MAX_PROGRAM_BYTES = 512 * 1024 * 1024
-"""How many bytes of a pickle may be instructions: the metadata of a checkpoint of 154 GB has 227 MiB."""
+"""Maximum bytes of instructions of a pickle: the metadata of a checkpoint of 154 GB has 227 MiB."""
 
 MAX_TEXT_BYTES = 64 * 1024
 """The longest text, in bytes."""
@@ -40,7 +40,7 @@ _WINDOW = 1 << 20
 _SMALL = 32
 """Bytes up to this length are kept, because numbers are written so; longer ones are only located."""
 _QUOTED = 100
-"""How many characters of a text an error quotes."""
+"""Maximum number of characters of a text that an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def read_pickle(path: Path) -> Any:
-    """What a pickle describes.
+    """Return the value that a pickle describes.
 
     Args:
         path: the file; a link is followed.
@@ -295,7 +295,7 @@ class _Machine:
         return taken
 
     def top(self, kind: type) -> Any:
-        """What lies on top, which must be of a kind."""
+        """Return the top of the stack, which must be of a type."""
         value = self.pop()
         if type(value) is not kind:
             self._tape.refuse("it fills something that is no container")
@@ -320,7 +320,7 @@ class _Machine:
         self._others[number] = value
 
     def get(self, number: int) -> None:
-        """What was remembered under a number."""
+        """Push the value that was remembered under a number."""
         if number in self._others:
             self.push(self._others[number])
         elif number < len(self._memo):
@@ -541,4 +541,4 @@ _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"R": _Machine.call,
     b"b": _Machine.build,
 }
-"""What data needs, out of the about seventy instructions that there are."""
+"""The instructions that data needs, of about seventy."""

@@ -46,7 +46,7 @@ DEFAULT_STAGING_MEMORY_BYTES = 64 << 20
 HOT_BYTES = 128 * (8192 + 64)
 """Scratch memory of one thread at most; more would leave the processor's cache."""
 TILE_BYTES = 8 << 20
-"""Bytes of a direct tile at most: enough to make a system call cheap, few enough to share a tensor among threads."""
+"""Maximum bytes of a direct tile: enough to make a system call cheap, few enough to share a tensor among threads."""
 MAX_OVER_READ = 2.0
 SHORT_RUN = 1024
 RUN_BYTES = 8192
@@ -83,7 +83,7 @@ class Region:
 
 
 class Workspace:
-    """What one thread needs to read regions; a context manager that gives it back.
+    """Scratch memory and reader of one thread; a context manager that releases them.
 
     Args:
         scratch_bytes: size of the scratch memory; at least one element of what is read.
@@ -113,7 +113,7 @@ class Workspace:
         return self._lines[1]
 
     def close(self) -> None:
-        """Give memory and system resources back; harmless when repeated."""
+        """Release memory and system resources; harmless when repeated."""
         self._memory = None
         self._lines = ((0, 0, 0), [])
         self.scatter.close()
@@ -135,12 +135,12 @@ class StridedAxes:
 
     @property
     def run(self) -> tuple[int, int]:
-        """How many of the last axes are one run of bytes in the file, and the length of that run in bytes."""
+        """The number of last axes that are one run of bytes in the file, and the length of that run in bytes."""
         return _run(self.sizes, self.sources)
 
 
 def strided_axes(size: Sizes, sources: Sizes, targets: Sizes, widths: tuple[int, int]) -> StridedAxes:
-    """Leave out axes of length one, and join neighbours that continue each other on both sides.
+    """Remove axes of length one, and merge neighbours that are contiguous on both sides.
 
     Args:
         size: lengths of the region, in elements, none of them zero.
@@ -173,7 +173,7 @@ def row_major(shape: Sizes, width: int) -> Sizes:
 
 
 def runs_per_sieve(walk: StridedAxes, scratch_bytes: int, max_over_read: float) -> int:
-    """How many short runs are read as one span, with the gaps between them; 1 if every run is read alone."""
+    """Return how many short runs are read in one read with the gaps between them; 1 if every run is read alone."""
     axes, run = walk.run
     if axes == len(walk.sizes) or run >= SHORT_RUN:
         return 1
@@ -204,7 +204,7 @@ def bytes_read(
 
 
 def is_direct(walk: StridedAxes, width: int) -> bool:
-    """Whether a region that is not cast goes from the file into the target, run by run.
+    """Return whether a region that is not cast goes from the file into the target, run by run.
 
     Runs that follow one another in the file and go to very short runs of the target do not: one read and a copy are
     faster than a list of that many places.
@@ -217,7 +217,7 @@ def is_direct(walk: StridedAxes, width: int) -> bool:
 
 
 def ranges_of(region: Region) -> Iterator[ExpectedRange]:
-    """What a region takes from its file, for :meth:`RangeReader.expect`: its runs, joined as requests would be.
+    """Yield the byte ranges of a region for :meth:`RangeReader.expect`: its runs, joined as requests are.
 
     Runs that are not joined lie so far apart that there are few of them, or are so short that there are few bytes.
     """
@@ -241,7 +241,7 @@ class Tiles(Protocol):
 
     @property
     def count(self) -> int:
-        """How many tiles."""
+        """The number of tiles."""
 
     @property
     def tile_bytes(self) -> int:
@@ -300,7 +300,7 @@ def tiles_of(
 
 @dataclass(frozen=True, slots=True)
 class _ReadStrategy:
-    """How regions of one kind are read.
+    """The strategy for regions of one kind.
 
     Args:
         walk: their axes.
@@ -359,9 +359,9 @@ def read_region(
 
 
 def split_region(region: Region, piece_bytes: int) -> Iterator[Region]:
-    """A region as smaller ones of at most so many bytes, or of one element, in row-major order.
+    """Yield parts of a region of at most so many bytes, or of one element, in row-major order.
 
-    Two regions of one size and element type are cut alike, wherever they lie.
+    Two regions of equal size and element type are split equally.
     """
     if 0 in region.size:
         return
@@ -393,7 +393,7 @@ class _StridedTiles:
 
     @property
     def count(self) -> int:
-        """How many tiles."""
+        """The number of tiles."""
         return math.prod(-(-size // length) for size, length in zip(self.walk.sizes, self.tile, strict=True))
 
     @property
@@ -402,7 +402,7 @@ class _StridedTiles:
         return math.prod(self.tile) * self.dtype.itemsize
 
     def _tiles(self, first: int, last: int) -> Iterator[tuple[int, Sizes, np.ndarray[Any, Any]]]:
-        """Of each tile its offset in the file, its lengths and its target."""
+        """Yield the offset in the file, the lengths and the target of each tile."""
         counts = [-(-size // length) for size, length in zip(self.walk.sizes, self.tile, strict=True)]
         for number in range(first, last):
             lows = []
@@ -513,7 +513,7 @@ class SievedTiles(_StridedTiles):
 
 
 def _run(size: Sizes, strides: Sizes) -> tuple[int, int]:
-    """How many of the last axes are one run of bytes, and its length; an axis of length one is part of any run."""
+    """Return the number of last axes that are one run of bytes, and its length; axes of length one are part of it."""
     length, axes = strides[-1], 0
     for count, stride in zip(reversed(size), reversed(strides), strict=True):
         if count > 1 and stride != length:
@@ -562,7 +562,7 @@ def _buffered_tile(walk: StridedAxes, width: int, scratch_bytes: int) -> Sizes:
 
 
 def _grown(sizes: Sizes, tile: Sizes, room: int) -> Sizes:
-    """A tile made as long as ``room`` elements allow, the last axis first, in few enough rows."""
+    """Return a tile grown to at most ``room`` elements, the last axis first, with a bounded number of rows."""
     grown = list(tile)
     for axis in reversed(range(len(sizes))):
         others = max(1, math.prod(grown) // grown[axis])
@@ -573,5 +573,5 @@ def _grown(sizes: Sizes, tile: Sizes, room: int) -> Sizes:
 
 
 def _even(size: int, most: int) -> int:
-    """The length of parts, ``most`` at most, that divide an axis with no small part left over."""
+    """Return the length of equal parts of an axis, at most ``most``, without a small remainder."""
     return -(-size // -(-size // max(1, most)))

@@ -125,7 +125,7 @@ class RemoteFile:
         return list(answers)
 
     def _refuse_changed(self) -> None:
-        """Where a read went wrong: a file that is another one by now explains it best."""
+        """Refuse a file that was replaced meanwhile, which explains a failed read best."""
         now = stat_remote(self.path)
         if now is None:
             raise missing(self.path)
@@ -222,7 +222,7 @@ def list_remote(path: RemotePath) -> list[RemotePath]:
 
 
 def is_remote_directory(path: RemotePath) -> bool:
-    """Whether there is anything below this name.
+    """Return whether there is anything below this name.
 
     Raises:
         StorageError: the store refused.
@@ -311,7 +311,7 @@ def _reached(path: RemotePath) -> tuple[Any, str]:
 
 
 def _hides_refusal(error: OSError) -> bool:
-    """Whether a "not found" is what a backend made of something else, as that for HTTP does of every failure."""
+    """Return whether a "not found" hides another failure, as the backend for HTTP does for every failure."""
     cause = error.__cause__
     status = getattr(cause, "status", None)
     if isinstance(status, int):
@@ -320,7 +320,7 @@ def _hides_refusal(error: OSError) -> bool:
 
 
 def _cannot_list(path: RemotePath, error: Exception) -> bool:
-    """Whether this is a web server that gives files and no listings, as most do."""
+    """Return whether this is a web server that serves files and no listings, as most do."""
     return path.protocol in ("http", "https") and getattr(error, "status", None) in (401, 403, 405)
 
 

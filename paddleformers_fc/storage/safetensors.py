@@ -83,7 +83,7 @@ _head = msgspec.json.Decoder(_Head)
 
 
 class TensorEntry(msgspec.Struct, frozen=True, gc=False):
-    """Where one tensor is.
+    """The position of one tensor.
 
     Attributes:
         dtype: safetensors code, ``"F32"``, ``"BF16"``, ...

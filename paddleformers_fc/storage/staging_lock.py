@@ -89,12 +89,12 @@ def read_owner(directory: Path) -> Owner | None:
 
 
 def is_own(directory: Path) -> bool:
-    """Whether this process is recorded as the owner of ``directory``."""
+    """Return whether this process is recorded as the owner of ``directory``."""
     return read_owner(directory) == this_process()
 
 
 def process_state(owner: Owner) -> ProcessState:
-    """Whether ``owner`` still runs, as far as this process can prove it."""
+    """Return whether ``owner`` still runs, as far as this process can prove it."""
     here = this_process()
     if not owner.boot or owner.boot != here.boot or owner.namespace != here.namespace:
         return ProcessState.UNKNOWN
