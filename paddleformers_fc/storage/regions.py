@@ -172,48 +172,48 @@ def row_major(shape: Sizes, width: int) -> Sizes:
     return tuple(reversed(strides))
 
 
-def runs_per_sieve(walk: StridedAxes, scratch_bytes: int, max_over_read: float) -> int:
+def runs_per_sieve(strided: StridedAxes, scratch_bytes: int, max_over_read: float) -> int:
     """Return how many short runs are read in one read with the gaps between them; 1 if every run is read alone."""
-    axes, run = walk.run
-    if axes == len(walk.sizes) or run >= SHORT_RUN:
+    axes, run = strided.run
+    if axes == len(strided.sizes) or run >= SHORT_RUN:
         return 1
-    stride = walk.sources[-axes - 1]
+    stride = strided.sources[-axes - 1]
     if stride > run * max_over_read:
         return 1
-    return min(walk.sizes[-axes - 1], max(1, (scratch_bytes - run) // stride + 1))
+    return min(strided.sizes[-axes - 1], max(1, (scratch_bytes - run) // stride + 1))
 
 
 def bytes_read(
-    walk: StridedAxes, width: int, scratch_bytes: int = HOT_BYTES, max_over_read: float = MAX_OVER_READ
+    strided: StridedAxes, width: int, scratch_bytes: int = HOT_BYTES, max_over_read: float = MAX_OVER_READ
 ) -> int:
     """Bytes that reading a region takes from storage.
 
     Args:
-        walk: the region's axes.
+        strided: the region's axes.
         width: bytes of a stored element.
         scratch_bytes: scratch memory of one thread.
         max_over_read: bound on bytes read over bytes needed.
     """
-    count = runs_per_sieve(walk, scratch_bytes, max_over_read)
+    count = runs_per_sieve(strided, scratch_bytes, max_over_read)
     if count == 1:
-        return math.prod(walk.sizes) * width
-    axes, run = walk.run
-    stride, size = walk.sources[-axes - 1], walk.sizes[-axes - 1]
+        return math.prod(strided.sizes) * width
+    axes, run = strided.run
+    stride, size = strided.sources[-axes - 1], strided.sizes[-axes - 1]
     gaps = size - -(-size // count)
-    return math.prod(walk.sizes[: -axes - 1]) * (size * run + gaps * (stride - run))
+    return math.prod(strided.sizes[: -axes - 1]) * (size * run + gaps * (stride - run))
 
 
-def is_direct(walk: StridedAxes, width: int) -> bool:
+def is_direct(strided: StridedAxes, width: int) -> bool:
     """Return whether a region that is not cast goes from the file into the target, run by run.
 
     Runs that follow one another in the file and go to very short runs of the target do not: one read and a copy are
     faster than a list of that many places.
 
     Args:
-        walk: the region's axes.
+        strided: the region's axes.
         width: bytes of an element.
     """
-    return walk.targets[-1] == width and (walk.run[0] == 1 or walk.sizes[-1] * width >= INTERLEAVED_RUN)
+    return strided.targets[-1] == width and (strided.run[0] == 1 or strided.sizes[-1] * width >= INTERLEAVED_RUN)
 
 
 def ranges_of(region: Region) -> Iterator[ExpectedRange]:
@@ -282,20 +282,20 @@ def tiles_of(
     strides = row_major(region.shape, width)
     begin = region.begin + sum(low * stride for low, stride in zip(region.lo, strides, strict=True))
     cast = out.dtype != region.dtype
-    way = _read_strategy(
+    strategy = _read_strategy(
         region.size, strides, out.strides, (width, out.dtype.itemsize), cast, scratch_bytes, max_over_read
     )
     # As plain bits: numpy copies them fast and has their type everywhere. Setting a shape copies nothing, or fails.
     target = out.view(_BITS[out.itemsize])
-    target.shape = way.walk.sizes
+    target.shape = strategy.strided.sizes
     dtype = region.dtype if cast else target.dtype
     if cast:
         target = target.view(out.dtype)
-    if way.kind == "sieved":
-        return SievedTiles(region.path, begin, way.walk, way.tile, target, dtype)
-    if way.kind == "direct":
-        return DirectTiles(region.path, begin, way.walk, way.tile, target, dtype)
-    return BufferedTiles(region.path, begin, way.walk, way.tile, target, dtype, way.room)
+    if strategy.kind == "sieved":
+        return SievedTiles(region.path, begin, strategy.strided, strategy.tile, target, dtype)
+    if strategy.kind == "direct":
+        return DirectTiles(region.path, begin, strategy.strided, strategy.tile, target, dtype)
+    return BufferedTiles(region.path, begin, strategy.strided, strategy.tile, target, dtype, strategy.room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,13 +303,13 @@ class _ReadStrategy:
     """The strategy for regions of one kind.
 
     Args:
-        walk: their axes.
+        strided: their axes.
         kind: ``sieved``, ``direct`` or ``gathered``.
         tile: lengths of a tile.
         room: bytes of the scratch memory that may be used.
     """
 
-    walk: StridedAxes
+    strided: StridedAxes
     kind: str
     tile: Sizes
     room: int = 0
@@ -326,17 +326,17 @@ def _read_strategy(
     max_over_read: float,
 ) -> _ReadStrategy:
     """See :func:`strided_axes` for the first four, and :func:`tiles_of` for the others."""
-    walk, width = strided_axes(size, sources, targets, widths), widths[0]
-    spans = runs_per_sieve(walk, scratch_bytes, max_over_read)
+    strided, width = strided_axes(size, sources, targets, widths), widths[0]
+    spans = runs_per_sieve(strided, scratch_bytes, max_over_read)
     if spans > 1:
-        axes, _ = walk.run
-        outer = (1,) * (len(walk.sizes) - axes - 1)
-        return _ReadStrategy(walk, "sieved", (*outer, spans, *walk.sizes[-axes:]))
-    if not cast and is_direct(walk, width):
-        return _ReadStrategy(walk, "direct", _grown(walk.sizes, (1,) * len(walk.sizes), TILE_BYTES // width))
+        axes, _ = strided.run
+        outer = (1,) * (len(strided.sizes) - axes - 1)
+        return _ReadStrategy(strided, "sieved", (*outer, spans, *strided.sizes[-axes:]))
+    if not cast and is_direct(strided, width):
+        return _ReadStrategy(strided, "direct", _grown(strided.sizes, (1,) * len(strided.sizes), TILE_BYTES // width))
     # Numbers of 8 bits are cast through an index of 8 bytes each.
     room = scratch_bytes // 16 if cast and width == 1 else scratch_bytes
-    return _ReadStrategy(walk, "buffered", _buffered_tile(walk, width, room), room)
+    return _ReadStrategy(strided, "buffered", _buffered_tile(strided, width, room), room)
 
 
 def read_region(
@@ -378,15 +378,15 @@ class _StridedTiles:
     Args:
         path: the file.
         begin: byte offset of the region's first element.
-        walk: its axes.
+        strided: its axes.
         tile: lengths of a tile; the last one along an axis may be shorter.
-        target: what it goes into, with the axes of the walk.
+        target: the target array, with these axes.
         dtype: element type in the file.
     """
 
     path: AnyPath
     begin: int
-    walk: StridedAxes
+    strided: StridedAxes
     tile: Sizes
     target: np.ndarray[Any, Any]
     dtype: np.dtype[Any]
@@ -394,7 +394,7 @@ class _StridedTiles:
     @property
     def count(self) -> int:
         """The number of tiles."""
-        return math.prod(-(-size // length) for size, length in zip(self.walk.sizes, self.tile, strict=True))
+        return math.prod(-(-size // length) for size, length in zip(self.strided.sizes, self.tile, strict=True))
 
     @property
     def tile_bytes(self) -> int:
@@ -403,14 +403,14 @@ class _StridedTiles:
 
     def _tiles(self, first: int, last: int) -> Iterator[tuple[int, Sizes, np.ndarray[Any, Any]]]:
         """Yield the offset in the file, the lengths and the target of each tile."""
-        counts = [-(-size // length) for size, length in zip(self.walk.sizes, self.tile, strict=True)]
+        counts = [-(-size // length) for size, length in zip(self.strided.sizes, self.tile, strict=True)]
         for number in range(first, last):
             lows = []
             for count, length in zip(reversed(counts), reversed(self.tile), strict=True):
                 number, index = divmod(number, count)
                 lows.append(index * length)
             lows.reverse()
-            offset = self.begin + sum(low * stride for low, stride in zip(lows, self.walk.sources, strict=True))
+            offset = self.begin + sum(low * stride for low, stride in zip(lows, self.strided.sources, strict=True))
             target = self.target[tuple(slice(low, low + n) for low, n in zip(lows, self.tile, strict=True))]
             yield offset, target.shape, target
 
@@ -429,8 +429,8 @@ class DirectTiles(_StridedTiles):
                 continue
             outer = slice(0, len(size) - 1)
             rows = ScatterList.alike(
-                _row_positions(offset, size[outer], self.walk.sources[outer]),
-                _row_positions(target.__array_interface__["data"][0], size[outer], self.walk.targets[outer]),
+                _row_positions(offset, size[outer], self.strided.sources[outer]),
+                _row_positions(target.__array_interface__["data"][0], size[outer], self.strided.targets[outer]),
                 size[-1] * self.dtype.itemsize,
             )
             reader.read_rows(self.path, rows, workspace.scatter)
@@ -458,8 +458,8 @@ class BufferedTiles(_StridedTiles):
 
     def _copy(self, target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
         """In stripes: the rows of one fit into the innermost cache."""
-        fast = min(range(source.ndim), key=self.walk.targets.__getitem__)
-        if not _is_transposing(self.walk) or source.shape[fast] <= STRIPE:
+        fast = min(range(source.ndim), key=self.strided.targets.__getitem__)
+        if not _is_transposing(self.strided) or source.shape[fast] <= STRIPE:
             copy_cast(target, source, self.path)
             return
         before = (slice(None),) * fast
@@ -470,9 +470,9 @@ class BufferedTiles(_StridedTiles):
     def _fetched(self, offset: int, size: Sizes, reader: RangeReader, workspace: Workspace) -> np.ndarray[Any, Any]:
         """The tile in scratch memory."""
         width, memory = self.dtype.itemsize, workspace.memory
-        axes, run = _run(size, self.walk.sources)
+        axes, run = _run(size, self.strided.sources)
         row = size[-1] * width
-        pitch = _pitch(self.walk, row, self.room)
+        pitch = _pitch(self.strided, row, self.room)
         rows = math.prod(size[:-1])
         if pitch != row and rows > 1:
             if run == rows * row:
@@ -491,7 +491,7 @@ class BufferedTiles(_StridedTiles):
     def _read_rows(
         self, offset: int, size: Sizes, address: int, pitch: int, length: int, reader: RangeReader, workspace: Workspace
     ) -> None:
-        offsets = _row_positions(offset, size, self.walk.sources[: len(size)])
+        offsets = _row_positions(offset, size, self.strided.sources[: len(size)])
         rows = ScatterList.alike(offsets, address + pitch * np.arange(len(offsets)), length)
         reader.read_rows(self.path, rows, workspace.scatter)
 
@@ -504,7 +504,7 @@ class SievedTiles(_StridedTiles):
         """See :class:`Tiles`."""
         total = 0
         for offset, size, target in self._tiles(first, last):
-            strides = self.walk.sources
+            strides = self.strided.sources
             span = sum((n - 1) * s for n, s in zip(size, strides, strict=True)) + self.dtype.itemsize
             reader.read_into(self.path, offset, workspace.memory[:span])
             copy_cast(target, np.ndarray(size, self.dtype, workspace.memory, strides=strides), self.path)
@@ -539,26 +539,26 @@ def _positions(size: Sizes, strides: Sizes) -> np.ndarray[Any, Any]:
 _kept_positions = lru_cache(maxsize=128)(_positions)
 
 
-def _is_transposing(walk: StridedAxes) -> bool:
-    return min(walk.targets) < walk.targets[-1]
+def _is_transposing(strided: StridedAxes) -> bool:
+    return min(strided.targets) < strided.targets[-1]
 
 
-def _pitch(walk: StridedAxes, row: int, scratch_bytes: int) -> int:
+def _pitch(strided: StridedAxes, row: int, scratch_bytes: int) -> int:
     """Bytes from one row of a tile to the next: an odd number of cache lines where columns are read."""
     padded = (-(-row // _LINE) | 1) * _LINE
-    return padded if _is_transposing(walk) and padded * _LINE <= scratch_bytes else row
+    return padded if _is_transposing(strided) and padded * _LINE <= scratch_bytes else row
 
 
-def _buffered_tile(walk: StridedAxes, width: int, scratch_bytes: int) -> Sizes:
-    ones, last = (1,) * len(walk.sizes), len(walk.sizes) - 1
-    if not _is_transposing(walk):
-        return _grown(walk.sizes, ones, scratch_bytes // width)
-    fast = min(range(last), key=walk.targets.__getitem__)
-    row = _even(walk.sizes[-1], max(1, min(RUN_BYTES, scratch_bytes) // width))
-    rows = min(_MOST_LINES, max(1, scratch_bytes // _pitch(walk, row * width, scratch_bytes)))
-    stripe = _even(walk.sizes[fast], min(STRIPE, rows))
+def _buffered_tile(strided: StridedAxes, width: int, scratch_bytes: int) -> Sizes:
+    ones, last = (1,) * len(strided.sizes), len(strided.sizes) - 1
+    if not _is_transposing(strided):
+        return _grown(strided.sizes, ones, scratch_bytes // width)
+    fast = min(range(last), key=strided.targets.__getitem__)
+    row = _even(strided.sizes[-1], max(1, min(RUN_BYTES, scratch_bytes) // width))
+    rows = min(_MOST_LINES, max(1, scratch_bytes // _pitch(strided, row * width, scratch_bytes)))
+    stripe = _even(strided.sizes[fast], min(STRIPE, rows))
     tile = tuple(row if axis == last else stripe if axis == fast else 1 for axis in range(len(ones)))
-    return (*_grown(walk.sizes[:-1], tile[:-1], rows), row)
+    return (*_grown(strided.sizes[:-1], tile[:-1], rows), row)
 
 
 def _grown(sizes: Sizes, tile: Sizes, room: int) -> Sizes:
