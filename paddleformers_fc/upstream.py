@@ -367,23 +367,9 @@ CPU_RUNTIME = (
         "paddle.distributed.sharding:group_sharded_parallel",
         "(model, optimizer, level, scaler=None, group=None, offload=False, sync_buffers=False, "
         "buffer_max_size=8388608, segment_size=1048576, sync_comm=False, dp_group=None, exclude_layer=None)",
+        ("get_device", "get_all_custom_device_type"),
     ),
-    Hook(
-        f"{_STAGE2}.__init__",
-        "(self, params, optim, group=None, offload=False, device='gpu', pretrain_sync_models=True, dp_group=None, "
-        "**kw)",
-    ),
-    Hook(
-        f"{_META}.group_sharded_stage2:GroupShardedStage2.__init__",
-        "(self, layer, sharding_optimizer, group=None, sync_buffers=False, buffer_max_size=8388608, "
-        "auto_refresh_trainable=True, device='gpu', dp_group=None)",
-    ),
-    Hook(
-        f"{_STAGE3}.__init__",
-        "(self, layer, optimizer, group=None, sync_buffers=False, device='gpu', segment_size=1048576, "
-        "pretrain_sync_models=True, offload=False, sync_comm=False, dp_group=None, exclude_layer=None)",
-    ),
-    Hook(f"{_META}.group_sharded_utils:GroupShardedScaler"),
+    Hook("paddle.distributed.sharding.group_sharded:paddle"),
     Hook("paddle.distributed.fleet.fleet:Fleet.init", names=("_user_defined_strategy", "_hcg")),
     Hook(
         "paddle.distributed.fleet.base.topology:EPHybridCommunicateGroup",

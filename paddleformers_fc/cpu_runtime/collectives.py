@@ -28,57 +28,46 @@ _HALVES = (paddle.float16, paddle.bfloat16)
 
 _gloo_all_reduce = _Gloo.all_reduce
 _gloo_reduce = _Gloo.reduce
-_gloo_broadcast = _Gloo.broadcast
-_gloo_all_gather = _Gloo.all_gather
 _gloo_all_gather_into_tensor = _Gloo.all_gather_into_tensor
-_gloo_scatter = _Gloo.scatter
-_gloo_scatter_tensor = _Gloo.scatter_tensor
 
 
 def _all_reduce(self: Any, tensor: Any, op: Any = _SUM, sync_op: bool = True) -> p2p.Done:
-    if tensor.dtype in _HALVES:
-        wide = tensor.detach().astype("float32")
-        _gloo_all_reduce(self, wide, op, True).wait()
-        _overwrite(tensor, wide.astype(tensor.dtype))
-    else:
-        _gloo_all_reduce(self, tensor, op, True).wait()
-    return p2p.DONE
+    return _reduced(tensor, True, lambda wide: _gloo_all_reduce(self, wide, op, True))
 
 
 def _reduce(self: Any, tensor: Any, dst: int, op: Any = _SUM, sync_op: bool = True) -> p2p.Done:
-    if tensor.dtype in _HALVES:
-        wide = tensor.detach().astype("float32")
-        _gloo_reduce(self, wide, dst, op, True).wait()
-        if self.rank() == dst:
-            _overwrite(tensor, wide.astype(tensor.dtype))
-    else:
-        _gloo_reduce(self, tensor, dst, op, True).wait()
+    return _reduced(tensor, self.rank() == dst, lambda wide: _gloo_reduce(self, wide, dst, op, True))
+
+
+def _reduced(tensor: Any, receives: bool, reduce: Callable[[Any], Any]) -> p2p.Done:
+    if tensor.dtype not in _HALVES:
+        reduce(tensor).wait()
+        return p2p.DONE
+    wide = tensor.detach().astype("float32")
+    reduce(wide).wait()
+    if receives:
+        _overwrite(tensor, wide.astype(tensor.dtype))
     return p2p.DONE
 
 
-def _broadcast(self: Any, tensor: Any, src: int, sync_op: bool = True) -> p2p.Done:
-    _gloo_broadcast(self, tensor, src, True).wait()
-    return p2p.DONE
+def _completed(name: str, count: int | None = None) -> Callable[..., p2p.Done]:
+    """A collective of gloo that is complete when it returns.
 
+    Args:
+        name: of the method.
+        count: arguments before ``sync_op``, which the ``*_on_calc_stream`` names lack; None if there are two overloads.
+    """
+    collective = getattr(_Gloo, name)
 
-def _all_gather(self: Any, *arguments: Any) -> p2p.Done:
-    # Two overloads: (out, in, sync_op) and the older (in, out).
-    _gloo_all_gather(self, *arguments).wait()
-    return p2p.DONE
+    def run(self: Any, *arguments: Any, sync_op: bool = True) -> p2p.Done:
+        collective(self, *(arguments if count is None else (*arguments[:count], True))).wait()
+        return p2p.DONE
+
+    return run
 
 
 def _all_gather_into_tensor(self: Any, out: Any, tensor: Any, sync_op: bool = True) -> p2p.Done:
     _gloo_all_gather_into_tensor(self, out, tensor.contiguous(), True).wait()
-    return p2p.DONE
-
-
-def _scatter(self: Any, *arguments: Any) -> p2p.Done:
-    _gloo_scatter(self, *arguments).wait()
-    return p2p.DONE
-
-
-def _scatter_tensor(self: Any, out: Any, tensor: Any, src: int, sync_op: bool = True) -> p2p.Done:
-    _gloo_scatter_tensor(self, out, tensor, src, True).wait()
     return p2p.DONE
 
 
@@ -131,13 +120,13 @@ def _overwrite(target: Any, source: Any) -> None:
 def apply() -> None:
     """Give ``ProcessGroupGloo`` its collectives, each also under its ``*_on_calc_stream`` name."""
     methods: dict[str, Callable[..., Any]] = {
+        "broadcast": _completed("broadcast", 2),
+        "all_gather": _completed("all_gather"),
+        "scatter": _completed("scatter"),
+        "scatter_tensor": _completed("scatter_tensor", 3),
         "all_reduce": _all_reduce,
         "reduce": _reduce,
-        "broadcast": _broadcast,
-        "all_gather": _all_gather,
         "all_gather_into_tensor": _all_gather_into_tensor,
-        "scatter": _scatter,
-        "scatter_tensor": _scatter_tensor,
         "reduce_scatter_tensor": _reduce_scatter_tensor,
         "reduce_scatter": _reduce_scatter,
         "all_to_all": _all_to_all,

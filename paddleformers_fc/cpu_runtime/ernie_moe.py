@@ -24,56 +24,14 @@ import paddle.nn.functional as F
 import paddleformers.nn.moe.moe_alltoall_layer as moe_alltoall_layer
 import paddleformers.nn.pp_model as pp_model
 import paddleformers.utils.moe_hybrid_parallel_optimizer as moe_optimizer
-from paddle.autograd import PyLayer
 from paddle.distributed import fleet
 from paddleformers.transformers.ernie4_5_moe import modeling
 
-
-class _AllGatherTokens(PyLayer):
-    @staticmethod
-    def forward(ctx: Any, tokens: Any, group: Any) -> Any:
-        ctx.group = group
-        return _all_gather_rows(tokens, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return _reduce_scatter_rows(gradient, ctx.group)
+from .mpu import Collective
 
 
-class _ReduceScatterTokens(PyLayer):
-    @staticmethod
-    def forward(ctx: Any, tokens: Any, group: Any) -> Any:
-        ctx.group = group
-        return _reduce_scatter_rows(tokens, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return _all_gather_rows(gradient, ctx.group)
-
-
-class _EnterReplicated(PyLayer):
-    """Tokens that every rank holds already: each rank's experts contribute their part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Any, group: Any) -> Any:
-        ctx.group = group
-        return tokens.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return _summed(gradient, ctx.group)
-
-
-class _LeaveReplicated(PyLayer):
-    """The sum of every rank's experts, for tokens that every rank holds."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Any, group: Any) -> Any:
-        return _summed(tokens, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient.clone()
+def _copied(tensor: Any, group: Any) -> Any:
+    return tensor.clone()
 
 
 def _summed(tensor: Any, group: Any) -> Any:
@@ -82,13 +40,13 @@ def _summed(tensor: Any, group: Any) -> Any:
     return total
 
 
-def _all_gather_rows(tensor: Any, group: Any) -> Any:
+def _gathered(tensor: Any, group: Any) -> Any:
     out = paddle.empty([tensor.shape[0] * group.nranks, *tensor.shape[1:]], tensor.dtype)
     group.process_group.all_gather_into_tensor(out, tensor)
     return out
 
 
-def _reduce_scatter_rows(tensor: Any, group: Any) -> Any:
+def _scattered(tensor: Any, group: Any) -> Any:
     out = paddle.empty([tensor.shape[0] // group.nranks, *tensor.shape[1:]], tensor.dtype)
     group.process_group.reduce_scatter_tensor(out, tensor)
     return out
@@ -134,18 +92,15 @@ def dense_forward(block: Any, input: Any) -> tuple[Any, None, Any, Any]:
     seen, seen_weights = tokens, weights
     if spread:
         # Gathering tokens that are replicated would count each of them once per rank in the experts' gradients.
-        enter, leave = (
-            (_EnterReplicated, _LeaveReplicated)
-            if _tokens_are_replicated(block.config, group)
-            else (_AllGatherTokens, _ReduceScatterTokens)
-        )
-        seen, seen_weights = enter.apply(tokens, group), enter.apply(weights, group)
+        # Of tokens that every rank holds, each rank's experts contribute a part of the output and of the gradient.
+        enter, leave = (_copied, _summed) if _tokens_are_replicated(block.config, group) else (_gathered, _scattered)
+        seen, seen_weights = (Collective.apply(one, group, enter, leave) for one in (tokens, weights))
     mixed = paddle.zeros_like(seen)
     for index, expert in enumerate(block.experts):
         if expert is not None:  # The list is global: None is an expert of another rank.
             mixed = mixed + expert(seen) * seen_weights[:, index : index + 1].astype(seen.dtype)
     if spread:
-        mixed = leave.apply(mixed, group)
+        mixed = Collective.apply(mixed, group, leave, enter)
     if block.shared_experts is not None:
         mixed = mixed + block.shared_experts(tokens)
     return mixed.reshape(input.shape), None, balance, logits

@@ -18,6 +18,8 @@ import paddle
 from paddle import _C_ops
 
 _WIDENED = ("linear", "matmul", "c_embedding")
+# Positions behind parameter and gradient in Paddle's call of adamw_.
+_MASTER_WEIGHT, _MULTI_PRECISION = 6, 16
 
 
 def widen(value: Any) -> Any:
@@ -38,37 +40,14 @@ def widened(operator: Callable[..., Any]) -> Callable[..., Any]:
 def _master_weight_update(adamw_: Callable[..., Any]) -> Callable[..., Any]:
     """``adamw_`` that also takes a bfloat16 parameter, if it comes with a master weight."""
 
-    def update(
-        param: Any,
-        grad: Any,
-        learning_rate: Any,
-        moment1: Any,
-        moment2: Any,
-        moment2_max: Any,
-        beta1_pow: Any,
-        beta2_pow: Any,
-        master_weight: Any,
-        skip_update: Any,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        lr_ratio: float,
-        coeff: float,
-        with_decay: bool,
-        lazy_mode: bool,
-        min_row_size_to_use_multithread: int,
-        multi_precision: bool,
-        use_global_beta_pow: bool,
-        amsgrad: bool,
-    ) -> Any:
-        states = (learning_rate, moment1, moment2, moment2_max, beta1_pow, beta2_pow)
-        factors = (beta1, beta2, epsilon, lr_ratio, coeff, with_decay, lazy_mode, min_row_size_to_use_multithread)
+    def update(param: Any, grad: Any, *others: Any) -> Any:
+        master_weight = others[_MASTER_WEIGHT]
         if param.dtype != paddle.bfloat16 or master_weight is None:
-            flags = (multi_precision, use_global_beta_pow, amsgrad)
-            return adamw_(param, grad, *states, master_weight, skip_update, *factors, *flags)
+            return adamw_(param, grad, *others)
         # To the kernel the master weight is an ordinary float32 parameter.
-        flags = (False, use_global_beta_pow, amsgrad)
-        result = adamw_(master_weight, widen(grad), *states, None, skip_update, *factors, *flags)
+        changed = list(others)
+        changed[_MASTER_WEIGHT], changed[_MULTI_PRECISION] = None, False
+        result = adamw_(master_weight, widen(grad), *changed)
         paddle.assign(master_weight.astype(param.dtype), param)
         return result
 

@@ -11,6 +11,7 @@ softmax, ``[tokens, vocab / ranks]`` float32, for its backward, as the fused ker
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -19,6 +20,8 @@ from paddle.autograd import PyLayer
 from paddle.base import core
 from paddle.distributed import collective
 from paddle.distributed.fleet.layers.mpu import mp_ops
+
+Operation = Callable[[Any, Any], Any]
 
 
 def _group(ring_id: int) -> Any:
@@ -39,26 +42,25 @@ def own_part_of_last_axis(tensor: Any, group: Any) -> Any:
     return tensor[..., begin : begin + share].clone()
 
 
-class _Concat(PyLayer):
+class Collective(PyLayer):
+    """A collective whose gradient is another one; each takes a tensor and the group."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Any, group: Any) -> Any:
-        ctx.group = group
-        return gather_last_axis(tensor, group)
+    def forward(ctx: Any, tensor: Any, group: Any, collective: Operation, gradient: Operation) -> Any:
+        ctx.group, ctx.gradient = group, gradient
+        return collective(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return own_part_of_last_axis(gradient, ctx.group)
+        return ctx.gradient(gradient, ctx.group)
 
 
-class _Split(PyLayer):
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, group: Any, rank: int, nranks: int) -> Any:
-        ctx.group = group
-        return own_part_of_last_axis(tensor, group)
+class _Split:
+    """``c_split_eager``, called by its ``apply``."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return gather_last_axis(gradient, ctx.group)
+    def apply(tensor: Any, group: Any, rank: int, nranks: int) -> Any:
+        return Collective.apply(tensor, group, own_part_of_last_axis, gather_last_axis)
 
 
 class _SoftmaxCrossEntropy(PyLayer):
@@ -106,7 +108,7 @@ def c_concat(
     tensor: Any, rank: int, nranks: int, ring_id: int, use_calc_stream: bool = True, use_model_parallel: bool = True
 ) -> Any:
     """The members' tensors side by side along the last axis; its backward keeps this member's part."""
-    return _Concat.apply(tensor, _group(ring_id))
+    return Collective.apply(tensor, _group(ring_id), gather_last_axis, own_part_of_last_axis)
 
 
 def c_softmax_with_cross_entropy(

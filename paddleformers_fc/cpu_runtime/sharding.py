@@ -4,9 +4,9 @@ Stage 1 version 2 keeps gradients as views of one fused buffer. On a CPU, ``Tens
 gradient as empty instead of zeroing it, and the next backward puts a new tensor in its place: from the second step
 on backward does not write to the buffer, and training is silently wrong. Zeroing in place keeps the views.
 
-Stages 2 and 3 work on a CPU once three answers change: whether Paddle was built for an accelerator (asserted), the
-device number (parsed out of its name), and whether parameters must first be moved off the accelerator. The dispatcher
-``group_sharded_parallel`` is replaced, because its first line refuses the device.
+Stages 2 and 3 work on a CPU once four answers change: whether Paddle was built for an accelerator (asserted), the
+device number (parsed out of its name), whether parameters must first be moved off the accelerator, and the list of
+custom devices, in which the dispatcher ``group_sharded_parallel`` looks for the device.
 """
 
 from __future__ import annotations
@@ -25,12 +25,8 @@ from paddle.distributed.fleet.meta_parallel.sharding import (
     group_sharded_stage3,
     group_sharded_storage,
 )
-from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
-from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
-from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
-from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_utils import GroupShardedScaler
+from paddle.distributed.sharding import group_sharded
 
-from .. import errors
 from ._replace import ModuleView, replace_everywhere
 
 _segment_size = 2**20
@@ -78,67 +74,13 @@ def stages_two_and_three() -> None:
         original(self, trainable_params, param2align, False)
 
     group_sharded_storage.ParamStorage.add_rank_params = add_rank_params
-    replace_everywhere(sharding.group_sharded_parallel, group_sharded_parallel)
+    # The dispatcher supports custom devices, so the CPU is listed as one.
+    devices = ModuleView(paddle.device, get_all_custom_device_type=lambda: ["cpu"])
+    group_sharded.paddle = ModuleView(paddle, get_device=lambda: "cpu:0", device=devices)
+    dispatch = sharding.group_sharded_parallel
 
+    @functools.wraps(dispatch)
+    def group_sharded_parallel(*arguments: Any, **named: Any) -> Any:
+        return dispatch(*arguments, **{"segment_size": _segment_size, **named})
 
-def group_sharded_parallel(
-    model: Any,
-    optimizer: Any,
-    level: str,
-    scaler: Any = None,
-    group: Any = None,
-    offload: bool = False,
-    sync_buffers: bool = False,
-    buffer_max_size: int = 2**23,
-    segment_size: int | None = None,
-    sync_comm: bool = False,
-    dp_group: Any = None,
-    exclude_layer: Any = None,
-) -> tuple[Any, Any, Any]:
-    """Wrap a model and its optimizer for sharding stage 2 or 3, as ``paddle.distributed.sharding`` does.
-
-    Args:
-        level: ``os`` or ``os_g`` for stage 2, ``p_g_os`` for stage 3.
-        segment_size: parameters with more elements are sliced in stage 3; by default the value of :func:`slice_above`.
-
-    Raises:
-        OptionError: another level.
-    """
-    if level in ("os", "os_g"):
-        optimizer = GroupShardedOptimizerStage2(
-            params=optimizer._parameter_list,
-            optim=optimizer,
-            group=group,
-            offload=offload,
-            dp_group=dp_group,
-            device="cpu",
-        )
-        model = GroupShardedStage2(
-            model,
-            optimizer,
-            group=group,
-            sync_buffers=sync_buffers,
-            buffer_max_size=buffer_max_size,
-            dp_group=dp_group,
-            device="cpu",
-        )
-    elif level == "p_g_os":
-        model = GroupShardedStage3(
-            model,
-            optimizer=optimizer,
-            group=group,
-            sync_buffers=sync_buffers,
-            segment_size=_segment_size if segment_size is None else segment_size,
-            offload=offload,
-            sync_comm=sync_comm,
-            dp_group=dp_group,
-            exclude_layer=exclude_layer,
-            device="cpu",
-        )
-    else:
-        raise errors.OptionError(
-            f"Sharding level {level!r} does not exist.", next_step="Use one of 'os', 'os_g', 'p_g_os'."
-        )
-    if isinstance(scaler, paddle.amp.GradScaler):
-        scaler = GroupShardedScaler(scaler)
-    return model, optimizer, scaler
+    replace_everywhere(dispatch, group_sharded_parallel)
