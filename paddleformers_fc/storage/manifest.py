@@ -15,6 +15,7 @@ its content is used (:func:`read_listed`).
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -77,14 +78,11 @@ MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 
 _PARTIAL_NAME = f".{MANIFEST_NAME}.part"
 _RESERVED = frozenset({MANIFEST_NAME, _PARTIAL_NAME, OWNER_NAME})
-_OWN_FILES = {
-    "model_state": ".safetensors",
-    "master_weight": ".safetensors",
-    "optimizer_state": ".safetensors",
-    "ema_state": ".safetensors",
-    "trainer": ".json",
-}
-"""Directories that only a save writes to, and how the names of the files in them end."""
+TRAINER_DIRECTORY = "trainer"
+"""The directory of a checkpoint that contains the state of a Trainer."""
+
+_SHARD_FILE = re.compile(r"rank-[0-9]+(-[0-9]+)?\.safetensors")
+"""The names of files with tensors, whatever the role that is the name of their directory."""
 _END = b"\n"
 """The last byte of a manifest: behind the JSON, so that every truncation is seen."""
 _ANOTHER = "The manifest was damaged or edited. Restore it or use another checkpoint."
@@ -556,14 +554,19 @@ def _file_faults(directory: AnyPath, manifest: Manifest) -> dict[str, str]:
 
 
 def _extra_files(directory: AnyPath, manifest: Manifest) -> list[str]:
-    """Files of a save that the manifest does not list: remains of another save."""
+    """Return files of a save that the manifest does not list: remains of another save.
+
+    These are files with tensors where others are listed, or whose name is that of a rank, and states of a Trainer.
+    """
     listed = {receipt.path for receipt in manifest.files}
-    own = [(name, suffix) for name, suffix in _OWN_FILES.items() if is_directory(directory / name)]
+    own = {(PurePosixPath(path).parent.name, ".safetensors") for path in listed if path.endswith(".safetensors")}
+    own.add((TRAINER_DIRECTORY, ".json"))
+    inside = [one for one in list_directory(directory) if one.name not in listed and is_directory(one)]
     names = [
-        f"{inside}/{path.name}"
-        for inside, suffix in own
-        for path in list_directory(directory / inside)
-        if path.suffix == suffix
+        f"{folder.name}/{path.name}"
+        for folder in inside
+        for path in list_directory(folder)
+        if (folder.name, path.suffix) in own or _SHARD_FILE.fullmatch(path.name)
     ]
     return [
         f"{name} does not belong to this checkpoint: the manifest does not list it"
