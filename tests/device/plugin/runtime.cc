@@ -6,7 +6,8 @@
 // Time: work on a stream is as late as it may be. A stream's thread begins when something waits for it, by the stream,
 // an event or the device; never before. So a host that reads a target too early finds the old numbers, and a host that
 // reuses a source too early sends the new ones, every time. All host memory counts as page-locked: no asynchronous copy
-// is staged or finished for a caller that does not wait.
+// is staged or finished for a caller that does not wait. One wait cannot be missed: when an event of Paddle's is
+// destroyed, Paddle waits for it (of a CustomDevice, not of CUDA).
 //
 // Counts: bytes copied each way, and those of them that were copied asynchronously.
 
@@ -20,6 +21,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <list>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -75,6 +77,12 @@ class Stream {
     changed_.wait(lock, [&] { return done_ >= ticket; });
   }
 
+  // Whether it is done, without asking for it.
+  bool has_done(uint64_t ticket) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return done_ >= ticket;
+  }
+
   bool is_done(uint64_t ticket) {
     std::lock_guard<std::mutex> lock(mutex_);
     want(ticket);
@@ -119,13 +127,36 @@ std::vector<Stream*> streams;
 Stream* of(C_Stream stream) { return reinterpret_cast<Stream*>(stream); }
 Event* of(C_Event event) { return reinterpret_cast<Event*>(event); }
 
+std::vector<Stream*> all_streams() {
+  std::lock_guard<std::mutex> lock(streams_mutex);
+  return streams;
+}
+
 void wait_for_all() {
-  std::vector<Stream*> all;
-  {
-    std::lock_guard<std::mutex> lock(streams_mutex);
-    all = streams;
-  }
-  for (auto* stream : all) stream->wait(stream->submitted());
+  for (auto* stream : all_streams()) stream->wait(stream->submitted());
+}
+
+// Blocks that were given back, each with the work that may still use it: to wait for that work here would hide a wait
+// that is missing elsewhere.
+struct Returned {
+  Block block;
+  std::vector<Event> until;
+};
+
+std::mutex returned_mutex;
+std::list<Returned> returned;
+
+void release(Block block) {
+  Returned last{block, {}};
+  for (auto* stream : all_streams()) last.until.push_back(Event{stream, stream->submitted()});
+  std::lock_guard<std::mutex> lock(returned_mutex);
+  returned.push_back(std::move(last));
+  returned.remove_if([](const Returned& one) {
+    for (const auto& event : one.until)
+      if (!event.stream->has_done(event.ticket)) return false;
+    munmap(one.block.numbers, one.block.size);
+    return true;
+  });
 }
 
 // ---- The interface, in its order
@@ -213,13 +244,16 @@ C_Status allocate(const C_Device, void** address, size_t size) {
 }
 
 C_Status deallocate(const C_Device, void* address, size_t) {
-  wait_for_all();
-  std::lock_guard<std::mutex> lock(blocks_mutex);
-  auto found = blocks.find(reinterpret_cast<uintptr_t>(address));
-  if (found == blocks.end()) return C_ERROR;
-  munmap(address, found->second.size);
-  munmap(found->second.numbers, found->second.size);
-  blocks.erase(found);
+  Block block;
+  {
+    std::lock_guard<std::mutex> lock(blocks_mutex);
+    auto found = blocks.find(reinterpret_cast<uintptr_t>(address));
+    if (found == blocks.end()) return C_ERROR;
+    block = found->second;
+    blocks.erase(found);
+    munmap(address, block.size);
+  }
+  release(block);
   return C_SUCCESS;
 }
 
