@@ -344,8 +344,8 @@ def _chosen(kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: 
         return wanted[0]
     if fitting and not wanted:
         conditions = " or ".join(f"`{kind.statement.where}`" for kind in fitting)
-        return f"shape {list(tensor.shape)} is declared for {conditions}, and the configuration says otherwise"
-    return f"{len(kinds)} statements declare it, and shape {list(tensor.shape)} does not tell which it is"
+        return f"shape {list(tensor.shape)} is declared for {conditions}, which the configuration does not fulfil"
+    return f"{len(kinds)} statements declare it, and shape {list(tensor.shape)} does not distinguish them"
 
 
 def may_hold(statement: Statement, numbers: Mapping[str, int], sizes: Sizes) -> bool:
@@ -412,7 +412,7 @@ def _qkv_layout(statement: Statement, length: int, cut: int, layout: _Layout, si
     if declared not in (None, length):
         return (
             f"length {length} is not the {declared} that {heads} query and 2 x {groups} key and value heads of the "
-            "configuration have: it holds something else, as a gate or heads of several sizes"
+            "configuration have: it contains other parts, such as a gate or heads of several sizes"
         )
     head = length // (heads + 2 * groups)
     blocks = groups if statement.geometry is Geometry.FUSED_QKV else cut

@@ -1,6 +1,6 @@
 """Differences between the configuration that a checkpoint was saved with and the configuration of the live model.
 
-Tensors of equal names and shapes fit, whatever the configuration says of their use: another ``rope_theta`` or
+Tensors of equal names and shapes fit although the configuration uses them differently: another ``rope_theta`` or
 ``hidden_act`` gives another model with the same weights. :data:`GROUPS` lists the keys that change the meaning of
 weights, with the reason. Such a change is refused unless the user names its key. Every other change is reported.
 
@@ -72,10 +72,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """Why a change is refused, and the keys. ``*`` stands for any text."""
 
 _REPORTED_ONLY = ("moe_router_load_balancing_type", "moe_router_bias_update_rate")
-"""Keys that a group contains and that concern the training loss or later updates alone."""
+"""Keys of a group that affect only the training loss or later updates."""
 
 LEFT_OUT = (
-    # The parallel layout, and which part of a model a rank holds.
+    # The parallel layout, and the part of a model that a rank holds.
     *("*parallel_size", "*parallel_rank", "*parallel_degree", "tensor_parallel*", "sequence_parallel"),
     *("num_empty_layers_*", "pp_seg_method", "ep_size", "moe_group", "moe_group_origin", "moe_rank"),
     *("moe_world_size", "disable_ffn_model_parallel", "num_acc_steps", "micro_batch_size", "cp_balance_mode"),
@@ -83,7 +83,7 @@ LEFT_OUT = (
     *("*_version", "architectures", "name_or_path", "auto_map", "torchscript"),
     # The precision is compared tensor by tensor.
     *("dtype", "torch_dtype"),
-    # How a result is computed or returned, and not which.
+    # The way in which a result is computed or returned.
     *("use_cache", "fuse_*", "*_fusion", "use_fused_*", "recompute*", "no_recompute_layers", "gradient_checkpointing"),
     *("*attn_implementation", "use_flash_attention", "use_flash_attn", "flashmask_*", "output_*", "return_dict*"),
     *("moe_subbatch_*", "loss_subbatch_*", "moe_token_dispatcher_type", "moe_deepep_*", "use_unified_moe"),
@@ -115,7 +115,7 @@ class Change:
         saved: the text of the stored value.
         now: the text of the live value.
         keys: every key under which the configuration repeats this value, ``key`` among them.
-        because: why a run with this change is refused; empty where it is only reported.
+        because: the reason for which a run with this change is refused; empty if it is only reported.
     """
 
     key: str
@@ -125,7 +125,7 @@ class Change:
     because: str = ""
 
     def is_named_in(self, named: Collection[str]) -> bool:
-        """Return whether one of its keys, or a key that contains it, is among ``named``."""
+        """Return whether ``named`` contains one of its keys, or a key that contains it."""
         return any(key == one or key.startswith(f"{one}.") for key in self.keys for one in named)
 
 
@@ -135,7 +135,7 @@ def config_changes(stored: ModelDescription, live: ModelDescription, complete: b
     Args:
         stored: the model of a checkpoint.
         live: the model that it is loaded into.
-        complete: whether ``stored`` holds every key with its value; otherwise only the keys that it holds are compared.
+        complete: whether ``stored`` contains every key; otherwise only the keys that it contains are compared.
     """
     saved, now = dict(_values(stored.config)), dict(_values(live.config))
     if not complete:
@@ -156,11 +156,11 @@ def config_changes(stored: ModelDescription, live: ModelDescription, complete: b
 
 
 def refuse_changes(changes: Sequence[Change], allowed: Collection[str], where: str) -> None:
-    """Refuse changes of what weights mean that the user has not allowed.
+    """Refuse changes of the meaning of weights that the user has not allowed.
 
     Args:
-        changes: what :func:`config_changes` returned.
-        allowed: the keys that the user names.
+        changes: the result of :func:`config_changes`.
+        allowed: the keys that the user allows to change.
         where: the checkpoint.
 
     Raises:
@@ -188,7 +188,7 @@ def table(changes: Sequence[Change]) -> list[str]:
 
 
 def value_text(value: object) -> str:
-    """Return a value as JSON; of a long one the beginning and a digest."""
+    """Return a value as JSON; for a long one its beginning and a digest."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     if len(text) <= _LONGEST:
         return text
@@ -224,7 +224,7 @@ def _spelled_once(key: str) -> str:
 
 
 def _because(key: str) -> str:
-    """Why a change of a key is refused; empty where it is not."""
+    """Return why a change of a key is refused, or an empty text."""
     parts = key.split(".")
     if _matches(parts, _REPORTED_ONLY):
         return ""

@@ -1,8 +1,8 @@
-"""What a model is, as far as its mapping depends on it: the configuration it was built from, and its class.
+"""The description of a model on which its mapping depends: its resolved configuration, and its class.
 
-A configuration file is not enough. PaddleFormers leaves keys out when it writes one (empty layers before the first
-layer, fused experts), and no key of it names the class of the model. So a live model is described by its live
-configuration (:mod:`paddleformers_fc.trainer.description`), and a checkpoint stores that description.
+A configuration file is not sufficient. PaddleFormers omits keys when it writes one (empty layers before the first
+layer, fused experts), and no key contains the class of the model. A live model is therefore described by its live
+configuration (:mod:`paddleformers_fc.trainer.description`), and a checkpoint stores the description.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 IS_FLEET = "is_fleet"
-"""The name by which declarations ask for the class of a model. It is never a key of a configuration."""
+"""The name of the class of a model in declarations. It is never a key of a configuration."""
 
 _PLAIN_SUFFIX = "Deprecated"
-"""How PaddleFormers ends the name of its own class where a family has one of PaddleFleet as well."""
+"""The end of the name of PaddleFormers' class in families that have a class of PaddleFleet as well."""
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What binding needs to know about a model beside its tensors.
+    """The input of binding beside the tensors of a model.
 
     Args:
-        config: the resolved configuration: every key with the value that the model was built with, nested ones too.
-        is_fleet: whether the model's class is one of PaddleFleet; None where this is not known, which is an error as
-            soon as a declaration asks for it.
+        config: the resolved configuration: every key, also nested ones, with the value that the model was built with.
+        is_fleet: whether the model's class is one of PaddleFleet; None if unknown, which is an error if a declaration
+            depends on it.
     """
 
     config: Mapping[str, Any]

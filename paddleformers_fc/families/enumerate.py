@@ -25,7 +25,7 @@ from paddleformers_fc.mapping.folding import fold
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTensor:
-    """A tensor of a model that is declared and not built.
+    """A tensor of a model that was not built.
 
     Args:
         name: its name in the model.
@@ -54,7 +54,7 @@ class DeclaredTensor:
             tp: degree of tensor parallelism.
             ep: degree of expert parallelism.
         Raises:
-            MappingError: where a degree does not divide the axis that it cuts.
+            MappingError: a degree does not divide the axis that it cuts.
         """
         cuts = [1] * len(self.shape)
         for axis, degree in ((self.cut, tp), (self.expert_axis, ep)):
@@ -63,7 +63,7 @@ class DeclaredTensor:
             cuts[axis] *= degree
             if self.shape[axis] % cuts[axis]:
                 raise MappingError(
-                    f"{self.name}: {self.shape[axis]} elements on axis {axis} cannot be cut into {cuts[axis]} parts.",
+                    f"{self.name}: length {self.shape[axis]} on axis {axis} is not divisible by {cuts[axis]}.",
                     evidence=[f"shape {list(self.shape)}"],
                     next_step="Choose a degree of parallelism that divides the model.",
                 )
@@ -78,7 +78,7 @@ def enumerate_tensors(family: Family, model: ModelDescription, dtype: str = "flo
         model: the model; keys that its configuration lacks are taken from the family's defaults.
         dtype: the model's dtype.
     Raises:
-        MappingError: where the configuration lacks what a size needs.
+        MappingError: the configuration lacks a key that a size requires.
     """
     sizes = family_sizes(family, model)
     spans = _Spans(family, sizes)
@@ -91,7 +91,7 @@ MAX_TENSORS = 1 << 20
 
 
 class _Spans:
-    """The numbers that every placeholder of a family stands for, evaluated when they are first needed."""
+    """The numbers of every placeholder of a family, evaluated on first use."""
 
     def __init__(self, family: Family, sizes: Sizes) -> None:
         self._family = family
@@ -100,17 +100,17 @@ class _Spans:
         self._known: dict[str, tuple[range, int]] = {}
 
     def of(self, name: str) -> tuple[range, int]:
-        """Return the canonical numbers, and what a model's are larger by."""
+        """Return the canonical numbers, and the shift of the model's numbers."""
         if name not in self._numbers:
             raise MappingError(
-                f"The placeholder {{{name}}} stands for no declared numbers.",
+                f"Unknown placeholder {{{name}}}: its numbers are not declared.",
                 where=f"family {self._family.name}",
                 next_step=f"Declare Numbers({name!r}, ...) in the family.",
             )
         if name not in self._known:
             one = self._numbers[name]
             start = self._sizes.length(one.start)
-            # A range of more than 2^63 numbers has no length; whatever is beyond the bound is refused all the same.
+            # A range of more than 2^63 numbers has no length; numbers beyond the bound are refused in any case.
             span = range(start, start + min(self._sizes.length(one.count), MAX_TENSORS + 1))
             self._known[name] = span, self._sizes.length(one.shift)
         return self._known[name]
@@ -119,7 +119,7 @@ class _Spans:
 def _of_statement(statement: Statement, sizes: Sizes, spans: _Spans, dtype: str) -> Iterator[DeclaredTensor]:
     holes: list[str] = PLACEHOLDER.findall(statement.target)
     needed = names_of(statement.where).union(*(names_of(size) for size in statement.shape))
-    # What the condition and the shape depend on comes first, so that they are evaluated once for all experts.
+    # Numbers in the condition and the shape come first, so that both are evaluated once for all experts.
     outer = [hole for hole in holes if hole in needed]
     inner = [hole for hole in holes if hole not in needed]
     if not outer and not sizes.holds(statement.where):
@@ -143,7 +143,7 @@ def _numberings(holes: list[str], spans: _Spans) -> Iterator[dict[str, int]]:
     count = prod(len(spans.of(hole)[0]) for hole in holes)
     if count > MAX_TENSORS:
         raise MappingError(
-            f"A model of {count} tensors of one kind cannot be.",
+            f"{count} tensors of one kind exceed the maximum of {MAX_TENSORS}.",
             where="config.json",
             evidence=[f"{hole}: {len(spans.of(hole)[0])}" for hole in holes],
             next_step="Correct the numbers of layers and experts in the configuration.",
@@ -155,16 +155,16 @@ def _numberings(holes: list[str], spans: _Spans) -> Iterator[dict[str, int]]:
 def recognised_tensors(
     family: Family, model: ModelDescription, specs: Mapping[str, TensorSpec]
 ) -> list[DeclaredTensor]:
-    """Return the tensors of a model that was built once, with what its family declares about tensors of their names.
+    """Return the tensors of a model that was built, with the declarations of their names.
 
-    Conditions are not asked: what was built is known better than what a configuration says.
+    Conditions are not evaluated: the tensors are better evidence than a configuration.
 
     Args:
         family: the model's family.
         model: the model.
         specs: the model's tensors by name, global shapes.
     Raises:
-        MappingError: for names that no statement declares; all of them.
+        MappingError: names that no statement declares, all of them.
     """
     sizes = family_sizes(family, model)
     shifts = {name: sizes.length(one.shift) for name, one in family_numbers(family).items() if sizes.knows(one.shift)}
@@ -181,7 +181,7 @@ def recognised_tensors(
         if not fitting:
             strange.append(name)
             continue
-        # Several statements of one name differ in shape; where they do not, in the configurations that have them.
+        # Several statements of one name differ in shape or in condition.
         statement, numbers = max(fitting, key=lambda one: _fit(one[0], one[1], spec.shape, sizes))
         found.append(_declared(statement, name, spec.shape, spec.dtype, numbers))
     if strange:

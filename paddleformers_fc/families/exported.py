@@ -1,7 +1,7 @@
-"""The configuration of an export: what PaddleFormers writes, with what it drops, renames or contradicts put right.
+"""The configuration of an export: PaddleFormers' configuration with dropped, renamed and contradicting keys corrected.
 
-PaddleFormers' configuration classes drop keys when they are written, call some sizes by names of their own, and keep
-the rotary embedding under several keys that may differ. Other libraries read such a file as another model.
+PaddleFormers' configuration classes drop keys when they are written, have their own names for some sizes, and keep the
+rotary embedding under several keys that may differ. Other libraries read such a file as another model.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from paddleformers_fc.families.declarations import Family
 from paddleformers_fc.families.description import ModelDescription
 
 OVERWRITTEN = frozenset({"use_cache", "initializer_range", "router_aux_loss_coef"})
-"""What the Trainer, a pipeline and the command line overwrite in a live configuration. No use of the weights depends on
-it."""
+"""Keys that the Trainer, a pipeline and the command line overwrite in a live configuration. The use of the weights does
+not depend on them."""
 
-_WRITTEN_ANEW = frozenset(
+_OF_THE_FILE = frozenset(
     {"_name_or_path", "dtype", "torch_dtype", "paddleformers_version", "transformers_version", "quantization_config"}
 )
 """Keys that describe the file and not the model: the source's values do not hold for an export."""
@@ -34,7 +34,7 @@ def exported_config(
     Args:
         family: the model's family; None if no family declares it.
         written: the configuration as PaddleFormers writes it.
-        live: what the live model was built from.
+        live: the description of the live model.
         source: ``config.json`` beside the weights that the model started from; empty for new weights.
 
     Raises:
@@ -44,7 +44,7 @@ def exported_config(
     for key, value in source.items():
         if key in OVERWRITTEN:
             values[key] = value
-        elif key not in values and key not in _WRITTEN_ANEW:
+        elif key not in values and key not in _OF_THE_FILE:
             values[key] = live.config.get(key, value)
     if "dtype" in source and "torch_dtype" in values:
         values["dtype"] = values["torch_dtype"]

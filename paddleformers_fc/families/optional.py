@@ -1,9 +1,9 @@
-"""Canonical names that a file may hold or lack: which ones, and which of them belong together.
+"""Canonical names that a file may lack, in groups.
 
-A model with prediction layers starts from files without them, and a model without them from files that have them. What
-belongs together is a *group*: the names of one declared beginning and one number, such as all of prediction layer 0;
-and of the model's own layers those of all together, such as the biases of all their routers. A file that holds a part
-of a group is not one that lacks it, and what is missing from it is an error.
+A model with prediction layers starts from files without them, and a model without them from files that have them. A
+*group* consists of the names of one declared prefix and one number, such as all of prediction layer 0. For the layers
+of the model it consists of the names of all layers, such as the biases of all their routers. A file with a part of a
+group is incomplete, and the missing names are an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"\{([^{}]*)\}")
 
 
 class OptionalNames:
-    """The optional names of one model; ``name in optional`` is whether a canonical name is one.
+    """The optional names of one model; ``name in optional`` tests a canonical name.
 
     Args:
         family: the model's family.
@@ -43,7 +43,7 @@ class OptionalNames:
             self._apart.append(tuple(name != _OF_THE_MODEL for name in placeholders))
 
     def group(self, name: str) -> Group | None:
-        """Return the group that a canonical name belongs to, or None where the name is not optional."""
+        """Return the group of a canonical name, or None if the name is not optional."""
         for index, (pattern, starts) in enumerate(self._beginnings):
             found = pattern.match(name)
             if found is None:
@@ -56,9 +56,9 @@ class OptionalNames:
     def missed(self, untouched: Sequence[str], stored: Iterable[str]) -> list[str]:
         """Return the tensors of a file that a model does not read and must not ignore.
 
-        Of optional names, that is what belongs to a layer of which something is read: a bias that the model does not
-        have, or the scales of numbers that would be taken as they are; and layers that are none of those which may be
-        absent, but ones of the model itself, as of a file that is deeper than its configuration says.
+        Among optional names these are the tensors of a layer of which another tensor is read (a bias that the model
+        does not have, or scales of quantised values), and layers of the model itself, as in a file with more layers
+        than the configuration.
 
         Args:
             untouched: the names that the model does not read.
@@ -83,9 +83,9 @@ class OptionalNames:
 
 
 def _marks(family: Family, beginning: str) -> frozenset[str]:
-    """Return the names that tell a group of this beginning from layers of the model, which are called alike.
+    """Return the names, without numbers, that distinguish a group of this prefix from layers of the model.
 
-    They have holes in the place of numbers; there are none where the prefix alone decides.
+    There are none if the prefix is sufficient.
     """
     matches = re.compile(_TOKEN.sub(_matcher, _escaped(beginning))).match
     own: set[str] = set()

@@ -1,4 +1,4 @@
-"""The registry of families: those of this package, and those that other distributions declare.
+"""The registry of families of this package and of other distributions.
 
 A family is registered by :func:`register`, and only if it is *proved*: the tensors of its tiny configuration are
 enumerated under several degrees of tensor parallelism, bound, and the mapping is proved forward and reversed. A mapping
@@ -46,7 +46,7 @@ def family_for(config: Mapping[str, Any]) -> Family:
     """Return the family that declares this configuration's ``model_type``.
 
     Raises:
-        MappingError: where no family declares it, several do, or the one that does cannot be registered.
+        MappingError: no family declares it, several do, or the one that does cannot be registered.
     """
     model_type = str(config.get("model_type"))
     if model_type not in _registered:
@@ -61,7 +61,7 @@ def family_for(config: Mapping[str, Any]) -> Family:
                 f"Several distributions declare a family for model_type {model_type!r}.",
                 where=f"entry point group {GROUP}",
                 evidence=origins,
-                next_step="A model_type belongs to one family; uninstall the others or have them choose another.",
+                next_step="Uninstall the other distributions; a model_type belongs to one family.",
             )
         if declared:
             _load(declared[0])
@@ -71,7 +71,7 @@ def family_for(config: Mapping[str, Any]) -> Family:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Return whether some family declares this configuration's ``model_type``; nothing is loaded or proved."""
+    """Return whether a family declares this configuration's ``model_type``, without loading or proving it."""
     model_type = str(config.get("model_type"))
     if model_type in _registered or model_type in _OWN:
         return True
@@ -79,13 +79,12 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 def register(family: Family) -> None:
-    """Make a family known in this process, if it is proved on its tiny configuration.
+    """Register a family in this process if it is proved on its tiny configuration.
 
     Args:
         family: the family.
     Raises:
-        MappingError: where it is not proved, or declares a ``model_type`` that another family declares. Nothing is
-            registered then.
+        MappingError: the family is not proved, or another family declares its ``model_type``.
     """
     taken = [
         f"{model_type}: declared by family {_registered[model_type].name}"
@@ -96,14 +95,14 @@ def register(family: Family) -> None:
         raise MappingError(
             f"Family {family.name} cannot be registered.",
             evidence=taken or ["it declares no model_type"],
-            next_step="A model_type belongs to one family; choose another.",
+            next_step="Choose another model_type; it belongs to one family.",
         )
     prove_family(family)
     _registered.update(dict.fromkeys(family.model_types, family))
 
 
 def tiny_models(family: Family) -> list[ModelDescription]:
-    """Describe the tiny model of a family, of each class that the family has; that of PaddleFleet comes first."""
+    """Describe the tiny model of a family in each of its classes, that of PaddleFleet first."""
     config = {"model_type": family.model_types[0], **family.defaults, **family.tiny}
     kinds = (True, False) if IS_FLEET in family_keys(family) else (None,)
     return [ModelDescription(config, is_fleet) for is_fleet in kinds]
@@ -128,7 +127,7 @@ def _prove(family: Family, model: ModelDescription) -> int:
     if not tensors:
         raise MappingError(
             f"Family {family.name} declares no tensor under its tiny configuration.",
-            next_step="Give the family a tiny configuration that its statements hold for.",
+            next_step="Give the family a tiny configuration that fulfils its conditions.",
         )
     _refuse_twins([tensor.name for tensor in tensors], family)
     for degree in DEGREES:
@@ -184,5 +183,5 @@ def _unknown(model_type: str) -> MappingError:
         f"No family declares model_type {model_type!r}.",
         where="config.json",
         evidence=[f"known model types: {', '.join(sorted(known))}"],
-        next_step="Declare the family, as docs/add-a-family.md shows; `paddleformers-fc derive DIR` begins it.",
+        next_step="Declare the family, as docs/add-a-family.md shows; `paddleformers-fc derive DIR --family FILE` helps.",
     )

@@ -53,7 +53,7 @@ class Sizes:
     Args:
         declared: the family's sizes, name -> expression.
         config: the model's configuration.
-        defaults: what the model's class takes for keys that the configuration does not hold.
+        defaults: the values of the model's class for keys that the configuration does not contain.
         unknown: names without a value, with the reason. An absent key counts as false; one of these is an error.
         towers: the sizes of the model's towers by name: ``vision.hidden`` is a size of tower ``vision``.
     """
@@ -81,13 +81,13 @@ class Sizes:
             expression: its text.
             numbers: the numbers in the tensor's own name, by placeholder.
         Raises:
-            MappingError: where the expression is malformed, or the configuration lacks what it needs.
+            MappingError: the expression is malformed, or the configuration lacks a key.
         """
         found = self._value(expression, numbers)
         if found is None:
             raise self._refused(expression, "is not in the configuration")
         if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-            raise self._refused(expression, f"gives {found!r}, which is no length")
+            raise self._refused(expression, f"is {found!r} and not a length")
         return found
 
     def value(self, expression: str) -> Any:
@@ -126,7 +126,7 @@ class Sizes:
             return self._walk(parsed(expression), numbers)
         except (TypeError, ArithmeticError) as error:
             absent = sorted(name for name in names_of(expression) - set(numbers) if self._named(name, numbers) is None)
-            reason = f"needs {', '.join(absent)}, which the configuration does not hold" if absent else str(error)
+            reason = f"requires {', '.join(absent)}, which the configuration does not contain" if absent else str(error)
             raise self._refused(expression, reason) from error
 
     def _walk(self, node: ast.expr, numbers: Mapping[str, int]) -> Any:
@@ -186,7 +186,7 @@ class Sizes:
                 f"{' and '.join(given)} are names of one key, and their values differ.",
                 where="config.json",
                 evidence=[f"{name}: {value}" for name, value in given.items()],
-                next_step="Correct the configuration: give one of the names, or the same value to all.",
+                next_step="Give one of the names in the configuration, or the same value to all.",
             )
         return next(iter(given.values())) if given else self._named(names[0], numbers)
 

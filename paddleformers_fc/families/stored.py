@@ -1,9 +1,9 @@
 """``mapping.json``: the rules of a model and the description that they were derived from.
 
-Format 2 holds both. Format 1 held the rules alone, derived from a configuration that lacked what PaddleFormers leaves
-out of ``config.json``; the description is then worked out from the tensors (:func:`completed`), which settle nearly
-everything: the class and the fusion of experts by names, empty layers by the smallest number of a layer. What tensors
-leave open is an error. A checkpoint of Paddle, which holds neither rules nor description, is read in the same way.
+Format 2 contains both. Format 1 contains the rules alone, derived from a configuration without the keys that
+PaddleFormers omits in ``config.json``. The description is then completed from the tensors (:func:`completed`): the
+class and the fusion of experts from names, empty layers from the smallest number of a layer. An ambiguous description
+is an error. A checkpoint of Paddle, which contains neither rules nor description, is read in the same way.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription | None, Ru
         data: the bytes of the file.
         where: its path, for the error.
     Raises:
-        FormatError: it does not follow either format.
+        FormatError: the document has neither format.
     """
     try:
         document = _documents.decode(data)
@@ -102,14 +102,14 @@ def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription | None, Ru
 def completed(
     family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]
 ) -> tuple[ModelDescription, RuleSet]:
-    """Complete a description that lacks what a serialised configuration lacks, and bind with it.
+    """Complete a description without the keys that a serialised configuration lacks, and bind with it.
 
     Args:
         family: the model's family.
-        model: what is known of the model; keys that it holds are kept.
+        model: the incomplete description; its keys are kept.
         tensors: every tensor of the model.
     Returns:
-        a description that fits the tensors, and its rules, which all descriptions that fit agree on.
+        a description that fits the tensors, and its rules, which are those of all descriptions that fit.
     Raises:
         MappingError: no description fits the tensors, or those that fit give different rules.
     """
@@ -137,7 +137,7 @@ def completed(
 
 
 def _candidates(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> Iterator[ModelDescription]:
-    """Yield every description that agrees with what is known."""
+    """Yield every description that contains the known keys."""
     keys = family_keys(family)
     config = dict(model.config)
     if EMPTY_LAYERS in keys and config.get(EMPTY_LAYERS) is None:
@@ -151,7 +151,7 @@ def _candidates(family: Family, model: ModelDescription, tensors: Sequence[Model
 
 
 def _first_layer(family: Family, tensors: Sequence[ModelTensor]) -> int:
-    """Return the number of the first layer of a whole model: as many empty layers are before it."""
+    """Return the number of the first layer of a whole model, which is the number of empty layers before it."""
     index = TargetIndex((one, one.numbers.index(_LAYER)) for one in family.statements if _LAYER in one.numbers)
     found = (index.find(tensor.name) for tensor in tensors)
     numbers = [int(texts[positions[0]]) for positions, texts in found if positions]
@@ -189,7 +189,7 @@ def _refuse_contradictions(family: Family, model: ModelDescription, tensors: Seq
             faults.append(f"{tensor.name}: a model of this class and configuration has no such tensor")
     if faults:
         raise MappingError(
-            f"{len(faults)} tensors contradict what is known of the model.",
+            f"{len(faults)} tensors contradict the description of the model.",
             where=f"family {family.name}",
             evidence=fold(faults),
             next_step="Compare the class and the configuration of the model with its tensors.",

@@ -190,7 +190,7 @@ def test_statements_for_one_name_are_told_apart_by_the_class_and_the_configurati
             r"shape \[32, 4\] is declared for `.* and \(not is_fleet\)`, and the configuration says",
         ),
         ((32, 32), {"is_fleet": None, "num_experts": 32}, "2 statements declare it, and shape .32, 32. does not tell"),
-        ((8, 8), {"is_fleet": True}, r"2 statements declare it, and shape \[8, 8\] does not tell which it is"),
+        ((8, 8), {"is_fleet": True}, r"2 statements declare it, and shape \[8, 8\] does not distinguish them"),
     ):
         with pytest.raises(MappingError, match=said):
             axes(shape, **changes)
@@ -277,11 +277,11 @@ def test_a_size_is_the_configurations_own_inside_its_own_definition() -> None:
 @pytest.mark.parametrize(
     ("expression", "named"),
     [
-        ("a + b", "`a + b` needs b, which the configuration does not hold"),
+        ("a + b", "`a + b` requires b, which the configuration does not contain"),
         ("b", "`b` is not in the configuration"),
-        ("a - 9", "gives -8, which is no length"),
+        ("a - 9", "is -8 and not a length"),
         ("a // 0", "zero"),
-        ("a < 9", "gives True, which is no length"),
+        ("a < 9", "is True and not a length"),
         ("a; b", "is no expression"),
         ("__import__('os')", "uses Call"),
         ("a.b", "is not in the configuration"),

@@ -183,7 +183,7 @@ def test_entries_and_lengths_of_lists_are_evaluated() -> None:
         ("kinds[0 - 1]", "needs entry -1 of a list of 2"),
         ("width[0]", "needs a list and not int"),
         ("len(width)", "needs a list and not int"),
-        ("absent[0]", "needs absent, which the configuration does not hold"),
+        ("absent[0]", "requires absent, which the configuration does not contain"),
         ("kinds['a']", "needs entry a of a list of 2"),
     ],
 )

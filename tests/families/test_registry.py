@@ -104,17 +104,17 @@ FAULTY: list[tuple[str, tuple[Statement, ...], str]] = [
     (
         "an axis that four ranks cannot share",
         declared(STATEMENTS, same("model.pair.weight", shape=("2",), cut=0)),
-        "model.pair.weight: 2 elements on axis 0 cannot be cut into 4 parts",
+        "model.pair.weight: length 2 on axis 0 is not divisible by 4",
     ),
     (
         "a size that the configuration lacks",
         declared(STATEMENTS, same("model.other.weight", shape=("kv_lora_rank + 1",))),
-        "`kv_lora_rank + 1` needs kv_lora_rank, which the configuration does not hold",
+        "`kv_lora_rank + 1` requires kv_lora_rank, which the configuration does not contain",
     ),
     (
         "a placeholder without numbers",
         declared(STATEMENTS, same("model.blocks.{block}.weight", shape=("hidden",))),
-        "{block} stands for no declared numbers",
+        "Unknown placeholder {block}",
     ),
     (
         "a canonical number that the name does not have",
