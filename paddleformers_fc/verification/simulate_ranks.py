@@ -1,7 +1,7 @@
 """Save and load with real bytes between simulated ranks: any layout to any other, where no model can be built.
 
-The ranks are threads of this process, their weights numpy arrays of the shards that a simulated layout gives them, and
-what runs is the saving, loading, digesting and exporting of every real job. A hop takes what layout A has saved, loads
+The ranks are threads of this process, and their weights are numpy arrays of the shards of a simulated layout. Saves,
+loads, digests and exports are those of every real job. A hop takes what layout A has saved, loads
 it on the ranks of B, saves it there, and brings it back: every canonical tensor must keep its md5, every rank of A its
 bits, and the exports must be equal.
 
@@ -251,7 +251,7 @@ class _HostPlace:
 
 @dataclass(frozen=True)
 class HostTensor:
-    """A numpy array that answers what the executors ask a tensor.
+    """A numpy array with the methods of a tensor that the executors call.
 
     Args:
         array: contiguous and writable.
@@ -384,7 +384,7 @@ def run_threads(ranks: int, work: Callable[[Channel], None]) -> None:
         try:
             work(_ThreadChannel(table, rank))
         except threading.BrokenBarrierError:
-            pass  # Another rank failed by itself, and says why.
+            pass  # Another rank has failed and reports the error.
         except Exception as error:  # It is raised by the caller; here it would end a thread alone.
             raised.append(error)
             table.barrier.abort()

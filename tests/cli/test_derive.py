@@ -89,7 +89,11 @@ def test_a_layer_that_is_fused_in_files_too_is_not_guessed(ranks: ForkServer, tm
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [(["--fused", "a=b"], "no geometry"), (["--family", "/"], "exists"), (["--settle", "a -> b"], "cannot be used")],
+    [
+        (["--fused", "a=b"], "no geometry"),
+        (["--family", "/"], "exists"),
+        (["--settle", "a -> b"], "Invalid settling lines"),
+    ],
 )
 def test_invalid_arguments_are_refused(ranks: ForkServer, tmp_path: Path, words: list[str], why: str) -> None:
     weights(tmp_path / "weights", "llama")

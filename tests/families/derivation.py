@@ -27,16 +27,16 @@ from tests.families import native
 DEGREES = (1, 2, 4)
 SAME, OTHER, ASKS = "same", "**other**", "asks"
 
-# What PaddleFormers' statements ask of a configuration beside what the tiny one holds.
+# Keys of a configuration that PaddleFormers' statements read and the tiny one lacks.
 ASKED = {"minimax_m2": {"v_head_dim": 8}}
 
 HEAD = """\
 # Derivation
 
-What a model's mapping is, where no family declares it, is derived from the names, shapes and layers of both sides. The
-rules of evidence are in `verification/derivation/candidates.py`, `name_matching.py` and `options.py`. What they leave
-open is asked, with the candidates as AOA lines; a line that is given back settles it. What is derived is proved like
-the rules of any family.
+`derive` proposes a family for a model that no family declares, from the names, shapes and layers of both sides. The
+evidence is in `verification/derivation/candidates.py`, `name_matching.py` and `options.py`. Open questions are listed
+with their candidates as AOA lines; a line that is given back settles the question. The result is proved like the rules
+of any family.
 
 ```
 paddleformers-fc derive DIR                                    # open weights with their config.json
@@ -44,31 +44,31 @@ paddleformers-fc derive DIR --settle 'a.weight^T -> a.weight'  # answer a questi
 paddleformers-fc derive DIR --family my_family.py              # write a family, to be registered
 ```
 
-Nothing is derived on the way of a job: a save has no files to look at, and what a checkpoint means must not depend on
-evidence. A model type that no family declares is refused; `derive` writes the family that is then registered, as
-[add-a-family.md](add-a-family.md) shows. It is bound to the model again and compared before it is written.
-How a layer is cut that is fused in files too, one rank does not tell: `--fused gate_up_proj=fused_ffn` says it.
+Saves and loads never derive: a save has no files to compare with, and the meaning of a checkpoint must not depend on
+evidence. An unknown model type is refused; `derive` writes the family that is then registered, as
+[add-a-family.md](add-a-family.md) shows. The family is bound to the model again and compared before it is written.
+`--fused gate_up_proj=fused_ffn` gives the geometry of a layer that is fused in files as well: one rank does not show
+how tensor parallelism cuts it.
 
-A proof shows that every number has its place, and not that it is the right one. These conventions are taken, and no
-proof can check them: equal names are equal tensors; the weight of a linear layer is turned; parts lie in the order of
-their names, query, key, value, and gate, up; gate and up lie side by side on every rank.
+A proof shows that every element has a position, not that the position is correct. No proof checks these conventions:
+equal names are equal tensors; the weight of a linear layer is transposed; parts are in the order of their names, query,
+key, value, and gate, up; gate and up are side by side on every rank.
 
 ## Measured
 
-Here the written families are what derivation is measured by. Every row is a family's tiny model under 1, 2 and 4
-tensor-parallel ranks (*fleet* and *formers* are the two classes that some families have). *Same* means: the same box
-of the same source is the same box of the same target, for every tensor, with the same ties and the same tensors left
-as they are.
+Derivation is compared with the written families. Every row is a family's tiny model under 1, 2 and 4 tensor-parallel
+ranks (*fleet* and *formers* are the two classes of some families). *Same* means: every tensor has the same boxes of the
+same sources, with the same ties and the same uninitialised tensors.
 
 - **alone**: from names, shapes, kinds of layers and the configuration.
 - **native hint**: with the text of PaddleFormers' own `_gen_aoa_config`, which is parsed and proved, and used only
   where the evidence has several candidates or none.
-- **answers**: with one answer to every question: that of its candidates which the family says. An answer is one line,
-  where one AOA statement can say it.
+- **answers**: with one answer to every question: the candidate of the family. An answer is one line if one AOA
+  statement expresses it.
 
-Kinds of layers are those that the families' statements tell, but for routers, which are no linear layers; for classes
-that can be imported, a test compares them with the live model's. The canonical side is what the family's rules read,
-so tensors that a file may hold or lack are all there.
+Kinds of layers are those of the families' statements, except routers, which are not linear layers. For classes that
+can be imported, a test compares them with those of the live model. The canonical side contains all tensors that the
+family's rules read, also optional ones.
 
 """
 

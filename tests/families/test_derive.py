@@ -95,7 +95,7 @@ def test_a_hint_that_exchanges_gate_and_up_is_proved_and_still_not_taken(case: C
     assert wrong != case.hint
     found = derived(case, hint=wrong)
     assert found.questions
-    assert all("the hint says something else" in one.why for one in found.questions)
+    assert all("the hint contradicts" in one.why for one in found.questions)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -275,7 +275,7 @@ def test_what_one_side_lacks_is_named_with_lines_that_settle_it() -> None:
     with pytest.raises(MappingError) as caught:
         determined(model, files, {})
     text = "\n".join(caught.value.evidence)
-    assert "model.layers.{0...1}.extra.weight: shape [4, 6]; no canonical tensor is named for it" in text
+    assert "model.layers.{0...1}.extra.weight: shape [4, 6]; no canonical tensor has a matching name" in text
     assert "1) model.layers.$LAYER_ID.other.weight^T -> model.layers.$LAYER_ID.extra.weight" in text
     assert "_ -> model.layers.1.extra.weight" in text
     assert "stray -> _" in text
@@ -292,7 +292,7 @@ def test_a_tensor_that_keeps_its_initial_values_is_settled_as_fresh() -> None:
 
 def test_names_that_agree_and_shapes_that_do_not_are_said() -> None:
     found = derive_rules([live("a.weight", 4, 6)], stored(**{"a.weight": (5, 4)}), {})
-    assert found.questions[0].lines()[0].startswith("a.weight: shape [4, 6] is no layout of a.weight [5, 4]")
+    assert found.questions[0].lines()[0].startswith("a.weight: shape [4, 6] does not fit a.weight [5, 4]")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_a_statement_of_a_hint_that_stands_for_nothing_is_passed_over_and_said()
     hint = ["b.$LAYER_ID.weight^T -> b.$LAYER_ID.weight", "a.weight^T -> a.weight, dtype='float32'"]
     found = determined(model, stored(**{"a.weight": (6, 4)}), {}, hint=hint)
     assert len(found.notes) == 1
-    assert "passed over: `b.$LAYER_ID.weight^T -> b.$LAYER_ID.weight`" in found.notes[0]
+    assert "skipped: `b.$LAYER_ID.weight^T -> b.$LAYER_ID.weight`" in found.notes[0]
 
 
 def test_dtypes_of_files_are_no_obstacle_and_no_evidence() -> None:

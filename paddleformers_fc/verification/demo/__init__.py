@@ -67,7 +67,7 @@ class Workplace:
     say: Say
 
     def train(self, run: DemoRun) -> Trained:
-        """Start one training, wait for it, and say how long it took."""
+        """Start one training, wait for it, and report its duration."""
         trained = train(run, self.root / "runs")
         self.say(f"{run.name}: {len(trained.losses)} steps on {run.layout.ranks} rank(s), {trained.seconds:.1f} s")
         return trained
@@ -188,7 +188,7 @@ def _prepare(output: Path, say: Say) -> Workplace:
     root = output.absolute()
     if root.exists() and not (root / _MARKER).exists() and any(root.iterdir()):
         raise OptionError(
-            "The demo replaces what is in its output directory, and this one holds something else.",
+            "The output directory contains other files, which the demo would replace.",
             where=str(root),
             evidence=sorted(path.name for path in root.iterdir())[:5],
             next_step="Name an empty or a new directory with --output.",

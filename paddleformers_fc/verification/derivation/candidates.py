@@ -1,8 +1,8 @@
-"""What each tensor of a model that no family declares may be, as far as names, shapes and kinds of layers say.
+"""Candidates for the sources of each tensor, by names, shapes and kinds of layers.
 
-A *claim* is tensors that are decided together, with their options: the layouts that shapes allow of what their names
-point to. Which claims are made and which option is taken is for :mod:`.derive`; what a user's lines say of the names of
-one layer is learned here for the other layers.
+A *candidate* consists of tensors that are decided together and their options, which are the layouts that shapes allow
+for the tensors with matching names. :mod:`.derive` selects candidates and options. The names that a user's lines give
+for one layer are learned here for the other layers.
 
 Cost: a few look-ups by name for every tensor and level of names; templates are compared once.
 """
@@ -48,7 +48,7 @@ class Candidate:
     Args:
         targets: their names in the model.
         options: the layouts that they may have.
-        reason: what says so.
+        reason: the evidence.
     """
 
     targets: tuple[str, ...]
@@ -62,7 +62,7 @@ class Candidate:
 
 
 class Evidence:
-    """What two sides say of each other.
+    """The evidence from names and shapes of both sides.
 
     Args:
         model: the model's tensors by name.
@@ -98,7 +98,7 @@ class Evidence:
         return OptionSource(name, self.sources[name])
 
     def learn(self, name: str, sources: Sequence[str]) -> None:
-        """Remember for the other layers which names a user's line chose, if they have the numbers of its target."""
+        """Remember the names of a user's line for the other layers, if they have the numbers of its target."""
         template, numbers = split(name)
         moved_numbers = self.names.moved(template, numbers)
         if all(split(source)[1] == moved_numbers for source in sources):
@@ -155,7 +155,7 @@ class Evidence:
         return joined(target, sources, fusion, self.conventions)
 
     def _are_linears_turned(self) -> bool:
-        """False where the weight of a linear layer has, and is not square, the very shape that its file has."""
+        """Return False if a weight of a linear layer that is not square has the shape of its file."""
         for name, one in self._model.items():
             shape = one.tensor.shape
             if one.kind is not LayerKind.LINEAR or len(shape) != 2 or shape[0] == shape[1]:

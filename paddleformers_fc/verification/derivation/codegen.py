@@ -1,10 +1,10 @@
-"""What was derived for one model, as a family that can be registered: data, and its source text.
+"""Write derived rules as a family that can be registered, and its source text.
 
-Rules hold for one model under one layout; a family holds for every model of its kind. In between lie three steps: the
-tensors of one template become one statement, lengths become names of sizes where exactly one name fits, and the numbers
-that have a tensor become a condition. The family is bound to the model again and compared, rule by rule, before it is
-returned. It is a beginning: a length that no name fits is that of this configuration alone, and what is said of numbers
-(``layer >= 1``) may depend on a key that only a person knows. Linear in the tensors.
+Rules are those of one model under one layout; a family declares every model of its kind. Three steps lead from one to
+the other: the tensors of one template become one statement, lengths become names of sizes if exactly one name fits, and
+the numbers that have a tensor become a condition. The family is bound to the model again and compared, rule by rule,
+before it is returned. It is a draft: lengths without a name are those of one configuration, and a condition on numbers
+(``layer >= 1``) may depend on a key. Linear in the tensors.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from paddleformers_fc.verification.derivation.options import head_counts
 _LENGTHS = ("vocab", "hidden", "q", "kv", "head", "ffn", "expert_ffn", "q + 2 * kv", "2 * ffn", "2 * expert_ffn")
 _WORD = re.compile(r"\W")
 _WIDTH = 110
+_BY_HAND = "Use the derived statements, or write the family by hand (docs/add-a-family.md)."
 _NONE: dict[str, Geometry] = {}
 _CHOICES = (Geometry.SAME, Geometry.LINEAR, Geometry.FUSED_FFN, Geometry.FUSED_QKV_PER_RANK)
 
@@ -44,10 +45,10 @@ def family_of(
     config: Mapping[str, Any],
     fused: Mapping[str, Geometry] = _NONE,
 ) -> Family:
-    """Return a family that a model's rules follow from.
+    """Return a family that gives a model's rules.
 
-    What is fused in files and in the model lies alike in both as long as there is one rank; how it is cut, one rank
-    does not tell, and it is never guessed.
+    Layers that are fused in files and in the model are equal on one rank. The way in which tensor parallelism cuts them
+    is given by ``fused`` and never guessed.
 
     Args:
         name: the family's name, and its one ``model_type``.
@@ -56,7 +57,7 @@ def family_of(
         config: the model's configuration, which becomes the one that the family is proved on.
         fused: the geometry of layers that are fused in files too, by their name, such as ``gate_up_proj``.
     Raises:
-        MappingError: where the language of families cannot say the rules, or ``fused`` lacks a layer.
+        MappingError: the language of families does not express the rules, or ``fused`` lacks a layer.
     """
     family = _Writer(name, rules, tensors, config, fused).family()
     _compare(family, rules, tensors, config)
@@ -114,9 +115,9 @@ class _Writer:
         ]
         if untold:
             raise MappingError(
-                "How tensor parallelism cuts layers that are fused in files too is not known.",
+                "The geometry of layers that are fused in files as well is missing.",
                 evidence=fold(untold),
-                next_step="Say the geometry of each: fused_ffn and fused_qkv_old hold every part on every rank.",
+                next_step="Give the geometry of each with --fused; fused_ffn and fused_qkv_old divide every part.",
             )
 
     def _spans(self) -> dict[str, tuple[range, int]]:
@@ -237,9 +238,9 @@ class _Writer:
 
     def _unsaid(self, evidence: Sequence[str]) -> MappingError:
         return MappingError(
-            f"What was derived for {self._name} cannot be said as a family.",
+            f"The language of families does not express the derived rules of {self._name}.",
             evidence=fold(evidence),
-            next_step="Use the derived statements as they are, or write the family by hand: docs/add-a-family.md.",
+            next_step=_BY_HAND,
         )
 
 
@@ -264,9 +265,9 @@ def _compare(family: Family, rules: RuleSet, tensors: Sequence[ModelTensor], con
     faults += sorted({f"{item.target}: is made of its sources in another way" for item in wanted ^ made})
     if faults:
         raise MappingError(
-            f"The family written for {family.name} is not what was derived.",
+            f"The family {family.name} differs from the derived rules.",
             evidence=fold(faults),
-            next_step="Use the derived statements as they are, or write the family by hand: docs/add-a-family.md.",
+            next_step=_BY_HAND,
         )
 
 

@@ -1,4 +1,4 @@
-"""Rules for a model that no family declares: from names, shapes and kinds of layers, without guesses.
+"""Derive rules for a model that no family declares, from names, shapes and kinds of layers, without guesses.
 
 Every tensor of the model has *options* (:mod:`.candidates`): the layouts that its name, its shape and its layer
 allow. A single option is taken. Among several, a user's line decides, or a proved hint, or the same layer elsewhere
@@ -54,12 +54,12 @@ _MOST_LINES = 4
 
 @dataclass(frozen=True)
 class Question:
-    """What the evidence leaves open.
+    """A decision that the evidence does not determine.
 
     Args:
-        names: the tensors that it is about, of either side.
-        why: what is open, in one sentence.
-        answers: per answer the AOA lines that give it, nearly always one; they settle all ``names``.
+        names: the tensors of either side that it concerns.
+        why: one sentence that states the question.
+        answers: the AOA lines of every answer, nearly always one; they settle all ``names``.
     """
 
     names: tuple[str, ...]
@@ -67,7 +67,7 @@ class Question:
     answers: tuple[tuple[str, ...], ...]
 
     def lines(self) -> list[str]:
-        """Return the question as a person reads it."""
+        """Return the question as lines of text."""
         said = [f"{', '.join(fold(self.names))}: {self.why}"]
         for place, answer in enumerate(self.answers, start=1):
             said += [f"  {place}) {answer[0]}", *(f"     {line}" for line in answer[1:_MOST_LINES])]
@@ -78,13 +78,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Derivation:
-    """What was derived.
+    """The result of a derivation.
 
     Args:
-        rules: the rules, proved where there are no questions.
-        reasons: why each tensor of the model is what it is.
-        questions: what is open.
-        notes: what was seen and not used.
+        rules: the rules, proved if there are no questions.
+        reasons: the reason for the rule of each tensor.
+        questions: the open questions.
+        notes: the parts of the hint that were not used.
     """
 
     rules: RuleSet
@@ -93,23 +93,23 @@ class Derivation:
     notes: tuple[str, ...] = ()
 
     def refuse_questions(self) -> None:
-        """Refuse what is not determined.
+        """Refuse a derivation with open questions.
 
         Raises:
-            MappingError: with every question, its answers, and the lines that give each.
+            MappingError: with every question, its answers, and the lines of each answer.
         """
         if self.questions:
             raise MappingError(
                 f"The mapping of this model is not determined: {len(self.questions)} questions are open.",
                 where="names, shapes and layers of both sides",
                 evidence=[line for question in self.questions for line in question.lines()] + list(self.notes),
-                next_step="Settle each question: give the lines of one of its numbered answers, or lines of your own.",
+                next_step="Give the lines of one numbered answer of each question, or other lines, with --settle.",
             )
 
 
 @dataclass(frozen=True)
 class _Open:
-    """A claim that is not decided, and why; contested where the hint speaks against the evidence."""
+    """An undecided candidate and the reason; contested if the hint contradicts the evidence."""
 
     claim: Candidate
     why: str
@@ -124,25 +124,25 @@ def derive_rules(
     hint: Sequence[str] = (),
     settled: Sequence[str] = (),
 ) -> Derivation:
-    """Return the rules of a model that no family declares, and what is to be asked first.
+    """Return the rules of a model that no family declares, and open questions.
 
     Args:
         tensors: every tensor of the model, with the kind of its layer.
         canonical: every tensor of the canonical side.
         config: the model's configuration: ``num_attention_heads``, ``num_key_value_heads``, ``tie_word_embeddings``.
-        hint: native AOA statements from the canonical side to the model; used where they are proved.
-        settled: the user's AOA lines, which decide what they name.
+        hint: native AOA statements from the canonical side to the model; used if they are proved.
+        settled: the user's AOA lines, which take precedence for their tensors.
     Returns:
-        the rules, proved where there are no questions.
+        the rules, proved if there are no questions.
     Raises:
-        MappingError: where the settling lines, or rules without questions, cannot be proved.
+        MappingError: the settling lines, or rules without questions, cannot be proved.
     """
     return _Study({one.tensor.name: one for one in tensors}, canonical, config).run(hint, settled)
 
 
 @dataclass
 class _State:
-    """What is decided so far."""
+    """The decisions so far."""
 
     rules: dict[tuple[str, ...], tuple[Rule, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class _Study:
     # Ties.
 
     def _ties(self) -> tuple[list[Tie], list[Question]]:
-        """Return the head, where the configuration ties it: what has the embedding's shape and no canonical tensor."""
+        """Return the tied head if the configuration ties it: it has the embedding's shape and no canonical tensor."""
         if not self._config.get("tie_word_embeddings"):
             return [], []
         owners = [
@@ -208,7 +208,7 @@ class _Study:
         return ties, []
 
     def _tied_copies(self, ties: Sequence[Tie]) -> frozenset[str]:
-        """Canonical tensors that repeat a tied one."""
+        """Return the canonical tensors that repeat a tied one."""
         copies = (self._seen.named(tie.alias, level) for tie in ties for level in NameMatch)
         return frozenset(name for names in copies for name in names if name not in self._state.taken)
 
@@ -223,7 +223,7 @@ class _Study:
             distinct = {claim.targets: claim for claim in found}.values()
             wanted = Counter(source for claim in distinct for source in claim.sources)
             for claim in found:
-                # What two tensors are named for alike is neither's.
+                # A source that the names of two tensors match is taken for neither.
                 if max(wanted[source] for source in claim.sources) == 1 and not done & set(claim.targets):
                     claims.append(claim)
                     done.update(claim.targets)
@@ -236,7 +236,7 @@ class _Study:
     # Decisions.
 
     def _settle(self, own: HintedMapping) -> list[Question]:
-        """Take what the user's lines say; the names and layouts that they choose are remembered for other layers."""
+        """Take the decisions of the user's lines; their names and layouts are remembered for other layers."""
         for name, pieces in own.pieces.items():
             self._seen.learn(name, list(dict.fromkeys(item.source for item in sorted(pieces, key=_place))))
         questions: list[Question] = []
@@ -250,12 +250,12 @@ class _Study:
             elif rules is not None:
                 self._record((name,), rules, "a settling line")
             else:
-                questions.append(Question((name,), "the settling line says a layout that no rule is", ()))
+                questions.append(Question((name,), "no rule expresses the layout of the settling line", ()))
         self._settled = set(self._state.layouts)
         return questions
 
     def _claim_like(self, name: str, pieces: Mapping[str, Pieces]) -> Candidate | None:
-        """Return the claim with the one option that is just what a text says of its tensors."""
+        """Return the candidate with the option that is equal to the boxes of a text."""
         for level in NameMatch:
             for claim in self._seen.ways(name, level):
                 said = {target: pieces.get(target) for target in claim.targets}
@@ -265,7 +265,7 @@ class _Study:
         return None
 
     def _decide(self, claim: Candidate, said: HintedMapping) -> Iterator[_Open]:
-        """Take the one option, or the one that the hint is; what is open comes back with why."""
+        """Take the only option, or the option of the hint. Yield an undecided candidate with the reason."""
         hinted = {name: said.pieces[name] for name in claim.targets if name in said.pieces}
         if self._kind(claim) in self._settled or self._seen.is_taught(claim.targets[0]):
             hinted = {}
@@ -273,9 +273,9 @@ class _Study:
         if hinted and not agreeing:
             theirs = [rules_of(pieces, self._shapes[name], self._sources) for name, pieces in hinted.items()]
             rules = tuple(rule for found in theirs for rule in found or ())
-            other = (Option(rules, "as the hint says"),) if rules else ()
+            other = (Option(rules, "as in the hint"),) if rules else ()
             contested = replace(claim, options=(*claim.options, *other))
-            yield _Open(contested, f"the hint says something else than the {claim.reason}", contested=True)
+            yield _Open(contested, f"the hint contradicts the {claim.reason}", contested=True)
         elif len(agreeing) == 1 or len(claim.options) == 1:
             option = agreeing[0] if agreeing else claim.options[0]
             self._take(claim if len(claim.options) == 1 else replace(claim, reason="the proved hint"), option)
@@ -287,7 +287,7 @@ class _Study:
         return all(made[name] == pieces for name, pieces in hinted.items())
 
     def _same_elsewhere(self, waiting: Sequence[_Open]) -> list[Question]:
-        """Tensors of one kind lie alike in one model: one that is decided decides the others."""
+        """Decide tensors by others of their kind, which have the same layout in one model."""
         groups: dict[tuple[str, str], list[Candidate]] = {}
         for one in waiting:
             known = self._state.layouts.get(self._kind(one.claim), set())
@@ -312,7 +312,7 @@ class _Study:
         return {name: one.tensor.cuts for name, one in self._model.items()}
 
     def _kind(self, claim: Candidate) -> str:
-        """What lies alike in one model: fused layers of one name, weight and bias; else the tensors of one template."""
+        """Return the kind of tensors with one layout: weight and bias of fused layers of one name, or one template."""
         template = split(claim.targets[0])[0]
         fused = _FUSED_LAYOUTS.issuperset(option.layout for option in claim.options)
         return layer_name(template) if fused and fused_kind(template) else template
@@ -326,7 +326,7 @@ class _Study:
         self._state.reasons.update(dict.fromkeys(targets, reason))
         self._state.taken |= {name for rule in rules for name in rule.sources}
 
-    # What one side has and the other has not.
+    # Tensors that only one side has.
 
     def _without_claim(self, names: Sequence[str], said: HintedMapping) -> list[Question]:
         missing: list[str] = []
@@ -346,16 +346,16 @@ class _Study:
         named = sorted({other for level in NameMatch for other in self._seen.named(first, level)})
         if named:
             shapes = ", ".join(f"{other} {list(self._sources[other])}" for other in named)
-            why = f"shape {shape} is no layout of {shapes}, or that belongs to another tensor"
+            why = f"shape {shape} does not fit {shapes}, or another tensor has taken it"
         else:
-            why = f"shape {shape}; no canonical tensor is named for it"
+            why = f"shape {shape}; no canonical tensor has a matching name"
         found = list(islice(self._unnamed(names), _MOST_ANSWERS))
         self._offered |= {source for options in found for one in options for source in one.rules[0].sources}
         answers = [self._lines(options) for options in found]
         return Question(names, why, (*answers, tuple(f"_ -> {name}" for name in names)))
 
     def _unnamed(self, names: tuple[str, ...]) -> Iterator[tuple[Option, ...]]:
-        """Options of tensors of one template by shapes alone; of no use but to be shown."""
+        """Yield options of tensors of one template by shapes alone, as suggestions."""
         free = [name for name in self._canonical if name not in self._state.taken]
         held = {split(group[0])[0]: dict(zip(map(_numbers, group), group, strict=True)) for group in _by_template(free)}
         wanted = [self._seen.names.moved(*split(name)) for name in names]
@@ -388,7 +388,7 @@ class _Study:
         known = read | dropped | self._state.taken | self._offered
         left = [name for name in self._canonical if name not in known]
         return [
-            Question(group, "no tensor of the model is named for it", (tuple(f"{name} -> _" for name in group),))
+            Question(group, "no tensor of the model has a matching name", (tuple(f"{name} -> _" for name in group),))
             for group in _by_template(left)
         ]
 
@@ -418,7 +418,7 @@ class _Study:
     def _prove(self, rules: RuleSet) -> None:
         stored = {name: spec.dtype for name, spec in self._canonical.items()}
         mapping = rules.casting(stored).mapping(stored)
-        # The sources as they are, and not as the rules take them to be.
+        # The stored shapes and dtypes, not those that the rules imply.
         mapping = replace(mapping, sources=dict(self._canonical))
         prove(mapping, "The derived mapping")
         prove(mapping.reversed(), "The reverse of the derived mapping")

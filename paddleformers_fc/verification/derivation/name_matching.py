@@ -1,4 +1,4 @@
-"""How the names of two spaces correspond, for a model that no family declares.
+"""Match the names of two spaces, for a model that no family declares.
 
 A name is a template and the numbers in it. Templates correspond at one of three levels, the first that has any:
 
@@ -34,20 +34,20 @@ FUSED = {
     QKV: ("qkv_proj", "fused_qkv_proj", "query_key_value", "qkv", "c_attn"),
     FFN: ("up_gate_proj", "gate_up_proj", "gate_up_fused_proj", "fused_gate_up_proj", "gate_up"),
 }
-"""What layers that are fused of others are called."""
+"""The names of fused layers."""
 
 PARTS = {
     QKV: (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("wq", "wk", "wv")),
     FFN: (("gate_proj", "up_proj"), ("w1", "w3"), ("gate", "up")),
 }
-"""What their parts are called, in the order in which they lie."""
+"""The names of their parts, in order."""
 
 STACKS = {"weight1": FUSED[FFN][0], "weight2": "down_proj"}
-"""What the two tensors of a grouped product hold."""
+"""The content of the two tensors of grouped experts."""
 
 
 class NameMatch(IntEnum):
-    """How alike two names are; the lower, the more."""
+    """The similarity of two names; lower is more similar."""
 
     EQUAL = 0
     SPELLED = 1
@@ -55,7 +55,7 @@ class NameMatch(IntEnum):
 
 
 def split(name: str) -> tuple[str, Numbers]:
-    """Return the template of a name, and the numbers that stand in its holes."""
+    """Return the template of a name, and the numbers in its holes."""
     return _NUMBER.sub(HOLE, name), tuple(int(number) for number in _NUMBER.findall(name))
 
 
@@ -76,11 +76,11 @@ def _words(component: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """What a template is fused of.
+    """The parts of a fused template.
 
     Args:
         kind: ``qkv`` or ``ffn``.
-        name: the component that says so.
+        name: the component with the name of the fused layer.
         parts: the templates of the parts, in order.
     """
 
@@ -90,7 +90,7 @@ class Fusion:
 
 
 def fusions(template: str) -> Iterator[Fusion]:
-    """Yield the parts that a template's own name says it is fused of: none, or several spellings."""
+    """Yield the parts of a fused template by its name, in every spelling."""
     components = template.split(".")
     place = _layer_place(components)
     for kind, names in FUSED.items():

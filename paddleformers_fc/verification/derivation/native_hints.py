@@ -1,8 +1,8 @@
-"""What AOA text says of a model's tensors: a user's own lines, which must hold, and native ones, which are only a hint.
+"""Evaluate AOA text for derivation: a user's lines, which must be valid, and native statements, which are a hint.
 
-Casts are no part of it: they follow from the dtypes of both sides. A hint is written for all models of a family, so
-a statement of it that stands for nothing here is passed over. What remains of it is proved, as far as it goes; what
-cannot be proved is not used and said.
+Casts are ignored, because they follow from the dtypes of both sides. A hint is written for all models of a family, so
+statements without a tensor here are skipped. The others are used if they are proved; skipped and unproved ones are
+reported.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Pieces = frozenset[Correspondence]
 
 @dataclass(frozen=True)
 class HintedMapping:
-    """What a text says.
+    """The mapping of a text.
 
     Args:
         pieces: the boxes of every tensor that it fills.
-        fresh: tensors that it leaves their initial values.
+        fresh: tensors that keep their initial values.
         dropped: canonical tensors that it removes.
-        unused: why parts of it, or all, are not used.
+        unused: the reasons for which parts of it are not used.
     """
 
     pieces: Mapping[str, Pieces] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class HintReader:
         """Evaluate the lines of a user.
 
         Raises:
-            MappingError: where a line means nothing here, or what they say of a tensor cannot be proved.
+            MappingError: a line matches no tensor, or the mapping of a tensor cannot be proved.
         """
         said = [_CAST.sub("", line) for line in lines]
         named, wrong = self._named(said)
@@ -77,10 +77,10 @@ class HintReader:
         faults = [*wrong, *_faults(mapping)]
         if faults:
             raise MappingError(
-                "The lines that were given to settle the mapping cannot be used.",
-                where="the settling lines",
+                "Invalid settling lines.",
+                where="--settle",
                 evidence=faults,
-                next_step="A line names tensors of both sides and fills its targets whole.",
+                next_step="Write lines that name tensors of both sides and fill their targets completely.",
             )
         return _said(mapping, ())
 
@@ -88,19 +88,19 @@ class HintReader:
         """Evaluate the statements of a hint that can be proved."""
         said = [_CAST.sub("", line) for line in lines]
         named, wrong = self._named(said)
-        unused = [f"passed over: {reason}" for reason in wrong]
+        unused = [f"skipped: {reason}" for reason in wrong]
         kept = [line for line, names in zip(said, named, strict=True) if names]
         try:
             mapping = parse(kept, self._left, self._rights(named), self._ties)
         except MappingError as error:
-            return HintedMapping(unused=(*unused, "not used, because statements of it do not hold:", *error.evidence))
+            return HintedMapping(unused=(*unused, "not used, because statements are invalid:", *error.evidence))
         faults = _faults(mapping)
         if faults:
             return HintedMapping(unused=(*unused, "not used, because it cannot be proved:", *faults))
         return _said(mapping, tuple(unused))
 
     def _named(self, lines: Sequence[str]) -> tuple[list[set[str]], list[str]]:
-        """Return the names that every line fills or removes; none, with a reason, where it means nothing."""
+        """Return the names that every line fills or removes; for an invalid line none, and the reason."""
         index = NameIndex(self._left)
         expander = Expander(index, NameIndex(self._right), Budget(_SPARE + 64 * (len(self._left) + len(self._right))))
         named: list[set[str]] = []
@@ -113,7 +113,7 @@ class HintReader:
                 for step in expander.steps(statement) if statement is not None else ():
                     missing = [name.text for name in step.left if name.text not in known and name.text != "_"]
                     if missing:
-                        raise Fault(f"`{missing[0]}` is no canonical tensor")
+                        raise Fault(f"`{missing[0]}` is not a canonical tensor")
                     names.update(step.right)
             except Fault as fault:
                 wrong.append(f"`{text.strip()}`: {fault.cause}")
@@ -161,7 +161,7 @@ def pieces_of(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> dict[str, P
 
 
 def rules_of(pieces: Pieces, target: Shape, sources: Mapping[str, Shape]) -> tuple[Rule, ...] | None:
-    """Rules that are exactly these boxes of one target, or None where no rules of one target and whole sources are.
+    """Return rules of whole sources that are exactly these boxes of one target, or None.
 
     Args:
         pieces: all boxes of the target.

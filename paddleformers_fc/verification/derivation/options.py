@@ -1,6 +1,6 @@
-"""Which layouts the shapes of two sides allow: every one is an option, and none is chosen here but by convention.
+"""The layouts that the shapes of two sides allow. Each is an option; only conventions exclude some.
 
-The conventions, which no shape can tell and no proof can check:
+The conventions, which neither shapes nor a proof confirm:
 
 - A linear layer's weight is [in, out] in Paddle and [out, in] in canonical files. It decides square weights of linear
   layers, as long as no weight of a linear layer in the model shows by its shape that it is not turned.
@@ -35,8 +35,8 @@ class Option:
 
     Args:
         rules: the rules that it is.
-        layout: what it is called in questions; options of equal layers that are called the same are the same.
-        text: the AOA statement of it, or nothing where one statement cannot say it.
+        layout: its name in questions; options of equal layers with equal names are the same.
+        text: its AOA statement, or empty if one statement does not express it.
     """
 
     rules: tuple[Rule, ...]
@@ -46,11 +46,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Conventions:
-    """What holds for a whole model.
+    """Conventions of a whole model.
 
     Args:
-        heads: the numbers of query heads and of kv heads, where the configuration gives them.
-        turned: whether weights of linear layers are turned, as far as shapes tell.
+        heads: the numbers of query heads and of kv heads, if the configuration gives them.
+        turned: whether weights of linear layers are transposed, as far as shapes show.
     """
 
     heads: tuple[int, int] | None
@@ -59,19 +59,19 @@ class Conventions:
 
 @dataclass(frozen=True, slots=True)
 class OptionSource:
-    """A canonical tensor that a name points to."""
+    """A canonical tensor with a matching name."""
 
     name: str
     shape: Shape
 
 
 def moved(target: LayeredTensor, source: OptionSource, fused: str | None, conventions: Conventions) -> list[Option]:
-    """Return the layouts in which a target is one source: as it is, or with its axes permuted.
+    """Return the layouts in which a target is one source, with or without permuted axes.
 
     Args:
         target: the model's tensor.
         source: the canonical one.
-        fused: which layers the target's name says that it is fused of, if any.
+        fused: the kind of fused layer of the target's name, if any.
         conventions: of the model.
     """
     tensor = target.tensor
@@ -121,10 +121,9 @@ def _moved_option(name: str, shape: Shape, source: str, axes: Axes) -> Option:
 def _reinterleaved(
     target: LayeredTensor, source: OptionSource, axes: Axes, axis: int, fused: str, conventions: Conventions
 ) -> Iterator[Option]:
-    """Layouts of a tensor that is fused in both spaces and cut along the axis of its parts.
+    """Yield layouts of a tensor that is fused in both spaces and cut along the axis of its parts.
 
-    A cut as it stands is possible where the parts' elements take turns, and parts per rank where they lie one behind
-    the other in the canonical tensor: only the source code of the model decides which.
+    Interleaved elements are cut as stored, consecutive parts per rank. Only the source code of the model decides.
     """
     tensor = target.tensor
     whole = _moved_option(tensor.name, tensor.shape, source.name, axes)
@@ -255,7 +254,7 @@ def stacked(target: LayeredTensor, experts: Sequence[Sequence[OptionSource]], co
     Args:
         target: the model's tensor.
         experts: for every part of an expert the tensors of all experts, in order.
-        conventions: of the model; the kind of a stack's layer tells nothing about turning.
+        conventions: of the model; the kind of a stack's layer does not show whether it is transposed.
     """
     tensor, count = target.tensor, len(experts[0])
     shapes = [part[0].shape for part in experts]

@@ -27,7 +27,7 @@ def run_matrix(path: Path, only: str | None, work: Path, documents: Path, as_jso
     Args:
         path: the recipe.
         only: which cells, such as ``tp2->*``; all by default.
-        work: for runs; a directory of this recipe's in it is gone on from.
+        work: for runs; completed cells of this recipe in it are reused.
         documents: gets ``<recipe>.md`` and ``<recipe>.png``.
         as_json: print one JSON document.
     Returns:

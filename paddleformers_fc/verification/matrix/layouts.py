@@ -53,7 +53,7 @@ class MatrixLayout:
 
     @property
     def grid(self) -> ParallelGrid:
-        """The same layout as the grid that says which rank holds what.
+        """The same layout as a grid of ranks.
 
         Raises:
             OptionError: no job can have these degrees together.
@@ -83,10 +83,10 @@ _PART = re.compile(r"(?:(dp|tp)(\d+)|(sd)(\d+)(v1|v2|s2|s3)?|(pp)(\d+)(?:vpp(\d+
 
 
 def parse_layout(name: str) -> MatrixLayout:
-    """The layout that a name stands for.
+    """Return the layout of a name.
 
     Raises:
-        OptionError: the name has a part that is none of those above, or one part twice.
+        OptionError: the name has an unknown part, or one part twice.
     """
     degrees: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1, "vpp": 1, "sharding": 1, "ep": 1}
     seen: set[str] = set()
@@ -95,8 +95,8 @@ def parse_layout(name: str) -> MatrixLayout:
         axis = "" if found is None else found[1] or found[3] or found[6]
         if found is None or axis in seen:
             raise OptionError(
-                f"{name!r} is no layout.",
-                evidence=[f"{part}: not understood, or there twice"],
+                f"Invalid layout {name!r}.",
+                evidence=[f"{part}: unknown or duplicate part"],
                 next_step="Join parts such as dp2, tp2, pp4vpp2, sd2v1, sd2v2, sd2s2, sd2s3 with +, experts as (ep2).",
             )
         seen.add(axis)

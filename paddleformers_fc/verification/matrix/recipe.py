@@ -98,21 +98,19 @@ def read_recipe(path: Path) -> Recipe:
     """A recipe from its file.
 
     Raises:
-        OptionError: it is no recipe, or asks for layouts that its model cannot have.
+        OptionError: the file is not a recipe, or its model cannot have one of the layouts.
     """
     import yaml
 
     try:
         recipe = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Recipe, strict=True)
     except (OSError, yaml.YAMLError, msgspec.ValidationError) as error:
-        raise OptionError(
-            "This is no recipe of a verification matrix.", where=str(path), evidence=[str(error)]
-        ) from error
+        raise OptionError("Invalid recipe of a verification matrix.", where=str(path), evidence=[str(error)]) from error
     names = (*recipe.sources, *recipe.targets, *(name for one in recipe.experiments for name in one.layouts))
     faults = [fault for name in dict.fromkeys(names) for fault in _faults(recipe, parse_layout(name))]
     if faults:
         raise OptionError(
-            "The model of this recipe cannot be laid out like that.",
+            "The model of this recipe does not fit the layouts.",
             where=str(path),
             evidence=faults,
             next_step="Change the layouts or the model's configuration.",
@@ -156,9 +154,9 @@ def chosen(cells: list[Cell], pattern: str | None) -> list[Cell]:
     ]
     if not found:
         raise OptionError(
-            f"No cell of the matrix is called {pattern!r}.",
+            f"Unknown cell {pattern!r} of the matrix.",
             evidence=[cell.name for cell in cells[:3]],
-            next_step="Write SOURCE->TARGET, in quotes; * stands for any.",
+            next_step="Write SOURCE->TARGET, in quotes; * matches any.",
         )
     return found
 

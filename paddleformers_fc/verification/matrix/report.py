@@ -66,7 +66,7 @@ def directory_of(outcome: CellOutcome) -> str:
 
 
 def show(recipe: Recipe, outcomes: Sequence[CellOutcome], seconds: float, document: Path) -> None:
-    """Say in two lines what was found."""
+    """Print a summary of two lines."""
     right = sum(outcome.right(recipe.tolerance) for outcome in outcomes)
     equal = sum(outcome.right(recipe.tolerance) and outcome.difference == 0 for outcome in outcomes)
     print(f"{recipe.title}: {right} of {len(outcomes)} cells right, {equal} of them with bitwise equal losses.")

@@ -64,7 +64,7 @@ def read_simulated(path: Path) -> SimulatedRecipe | None:
         return msgspec.convert(found, SimulatedRecipe, strict=True)
     except (OSError, yaml.YAMLError, msgspec.ValidationError) as error:
         raise OptionError(
-            "This is no recipe of a verification matrix.",
+            "Invalid recipe of a verification matrix.",
             where=str(path),
             evidence=[str(error)],
             next_step="See recipes/verification for the two forms of a recipe.",
@@ -92,9 +92,9 @@ def run_simulated(recipe: SimulatedRecipe, stem: str, only: str | None, document
 
     if not any(chosen(row, column) for row in QWEN3_MOE_ROWS for column in QWEN3_MOE_COLUMNS):
         raise OptionError(
-            f"No cell of the matrix is called {only!r}.",
+            f"Unknown cell {only!r} of the matrix.",
             evidence=[f"rows: {', '.join(QWEN3_MOE_ROWS)}", f"columns: {', '.join(QWEN3_MOE_COLUMNS)}"],
-            next_step="Write SOURCE->TARGET, in quotes; * stands for any.",
+            next_step="Write SOURCE->TARGET, in quotes; * matches any.",
         )
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="matrix-") as directory:

@@ -88,6 +88,6 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
 def test_a_directory_that_holds_something_else_is_refused_and_kept(tmp_path: Path) -> None:
     kept = tmp_path / "thesis.tex"
     kept.touch()
-    with pytest.raises(OptionError, match="something else"):
+    with pytest.raises(OptionError, match="contains other files"):
         demo(tmp_path)
     assert kept.exists()
