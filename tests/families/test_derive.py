@@ -298,7 +298,7 @@ def test_names_that_agree_and_shapes_that_do_not_are_said() -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("a.weight -> b.weight", "no tensor of the right side"),
+        ("a.weight -> b.weight", "not a tensor of the right side"),
         ("nothing.weight^T -> a.weight", "nothing.weight"),
         ("a.weight^T -> a.weight, fused_qkv", "fused_qkv"),
         ("a.weight -> a.weight", "its value has shape"),
