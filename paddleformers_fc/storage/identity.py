@@ -9,13 +9,17 @@ time, are compared when it is opened and again after the last read.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+import xxhash
 
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.storage.files import OpenFile, map_paths, stat_path
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
+from paddleformers_fc.storage.staging_lock import boot_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,20 @@ def identities_of(paths: Iterable[AnyPath]) -> dict[AnyPath, Identity]:
     paths = list(paths)
     found = zip(paths, map_paths(stat_path, paths, paths[0]), strict=True) if paths else ()
     return {path: _identity(status) for path, status in found if status is not None}
+
+
+def same_bytes_key(identities: Identities) -> str:
+    """Return a text that is equal for processes that read the same bytes; empty if these identities cannot show it.
+
+    Processes of one machine that see the same files of it read them through one page cache. Copies of a file on the
+    disks of several machines can differ, and so can their caches. An object of a store is the same for all of them.
+    """
+    if not identities:
+        return ""
+    found = sorted((str(path), repr(identity)) for path, identity in identities.items())
+    local = any(isinstance(identity, FileIdentity) for identity in identities.values())
+    machine = f"{socket.gethostname()} {boot_id()}" if local else ""
+    return xxhash.xxh3_128_hexdigest(f"{machine} {found}".encode(errors="surrogateescape"))
 
 
 def refuse_replaced(file: OpenFile | RemoteFile, identities: Identities) -> None:

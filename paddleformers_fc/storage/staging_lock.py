@@ -65,7 +65,7 @@ _owners = msgspec.json.Decoder(Owner)
 def this_process() -> Owner:
     """The process that runs this code."""
     pid = os.getpid()
-    return Owner(socket.gethostname(), pid, _boot(), _namespace(), _started(pid))
+    return Owner(socket.gethostname(), pid, boot_id(), _namespace(), _started(pid))
 
 
 def write_owner(directory: Path) -> None:
@@ -107,7 +107,8 @@ def process_state(owner: Owner) -> ProcessState:
     return ProcessState.ALIVE if started == owner.started else ProcessState.DEAD
 
 
-def _boot() -> str:
+def boot_id() -> str:
+    """Return the kernel's identifier of the current boot of this machine; empty if there is none."""
     return _read("/proc/sys/kernel/random/boot_id").strip()
 
 

@@ -1,0 +1,213 @@
+"""Which rank compares the checksum of which block of the tensor files, so that each is hashed once.
+
+Every rank reports which blocks it reads, and of which it reads most bytes in the order of the file. All ranks compute
+the same owners from that: a rank that reads most of a block hashes it while it reads; the others come after it, because
+they must read the rest of the block as well. Blocks are balanced over ranks that are equally good.
+
+A verdict holds for the bytes that were hashed. Ranks share it if they read the same bytes: the same files (device,
+inode, size and change time) through the page cache of the same machine, or the same objects of a store. Ranks of other
+machines hash what they read themselves: copies on local disks can differ, and so can page caches.
+
+Time: linear in the items of a plan, and in the blocks of a checkpoint for each rank of a machine. Memory: two bits per
+block and rank, of which a checkpoint of 1 TB has 250,000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import msgspec
+import numpy as np
+from msgspec import structs
+
+from paddleformers_fc.plan.blocks import byte_runs
+from paddleformers_fc.plan.items import StoredPart
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.file_checksums import FileChecksum
+from paddleformers_fc.storage.manifest import RESTORE
+
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
+"""A flag for every block."""
+_Runs = tuple[list[int], list[int], list[bool]]
+"""Of each run its first and last byte, and whether all bytes between them are read."""
+Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+class BlockReads(msgspec.Struct, frozen=True):
+    """The blocks that one rank reads, on their way to the other ranks.
+
+    Args:
+        source: equal on ranks that read the same bytes; empty if there is none to compare.
+        read: a bit for every block of which the rank reads anything.
+        streamed: a bit for every block of which the rank reads at least half, in the order of the file.
+    """
+
+    source: str = ""
+    read: bytes = b""
+    streamed: bytes = b""
+
+
+@dataclass(frozen=True)
+class RecordedBlocks:
+    """The blocks of tensor files whose checksums a load compares while it reads; no files if it compares none.
+
+    Args:
+        files: the recorded checksums, by path; equal on all ranks.
+        compared: the number of leading blocks of each file that were compared on opening, by some rank of the job.
+        next_step: advice for files that do not match.
+    """
+
+    files: Mapping[str, FileChecksum] = field(default_factory=dict)
+    compared: Mapping[str, int] = field(default_factory=dict)
+    next_step: str = RESTORE
+
+    @cached_property
+    def first(self) -> dict[str, int]:
+        """The number of each file's first block, counted through all files."""
+        paths = sorted(self.files)
+        ends = accumulate(len(self.files[path].blocks) for path in paths)
+        return {path: end - len(self.files[path].blocks) for path, end in zip(paths, ends, strict=True)}
+
+    @property
+    def count(self) -> int:
+        """The number of blocks of all files."""
+        return sum(len(one.blocks) for one in self.files.values())
+
+    def reads(self, parts: Iterable[StoredPart], source: str) -> BlockReads:
+        """Return which blocks hold the bytes that one rank reads.
+
+        Args:
+            parts: what it reads.
+            source: see :class:`BlockReads`.
+        """
+        found: dict[str, _Runs] = {}
+        # The runs of equal regions, which are many, differ by where their stored boxes begin.
+        alike: dict[tuple[object, ...], list[tuple[int, int, bool]]] = {}
+        for part in parts:
+            length = self.files[part.file].block_bytes
+            kind = (part.dtype, part.shape, part.part, length)
+            runs = alike.get(kind)
+            if runs is None:
+                size = part.part.volume * item_size(to_safetensors(part.dtype))
+                own = byte_runs(structs.replace(part, begin=0), length)
+                runs = alike[kind] = [(low, high, high + 1 - low == size) for low, high in own]
+            begin, bounds = part.begin, found.setdefault(part.file, ([], [], []))
+            for low, high, dense in runs:
+                bounds[0].append(begin + low)
+                bounds[1].append(begin + high)
+                bounds[2].append(dense)
+        read, covered = np.zeros(self.count, np.bool_), np.zeros(self.count, np.int64)
+        for file, bounds in found.items():
+            blocks = slice(self.first[file], self.first[file] + len(self.files[file].blocks))
+            read[blocks], covered[blocks] = _touched(bounds, self.files[file])
+        return BlockReads(source, _packed(read), _packed(2 * covered >= self._lengths))
+
+    def owned(self, everyone: Sequence[BlockReads], rank: int) -> dict[str, list[int]]:
+        """Return the numbers of the blocks that one rank compares, by file.
+
+        Args:
+            everyone: what each rank reads, by rank.
+            rank: which rank.
+        """
+        source = everyone[rank].source
+        group = [other for other, one in enumerate(everyone) if other == rank or (source and one.source == source)]
+        read = np.array([self._flags(everyone[other].read) for other in group])
+        if len(group) == len(everyone):
+            read &= ~self._known
+        streamed = read & [self._flags(everyone[other].streamed) for other in group]
+        mine = _balanced(np.where(streamed.any(axis=0), streamed, read), group.index(rank))
+        numbers: dict[str, list[int]] = {}
+        for path, first in self.first.items():
+            found = np.flatnonzero(mine[first : first + len(self.files[path].blocks)])
+            if found.size:
+                numbers[path] = found.tolist()
+        return numbers
+
+    @cached_property
+    def _lengths(self) -> Counts:
+        """Bytes of every block."""
+        lengths = np.zeros(self.count, np.int64)
+        for path, first in self.first.items():
+            checksum = self.files[path]
+            lengths[first : first + len(checksum.blocks)] = checksum.block_bytes
+            if checksum.blocks:
+                lengths[first + len(checksum.blocks) - 1] = (checksum.size - 1) % checksum.block_bytes + 1
+        return lengths
+
+    @property
+    def _known(self) -> Flags:
+        """The blocks that were compared on opening."""
+        known = np.zeros(self.count, np.bool_)
+        for path, first in self.first.items():
+            known[first : first + self.compared.get(path, 0)] = True
+        return known
+
+    def _flags(self, packed: bytes) -> Flags:
+        return np.unpackbits(np.frombuffer(packed, np.uint8), count=self.count).astype(np.bool_)
+
+
+NO_BLOCKS = RecordedBlocks()
+"""Of a load that compares no checksums of tensors."""
+
+
+def _touched(runs: _Runs, checksum: FileChecksum) -> tuple[Flags, Counts]:
+    """Return which blocks of a file hold a byte of some runs, and how many bytes of each block dense runs hold."""
+    length, count = checksum.block_bytes, len(checksum.blocks)
+    low, high, dense = (np.array(one, np.int64) for one in runs)
+    begin, end = low // length, high // length
+    read, covered = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+    np.add.at(read, begin, 1)
+    np.add.at(read, end + 1, -1)
+    np.add.at(covered, begin, dense * length)
+    np.add.at(covered, end + 1, -dense * length)
+    covered = covered.cumsum()
+    # The first and the last block of a run need not be whole.
+    np.add.at(covered, begin, -dense * (low % length))
+    np.add.at(covered, end, -dense * (length - 1 - high % length))
+    return read.cumsum()[:count] > 0, covered[:count]
+
+
+def _packed(flags: Flags) -> bytes:
+    return np.packbits(flags).tobytes()
+
+
+def _balanced(able: np.ndarray[tuple[int, int], np.dtype[np.bool_]], member: int) -> Flags:
+    """Assign every block to one of the members that are able to compare it; those of one member.
+
+    Blocks that the same members are able to compare are divided so that the members have equally many in the end, and
+    each gets every n-th of them: ranks that read one file together are at about the same place.
+    """
+    mine = np.zeros(able.shape[1], np.bool_)
+    loads = np.zeros(len(able), np.int64)
+    patterns, which = np.unique(np.packbits(able, axis=0), axis=1, return_inverse=True)
+    members = [np.flatnonzero(np.unpackbits(pattern, count=len(able))) for pattern in patterns.T]
+    # Blocks that only one member can compare come first: they are part of its load in any case.
+    for number in sorted(range(len(members)), key=lambda index: (len(members[index]), index)):
+        chosen = members[number]
+        if not chosen.size:
+            continue
+        blocks = np.flatnonzero(which.reshape(-1) == number)
+        shares = _filled(loads[chosen], blocks.size)
+        loads[chosen] += shares
+        turns = np.concatenate([(np.arange(share) + 0.5) / max(share, 1) for share in shares])
+        owners = np.repeat(chosen, shares)[np.argsort(turns, kind="stable")]
+        mine[blocks[owners == member]] = True
+    return mine
+
+
+def _filled(loads: Counts, count: int) -> Counts:
+    """Divide so many blocks so that those with the least get most; the sums of all that get any differ by one."""
+    order = np.argsort(loads, kind="stable")
+    heights = loads[order]
+    for used in range(len(order), 0, -1):
+        room = int(heights[used - 1] * used - heights[:used].sum())
+        if room <= count:
+            break
+    level, left = divmod(count + int(heights[:used].sum()), used)
+    shares = np.zeros(len(loads), np.int64)
+    shares[order[:used]] = level - heights[:used]
+    shares[order[:left]] += 1
+    return shares
