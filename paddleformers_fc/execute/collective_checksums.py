@@ -1,29 +1,32 @@
-"""``flex_verify: full`` for a load: every rank compares the checksums of what it is about to read, and no more.
+"""``flex_verify: full`` for a load: the ranks compare the checksums of what they read, and of no more.
 
-A checkpoint is verified before any weight changes, in two steps. On opening, the ranks divide among themselves what is
-not a tensor's number, that is the headers of the safetensors files and all documents; each compares its share. Once the
-plan is made, each rank compares the blocks that its plan will read. All faults of all ranks come in one report.
+A checkpoint is verified in two steps. On opening, before any weight changes, the ranks divide among themselves the
+headers of the safetensors files and all documents. While tensors are filled, each rank compares its blocks
+(:mod:`.verified_reads`), and the exchange that ends the load carries the verdict of all ranks. All faults of all ranks
+come in one report.
 
-The weight files of an export are compared in the same way where its ``flex_checksums.json`` records them.
+The weight files of an export are compared in the same way if its ``flex_checksums.json`` records them.
 
-Cost: what is read is read twice, the second time from the system's page cache, in whole blocks of 4 MiB. A block that
-no rank reads is not checked: it cannot affect the load. The ``verify`` command compares every byte.
+A block that no rank reads is not checked: it cannot affect the load. The ``verify`` command compares every byte.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from paddleformers_fc.distributed.channel import Channel, gather_and_keep, refuse_failed
 from paddleformers_fc.distributed.rank_format import format_ranks
-from paddleformers_fc.errors import Corrupt
+from paddleformers_fc.errors import Corrupt, FlexError, StorageError
 from paddleformers_fc.formats import Catalog
+from paddleformers_fc.formats.catalog import EVERYONE
 from paddleformers_fc.formats.flex import DOCUMENTS
-from paddleformers_fc.plan import LoadPlan
+from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.blocks import blocks_read
+from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
 from paddleformers_fc.storage.file_checksums import FileChecksum, is_document
 from paddleformers_fc.storage.identity import Identities
@@ -32,14 +35,23 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import RangeReader
 
 _LENGTH = struct.Struct("<Q")
+_T = TypeVar("_T")
 
 
 class _FaultMessage(msgspec.Struct, frozen=True):
-    """The faults that a rank has found: a line per file, and its error in wire form for files that it may not read."""
+    """The faults that a rank has found.
+
+    Args:
+        damaged: whether any block does not match its checksum.
+        evidence: a line per file.
+        refusal: an error that is no damage, in wire form; empty if there is none.
+        compared: the number of leading blocks that this rank has compared, by file.
+    """
 
     damaged: bool
     evidence: list[str]
     refusal: str
+    compared: dict[str, int] = {}
 
 
 def verify_metadata_blocks(
@@ -49,7 +61,8 @@ def verify_metadata_blocks(
     channel: Channel,
     threads: int,
     next_step: str = RESTORE,
-) -> None:
+    seen_by: Mapping[str, Sequence[int]] = EVERYONE,
+) -> dict[str, int]:
     """Compare what is not a tensor's number; the ranks share the work. Every rank must call.
 
     Args:
@@ -59,19 +72,27 @@ def verify_metadata_blocks(
         channel: all ranks.
         threads: how many threads of this rank hash.
         next_step: advice for files that are not what was written.
+        seen_by: for every file that not all ranks see, the ranks that do.
+    Returns:
+        the number of leading blocks that some rank has compared, by file.
     Raises:
         Corrupt: the same on every rank, naming all files and blocks that are not what was written.
         StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
+    compared: dict[str, int] = {}
 
     def share() -> BlockComparison:
-        mine = [one for index, one in enumerate(files) if index % channel.world_size == channel.rank]
-        shared = [one for one in files if one.path in DOCUMENTS and one not in mine]
+        readers = [seen_by.get(one.path, range(channel.world_size)) for one in files]
+        mine = [one for index, one in enumerate(files) if readers[index][index % len(readers[index])] == channel.rank]
+        seen = [one for one, ranks in zip(files, readers, strict=True) if channel.rank in ranks]
+        shared = [one for one in seen if one.path in DOCUMENTS and one not in mine]
         with RangeReader(identities=identities) as reader:
             wanted = [(one, _metadata_blocks(directory, one, reader)) for one in (*mine, *shared)]
+        compared.update({one.path: len(numbers) for one, numbers in wanted})
         return compare_blocks(directory, wanted, threads, identities)
 
-    _compare_on_all(directory, channel, share, next_step)
+    messages, _ = _compare_on_all(directory, channel, share, lambda: compared, next_step)
+    return {path: count for one in messages for path, count in one.compared.items()}
 
 
 def verify_whole_files(
@@ -96,64 +117,109 @@ def verify_whole_files(
     _compare_on_all(directory, channel, share)
 
 
-def verify_planned_blocks(
-    catalog: Catalog,
-    files: Collection[FileChecksum],
-    plan: LoadPlan,
-    channel: Channel,
-    threads: int,
-    next_step: str = RESTORE,
-) -> int:
-    """Compare the blocks that this rank will read. Every rank must call.
+def verify_parts(
+    catalog: Catalog, recorded: RecordedBlocks, parts: Iterable[StoredPart], channel: Channel, threads: int
+) -> None:
+    """Compare the blocks that hold some regions. Every rank must call.
 
     Args:
         catalog: where they are.
-        files: the checksums of its files.
-        plan: what this rank reads.
+        recorded: the checksums of its files.
+        parts: the regions that this rank compares.
         channel: all ranks.
         threads: how many threads of this rank hash.
-        next_step: advice for files that are not what was written.
-    Returns:
-        bytes that this rank has hashed.
     Raises:
         Corrupt: the same on every rank, naming all files and blocks that are not what was written.
         StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
 
     def share() -> BlockComparison:
-        wanted = blocks_read(plan, {checksum.path: checksum.block_bytes for checksum in files})
-        chosen = [(checksum, sorted(wanted[checksum.path])) for checksum in files if checksum.path in wanted]
+        wanted = blocks_read(parts, {path: one.block_bytes for path, one in recorded.files.items()})
+        chosen = [(recorded.files[path], sorted(numbers)) for path, numbers in wanted.items()]
         return compare_blocks(catalog.root, chosen, threads, catalog.identities)
 
-    return _compare_on_all(catalog.root, channel, share, next_step)
+    _compare_on_all(catalog.root, channel, share, dict, recorded.next_step)
+
+
+def fill_and_compare(
+    directory: AnyPath,
+    channel: Channel,
+    fill: Callable[[], _T],
+    compare: Callable[[], BlockComparison],
+    next_step: str = RESTORE,
+) -> tuple[_T, int]:
+    """Fill tensors, and end with the verdict of all ranks on the blocks that they have read. Every rank must call.
+
+    Args:
+        directory: the checkpoint.
+        channel: all ranks.
+        fill: fills the tensors of this rank.
+        compare: compares the blocks of this rank that filling has left, and returns what was found of all; called also
+            if ``fill`` fails because of what it has read, which damage may explain.
+        next_step: advice for files that are not what was written.
+    Returns:
+        the result of ``fill``, and the bytes that this rank has hashed.
+    Raises:
+        Corrupt: the same on every rank, naming all files and blocks that are not what was written. Tensors are
+            undefined.
+        FlexError: the same on every rank, the errors of ``fill``; tensors are undefined.
+    """
+    filled: list[_T] = []
+    failure: FlexError | None = None
+
+    def work() -> tuple[_FaultMessage, int]:
+        nonlocal failure
+        try:
+            filled.append(fill())
+        except StorageError:
+            raise
+        except FlexError as error:
+            failure = error
+        found = compare()
+        return _FaultMessage(bool(found.faults), found.evidence, failure.to_wire() if failure else ""), found.bytes
+
+    messages, hashed = gather_and_keep(channel, f"reading {directory.name}", work, _FaultMessage)
+    _refuse_damaged(directory, channel, messages, next_step, ", and tensors that were being filled are undefined")
+    refuse_failed(channel, [one.refusal for one in messages], failure)
+    return filled[0], hashed
 
 
 def _compare_on_all(
-    directory: AnyPath, channel: Channel, share: Callable[[], BlockComparison], next_step: str = RESTORE
-) -> int:
-    """Return the number of bytes that this rank has hashed, if no rank has found a fault."""
+    directory: AnyPath,
+    channel: Channel,
+    share: Callable[[], BlockComparison],
+    compared: Callable[[], dict[str, int]] = dict,
+    next_step: str = RESTORE,
+) -> tuple[list[_FaultMessage], int]:
+    """Return the messages of all ranks, and the bytes that this rank has hashed, if no rank has found a fault."""
 
     def work() -> tuple[_FaultMessage, int]:
         found = share()
         refusal = found.refusal.to_wire() if found.refusal else ""
-        return _FaultMessage(bool(found.faults), found.evidence, refusal), found.bytes
+        return _FaultMessage(bool(found.faults), found.evidence, refusal, compared()), found.bytes
 
-    doing = f"comparing checksums of {directory.name}"
-    everyone, hashed = gather_and_keep(channel, doing, work, _FaultMessage)
-    if not any(one.damaged for one in everyone):
-        refuse_failed(channel, [one.refusal for one in everyone])
+    messages, hashed = gather_and_keep(channel, f"comparing checksums of {directory.name}", work, _FaultMessage)
+    _refuse_damaged(directory, channel, messages, next_step)
+    refuse_failed(channel, [one.refusal for one in messages])
+    return messages, hashed
+
+
+def _refuse_damaged(
+    directory: AnyPath, channel: Channel, messages: Sequence[_FaultMessage], next_step: str, effect: str = ""
+) -> None:
+    """Raise all faults of all ranks as one error, the same on every rank, if there is damage."""
+    if not any(one.damaged for one in messages):
+        return
     finders: dict[str, list[int]] = {}
-    for rank, one in enumerate(everyone):
+    for rank, one in enumerate(messages):
         for fault in one.evidence:
             finders.setdefault(fault, []).append(rank)
-    if finders:
-        raise Corrupt(
-            f"{directory} is damaged: {len(finders)} {'fault' if len(finders) == 1 else 'faults'} found.",
-            where=str(directory),
-            evidence=[_fault_message(fault, ranks, channel) for fault, ranks in sorted(finders.items())],
-            next_step=next_step,
-        )
-    return hashed
+    raise Corrupt(
+        f"{directory} is damaged{effect}: {len(finders)} {'fault' if len(finders) == 1 else 'faults'} found.",
+        where=str(directory),
+        evidence=[_fault_message(fault, ranks, channel) for fault, ranks in sorted(finders.items())],
+        next_step=next_step,
+    )
 
 
 def _fault_message(fault: str, ranks: list[int], channel: Channel) -> str:

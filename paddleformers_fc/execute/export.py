@@ -37,7 +37,7 @@ from paddleformers_fc.distributed.channel import ALONE, Channel, all_gather_chec
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.execute.opening import open_on_all_ranks, own_file
+from paddleformers_fc.execute.opening import compare_unread, open_on_all_ranks, own_file
 from paddleformers_fc.execute.read_jobs import Key, flat_start
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadPool, run_workers
 from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
@@ -165,11 +165,13 @@ def export_opened(
         _refuse_checkpoint(target)
         if checkpoint.format.canonical:
             raise not_a_flex_checkpoint(checkpoint.format, source, checkpoints_advice(source))
-        if checkpoint.unread and checkpoint.commit_record is not None:
+        if checkpoint.unread and checkpoint.commit_record is not None and not checkpoint.catalog.seen_by:
             verify_files(source, checkpoint.commit_record, "full")
         return canonical_source(checkpoint)
 
     canonical = run_on_all(channel, f"preparing an export to {target.name}", prepare)
+    if checkpoint.unread and checkpoint.catalog.seen_by:
+        compare_unread(checkpoint, channel)
     layout = canonical_layout(canonical).get(MODEL_STATE, {})
     _refuse_untied(canonical, layout, channel)
     files, room = _split_into_files(layout, max_shard_bytes), _batch_bytes(canonical, max_shard_bytes)

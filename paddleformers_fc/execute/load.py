@@ -19,8 +19,8 @@ import xxhash
 from paddleformers_fc.aoa import AoaTensor
 from paddleformers_fc.distributed.channel import Channel, ConsistencyFacts, all_gather_checked, gather_and_keep
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
-from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_planned_blocks
+from paddleformers_fc.errors import MismatchError, OptionError, PeerError
+from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_parts
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadOptions
@@ -36,9 +36,12 @@ from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, statements_source
+from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.cache import CachedPlan, PlanCache, fits, plan_key
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.storage.export_checksums import restore_or_delete
+from paddleformers_fc.storage.file_checksums import is_document
+from paddleformers_fc.storage.identity import same_bytes_key
 from paddleformers_fc.storage.manifest import manifest_seal
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
@@ -61,7 +64,7 @@ class LoadReport:
         fresh: live tensors of this rank that the source did not hold, by declaration, and that kept their values.
         dropped: stored tensors that no rank wanted, by declaration.
         bytes_received: bytes this rank got from other ranks instead of reading them.
-        bytes_hashed: bytes of tensors whose checksums this rank compared before anything was read.
+        bytes_hashed: bytes of blocks whose checksums this rank compared while it read.
         known_plan: whether this rank had its plan from before.
         changes: where the configuration of the model differs from the stored one.
     """
@@ -77,8 +80,22 @@ class LoadReport:
     changes: tuple[Change, ...] = ()
 
 
-Fill = Callable[[], LoadReport]
-"""The part of a load that changes weights."""
+@dataclass(frozen=True)
+class PreparedLoad:
+    """A load that fits, before it changes anything.
+
+    Args:
+        plan: what this rank reads.
+        fill: changes tensors; every rank must call it.
+    """
+
+    plan: LoadPlan
+    fill: Callable[[], LoadReport]
+
+    @property
+    def targets(self) -> set[Key]:
+        """Role and name of every tensor that this rank fills."""
+        return {(item.role, item.name) for item in self.plan.items}
 
 
 @dataclass(frozen=True)
@@ -107,12 +124,14 @@ class _PreflightMessage(msgspec.Struct):
         touched: per role a bitmap over the sorted stored names: which of them this rank reads.
         once: whether it wants to read together with others what several want.
         compares: whether it has stored tensors to compare first.
+        blocks: the blocks that it reads if every rank reads for itself, and their checksums are compared.
     """
 
     report: str
     touched: dict[str, bytes]
     once: bool
     compares: bool
+    blocks: BlockReads
 
 
 def load_checkpoint(
@@ -127,10 +146,10 @@ def load_checkpoint(
 ) -> LoadReport:
     """Fill live weights from a flex checkpoint, whatever the two layouts are.
 
-    Arguments and errors are those of :func:`prepare_load`. A failed read leaves the model undefined, and the job must
-    stop.
+    Arguments and errors are those of :func:`prepare_load`. An error of a read, and damage that is found while tensors
+    are filled, leave tensors undefined, and the job must not train them.
     """
-    return prepare_load(checkpoint, roles, model, channel, options, aoa_config, plans, may_change)()
+    return prepare_load(checkpoint, roles, model, channel, options, aoa_config, plans, may_change).fill()
 
 
 def prepare_load(
@@ -142,8 +161,11 @@ def prepare_load(
     aoa_config: Mapping[str, object] | None = None,
     plans: PlanCache = PLANS,
     may_change: Collection[str] = (),
-) -> Fill:
-    """Do everything of a load that changes no weight: plan, compare checksums and the copies of tied tensors.
+) -> PreparedLoad:
+    """Do everything of a load that changes no weight: plan, and compare the copies of tied tensors.
+
+    The checksums of headers and documents were compared on opening. Those of the tensors of an ``unread`` checkpoint
+    are compared while tensors are filled; damage found then leaves them undefined.
 
     Args:
         checkpoint: what :func:`open_on_all_ranks` opened.
@@ -154,8 +176,6 @@ def prepare_load(
         aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
         plans: where this plan may be known from before, and is kept.
         may_change: keys of the configuration that may differ although they change what the weights mean.
-    Returns:
-        fills the weights; every rank must call it.
     Raises:
         CheckpointError: the same on every rank: the checkpoint is damaged.
         FlexError: the same on every rank: the checkpoint does not fit the model.
@@ -192,19 +212,16 @@ def prepare_load(
 
         return _Preflight(planned.plan, report, unexpected, known)
 
-    def check(plan: LoadPlan) -> int:
-        if not checkpoint.unread:
-            return 0
-        return verify_planned_blocks(checkpoint.catalog, checkpoint.manifest.files, plan, channel, options.threads)
-
+    files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
+    recorded = RecordedBlocks(files, checkpoint.compared) if checkpoint.unread else NO_BLOCKS
     changes = config_changes(checkpoint.known, model, complete=checkpoint.model is not None)
 
     def refuse(report: Report) -> None:
         report.refuse(str(checkpoint.catalog.root), _family_difference(checkpoint.known, model))
         refuse_changes(changes, may_change, str(checkpoint.catalog.root))
 
-    fill = _prepared(checkpoint.catalog, roles, channel, options, preflight, check, refuse, started, consistency)
-    return lambda: replace(fill(), changes=tuple(changes))
+    prepared = _prepared(checkpoint.catalog, roles, channel, options, preflight, recorded, refuse, started, consistency)
+    return replace(prepared, fill=lambda: replace(prepared.fill(), changes=tuple(changes)))
 
 
 def _family_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
@@ -256,10 +273,22 @@ def load_weights(
     options: ReadOptions = DEFAULT_OPTIONS,
     verify: str = "full",
 ) -> LoadReport:
-    """Fill live weights from a directory of open weights; stored floating dtypes are cast to the model's.
+    """Fill live weights from a directory of open weights; arguments and errors are those of :func:`prepare_weights`."""
+    return prepare_weights(directory, roles, model, channel, options, verify).fill()
 
-    Where the directory has recorded checksums (``flex_checksums.json``), sizes and documents are compared on opening,
-    and under ``full`` each rank compares the headers and all blocks that it is about to read.
+
+def prepare_weights(
+    directory: AnyPath,
+    roles: Roles,
+    model: ModelDescription,
+    channel: Channel,
+    options: ReadOptions = DEFAULT_OPTIONS,
+    verify: str = "full",
+) -> PreparedLoad:
+    """Do everything of a load of open weights that changes no weight; stored floating dtypes are cast to the model's.
+
+    If the directory has recorded checksums (``flex_checksums.json``), sizes and documents are compared on opening, and
+    under ``full`` headers as well, and all blocks that are read while tensors are filled.
 
     Args:
         directory: safetensors files in canonical names, with their index.
@@ -273,7 +302,7 @@ def load_weights(
     """
     started = time.monotonic()
     consistency = _consistency_check(directory, model, {"verify": verify})
-    opened, compared = _opened_weights(directory, channel, verify, options.threads, consistency)
+    opened, recorded = _opened_weights(directory, channel, verify, options.threads, consistency)
     catalog = opened.catalog
 
     def preflight() -> _Preflight:
@@ -290,12 +319,6 @@ def load_weights(
 
         return _Preflight(plan, plan.report.merge([report]), unexpected)
 
-    def check(plan: LoadPlan) -> int:
-        if not compared:
-            return 0
-        recorded, advice = opened.recorded.values(), restore_or_delete(directory)
-        return verify_planned_blocks(catalog, recorded, plan, channel, options.threads, advice)
-
     checksums = {name: checksum.digest for name, checksum in opened.recorded.items()}
     facts = {"open_weights": _header_facts(catalog), "checksums": checksums}
 
@@ -303,13 +326,13 @@ def load_weights(
         report.refuse(str(directory), stored=OPEN_WEIGHTS)
 
     seen = _consistency_check(directory, model, facts)
-    return _prepared(catalog, roles, channel, options, preflight, check, refuse, started, seen)()
+    return _prepared(catalog, roles, channel, options, preflight, recorded, refuse, started, seen)
 
 
 def _opened_weights(
     directory: AnyPath, channel: Channel, verify: str, threads: int, consistency: ConsistencyFacts
-) -> tuple[OpenedCheckpoint, bool]:
-    """Return the opened weights, and whether the ranks compare recorded checksums of what they read."""
+) -> tuple[OpenedCheckpoint, RecordedBlocks]:
+    """Return the opened weights, and the recorded checksums that the ranks compare while they read."""
 
     def work() -> tuple[bool, OpenedCheckpoint]:
         opened = open_huggingface(directory, "size" if verify == "full" else verify)
@@ -318,10 +341,10 @@ def _opened_weights(
     recorded, weights = gather_and_keep(channel, f"opening {directory.name}", work, bool, consistency)
     # Decided by all ranks: a rank that sees no checksums still takes part in the comparison.
     if not any(recorded) or verify != "full":
-        return weights, False
+        return weights, NO_BLOCKS
     files, advice = list(weights.recorded.values()), restore_or_delete(directory)
-    verify_metadata_blocks(directory, files, weights.catalog.identities, channel, threads, advice)
-    return weights, True
+    compared = verify_metadata_blocks(directory, files, weights.catalog.identities, channel, threads, advice)
+    return weights, RecordedBlocks(weights.recorded, compared, advice)
 
 
 def _header_facts(catalog: Catalog) -> dict[str, str]:
@@ -343,15 +366,19 @@ def _prepared(
     channel: Channel,
     options: ReadOptions,
     preflight: Callable[[], _Preflight],
-    check: Callable[[LoadPlan], int],
+    recorded: RecordedBlocks,
     refuse: Callable[[Report], None],
     started: float,
     consistency: ConsistencyFacts,
-) -> Fill:
+) -> PreparedLoad:
     def prepare() -> tuple[_PreflightMessage, tuple[_Preflight, dict[Key, Slot]]]:
         own, slots = preflight(), slots_of(roles)
-        reads = _bitmaps(catalog, own.plan, roles)
-        return _PreflightMessage(own.report.to_wire(), reads, options.once, bool(own.plan.checks)), (own, slots)
+        touched, blocks = _bitmaps(catalog, own.plan, roles), BlockReads()
+        if recorded.files and not options.once and not catalog.seen_by:
+            parts = (item.stored for item in own.plan.items)
+            blocks = recorded.reads(parts, same_bytes_key(catalog.identities))
+        message = _PreflightMessage(own.report.to_wire(), touched, options.once, bool(own.plan.checks), blocks)
+        return message, (own, slots)
 
     verdicts, (own, slots) = gather_and_keep(channel, "planning", prepare, _PreflightMessage, consistency)
     _refuse_different_ways(verdicts)
@@ -362,19 +389,40 @@ def _prepared(
         merged.add("unexpected", name)
     refuse(merged)
     dropped = tuple(name for _, name in untouched)
-    checked = check(plan)
-    storage = ReadContext(catalog.root, catalog.identities, catalog.seen_by)
+    block_reads = [verdict.blocks for verdict in verdicts]
+    storage = ReadContext(catalog.root, catalog.identities, catalog.seen_by, recorded, block_reads)
     if any(verdict.compares for verdict in verdicts):
-        compare_redistributed(plan.checks, storage, channel, options)
+        _compare_copies(plan, catalog, storage, channel, options)
 
     def fill() -> LoadReport:
         traffic = read_redistributed(plan, storage, slots, channel, options)
         filled = {(item.role, item.name) for item in plan.items}
         fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)
         seconds = time.monotonic() - started
-        return LoadReport(catalog.root, traffic.read, seconds, fresh, dropped, traffic.received, checked, own.known)
+        return LoadReport(
+            catalog.root, traffic.read, seconds, fresh, dropped, traffic.received, traffic.hashed, own.known
+        )
 
-    return fill
+    return PreparedLoad(plan, fill)
+
+
+def _compare_copies(
+    plan: LoadPlan, catalog: Catalog, storage: ReadContext, channel: Channel, options: ReadOptions
+) -> None:
+    """Compare what is stored several times; if it differs, damage may explain it. Every rank must call.
+
+    Raises:
+        Corrupt: the same on every rank: the copies are damaged.
+        MismatchError: the same on every rank: they were saved with different values.
+    """
+    try:
+        compare_redistributed(plan.checks, storage, channel, options)
+    except (MismatchError, PeerError):
+        if storage.recorded.files:
+            sides = (side for check in plan.checks for side in (check.left, check.right))
+            seen = [side for side in sides if storage.sees(channel.rank, side.file)]
+            verify_parts(catalog, storage.recorded, seen, channel, options.threads)
+        raise
 
 
 def _refuse_different_ways(verdicts: list[_PreflightMessage]) -> None:

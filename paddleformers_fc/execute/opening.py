@@ -144,6 +144,7 @@ def open_on_all_ranks(
         consistency: facts that must be equal on all ranks.
     """
     opened: list[OpenedCheckpoint] = []
+    headers: dict[str, int] = {}
 
     def check_sizes(own: FileVisibility | None) -> None:
         if own is not None:
@@ -156,7 +157,8 @@ def open_on_all_ranks(
         else:
             level = "off" if verify == "full" else verify
             compared = _documents_of(own.manifest, {}, channel)
-            opened.append(replace(open_probed(directory, own, level, compared), unread=verify == "full"))
+            found = open_probed(directory, own, level, compared)
+            opened.append(replace(found, unread=verify == "full", compared=headers))
 
     # Under full, no file is parsed before its checksum was compared.
     looked = _probe(directory, channel, check_sizes if verify == "full" else open_alone, consistency)
@@ -164,7 +166,7 @@ def open_on_all_ranks(
         refuse_failed(channel, looked.faults)
         if verify == "full":
             files, identities = (looked.own.manifest.files, looked.own.identities) if looked.own else ((), {})
-            verify_metadata_blocks(directory, files, identities, channel, threads)
+            headers.update(verify_metadata_blocks(directory, files, identities, channel, threads))
             run_on_all(channel, f"opening {directory.name}", lambda: open_alone(looked.own))
         return opened[0]
     manifest = _common_manifest(directory, looked, channel)
@@ -208,6 +210,21 @@ def check_complete(directory: AnyPath, channel: Channel, level: str = "size", th
     if level == "full":
         identities = looked.own.identities if looked.own else {}
         verify_whole_files(directory, _verification_share(manifest, seen_by, channel), identities, channel, threads)
+
+
+def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int = 4) -> None:
+    """Compare every byte of the files of an ``unread`` checkpoint that lies on several disks.
+
+    Args:
+        checkpoint: opened by every rank.
+        channel: all ranks of the job; every rank must call.
+        threads: how many threads of this rank compare checksums.
+    Raises:
+        Corrupt, StorageError: the same on every rank.
+    """
+    catalog = checkpoint.catalog
+    share = _verification_share(checkpoint.manifest, catalog.seen_by, channel)
+    verify_whole_files(catalog.root, share, catalog.identities, channel, threads)
 
 
 def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:
@@ -342,16 +359,17 @@ def _open_divided(
     def shards(path: str) -> Iterator[StoredShard]:
         return _decoded(path, received[path]) if path in received else shards_of(directory, path)
 
+    headers: dict[str, int] = {}
     if verify == "full":
-        verify_whole_files(
-            directory, _verification_share(manifest, seen_by, channel), sight.identities, channel, threads
-        )
+        files, identities = manifest.files, sight.identities
+        headers = verify_metadata_blocks(directory, files, identities, channel, threads, seen_by=seen_by)
 
     def put_together() -> OpenedCheckpoint:
         catalog, faults = build_catalog(directory, manifest, shards)
         catalog = replace(catalog, identities=sight.identities, seen_by=seen_by)
         own = {name: read_document_bytes(directory, manifest, name) for name in DOCUMENTS if name not in documents}
-        return build_checkpoint(catalog, faults, manifest, {**documents, **own})
+        found = build_checkpoint(catalog, faults, manifest, {**documents, **own})
+        return replace(found, unread=verify == "full", compared=headers)
 
     return run_on_all(channel, f"opening {directory.name}", put_together)
 

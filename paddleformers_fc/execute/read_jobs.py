@@ -117,6 +117,13 @@ class ContiguousRead:
     addresses: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
 
+    def add(self, memory: Memory, address: int, length: int) -> None:
+        """Append the bytes that follow in the file."""
+        self.filled.append(memory)
+        self.addresses.append(address)
+        self.lengths.append(length)
+        self.end += length
+
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
         """See :class:`ReadJob`."""
         if len(self.addresses) == 1:
@@ -137,6 +144,11 @@ class StridedRead:
     tiles: Tiles
     first: int
     last: int
+
+    @property
+    def span(self) -> tuple[AnyPath, int, int]:
+        """The file, and the offsets of the first byte and behind the last one that are read of it."""
+        return self.tiles.path, *self.tiles.span(self.first, self.last)
 
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
         """See :class:`ReadJob`."""
@@ -172,10 +184,8 @@ def read_jobs(
                 if run is not None:
                     yield run.end - run.begin, run
                 run = ContiguousRead(path, begin, begin)
-            run.filled.append(memory)
-            run.addresses.append(low)
-            run.lengths.append(length)
-            run.end = begin = begin + length
+            run.add(memory, low, length)
+            begin = run.end
     if run is not None:
         yield run.end - run.begin, run
 

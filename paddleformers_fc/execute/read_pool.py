@@ -10,7 +10,7 @@ Memory: ``scratch_bytes`` for each thread, at most ``staging_memory_bytes`` for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,11 +189,14 @@ class ReadPool:
         """
         return run_workers(self._pool, self.options.threads, tasks, self._work)
 
-    def expect(self, regions: Iterable[Region]) -> None:
+    def expect(
+        self, regions: Iterable[Region], also: Callable[[AnyPath], Iterable[ExpectedRange]] = lambda path: ()
+    ) -> None:
         """Announce reads, so that the small reads of a remote directory become few requests.
 
         Args:
             regions: all regions that will be read, roughly in this order; the first local one ends the iteration.
+            also: returns other ranges of a file that will be read.
         """
         wanted: dict[AnyPath, list[ExpectedRange]] = {}
         for region in regions:
@@ -201,15 +204,20 @@ class ReadPool:
                 return
             wanted.setdefault(region.path, []).extend(ranges_of(region))
         for path, found in wanted.items():
-            self._reader.expect(path, found)
+            self._reader.expect(path, [*found, *also(path)])
 
-    def begin(self, region: Region, out: np.ndarray[Any, Any]) -> Future[int]:
-        """Start to read a region into an array of its shape in one thread; the result is the bytes read."""
-        return self._pool.submit(self._read, region, out)
+    def begin(self, region: Region, out: np.ndarray[Any, Any], before: Sequence[ReadJob] = ()) -> Future[int]:
+        """Start to read a region into an array of its shape in one thread, after other jobs.
 
-    def _read(self, region: Region, out: np.ndarray[Any, Any]) -> int:
+        Returns:
+            bytes read from storage.
+        """
+        return self._pool.submit(self._read, region, out, before)
+
+    def _read(self, region: Region, out: np.ndarray[Any, Any], before: Sequence[ReadJob]) -> int:
         with self._workspace() as workspace:
-            return read_region(self._reader, region, out, workspace, self.options.max_over_read)
+            count = sum(job.read(self._reader, workspace) for job in before)
+            return count + read_region(self._reader, region, out, workspace, self.options.max_over_read)
 
     @contextmanager
     def _workspace(self) -> Iterator[Workspace]:

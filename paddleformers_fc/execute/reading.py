@@ -18,6 +18,7 @@ import numpy as np
 from paddleformers_fc.errors import Diverged, MismatchError
 from paddleformers_fc.execute.read_jobs import Key, Memory, batch_jobs, dtype_of, read_jobs, region_of
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadJob, ReadOptions, ReadPool
+from paddleformers_fc.execute.verified_reads import UNVERIFIED, BlockVerifier
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem
 from paddleformers_fc.storage.identity import Identities
@@ -53,6 +54,7 @@ def execute_reads(
     slots: Mapping[Key, Slot],
     options: ReadOptions = DEFAULT_OPTIONS,
     identities: Identities = NO_IDENTITIES,
+    verifier: BlockVerifier = UNVERIFIED,
 ) -> int:
     """Fill every slot.
 
@@ -62,6 +64,7 @@ def execute_reads(
         slots: memory by role and full name.
         options: threads and staging memory.
         identities: identities of the checked files; a replaced file is refused.
+        verifier: compares its blocks that the items lie in, and keeps what it finds.
     Returns:
         bytes read from storage.
     Raises:
@@ -77,7 +80,7 @@ def execute_reads(
                 if size_before + size > room:
                     before.settle()
                 targets = _Targets(slots)
-                count += _fill(pool, root, targets, group)
+                count += _fill(pool, root, targets, group, verifier)
                 before.settle()
                 before, size_before = targets, size
     finally:
@@ -87,9 +90,9 @@ def execute_reads(
     return count
 
 
-def _fill(pool: ReadPool, root: AnyPath, targets: _Targets, items: list[ReadItem]) -> int:
-    pool.expect(region_of(root, item.stored) for item in items)
-    count = pool.run(batch_jobs(read_jobs(items, root, targets, pool.options)))
+def _fill(pool: ReadPool, root: AnyPath, targets: _Targets, items: list[ReadItem], verifier: BlockVerifier) -> int:
+    pool.expect((region_of(root, item.stored) for item in items), verifier.expected)
+    count = pool.run(batch_jobs(verifier.jobs(read_jobs(items, root, targets, pool.options))))
     targets.close()
     return count
 

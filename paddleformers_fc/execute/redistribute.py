@@ -14,6 +14,7 @@ them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -26,11 +27,15 @@ import numpy as np
 import xxhash
 
 from paddleformers_fc.distributed.channel import Bytes, Channel, all_gather_checked, run_on_all
+from paddleformers_fc.execute.collective_checksums import fill_and_compare
 from paddleformers_fc.execute.read_jobs import Key, item_view, region_of
-from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadOptions, ReadPool
+from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadJob, ReadOptions, ReadPool
 from paddleformers_fc.execute.reading import ArraySlot, Slot, execute_reads, refuse_unequal, verify_equal
+from paddleformers_fc.execute.verified_reads import UNVERIFIED, BlockVerifier
 from paddleformers_fc.formats.catalog import EVERYONE
 from paddleformers_fc.mapping.boxes import Box
+from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
+from paddleformers_fc.plan.blocks import byte_runs
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.transfer_plan import (
     EMPTY_SCHEDULE,
@@ -44,9 +49,10 @@ from paddleformers_fc.plan.transfer_plan import (
     schedule_rounds,
 )
 from paddleformers_fc.storage import paths
+from paddleformers_fc.storage.block_checksums import BlockComparison
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import byte_view
-from paddleformers_fc.storage.identity import Identities
+from paddleformers_fc.storage.identity import Identities, same_bytes_key
 from paddleformers_fc.storage.ranges import NO_IDENTITIES
 
 Array = np.ndarray[Any, Any]
@@ -64,11 +70,15 @@ class ReadContext:
         root: the directory that files are relative to.
         identities: which files were checked; another one under a path is refused.
         seen_by: for every file that not all ranks see, the ranks that do.
+        recorded: the checksums of blocks, which are compared while they are read.
+        block_reads: by rank, the blocks that it reads if every rank reads for itself.
     """
 
     root: paths.AnyPath
     identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
     seen_by: SeenBy = field(default_factory=lambda: EVERYONE)
+    recorded: RecordedBlocks = NO_BLOCKS
+    block_reads: Sequence[BlockReads] = ()
 
     def sees(self, rank: int, file: str) -> bool:
         """Return whether a rank sees a file."""
@@ -82,10 +92,12 @@ class Traffic:
     Args:
         read: from storage, by this rank, for itself and for others.
         received: from other ranks.
+        hashed: of the bytes read, those whose checksums were compared.
     """
 
     read: int
     received: int
+    hashed: int = 0
 
 
 class _RangeMessage(msgspec.Struct, array_like=True, frozen=True):
@@ -138,20 +150,42 @@ def read_redistributed(
         options: threads, staging memory, and whether a range that several ranks want is read once.
         limit: bound on the bytes that a rank sends, and receives, in a round.
     Raises:
-        FlexError: the same on every rank; targets hold an undefined mixture.
+        Corrupt: the same on every rank: blocks do not match their checksums; targets hold an undefined mixture.
+        FlexError: the same on every rank: reads failed; targets hold an undefined mixture.
     """
-    schedule = EMPTY_SCHEDULE
+    schedule, block_reads = EMPTY_SCHEDULE, storage.block_reads
     if storage.seen_by or options.once:
         parts = [item.stored for item in _by_shard(plan)]
         wants = [part for part in parts if options.once or not storage.sees(channel.rank, part.file)]
         schedule = agreed_schedule(wants, storage, channel, limit)
-    filling = _ShardFiller(plan, schedule.parts(channel.rank), slots, storage, options)
+        block_reads = _agreed_block_reads(parts, schedule, storage, channel) if storage.recorded.files else ()
+    numbers = storage.recorded.owned(block_reads, channel.rank) if block_reads else {}
+    verifier = BlockVerifier(storage.root, storage.recorded, numbers)
+    filling = _ShardFiller(plan, schedule.parts(channel.rank), slots, storage, options, verifier)
 
     def read() -> Traffic:
-        return run_rounds(schedule, storage, channel, filling.place, options, filling.read_alone)
+        return run_rounds(schedule, storage, channel, filling.place, options, filling.read_alone, verifier)
 
-    done = run_on_all(channel, f"reading {storage.root.name}", read)
-    return replace(done, read=done.read + filling.alone)
+    def compare() -> BlockComparison:
+        filling.alone += verifier.finish(options, storage.identities)
+        return verifier.comparison()
+
+    done, hashed = fill_and_compare(storage.root, channel, read, compare, storage.recorded.next_step)
+    return replace(done, read=done.read + filling.alone, hashed=hashed)
+
+
+def _agreed_block_reads(
+    parts: Sequence[StoredPart], schedule: TransferSchedule, storage: ReadContext, channel: Channel
+) -> list[BlockReads]:
+    """The blocks that each rank reads, be it for others."""
+
+    def own() -> BlockReads:
+        arriving = schedule.parts(channel.rank)
+        owned = {piece.move.part for pieces in schedule.rounds for piece in pieces if piece.move.owner == channel.rank}
+        reads = [*(part for part in parts if part not in arriving), *owned]
+        return storage.recorded.reads(reads, same_bytes_key(storage.identities))
+
+    return all_gather_checked(channel, "assigning blocks", own, BlockReads)
 
 
 def run_rounds(
@@ -161,6 +195,7 @@ def run_rounds(
     place: PlaceRange,
     options: ReadOptions = DEFAULT_OPTIONS,
     before: Callable[[], None] = lambda: None,
+    verifier: BlockVerifier = UNVERIFIED,
 ) -> Traffic:
     """Execute the rounds of a schedule.
 
@@ -174,6 +209,7 @@ def run_rounds(
         place: called with every piece that this rank wants, in its stored shape and dtype.
         options: threads and staging memory.
         before: work of this rank alone that precedes the rounds; it may fail.
+        verifier: compares blocks that this rank reads.
     Returns:
         the bytes that this rank read and received in the rounds.
     """
@@ -181,9 +217,9 @@ def run_rounds(
     _attempt(failures, before)
     read = received = 0
     with ReadPool(options, storage.identities) as pool:
-        source = _RangeSource(pool, storage.root, channel.rank)
+        source = _RangeSource(pool, storage.root, channel.rank, verifier)
         mine = (piece for pieces in schedule.rounds for piece in pieces if piece.move.owner == channel.rank)
-        pool.expect(region_of(storage.root, piece.stored) for piece in mine)
+        pool.expect((region_of(storage.root, piece.stored) for piece in mine), verifier.expected)
         begun = [source.begin(pieces) for pieces in schedule.rounds[:1]]
         for number, pieces in enumerate(schedule.rounds):
             begun.extend(source.begin(later) for later in schedule.rounds[number + 1 : number + 2])
@@ -262,14 +298,17 @@ class _RangeSource:
     pool: ReadPool
     root: paths.AnyPath
     rank: int
+    verifier: BlockVerifier
 
     def begin(self, pieces: Sequence[TransferPiece]) -> dict[int, _Begun]:
-        """Start to read the pieces of a round that this rank owns, and return the reads by index."""
-        return {
-            index: _begin(self.pool, self.root, piece.stored)
-            for index, piece in enumerate(pieces)
-            if piece.move.owner == self.rank
-        }
+        """Start to read the pieces of a round that this rank owns, and their blocks; return the reads by index."""
+        own = {index: piece.stored for index, piece in enumerate(pieces) if piece.move.owner == self.rank}
+        return {index: _begin(self.pool, self.root, part, self._blocks(part)) for index, part in own.items()}
+
+    def _blocks(self, part: StoredPart) -> Sequence[ReadJob]:
+        path = self.root / part.file
+        spans = byte_runs(part, sys.maxsize)
+        return [block for first, last in spans for block in self.verifier.blocks_in(path, first, last + 1)]
 
 
 class _ShardFiller:
@@ -281,6 +320,7 @@ class _ShardFiller:
         slots: memory by role and full name.
         storage: the files that it reads.
         options: threads and staging memory.
+        verifier: compares blocks that this rank reads alone.
     """
 
     def __init__(
@@ -290,8 +330,9 @@ class _ShardFiller:
         slots: Mapping[Key, Slot],
         storage: ReadContext,
         options: ReadOptions,
+        verifier: BlockVerifier,
     ) -> None:
-        self.alone = 0
+        self.alone, self._verifier = 0, verifier
         self._plan, self._slots, self._storage, self._options = plan, slots, storage, options
         self._arriving: dict[StoredPart, list[ReadItem]] = {}
         self._left: dict[Key, int] = {}
@@ -334,7 +375,8 @@ class _ShardFiller:
 
     def _read(self, items: tuple[ReadItem, ...], slots: Mapping[Key, Slot]) -> None:
         part = replace(self._plan, items=items)
-        self.alone += execute_reads(part, self._storage.root, slots, self._options, self._storage.identities)
+        storage, options = self._storage, self._options
+        self.alone += execute_reads(part, storage.root, slots, options, storage.identities, self._verifier)
 
 
 def _by_shard(plan: LoadPlan) -> list[ReadItem]:
@@ -367,11 +409,11 @@ def _round(
     return found
 
 
-def _begin(pool: ReadPool, root: paths.AnyPath, part: StoredPart) -> _Begun:
+def _begin(pool: ReadPool, root: paths.AnyPath, part: StoredPart, before: Sequence[ReadJob] = ()) -> _Begun:
     """Start to read a range into an array of its own."""
     region = region_of(root, part)
     array: Array = np.empty(region.size, region.dtype)
-    return array, pool.begin(region, array)
+    return array, pool.begin(region, array, before)
 
 
 def _packed(array: Array) -> Bytes:

@@ -113,6 +113,7 @@ class OpenedCheckpoint:
         recorded: the recorded checksums of its files by path; those of the opened weight files for an export.
         commit_record: the manifest, with the training progress; None for formats without one.
         unread: whether the checksums of what is going to be read are still to be compared by the reader.
+        compared: of an ``unread`` checkpoint the number of leading blocks of each file that were compared on opening.
         tied: which copy of a tied tensor is read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
             must be equal.
     """
@@ -124,6 +125,7 @@ class OpenedCheckpoint:
     recorded: Mapping[str, FileChecksum] = field(default_factory=dict)
     commit_record: Manifest | None = None
     unread: bool = False
+    compared: Mapping[str, int] = field(default_factory=dict)
     tied: str = REFUSE
 
     @property

@@ -1,4 +1,4 @@
-"""Which blocks of which files a plan will read: what has to be verified before it does.
+"""Which blocks of which files hold the bytes of stored regions.
 
 A region of a stored box is runs of bytes at equal distances, axis by axis. Where the gap between two runs is shorter
 than a block, no block lies between them, and the runs count as one; so the number of steps is that of the blocks
@@ -7,36 +7,28 @@ touched, not that of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from paddleformers_fc.plan.items import LoadPlan, StoredPart
+from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 
 
-def blocks_read(plan: LoadPlan, block_bytes: Mapping[str, int]) -> dict[str, set[int]]:
-    """The numbers of all blocks that hold a byte which the plan reads or compares.
+def blocks_read(parts: Iterable[StoredPart], block_bytes: Mapping[str, int]) -> dict[str, set[int]]:
+    """The numbers of all blocks that hold a byte of some regions.
 
     Args:
-        plan: of one rank.
+        parts: the regions.
         block_bytes: length of a block by the file's path.
     Returns:
         numbers by path.
     """
     found: dict[str, set[int]] = {}
-    for part in _parts(plan):
+    for part in parts:
         length = block_bytes[part.file]
         numbers = found.setdefault(part.file, set())
         for first, last in byte_runs(part, length):
             numbers.update(range(first // length, last // length + 1))
     return found
-
-
-def _parts(plan: LoadPlan) -> Iterator[StoredPart]:
-    for item in plan.items:
-        yield item.stored
-    for check in plan.checks:
-        yield check.left
-        yield check.right
 
 
 def byte_runs(part: StoredPart, gap: int) -> Iterator[tuple[int, int]]:

@@ -116,7 +116,9 @@ def compare_blocks(
             finally:
                 # An interrupt ends the check after the spans in work, not after the last one.
                 stop.set()
-    found.faults += [_block_line(checksum, sorted(bad[checksum.path])) for checksum, _ in files if bad[checksum.path]]
+    found.faults += [
+        differing_line(checksum, sorted(bad[checksum.path])) for checksum, _ in files if bad[checksum.path]
+    ]
     found.faults += [_unread_line(path, what) for path, what in sorted(unreadable.items())]
     return found
 
@@ -174,7 +176,8 @@ def _unread_line(path: str, what: str) -> str:
     return f"{path} cannot be read to the end: {what}"
 
 
-def _block_line(checksum: FileChecksum, blocks: Numbers) -> str:
+def differing_line(checksum: FileChecksum, blocks: Numbers) -> str:
+    """Return the line of a report for a file in which these blocks do not have the recorded checksum."""
     shown = [f"block {number} (from byte {number * checksum.block_bytes})" for number in blocks[:_SHOWN]]
     more = [f"{len(blocks) - _SHOWN} more"] if len(blocks) > _SHOWN else []
     return (

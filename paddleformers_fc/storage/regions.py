@@ -247,6 +247,13 @@ class Tiles(Protocol):
     def tile_bytes(self) -> int:
         """Bytes that the largest of them brings into the target, in the file's elements."""
 
+    @property
+    def path(self) -> AnyPath:
+        """The file."""
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Offsets of the first byte and behind the last byte of the tiles ``first <= number < last``."""
+
     def read(self, first: int, last: int, reader: RangeReader, workspace: Workspace) -> int:
         """Read the tiles ``first <= number < last``; bytes read from storage.
 
@@ -400,6 +407,12 @@ class _StridedTiles:
     def tile_bytes(self) -> int:
         """Bytes of a tile."""
         return math.prod(self.tile) * self.dtype.itemsize
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """See :class:`Tiles`."""
+        ((begin, _, _),), ((offset, size, _),) = self._tiles(first, first + 1), self._tiles(last - 1, last)
+        rows = sum((length - 1) * stride for length, stride in zip(size, self.strided.sources, strict=True))
+        return begin, offset + rows + self.dtype.itemsize
 
     def _tiles(self, first: int, last: int) -> Iterator[tuple[int, Sizes, np.ndarray[Any, Any]]]:
         """Yield the offset in the file, the lengths and the target of each tile."""

@@ -19,9 +19,10 @@ import paddle.distributed as dist
 from paddleformers.utils.log import logger
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
-from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, StorageError
-from paddleformers_fc.execute.load import PLANS, Fill, load_checkpoint, prepare_load
+from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, MismatchError, StorageError
+from paddleformers_fc.execute.load import PLANS, LoadReport, PreparedLoad, prepare_load
 from paddleformers_fc.execute.opening import open_on_all_ranks, own_file, own_or_handed
+from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import REFUSE
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
@@ -45,6 +46,7 @@ from paddleformers_fc.trainer import (
     resume,
     rng,
     state,
+    undefined,
 )
 from paddleformers_fc.trainer.best import locate_best
 from paddleformers_fc.trainer.callback import CheckpointReport
@@ -141,16 +143,15 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     """``Trainer._load_flex_checkpoint``: fill model and optimizer, and restore the Trainer's state.
 
     Raises:
-        FlexError: the same on every rank, before any weight has changed; see :mod:`paddleformers_fc.execute.load`.
+        FlexError: the same on every rank. If it was found while tensors were filled, the model is marked as undefined;
+            see :mod:`.undefined`.
     """
     started = time.monotonic()
     args, channel = trainer.args, channel_of(trainer.args)
     run = job_state_of(trainer)
-    ready = _prepare_usable(trainer, _path_of(run, resume_from_checkpoint), channel)
+    ready, report = _fill_usable(trainer, _path_of(run, resume_from_checkpoint), channel)
     checkpoint, progress = ready.checkpoint, ready.progress
-    directory = run.chosen = checkpoint.catalog.root
-    _identify_run(run, args, checkpoint.manifest, directory, channel)
-    report = ready.fill()
+    directory = checkpoint.catalog.root
     inherited.take_over(trainer.model, checkpoint.config, ready.generation)
     _drop_unfinished_step(trainer, run)
     run.resumed_from, run.progress, run.generators = directory, progress, ready.generators
@@ -196,25 +197,25 @@ def _warn_of_unfrozen(trainer: Any, checkpoint: OpenedCheckpoint, channel: Chann
 
 @dataclass(frozen=True)
 class _PreparedLoad:
-    """A verified checkpoint that fits the model, before anything changes.
+    """A checkpoint that fits the model, before anything changes.
 
     Args:
         checkpoint: opened.
         progress: the Trainer's state in it; None if it is not continued.
         generators: this process's random generators in it; None if it has none of this process.
         generation: its ``generation_config.json``; None where it has none.
-        fill: fills the weights and states.
+        load: fills the weights and states.
     """
 
     checkpoint: OpenedCheckpoint
     progress: documents.TrainingProgress | None
     generators: bytes | None
     generation: bytes | None
-    fill: Fill
+    load: PreparedLoad
 
 
 class _FailsVerificationError(Exception):
-    """A checkpoint is damaged, and nothing was changed; the cause has the faults."""
+    """A checkpoint is damaged; the cause has the faults. If it was being filled, tensors are undefined."""
 
 
 @contextlib.contextmanager
@@ -226,8 +227,10 @@ def _verifying() -> Iterator[None]:
         raise _FailsVerificationError from error
 
 
-def _prepare_usable(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoad:
-    """Prepare the checkpoint that was named, or the newest one that passes verification.
+def _fill_usable(trainer: Any, directory: AnyPath, channel: Channel) -> tuple[_PreparedLoad, LoadReport]:
+    """Fill model and optimizer from the checkpoint that was named, or from the newest one that passes verification.
+
+    Damage of tensors is found while they are filled. The next checkpoint then fills them again.
 
     Raises:
         FlexError: the same on every rank: the named one fails, the newest one does not fit, or there is none.
@@ -235,9 +238,17 @@ def _prepare_usable(trainer: Any, directory: AnyPath, channel: Channel) -> _Prep
     run, args = job_state_of(trainer), trainer.args
     warn_once = partial(run.warn_once, args)
     unusable: dict[str, str] = {}
+    begun: set[Key] | None = None
     while True:
         try:
-            return _prepare(trainer, directory, channel)
+            ready = _prepare(trainer, directory, channel)
+            if begun is not None:
+                _refuse_partial(ready, begun, channel)
+            run.chosen = ready.checkpoint.catalog.root
+            _identify_run(run, args, ready.checkpoint.manifest, run.chosen, channel)
+            begun = (begun or set()) | ready.load.targets
+            with _verifying(), undefined.until_filled(trainer.model, run.chosen):
+                return ready, ready.load.fill()
         except _FailsVerificationError as failed:
             error = failed.__cause__
             if run.named or not isinstance(error, FlexError):
@@ -245,6 +256,26 @@ def _prepare_usable(trainer: Any, directory: AnyPath, channel: Channel) -> _Prep
             unusable[directory.name] = why = error.in_one_line()
         warn_once(f"{directory} fails verification and is skipped: {why}")
         directory = resume.newest_or_refuse(Path(args.output_dir), channel, warn_once, unusable)
+
+
+def _refuse_partial(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> None:
+    """Refuse a checkpoint that does not fill all tensors that a damaged one has begun to fill.
+
+    Raises:
+        MismatchError: the same on every rank.
+    """
+
+    def compare() -> None:
+        left = begun - ready.load.targets
+        if left:
+            raise MismatchError(
+                f"{count_text(len(left), 'tensor')} would keep undefined values of a damaged checkpoint.",
+                where=str(ready.checkpoint.catalog.root),
+                evidence=fold([f"{role} {name} is not in this checkpoint" for role, name in sorted(left)]),
+                next_step="Start the job again, and name this checkpoint in resume_from_checkpoint.",
+            )
+
+    run_on_all(channel, "comparing what two checkpoints fill", compare)
 
 
 def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoad:
@@ -267,8 +298,8 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     model, options = describe(trainer.model), read_options(args)
     with _verifying():
         may_change = args.flex_allow_config_changes
-        fill = prepare_load(checkpoint, roles, model, channel, options, args.aoa_config, _plans(args), may_change)
-    return _PreparedLoad(checkpoint, progress, generators, generation, fill)
+        load = prepare_load(checkpoint, roles, model, channel, options, args.aoa_config, _plans(args), may_change)
+    return _PreparedLoad(checkpoint, progress, generators, generation, load)
 
 
 def _identify_run(run: JobState, args: Any, manifest: Manifest, directory: AnyPath, channel: Channel) -> None:
@@ -383,7 +414,7 @@ def inner_training_loop(
     """
     run = job_state_of(trainer)
     # The optimizer and its sharding wrappers are known only now.
-    run_on_all(channel_of(args), "looking at the optimizer", lambda: refuse_optimizer(trainer))
+    run_on_all(channel_of(args), "looking at the model and the optimizer", lambda: _refuse_to_train(trainer))
     order, passes = _data(args, train_dataloader, len_dataloader)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     on_made_up = None
@@ -419,6 +450,11 @@ def inner_training_loop(
     if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         _load_best(trainer, Path(trainer.state.best_model_checkpoint))
     return result
+
+
+def _refuse_to_train(trainer: Any) -> None:
+    undefined.refuse_undefined(trainer.model)
+    refuse_optimizer(trainer)
 
 
 def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.SampleOrder, int | None]:
@@ -488,7 +524,9 @@ def _load_best(trainer: Any, directory: Path) -> None:
     roles = run_on_all(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
     options = read_options(trainer.args)
     may_change = trainer.args.flex_allow_config_changes
-    load_checkpoint(checkpoint, roles, describe(trainer.model), channel, options, may_change=may_change)
+    load = prepare_load(checkpoint, roles, describe(trainer.model), channel, options, may_change=may_change)
+    with undefined.until_filled(trainer.model, directory):
+        load.fill()
     if trainer.args.should_log:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")
 

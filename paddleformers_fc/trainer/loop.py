@@ -15,7 +15,7 @@ from paddleformers.transformers.model_utils import unwrap_model
 
 from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.load import LoadReport, load_checkpoint
+from paddleformers_fc.execute.load import LoadReport, prepare_load
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.save import JobRecord, SaveReport, save_checkpoint
@@ -23,7 +23,7 @@ from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, OPTIMIZER_STATE
 from paddleformers_fc.storage.paths import RemotePath, expand_user, parse_path, require_local
-from paddleformers_fc.trainer import documents, optimizers, state
+from paddleformers_fc.trainer import documents, optimizers, state, undefined
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.job_state import job_communicator
 
@@ -57,6 +57,7 @@ def save(
 
     def prepare() -> tuple[ModelDescription, state.LiveRoles, dict[str, bytes]]:
         description = _describe(model)
+        undefined.refuse_undefined(model)
         files = {CONFIG_NAME: documents.config_text(model).encode()} if channel.rank == 0 else {}
         if optimizer is None:
             return description, state.model_roles(model), files
@@ -73,7 +74,7 @@ def load(
     model: Any,
     optimizer: Any = None,
     *,
-    verify: str = "size",
+    verify: str = "full",
     threads: int = 4,
 ) -> LoadReport:
     """Fill a model, and its optimizer, from a flex checkpoint, whatever the two layouts are. Every rank must call.
@@ -82,10 +83,13 @@ def load(
         directory: the checkpoint: a path or a URL.
         model: a PaddleFormers model of a declared family, or its parallel wrapper.
         optimizer: gets the stored states; None loads the weights alone.
-        verify: what is compared first: ``off``, ``size`` or ``full``.
+        verify: what is compared: ``off``, ``size`` (sizes and documents) or ``full`` (also all tensors that are read).
         threads: number of threads of this rank that read.
     Raises:
-        FlexError: the same on every rank, before any weight changes, if the checkpoint is damaged or does not fit.
+        Corrupt: the same on every rank: a checksum does not match. Those of headers and documents are compared before
+            anything changes. Those of tensors are compared while they are filled; then the error states that tensors
+            are undefined, and ``save`` and the Trainer refuse the model until a load succeeds.
+        FlexError: the same on every rank, before any weight changes, if the checkpoint does not fit.
 
     Example:
         >>> paddleformers_fc.load("out/checkpoint-3", model, optimizer)
@@ -107,7 +111,9 @@ def load(
         return description, {role: live.get(role, {}) for role in {**live, **stored}}
 
     description, roles = run_on_all(channel, "preparing the optimizer", prepare)
-    return load_checkpoint(checkpoint, roles, description, channel, ReadOptions(threads=threads))
+    load = prepare_load(checkpoint, roles, description, channel, ReadOptions(threads=threads))
+    with undefined.until_filled(model, source):
+        return load.fill()
 
 
 def _describe(model: Any) -> ModelDescription:

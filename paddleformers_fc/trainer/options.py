@@ -60,9 +60,9 @@ class FlexFields:
         "false.",
     )
     flex_verify: str = _option(
-        "size",
-        "What is checked before a checkpoint is read: off, size (presence and size of every file, and the checksums "
-        "of documents) or full (also the checksums of everything that this process reads). Default: size.",
+        "full",
+        "What is checked of a checkpoint that is read: off, size (presence and size of every file, and the checksums "
+        "of documents) or full (also the checksums of all tensors, while they are read). Default: full.",
     )
     flex_threads: int = _option(
         4,

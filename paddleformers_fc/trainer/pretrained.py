@@ -21,12 +21,12 @@ from paddleformers.utils.log import logger
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import MismatchError, NotACheckpoint, OptionError
-from paddleformers_fc.execute.load import LoadReport, load_weights
+from paddleformers_fc.execute.load import LoadReport, prepare_weights
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families import family_for
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
-from paddleformers_fc.trainer import inherited, origin, state
+from paddleformers_fc.trainer import inherited, origin, state, undefined
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.job_state import channel_of, job_communicator, read_options
 from paddleformers_fc.trainer.options import FlexFields
@@ -115,7 +115,9 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
 
 def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, verify: str) -> LoadReport:
     described = run_on_all(channel, "reading what describes the model", lambda: inherited.read_documents(source))
-    report = load_weights(source, state.model_roles(model), describe(model), channel, options, verify)
+    load = prepare_weights(source, state.model_roles(model), describe(model), channel, options, verify)
+    with undefined.until_filled(model, source):
+        report = load.fill()
     inherited.take_over(model, *described)
     kept = all_gather_checked(channel, "reporting what was loaded", lambda: list(report.fresh), list[str])
     if not report.fresh:

@@ -8,8 +8,8 @@ before a whole one.
 
 Whole is what ``flex_verify`` would find whole at a resume, and at least by the sizes of files. So a bit that has
 flipped in the newest one costs the older ones under ``size``, and under ``full`` it does not: then the newest one is
-read and hashed before anything older is deleted, by the process that deletes, which is one pass over it for every save
-that has something to delete.
+read and hashed before anything older is deleted. That is one pass over it for every save that has something to delete,
+which the ranks share.
 
 Where a run saves onto several disks, each holds a part of every checkpoint and no process sees whether one is whole. So
 all ranks look together, and the newest one that is whole over all disks stays on each of them. If none is whole, only

@@ -25,7 +25,7 @@ from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.paths import require_local
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer import documents, lineage, position, rng, rotation, state
+from paddleformers_fc.trainer import documents, lineage, position, rng, rotation, state, undefined
 from paddleformers_fc.trainer.bypass import refuse_other_loop
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.description import describe
@@ -61,6 +61,7 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
     consistency = consistency_check_of(args, f"saving {directory.name}")
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
+        undefined.refuse_undefined(trainer.model)
         if run.ran:
             refuse_other_loop(trainer)
         _update_best(trainer, metrics, directory)
@@ -195,7 +196,8 @@ def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, ou
     """``Trainer._rotate_checkpoints``: delete old checkpoints on the lowest rank of every disk."""
     args, run = trainer.args, job_state_of(trainer)
     leads = run.disks.sorted_leaders if run.disks is not None else (0,)
-    channel = channel_of(args) if len(leads) > 1 else ALONE
+    # Under full the ranks share the work of reading the newest checkpoint.
+    channel = channel_of(args) if len(leads) > 1 or args.flex_verify == "full" else ALONE
     if channel is ALONE and dist.get_rank() != 0:
         return
     with run.best.shown_in(trainer):

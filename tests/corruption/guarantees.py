@@ -124,9 +124,10 @@ Written by `make guarantees` from observations of the tests in `tests/corruption
 tests compares each line with its observations. *Stock* is paddlepaddle 3.3.1 and paddleformers 1.2.0, observed in the
 same test. "Nothing changed" means that every target was compared, bit by bit, with its earlier content.
 
-Unless a row states another value, a checkpoint is read with the default `flex_verify: size`. Only `full` detects a
-changed byte of a tensor in a file of the right length: a load hashes everything that it will read, the `verify` command
-all bytes. Documents are compared with their checksums at every level.
+Unless a row states another value, a checkpoint is read with the default `flex_verify: full`, which detects every
+changed byte that a load reads: of headers and documents before anything changes, of tensors while they are filled.
+`size` detects no changed byte of a tensor in a file of the right length. The `verify` command compares all bytes.
+Documents are compared with their checksums at every level.
 """
 HOSTILE = """\
 ## Hostile input

@@ -150,7 +150,7 @@ def test_s18_a_flipped_bit_is_found_by_a_full_check(bare_ranks: ForkServer, tmp_
     assert isinstance(error, FlexError)
     return Observed(
         f"{rounded(VALUES)} is loaded as {rounded(found[0])}, from either format; there is no checksum; no error",
-        f"with `flex_verify: full` {refused(error, 'model_state/rank-00000.safetensors')}",
+        f"by default {refused(error, 'model_state/rank-00000.safetensors')}",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.errors import Corrupt, FlexError
+from paddleformers_fc.errors import Corrupt, FlexError, StorageError
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.opening import check_complete, open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions
@@ -172,3 +174,22 @@ def test_a_full_check_compares_every_file_to_its_last_byte(tmp_path: Path, store
         assert all(isinstance(error, Corrupt) and name in str(error) for error in errors), name
         for path in damaged:
             path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("stored", ["on one disk", "on two disks"])
+def test_a_full_check_of_a_file_that_may_not_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str
+) -> None:
+    places = disks(tmp_path, (2, 1)) if stored == "on two disks" else [tmp_path / "shared"] * 2
+    save(tmp_path / "shared" / STEP, ARRAYS, 2, 1)
+    original = os.preadv
+
+    def refuse(descriptor: int, buffers: Any, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("model_state/rank-00001.safetensors"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    errors = job(2, lambda channel: check_complete(places[channel.rank] / STEP, channel, "full"))
+    assert all(isinstance(error, StorageError) for error in errors), errors
+    assert "model_state/rank-00001.safetensors" in str(errors[0])

@@ -205,6 +205,32 @@ def refused(resume: str | bool, **settings: Any) -> dict[str, Any]:
     return {"error": None}
 
 
+def undefined_until_loaded(output_dir: str, damaged: str, whole: str) -> dict[str, Any]:
+    """Resume a checkpoint whose damage is found while tensors are filled, then try to train and to save; the errors.
+
+    Afterwards a whole checkpoint is resumed by the same Trainer.
+    """
+    import paddleformers_fc
+    from paddleformers_fc.errors import FlexError
+
+    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, {"max_steps": 3, "save_steps": 100})
+    attempts = {
+        "resumed": lambda: trainer.train(resume_from_checkpoint=damaged),
+        "trained": trainer.train,
+        "saved": lambda: paddleformers_fc.save(f"{output_dir}/saved", trainer.model),
+        "saved by the Trainer": lambda: trainer._save_checkpoint(trainer.model),
+    }
+    errors = {}
+    for what, attempt in attempts.items():
+        try:
+            attempt()
+        except FlexError as error:
+            errors[what] = f"{type(error).__name__}: {error.what}"
+    before = len(trainer.losses)
+    trainer.train(resume_from_checkpoint=whole)
+    return {"errors": errors, "trained before": before, "losses": trainer.losses[before:]}
+
+
 def weights_of(model: Any) -> dict[str, str]:
     """The bytes of every tensor of a model, as hex."""
     return {name: tensor.astype("float32").numpy().tobytes().hex() for name, tensor in model.state_dict().items()}

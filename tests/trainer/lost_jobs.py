@@ -96,7 +96,7 @@ DIFFERENT: dict[str, Callable[[Any], None]] = {
     "checkpoint": _directory,
 }
 _OF_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "option": {"flex_verify": "full"},
+    "option": {"flex_verify": "size"},
     "statements": {"aoa_config": {"aoa_statements": ["model.norm.weight -> model.norm.weight"]}},
     "save_steps": {"save_steps": 2},
     "learning_rate": {"learning_rate": 0.5},

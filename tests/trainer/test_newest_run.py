@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
-from paddleformers_fc.storage.manifest import read_manifest
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.storage.staging_lock import OWNER_NAME, this_process
 from tests.harness.tiny import DP2, SINGLE, MatrixLayout
 from tests.trainer.test_trainer import JOBS, settings
@@ -80,6 +81,74 @@ def test_a_damaged_newest_checkpoint_is_skipped_by_every_rank_and_refused_where_
         line for line in resumed.logs[0].read_text().splitlines() if "checkpoint-3" in line and "WARNING" in line
     ]
     assert name in line
+
+
+def cut_into_small_blocks(checkpoint: Path) -> None:
+    """Record the checksums of small blocks, so that a block of numbers holds no header."""
+    manifest, files = read_manifest(checkpoint), []
+    for one in manifest.files:
+        hasher = BlockHasher(1000)
+        hasher.update((checkpoint / one.path).read_bytes())
+        files.append(hasher.file_checksum(one.path))
+    write_manifest(checkpoint, msgspec.structs.replace(manifest, files=files))
+
+
+def test_damage_that_is_found_while_tensors_are_filled_leads_to_the_checkpoint_before(
+    ranks: ForkServer, saved: Path, tmp_path: Path
+) -> None:
+    output_dir, whole = tmp_path / "run", tmp_path / "whole"
+    shutil.copytree(saved, output_dir)
+    shutil.copytree(saved / "checkpoint-2", whole / "checkpoint-2")
+    cut_into_small_blocks(output_dir / "checkpoint-3")
+    for name in (WEIGHTS, "optimizer_state/rank-00001.safetensors"):
+        flip(name, -1)(output_dir / "checkpoint-3")
+    refused = ranks.run(f"{JOBS}:refused", 2, settings(DP2, output_dir, output_dir / "checkpoint-3", max_steps=3))
+    for found in refused.values:
+        assert (found["error"], found["changed"]) == ("Corrupt", True)
+        assert "tensors that were being filled are undefined" in found["text"]
+    resumed = train(ranks, output_dir, DP2, True)
+    expected = train(ranks, whole, DP2, True)
+    assert resumed.ok, resumed.logs[0].read_text()
+    assert resumed.values == expected.values
+    assert [len(value["losses"]) for value in resumed.values] == [1, 1]
+    (line,) = [line for line in resumed.logs[0].read_text().splitlines() if "fails verification" in line]
+    assert WEIGHTS in line
+    assert "optimizer_state/rank-00001.safetensors" in line
+    for name in (WEIGHTS, "optimizer_state/rank-00000.safetensors"):
+        one, other = (directory / "checkpoint-3" / name for directory in (output_dir, whole))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_checkpoint_that_lacks_tensors_of_a_damaged_one_is_refused_after_it(
+    ranks: ForkServer, saved: Path, tmp_path: Path
+) -> None:
+    output_dir = tmp_path / "run"
+    assert train(ranks, output_dir, DP2, max_steps=2, save_steps=2, ignore_save_lr_and_optim=True).ok
+    shutil.copytree(saved / "checkpoint-3", output_dir / "checkpoint-3")
+    cut_into_small_blocks(output_dir / "checkpoint-3")
+    flip(WEIGHTS, -1)(output_dir / "checkpoint-3")
+    for found in ranks.run(f"{JOBS}:refused", 2, settings(DP2, output_dir, True, max_steps=3)).values:
+        assert found["error"] is not None
+        assert "checkpoint-2" in found["text"]
+
+
+def test_a_model_that_a_load_left_undefined_is_neither_trained_nor_saved_until_it_is_loaded(
+    ranks: ForkServer, saved: Path, tmp_path: Path
+) -> None:
+    damaged = Path(shutil.copytree(saved / "checkpoint-2", tmp_path / "checkpoint-2"))
+    cut_into_small_blocks(damaged)
+    flip(WEIGHTS, -1)(damaged)
+    given = {"output_dir": str(tmp_path / "out"), "damaged": str(damaged), "whole": str(saved / "checkpoint-2")}
+    (found,) = ranks.run(f"{JOBS}:undefined_until_loaded", 1, given).values
+    errors = found["errors"]
+    assert errors.pop("resumed").startswith("Corrupt")
+    assert set(errors) == {"trained", "saved", "saved by the Trainer"}
+    assert all(text == "MismatchError: " + UNDEFINED for text in errors.values()), errors
+    assert found["trained before"] == 0
+    assert len(found["losses"]) == 1
+
+
+UNDEFINED = "The model's tensors are undefined: a load began to fill them and failed."
 
 
 def test_every_fault_of_every_skipped_checkpoint_is_named(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""Models that a failed load has left undefined: no step trains them, and no save stores them.
+
+A load compares the checksums of tensors while it fills them, so damage is found after some tensors have changed. The
+model is marked before it is filled, and the mark is removed when all of it is filled. All ranks of a load fail or
+succeed together, so the mark is the same on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.storage.paths import AnyPath
+
+_MARK = "_flex_undefined"
+
+
+@contextmanager
+def until_filled(model: Any, directory: AnyPath) -> Iterator[None]:
+    """A block that fills a model, which is undefined if the block fails.
+
+    Args:
+        model: the ``paddle.nn.Layer``, without wrappers.
+        directory: what it is filled from, for the error.
+    """
+    setattr(model, _MARK, str(directory))
+    yield
+    delattr(model, _MARK)
+
+
+def refuse_undefined(model: Any) -> None:
+    """Refuse a model that a load has begun to fill and did not finish.
+
+    Raises:
+        MismatchError: it is undefined.
+    """
+    directory = getattr(model, _MARK, None)
+    if directory is not None:
+        raise MismatchError(
+            "The model's tensors are undefined: a load began to fill them and failed.",
+            where=str(directory),
+            next_step="Load a whole checkpoint into this model, or start the job again.",
+        )

@@ -1,0 +1,258 @@
+"""Blocks are compared while they are read: every kind of read finds a flipped bit, and no block is hashed twice.
+
+A file of small numbers, cut into blocks of a few hundred bytes, is read by ranks that are threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from paddleformers_fc.errors import Corrupt, FormatError
+from paddleformers_fc.execute import verified_reads
+from paddleformers_fc.execute.read_pool import ReadOptions
+from paddleformers_fc.execute.reading import ArraySlot
+from paddleformers_fc.execute.redistribute import ReadContext, Traffic, read_redistributed
+from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.plan.block_owners import RecordedBlocks
+from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
+from paddleformers_fc.plan.report import Report
+from paddleformers_fc.storage import identity
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.identity import identities_of, same_bytes_key
+from paddleformers_fc.storage.paths import parse_path
+from paddleformers_fc.storage.remote import RemoteStatus
+from tests.execute.simulated import job, succeed
+
+ROLE, FILE, BLOCK = "model_state", "numbers", 400
+ROWS, COLUMNS = 24, 25
+"""A row is a quarter of a block."""
+NUMBERS = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
+PLAIN, TURNED = (0, 1), (1, 0)
+
+
+def item(name: str, rows: tuple[int, int], columns: tuple[int, int] = (0, COLUMNS), axes: Any = PLAIN) -> ReadItem:
+    """Some rows and columns of the matrix as a tensor."""
+    part = Box((rows[0], columns[0]), (rows[1], columns[1]))
+    shape = tuple(part.shape[axis] for axis in axes)
+    return ReadItem(ROLE, name, StoredPart(FILE, 0, NUMBERS.shape, part, "float32"), 0, shape, whole(shape), axes)
+
+
+Items = Sequence[ReadItem]
+READS: dict[str, Sequence[Items]] = {
+    "whole blocks": [[item("a", (0, ROWS))]],
+    "a block that two tensors share": [[item("a", (0, 6)), item("b", (6, ROWS))]],
+    "many small tensors in a block": [[item(str(row), (row, row + 1)) for row in range(ROWS)]],
+    "every second small tensor": [[item(str(row), (row, row + 1)) for row in range(0, ROWS, 2)]],
+    "columns": [[item("a", (0, ROWS), (3, 9))]],
+    "a transpose": [[item("a", (0, ROWS), axes=TURNED)]],
+    "columns between whole tensors": [[item("a", (0, 6)), item("b", (6, 18), (0, 5)), item("c", (18, ROWS))]],
+    "rows of two ranks that share a block": [[item("a", (0, 6))], [item("b", (6, ROWS))]],
+    "all of it on three ranks": [[item("a", (0, ROWS))]] * 3,
+    "columns of two ranks": [[item("a", (0, ROWS), (0, 9))], [item("b", (0, ROWS), (9, COLUMNS))]],
+    "columns of one rank and all of another": [[item("a", (0, ROWS), (0, 9))], [item("b", (0, ROWS))]],
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The directory of a file with the matrix."""
+    (tmp_path / FILE).write_bytes(NUMBERS.tobytes())
+    return tmp_path
+
+
+def recorded_blocks(compared: int = 0) -> RecordedBlocks:
+    hasher = BlockHasher(BLOCK)
+    hasher.update(NUMBERS.tobytes())
+    return RecordedBlocks({FILE: hasher.file_checksum(FILE)}, {FILE: compared}, "Use another one.")
+
+
+def read(
+    root: Path, reads: Sequence[Items], options: ReadOptions | None = None, compared: int = 0
+) -> Callable[[Any], tuple[Traffic, dict[str, Any]]]:
+    """What a rank does: fill its tensors, and compare its blocks meanwhile."""
+    identities = identities_of([root / FILE])
+    recorded, source = recorded_blocks(compared), same_bytes_key(identities)
+    everyone = [recorded.reads((one.stored for one in items), source) for items in reads]
+    storage = ReadContext(root, identities, recorded=recorded, block_reads=everyone)
+
+    def work(channel: Any) -> tuple[Traffic, dict[str, Any]]:
+        items = tuple(reads[channel.rank])
+        slots = {(ROLE, one.name): ArraySlot(np.zeros(one.stored.part.volume, np.float32)) for one in items}
+        plan = LoadPlan(items, (), {}, Report())
+        done = read_redistributed(plan, storage, slots, channel, options or ReadOptions(threads=2))
+        return done, {name: slot.array for (_, name), slot in slots.items()}
+
+    return work
+
+
+def flip(root: Path, at: int) -> None:
+    raw = bytearray((root / FILE).read_bytes())
+    raw[at] ^= 4
+    (root / FILE).write_bytes(raw)
+
+
+def blocks_of(reads: Sequence[Items]) -> set[int]:
+    """The blocks that hold a number which any rank reads."""
+    index = np.arange(NUMBERS.size).reshape(NUMBERS.shape) * NUMBERS.itemsize // BLOCK
+    parts = [one.stored.part for items in reads for one in items]
+    return {int(n) for part in parts for n in np.unique(index[tuple(map(slice, part.lo, part.hi))])}
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What was hashed, block by block."""
+    contents: list[bytes] = []
+
+    class Noting:
+        def __init__(self) -> None:
+            self.data = b""
+
+        def update(self, data: Any) -> None:
+            self.data += bytes(data)
+
+        def hexdigest(self) -> str:
+            contents.append(self.data)
+            return xxhash.xxh3_64_hexdigest(self.data)
+
+    monkeypatch.setattr(verified_reads, "xxhash", SimpleNamespace(xxh3_64=Noting))
+    return contents
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("kind", READS)
+def test_every_read_fills_its_tensors_and_hashes_every_block_once_in_the_job(
+    root: Path, hashed: list[bytes], kind: str, once: bool
+) -> None:
+    reads = READS[kind]
+    results = succeed(len(reads), read(root, reads, ReadOptions(threads=2, once=once)))
+    for items, (_, arrays) in zip(reads, results, strict=True):
+        for one in items:
+            part = NUMBERS[tuple(map(slice, one.stored.part.lo, one.stored.part.hi))]
+            np.testing.assert_array_equal(arrays[one.name], part.transpose(one.axes).ravel())
+    raw = NUMBERS.tobytes()
+    assert Counter(hashed) == Counter(raw[n * BLOCK : (n + 1) * BLOCK] for n in blocks_of(reads))
+    assert sum(done.hashed for done, _ in results) == sum(map(len, hashed))
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("kind", READS)
+def test_a_flipped_bit_of_any_block_is_reported_on_every_rank_with_file_and_block(
+    root: Path, kind: str, once: bool
+) -> None:
+    reads = READS[kind]
+    for number in sorted(blocks_of(reads)):
+        # The last byte of a block: in some kinds one that no rank wants.
+        at = min((number + 1) * BLOCK, NUMBERS.nbytes) - 1
+        flip(root, at)
+        errors = job(len(reads), read(root, reads, ReadOptions(threads=2, once=once)))
+        flip(root, at)
+        assert all(isinstance(error, Corrupt) for error in errors), errors
+        assert len({str(error) for error in errors}) == 1
+        assert errors[0].evidence[0].startswith(f"{FILE} does not match its checksum in 1 of 6 blocks: block {number} ")
+        assert "tensors that were being filled are undefined" in errors[0].what
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_a_flipped_bit_in_a_block_that_no_rank_reads_is_no_fault(root: Path, kind: str) -> None:
+    for number in set(range(6)) - blocks_of(READS[kind]):
+        flip(root, number * BLOCK)
+    succeed(len(READS[kind]), read(root, READS[kind]))
+
+
+def test_faults_of_several_blocks_and_ranks_come_in_one_report(root: Path) -> None:
+    for number in (1, 2, 5):
+        flip(root, number * BLOCK + 7)
+    one, other = job(2, read(root, READS["rows of two ranks that share a block"]))
+    assert str(one) == str(other)
+    lines = " ".join(one.evidence)
+    assert all(f"block {number} (from byte {number * BLOCK})" in lines for number in (1, 2, 5))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", ["whole blocks", "a block that two tensors share", "many small tensors in a block"])
+def test_blocks_that_are_read_whole_are_read_once_from_storage(
+    root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, threads: int
+) -> None:
+    ranges: list[tuple[int, int]] = []
+    original = os.preadv
+
+    def noting(descriptor: int, buffers: Any, offset: int) -> int:
+        count = original(descriptor, buffers, offset)
+        ranges.append((offset, offset + count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", noting)
+    # As if the C library had no vectored read: rows are read one by one, and seen here.
+    monkeypatch.setattr("paddleformers_fc.storage.vectored_read._vector", lambda: None)
+    monkeypatch.setattr("paddleformers_fc.storage.vectored_read._taken", lambda: None)
+    ((done, _),) = succeed(1, read(root, READS[kind], ReadOptions(threads)))
+    assert sorted(ranges)[0][0] == 0
+    assert all(end == begin for (_, end), (begin, _) in zip(sorted(ranges), sorted(ranges)[1:], strict=False))
+    assert sum(end - begin for begin, end in ranges) == done.read == done.hashed == NUMBERS.nbytes
+
+
+def test_bytes_that_no_rank_wants_count_as_read(root: Path) -> None:
+    ((done, _),) = succeed(1, read(root, READS["every second small tensor"]))
+    assert done.read == done.hashed == NUMBERS.nbytes
+    ((done, _),) = succeed(1, read(root, READS["columns"]))
+    assert done.hashed == NUMBERS.nbytes
+    assert done.read > NUMBERS.nbytes
+
+
+def test_blocks_that_were_compared_on_opening_are_not_hashed_again(root: Path) -> None:
+    results = succeed(3, read(root, READS["all of it on three ranks"], compared=4))
+    assert sorted(done.hashed for done, _ in results) == [0, BLOCK, BLOCK]
+
+
+@pytest.mark.parametrize("scratch", [8, 64, 4096])
+def test_scratch_memory_bounds_what_is_read_of_unwanted_bytes(root: Path, scratch: int) -> None:
+    options = ReadOptions(threads=1, staging_memory_bytes=scratch)
+    for kind in ("every second small tensor", "columns"):
+        ((done, _),) = succeed(1, read(root, READS[kind], options))
+        assert done.hashed == NUMBERS.nbytes
+
+
+def test_ranks_read_the_same_bytes_if_their_files_and_machine_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"the same")
+    one, other = (identities_of([tmp_path / name]) for name in ("a", "b"))
+    copy = {tmp_path / "a": next(iter(other.values()))}
+    key = same_bytes_key(one)
+    assert key == same_bytes_key(dict(one)) != same_bytes_key(copy), "a copy under the same path on another disk"
+    remote = {parse_path("s3://bucket/a"): RemoteStatus("file", 8, "tag")}
+    stored = same_bytes_key(remote)
+    monkeypatch.setattr(identity, "boot_id", lambda: "another machine")
+    assert same_bytes_key(one) not in (key, "")
+    assert same_bytes_key(remote) == stored != ""
+    assert same_bytes_key({}) == ""
+
+
+def test_damage_explains_a_number_that_cannot_be_cast(root: Path) -> None:
+    raw = bytearray((root / FILE).read_bytes())
+    raw[7] = 0x7E
+    (root / FILE).write_bytes(raw)
+    identities = identities_of([root / FILE])
+    recorded, one = recorded_blocks(), READS["whole blocks"][0][0]
+    everyone = [recorded.reads([one.stored], same_bytes_key(identities))]
+    slots = {(ROLE, "a"): ArraySlot(np.zeros(NUMBERS.size, np.float16))}
+
+    def work(storage: ReadContext) -> Callable[[Any], Traffic]:
+        return lambda channel: read_redistributed(LoadPlan((one,), (), {}, Report()), storage, slots, channel)
+
+    (error,) = job(1, work(ReadContext(root, identities)))
+    assert not isinstance(error, Corrupt | Traffic), error
+    (error,) = job(1, work(ReadContext(root, identities, recorded=recorded, block_reads=everyone)))
+    assert isinstance(error, Corrupt)
+    assert "block 0 (from byte 0)" in error.evidence[0]
+    assert FormatError is not type(error)
