@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SAVERS = ("raw", "ours", "safetensors", "stock", "stock safetensors", "dcp")
-LOADERS = ("raw", "ours", "safetensors", "stock", "stock safetensors", "dcp")
-RESHARDERS = ("raw", "ours", "stock", "stock safetensors", "dcp")
+LEVELS = ("ours", "ours size", "ours off")
+"""This package under each value of ``flex_verify``; ``ours`` is the default, ``full``. They read the same files."""
+LOADERS = ("raw", *LEVELS, "safetensors", "stock", "stock safetensors", "dcp")
+RESHARDERS = ("raw", *LEVELS, "stock", "stock safetensors", "dcp")
+STORAGE_RATE = 10**9
+"""Bytes a second of the storage that is simulated."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Case:
         contenders: who takes part, ``raw`` first.
         source: layout and number of ranks that saved what is loaded; empty for the same.
         source_ranks: see ``source``; 0 for the same.
+        storage_rate: bytes a second that all ranks read together; 0 for no limit.
     """
 
     name: str
@@ -32,6 +37,7 @@ class Case:
     contenders: tuple[str, ...]
     source: str = ""
     source_ranks: int = 0
+    storage_rate: int = 0
 
     @property
     def saved_layout(self) -> str:
@@ -62,7 +68,7 @@ CASES: tuple[Case, ...] = (
         "quarter",
         4,
         "sharding=4,split=true+states",
-        ("raw", "ours", "stock", "stock safetensors"),
+        ("raw", *LEVELS, "stock", "stock safetensors"),
         "sharding=2,split=true+states",
         2,
     ),
@@ -72,10 +78,14 @@ CASES: tuple[Case, ...] = (
         "large",
         4,
         "sharding=4,stage=3",
-        ("raw", "ours", "stock", "stock safetensors"),
+        ("raw", *LEVELS, "stock", "stock safetensors"),
         "sharding=2,stage=3",
         2,
     ),
+    Case("load from 1 GB/s, same layout, 2 ranks", "load", "large", 2, "tp=2", LEVELS[::-1], storage_rate=STORAGE_RATE),
+    Case("load from 1 GB/s, 20,000 tensors", "load", "small", 1, "", LEVELS[::-1], storage_rate=STORAGE_RATE),
+    Case("load from 1 GB/s, tp 4 to tp 2", "load", "large", 2, "tp=2", LEVELS[::-1], "tp=4", 4, STORAGE_RATE),
+    Case("load from 1 GB/s, rows to columns", "load", "large", 4, "columns", LEVELS[::-1], "rows", 4, STORAGE_RATE),
     Case("open weights to tp 2, transposed", "start", "large", 2, "tp=2", ("raw", "ours", "safetensors", "stock")),
     Case("two layers of 7B to tp 2, transposed", "start", "7b", 2, "pp=16,tp=2", ("raw", "ours", "safetensors")),
     Case("export", "export", "large", 1, "", ("safetensors", "ours"), "tp=4", 4),
@@ -121,6 +131,10 @@ def targets() -> tuple[Target, ...]:
         Target("save, 20,000 tensors", "save, 1 rank", 0.4),
         Target("load, same layout, 20,000 tensors", "load, same layout, 1 rank", 0.4),
     ]
+    for name in ("same layout, 1 rank", "same layout, 2 ranks", "same layout, 20,000 tensors", "tp 4 to tp 2"):
+        made.append(Target(f"load, {name}", "ours off", 0.8))
+    for name in ("same layout, 2 ranks", "20,000 tensors", "tp 4 to tp 2"):
+        made.append(Target(f"load from 1 GB/s, {name}", "ours off", 0.909))
     return tuple(made)
 
 

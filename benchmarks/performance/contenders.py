@@ -209,8 +209,15 @@ def _quiet() -> Any:
         logging.disable(logging.NOTSET)
 
 
+@dataclass(frozen=True)
 class Ours:
-    """This package: with checksums, proof, manifest and commit when it saves, with preflight when it loads."""
+    """This package: with checksums, proof, manifest and commit when it saves, with preflight when it loads.
+
+    Args:
+        verify: ``flex_verify`` of a load.
+    """
+
+    verify: str
 
     def save(self, directory: Path, held: Held) -> None:
         """``save_checkpoint``."""
@@ -220,7 +227,7 @@ class Ours:
 
     def load(self, directory: Path, held: Held) -> int:
         """``open_on_all_ranks`` and ``load_checkpoint``."""
-        opened = open_on_all_ranks(directory / "checkpoint-1", held.channel)
+        opened = open_on_all_ranks(directory / "checkpoint-1", held.channel, self.verify)
         return load_checkpoint(
             opened, held.weights, ModelDescription(MODELS[held.model].config), held.channel
         ).bytes_read
@@ -246,6 +253,8 @@ CONTENDERS: Mapping[str, Contender] = {
     "safetensors": Safetensors(),
     "stock": Stock({}),
     "stock safetensors": Stock({"safetensors": True}),
-    "ours": Ours(),
+    "ours": Ours("full"),
+    "ours size": Ours("size"),
+    "ours off": Ours("off"),
 }
 """By the names of the cases."""

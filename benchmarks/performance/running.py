@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.performance.cases import Case
+from benchmarks.performance.cases import LEVELS, Case
 from benchmarks.performance.files import write_open_weights
 from benchmarks.performance.pool import Pool, Round
 
@@ -67,8 +67,11 @@ def measure(case: Case, rounds: int, root: Path) -> Outcome:
     """
     contenders = [name for name in case.contenders if name != "dcp" or has_torch()]
     places = {name: root / name.replace(" ", "-") for name in contenders}
-    for place in places.values():
-        place.mkdir()
+    for name, place in places.items():
+        if name in LEVELS[1:]:
+            place.symlink_to(root / LEVELS[0])
+        else:
+            place.mkdir()
     failures = _prepared(case, places, root / "logs")
     while True:
         taking_part = [name for name in contenders if name not in failures]
@@ -81,7 +84,10 @@ def measure(case: Case, rounds: int, root: Path) -> Outcome:
         break
     outcome.timings.update({name: Timing(failure=reason) for name, reason in failures.items()})
     for place in root.iterdir():
-        shutil.rmtree(place)
+        if place.is_symlink():
+            place.unlink()
+        else:
+            shutil.rmtree(place)
     return outcome
 
 
@@ -127,7 +133,7 @@ def _prepared(case: Case, places: dict[str, Path], logs: Path) -> dict[str, str]
             (place / "open").symlink_to(shared)
         return failures
     # A raw read takes what this layout needs; everybody else reads what the other layout saved.
-    left = [name for name in places if name != "raw"]
+    left = [name for name in places if name not in ("raw", *LEVELS[1:])]
     while left:
         left = _saved(case, left, places, logs, failures)
     return failures
@@ -194,7 +200,7 @@ def _turn(case: Case, name: str, pool: Pool, place: Path, check: bool) -> Round:
     pool.run(do="zero")
     verb = "load" if name == "raw" else case.verb
     source = place if name == "raw" or case.verb == "load" else place / "open"
-    done = pool.run(do=verb, contender=name, places=[str(source)])
+    done = pool.run(do=verb, contender=name, places=[str(source)], rate=case.storage_rate // case.ranks)
     if check:
         wrong = pool.run(do="check", canonical=case.verb == "start" and name != "raw")
         names = [wrong_name for answer in wrong.answers for wrong_name in answer["wrong"]]

@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks.performance.files import from_canonical
 from benchmarks.performance.measuring import with_peak
 from benchmarks.performance.models import Array, part_of, roles_of
+from benchmarks.performance.slow_storage import limited
 from paddleformers_fc.layout.shards import Shard
 
 Roles = dict[str, dict[str, Shard]]
@@ -73,7 +74,8 @@ class _Loop:
         if verb == "check":
             return {"wrong": self._wrong(from_canonical if command["canonical"] else part_of)}
         places = [Path(place) for place in command["places"]]
-        read, peak = with_peak(lambda: self._rank.work(verb, command["contender"], places))
+        with limited(command.get("rate", 0)):
+            read, peak = with_peak(lambda: self._rank.work(verb, command["contender"], places))
         return {"read": read, "peak": peak}
 
     def _wrong(self, expected: Callable[[Shard], Array]) -> list[str]:
