@@ -51,7 +51,7 @@ Roles = Mapping[str, Mapping[str, LocalTensor]]
 """The tensors of one rank: role -> name -> tensor."""
 
 
-def describe(weight: LocalTensor, name: str) -> Shard:
+def shard_of(weight: LocalTensor, name: str) -> Shard:
     """Return the shard of a live tensor.
 
     Args:
@@ -171,7 +171,7 @@ def _described(names: Mapping[str, LocalTensor], kinds: _Kinds, faults: list[str
             like = known[1]
             shards[name] = Shard(name, like.dtype, like.global_shape, like.box, like.flat)
             continue
-        shard = shards[name] = describe(weight, name)
+        shard = shards[name] = shard_of(weight, name)
         found = list(_faults(shard, tensor))
         if found:
             # Faults are reported for every tensor, so they are not kept.

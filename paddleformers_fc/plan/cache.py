@@ -1,19 +1,16 @@
-"""Plans that were made once: a job that resumes the same checkpoint under the same layout does not plan again.
+"""Cache load plans for jobs that resume the same checkpoint under the same layout.
 
-A plan follows from its :class:`PlanKey` and from nothing else: digests of what is stored and where, of the stored
-rules, of both models' descriptions and families, of every shard that is wanted, of a user's statements, and the version
-of this package. What the key does not know cannot change a plan. Which files are read is not remembered: that they are
-those which were checked is for the reader to see, as without a cache.
+A plan depends only on its :class:`PlanKey`: digests of the stored tensors and their offsets, the stored rules, both
+model descriptions and families, all wanted shards, the statements of a user, and the version of this package.
+Identities of files are not part of a plan; readers compare them as without a cache.
 
-Plans are kept in this process, and in a directory where one is given. A file there holds its whole key and a checksum
-of itself. One that cannot be read, or that is of another version, key or content than was written, is as good as none,
-and is written anew. It is msgpack and never a pickle. A plan that somebody made up is held to reading boxes of the
-checkpoint's own files into the wanted shards, as many elements as each has (:func:`fits`); which boxes, only planning
-anew would know, so the directory should be as safe as the checkpoints are.
+Plans are cached in memory and optionally in a directory. A file contains its key and a checksum. A file that is
+unreadable, or has another version, key or content, is ignored and overwritten. Files are msgpack and never pickles. A
+forged plan can only read boxes of the checkpoint's files into the wanted shards, with as many elements as each has
+(:func:`fits`). It can still choose wrong boxes, so the directory must be as trusted as the checkpoints.
 
-Time: the key is one pass over headers and shards that are in memory; a plan is read and written at a few million
-strings and numbers a second. Memory: at most a number of read items that is given. Disk: one file per distinct layout
-of a rank, because a newer checkpoint under that layout takes its place.
+Time: one pass over headers and shards in memory for the key; a few million strings and numbers per second for a plan.
+Memory: bounded by a number of read items. Disk: one file per rank and layout, which a newer checkpoint replaces.
 """
 
 from __future__ import annotations
@@ -48,32 +45,32 @@ from paddleformers_fc.storage.files import make_directories, remove_file, rename
 from paddleformers_fc.storage.json_io import read_document
 
 FORMAT = 2
-"""Of the files in the directory; it is part of every key."""
+"""Version of the files; part of every key."""
 
 MOST_ITEMS = 250_000
-"""How many read items a process keeps, unless it is told otherwise: about 50 MB."""
+"""Default maximum of read items in memory: about 50 MB."""
 
 _MAGIC = b"flex_plan\n"
 _CHECKSUM_BYTES = 16
 MAX_BYTES = 512 * 1024 * 1024
-"""The longest file that is read: a plan of some ten million items."""
+"""Maximum length of a file: a plan of ten million items."""
 
 _UNREADABLE = (FlexError, LookupError, ValueError, TypeError, ArithmeticError, RecursionError)
 _log = logging.getLogger(__name__)
 
 
 class PlanKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a plan depends on; digests are blake2b, 32 hex digits.
+    """Everything that a plan depends on; digests are blake2b, 32 hex digits.
 
     Attributes:
-        format: of the file.
-        version: of this package, whose code derives mappings.
-        manifest: every file's path, size and checksums.
-        stored: every tensor's dtype and shape, and where its boxes lie.
-        rules: the stored model's rules.
-        models: both descriptions, and what their families declare.
+        format: version of the file.
+        version: version of this package.
+        manifest: path, size and checksums of every file.
+        stored: dtype, shape, boxes and offsets of every tensor.
+        rules: the rules of the stored model.
+        models: both model descriptions, and the declarations of their families.
         wanted: role, name, dtype, global shape, box and range of every shard, in order.
-        statements: a user's ``aoa_config`` and the tensors that it speaks of.
+        statements: ``aoa_config`` and the live tensors that it can name.
         tied: which copy of a tied tensor is read.
     """
 
@@ -90,11 +87,11 @@ class PlanKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 @dataclass(frozen=True)
 class CachedPlan:
-    """A plan that can be carried out.
+    """A plan without faults.
 
     Args:
-        plan: with an empty report.
-        unwanted: stored parameters that need not be read by anybody.
+        plan: its report is empty.
+        unwanted: stored parameters that no rank needs to read.
     """
 
     plan: LoadPlan
@@ -108,14 +105,14 @@ def plan_key(
     aoa_config: Mapping[str, object] | None = None,
     tensors: Mapping[str, AoaTensor] | None = None,
 ) -> PlanKey:
-    """The key of one rank's plan.
+    """Return the key of one rank's plan.
 
     Args:
-        checkpoint: what is stored.
-        model: the live model.
-        wanted: role -> full name -> the shard to be filled.
-        aoa_config: statements from stored names to the model's.
-        tensors: every tensor of the live model, on all ranks, where there are statements.
+        checkpoint: the stored checkpoint.
+        model: the description of the live model.
+        wanted: role -> full name -> the shard to fill.
+        aoa_config: statements from stored names to names of the model.
+        tensors: all tensors of the live model on all ranks, if there are statements.
     """
     models = [checkpoint.known, model]
     families = [repr(family_for(one.config)) for one in models if is_known(one.config)]
@@ -123,7 +120,7 @@ def plan_key(
         format=FORMAT,
         version=__version__,
         manifest=_digest(msgspec.msgpack.encode(checkpoint.manifest)),
-        stored=_digest(_spelled(checkpoint.catalog)),
+        stored=_digest(_catalog_bytes(checkpoint.catalog)),
         rules=checkpoint.rules.digest,
         models=_digest(_json([[[dict(one.config), one.is_fleet] for one in models], families])),
         wanted=_digest(msgspec.msgpack.encode([(role, list(one), list(one.values())) for role, one in wanted.items()])),
@@ -137,11 +134,11 @@ def _digest(data: bytes) -> str:
 
 
 def _json(value: object) -> bytes:
-    # What is no JSON is spelled as Python spells it: two runs may differ then, and the plan is made again.
+    # Other values are encoded by repr, which may differ between runs: then the load is planned again.
     return json.dumps(value, sort_keys=True, default=repr).encode()
 
 
-def _spelled(catalog: Catalog) -> bytes:
+def _catalog_bytes(catalog: Catalog) -> bytes:
     forms: dict[StoredForm, int] = {}
     roles = [
         (
@@ -156,11 +153,11 @@ def _spelled(catalog: Catalog) -> bytes:
 
 
 class PlanCache:
-    """Plans by key, in this process and in a directory. Threads may share one.
+    """Plans by key, in memory and in a directory. Safe for threads.
 
     Args:
-        directory: where plans outlive the process; None for nowhere. It is made when the first plan is kept.
-        most_items: how many read items are kept in the process.
+        directory: directory of the files; None for memory only. It is created with the first file.
+        most_items: maximum of read items in memory.
     """
 
     def __init__(self, directory: Path | None = None, most_items: int = MOST_ITEMS) -> None:
@@ -169,12 +166,11 @@ class PlanCache:
         self._lock = threading.Lock()
 
     def find(self, key: PlanKey, fitting: Callable[[CachedPlan], bool] = lambda found: True) -> CachedPlan | None:
-        """The plan of a key; None where it is not known, for whatever reason.
+        """Return the plan of a key; None if there is no valid one.
 
         Args:
-            key: all that the plan depends on.
-            fitting: whether a plan that comes from the directory can be one of this key, see :func:`fits`. What this
-                process holds was made in it, or has passed.
+            key: the key.
+            fitting: validates a plan from the directory, see :func:`fits`. Plans in memory are valid.
         """
         with self._lock:
             if key in self._held:
@@ -192,14 +188,14 @@ class PlanCache:
         return planned
 
     def keep(self, key: PlanKey, planned: CachedPlan) -> None:
-        """Remember a plan. That it cannot be written is worth a warning and never an error."""
+        """Store a plan. A failed write is a warning and never an error."""
         self._hold(key, planned)
         if self._directory is None:
             return
         try:
             self._write(self._directory, key, planned)
         except FlexError as error:
-            _log.warning("A plan could not be kept in %s, and will be made again: %s", self._directory, error.what)
+            _log.warning("A load plan could not be written to %s: %s", self._directory, error.what)
 
     def _hold(self, key: PlanKey, planned: CachedPlan) -> None:
         with self._lock:
@@ -224,7 +220,7 @@ class PlanCache:
 
 
 class _Form(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """What many items have in common."""
+    """Fields that many items share."""
 
     role: str
     dtype: str
@@ -237,7 +233,7 @@ class _Form(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unkno
 
 
 class _Document(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A file: items by columns. ``name`` and ``file`` count into ``names`` and ``files``, ``form`` into ``forms``."""
+    """A file: items by columns. ``name``, ``file`` and ``form`` are indices into ``names``, ``files`` and ``forms``."""
 
     key: PlanKey
     names: list[str]
@@ -256,7 +252,7 @@ _documents = msgspec.msgpack.Decoder(_Document)
 
 
 def encode_plan(key: PlanKey, planned: CachedPlan) -> bytes:
-    """A plan as the bytes of a file."""
+    """Encode a plan as the bytes of a file."""
     names: dict[str, int] = {}
     files: dict[str, int] = {}
     forms: dict[_Form, int] = {}
@@ -278,20 +274,20 @@ def encode_plan(key: PlanKey, planned: CachedPlan) -> bytes:
 
 
 def decode_plan(data: bytes, key: PlanKey) -> CachedPlan:
-    """The plan that :func:`encode_plan` wrote under this key.
+    """Decode a plan that :func:`encode_plan` encoded under this key.
 
     Raises:
-        ValueError: it is of another key, or is not what was written.
+        ValueError: another key, or invalid content.
     """
     start = len(_MAGIC) + _CHECKSUM_BYTES
     body = memoryview(data)[start:]
     if data[:start] != _MAGIC + xxhash.xxh3_128_digest(body):
-        raise ValueError("The file is not what was written.")
+        raise ValueError("invalid checksum")
     document = _documents.decode(body)
     if document.key != key:
-        raise ValueError("The file is of another key.")
+        raise ValueError("another key")
     if min((*document.name, *document.file, *document.begin, *document.form), default=0) < 0:
-        raise ValueError("The file counts backwards.")
+        raise ValueError("negative index or offset")
     for form in document.forms:
         _refuse_form(form)
     names, files, forms = document.names, document.files, document.forms
@@ -306,17 +302,16 @@ def decode_plan(data: bytes, key: PlanKey) -> CachedPlan:
 
 
 def _refuse_form(form: _Form) -> None:
-    """A box that is read must lie in what is stored, a box that is filled in its fragment, and be of one size."""
+    """Refuse boxes outside the stored box or the fragment, and pairs of different sizes."""
     used = [axis for axis in form.axes if axis != NEW_AXIS]
     if form.start < 0 or sorted(used) != sorted(set(used)) or len(form.axes) != len(form.shape):
-        raise ValueError("The file fills what cannot be filled.")
+        raise ValueError("invalid start or axes")
     if not _is_box(form.stored_shape, form.stored_part) or not _is_box(form.shape, form.part):
-        raise ValueError("The file has a box outside its tensor.")
+        raise ValueError("box outside its tensor")
     read, filled = form.stored_part.shape, form.part.shape
-    if tuple(1 if axis == NEW_AXIS else read[axis] for axis in form.axes) != filled or min(used, default=0) < 0:
-        raise ValueError("The file fills a box with one of another size.")
-    if form.part.volume != form.stored_part.volume:
-        raise ValueError("The file fills a box with one of another size.")
+    shape = tuple(1 if axis == NEW_AXIS else read[axis] for axis in form.axes)
+    if shape != filled or min(used, default=0) < 0 or form.part.volume != form.stored_part.volume:
+        raise ValueError("boxes of different sizes")
     to_safetensors(form.dtype)
 
 
@@ -332,12 +327,12 @@ def _is_box(shape: Shape, part: Box) -> bool:
 
 
 def fits(planned: CachedPlan, wanted: Mapping[str, Mapping[str, Shard]], files: Collection[str]) -> bool:
-    """Whether a plan reads these files into these shards, and as many elements into each as it has, or none.
+    """Return whether a plan reads only these files and fills these shards completely or not at all.
 
     Args:
-        planned: as it was found.
-        wanted: role -> full name -> the shard to be filled.
-        files: of the checkpoint, by path.
+        planned: a plan from a directory.
+        wanted: role -> full name -> the shard to fill.
+        files: paths of the checkpoint's files.
     """
     filled: dict[tuple[str, str], int] = {}
     for item in planned.plan.items:

@@ -1,14 +1,14 @@
-"""The layout of a model that nobody has built: which rank of a grid holds which boxes of which tensors.
+"""Simulate the layout of a model without building it: which rank of a grid holds which boxes of which tensors.
 
-From a family's declaration and a configuration follow the tensors, from the grid the stage, the tensor-parallel part
-and the experts of every rank, and from the sharding its part of the optimizer's states. The shards are those that a
-live model and optimizer describe, tensor by tensor; tests hold the two against each other.
+The tensors follow from the declaration of the family and the configuration. The grid determines the stage, the
+tensor-parallel part and the experts of every rank, and sharding its part of the optimizer states. Tests compare the
+shards with those of live models and optimizers.
 
-It needs families and layouts both, which know nothing of each other, so it stands above them, beside the planner that
-consumes it; what is arithmetic alone is in :mod:`paddleformers_fc.layout.grid` and ``partition``.
+This module is in ``plan`` because it needs families and layouts, which do not import each other. The arithmetic is in
+:mod:`paddleformers_fc.layout.grid` and ``partition``.
 
-Idea: ranks that differ only in where they stand in a group that replicates hold the same weights, so shards are made
-once per (stage, tensor-parallel rank, expert rank), partitions once per stage, and a rank costs what it holds.
+Replicas hold the same weights, so shards are created once per (stage, tensor-parallel rank, expert rank), and
+partitions once per stage. The cost of a rank is linear in what it holds.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 Shards = dict[str, Shard]
 
 _SEGMENT_METHOD = "layer:DecoderLayer|EmptyLayer"
-"""What a PaddleFormers pipeline does where its configuration says nothing; the only method that may fall back."""
+"""The default of PaddleFormers' pipelines, and the only method with a fallback to ``uniform``."""
 
 
 class SimulatedModel:
-    """A declared model laid out over a grid.
+    """A declared model on a grid of ranks.
 
     Args:
         family: the model's family.
-        model: what it is built from.
+        model: its description.
         grid: the ranks.
-        tensors: the model's tensors. Of 16-bit ones the optimizer keeps float32 master weights.
+        tensors: the model's tensors. Those of 16 bits have float32 master weights.
     Attributes:
-        rules: the rules of the whole model under this grid.
+        rules: the rules of the whole model on this grid.
     Raises:
-        OptionError: the model cannot have this grid; with the numbers.
-        MappingError: the configuration lacks what a size needs.
+        OptionError: the grid does not divide the model.
+        MappingError: the configuration lacks a key of a size.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class SimulatedModel:
         self._untrained = frozenset(name for name, tensor in by_name.items() if not tensor.trained)
         placed = [(by_name[name], pipeline.stage_of(by_name[name])) for name in built_order(by_name, family.built)]
         self._on_stage = [[tensor for tensor, at in placed if at == stage] for stage in range(grid.pp)]
-        # Caches of this model, which live as long as it does.
         self._weights = lru_cache(maxsize=None)(self._make_weights)
         self._trained = lru_cache(maxsize=None)(self._make_trained)
         self._sharing = lru_cache(maxsize=None)(self._make_sharing)
@@ -87,11 +86,10 @@ class SimulatedModel:
 
     @property
     def tensors(self) -> Iterator[DeclaredTensor]:
-        """Every tensor that some rank holds; a pipeline does not build all that a single rank does."""
+        """All tensors that some rank holds; a pipeline omits some tensors of a single rank."""
         return (tensor for tensors in self._on_stage for tensor in tensors)
 
     def _bound(self) -> RuleSet:
-        """The rules of the whole model under this grid."""
         bound = [
             ModelTensor(shard.name, shard.global_shape, shard.dtype, shard.cuts)
             for shard in (self._shard(tensor, 0, self._holder(tensor)) for tensor in self.tensors)
@@ -101,13 +99,13 @@ class SimulatedModel:
         return replace(bind(self.family, self.model, bound), cuts=cuts)
 
     def weights(self, rank: int) -> Shards:
-        """The model's weights on one rank, by name. Under sharding stage 3 they are slices."""
+        """Return the weights of one rank by name. Under sharding stage 3 they are slices."""
         place = self.grid.coordinates(rank)
         found = self._weights(place.pp, place.tp, place.ep)
         return dict(found) if self.grid.stage < 3 else _by_name(self._slices(found.values(), place))
 
     def owned(self, rank: int) -> Shards:
-        """What one rank has an optimizer state of: by parameter, its box or a range of its box."""
+        """Return the parts of parameters, by name, of which one rank has optimizer states."""
         place = self.grid.coordinates(rank)
         dense, experts = self._trained(place.pp, place.tp, place.ep)
         if self.grid.sharding == 1:
@@ -139,9 +137,9 @@ class SimulatedModel:
         return _by_name(shard for tensor in self._on_stage[pp] if (shard := self._shard(tensor, tp, ep)) is not None)
 
     def _make_trained(self, pp: int, tp: int, ep: int) -> tuple[tuple[Shard, ...], tuple[Shard, ...]]:
-        """Shards of the parameters that have states, in the optimizer's order: those of all ranks, and of experts.
+        """Return the shards of trained parameters in the optimizer's order: dense ones, and those of experts.
 
-        A tied pair in one stage is one parameter, known by whichever of its names sorts first.
+        A tied pair in one stage is one parameter under the name that sorts first.
         """
         weights = self._weights(pp, tp, ep)
         names = {owner: min(owner, alias) for alias, owner in self._ties.items() if {owner, alias} <= weights.keys()}
@@ -157,7 +155,7 @@ class SimulatedModel:
         return tuple(dense), tuple(experts)
 
     def _make_sharing(self, pp: int) -> _Sharing:
-        """How the states of one stage are shared. Sizes do not depend on the tensor-parallel or expert rank."""
+        """Return how states of one stage are shared; sizes are equal on all tensor-parallel and expert ranks."""
         grid, (dense, experts) = self.grid, self._trained(pp, 0, 0)
         if grid.split:
             return _Sharing((), self._buffers(dense, grid.sharding), self._buffers(experts, grid.moe_sharding))
@@ -183,11 +181,11 @@ class SimulatedModel:
                 yield msgspec.structs.replace(shard, flat=part)
 
     def _shard(self, tensor: DeclaredTensor, tp: int, ep: int) -> Shard | None:
-        """What a rank of a tensor's stage holds of it; None of an expert that is another rank's."""
+        """Return the shard of a rank of the tensor's stage; None for an expert of another rank."""
         if self.grid.ep > 1 and _is_expert(tensor):
             if tensor.expert_axis is None and ep != self._holder(tensor):
                 return None
-            # A group of experts spans the tensor-parallel ranks, so that these do not cut an expert.
+            # A group of experts spans the tensor-parallel ranks, which therefore do not cut experts.
             cuts = {tensor.expert_axis: (ep, self.grid.ep)}
         else:
             cuts = {tensor.cut: (tp, self.grid.tp)}
@@ -199,13 +197,13 @@ class SimulatedModel:
         return Shard(tensor.name, tensor.dtype, tensor.shape, Box(tuple(lo), tuple(hi)))
 
     def _holder(self, tensor: DeclaredTensor) -> int:
-        """The expert rank that holds an expert."""
+        """Return the expert rank that holds a single expert."""
         return tensor.numbers["expert"] // (self._experts // self.grid.ep) if "expert" in tensor.numbers else 0
 
 
 @dataclass(frozen=True)
 class _Sharing:
-    """How the states of one pipeline stage are shared: index of what each rank owns whole, or fused buffers."""
+    """How the states of one pipeline stage are shared: indices of what each rank owns, or fused buffers."""
 
     owned: tuple[tuple[int, ...], ...]
     dense: tuple[FusedBuffer, ...]
@@ -215,16 +213,16 @@ class _Sharing:
 def declared_model(
     family: Family, model: ModelDescription, grid: ParallelGrid, dtype: str = "float32"
 ) -> SimulatedModel:
-    """The model that a configuration gives, over a grid.
+    """Place the model of a configuration on a grid.
 
     Args:
         family: the model's family.
-        model: what it is built from.
+        model: its description.
         grid: the ranks.
-        dtype: the model's dtype, by its numpy name.
+        dtype: numpy name of the model's dtype.
     Raises:
-        OptionError: the model cannot have this grid; with the numbers.
-        MappingError: the configuration lacks what a size needs.
+        OptionError: the grid does not divide the model.
+        MappingError: the configuration lacks a key of a size.
     """
     return SimulatedModel(family, model, grid, enumerate_tensors(family, model, dtype))
 
@@ -236,19 +234,19 @@ def stored_model(
     specs: Mapping[str, TensorSpec],
     dtype: str | None = None,
 ) -> SimulatedModel:
-    """The model that was saved once, over another grid.
+    """Place a saved model on another grid.
 
-    Its tensors are those that were saved; prediction blocks, which depend on the pipeline, are as declared.
+    Its tensors are the saved ones. Those that no pipeline builds are added from the declaration.
 
     Args:
         family: the model's family.
-        model: what it is built from.
+        model: its description.
         grid: the ranks.
-        specs: the saved tensors by name, global shapes.
-        dtype: another dtype than the saved one.
+        specs: the saved tensors by name, with global shapes.
+        dtype: numpy name of the model's dtype; None for the saved one.
     Raises:
-        OptionError: the model cannot have this grid; with the numbers.
-        MappingError: a tensor that the family does not declare.
+        OptionError: the grid does not divide the model.
+        MappingError: the family does not declare a tensor.
     """
     found = recognised_tensors(family, model, specs)
     saved = min({tensor.dtype for tensor in found}, key=lambda name: (name == "float32", name))
@@ -292,7 +290,6 @@ _Node = dict[str, Any]
 def _walked(node: _Node, name: str, last: str, sections: Sequence[str]) -> Iterator[str]:
     if not node:
         yield name
-    # Sorting is stable, so that what has no place of its own stays as it was declared.
     for piece in sorted(node, key=lambda piece: _position(piece, last, sections)):
         yield from _walked(node[piece], f"{name}.{piece}" if name else piece, piece, sections)
 
@@ -308,15 +305,10 @@ def _position(piece: str, parent: str, sections: Sequence[str]) -> int:
 def _refuse_unfit(
     family: Family, model: ModelDescription, grid: ParallelGrid, tensors: Iterable[DeclaredTensor]
 ) -> None:
-    """Refuse a grid that a model cannot have.
+    """Refuse a grid that does not divide a model.
 
-    Args:
-        family: the model's family.
-        model: what it is built from.
-        grid: the ranks.
-        tensors: the model's tensors.
     Raises:
-        OptionError: with the numbers that do not divide, all of them.
+        OptionError: with all sizes and degrees that do not fit.
     """
     sizes = family_sizes(family, model)
     faults: list[str] = []
@@ -345,7 +337,7 @@ def _refuse_unfit(
     faults.extend(fold(uncut))
     if faults:
         raise OptionError(
-            f"This model cannot have the grid {grid}.",
+            f"The grid {grid} does not fit this model.",
             where=f"family {family.name}",
             evidence=faults,
             next_step="Choose degrees that divide the model.",
@@ -354,14 +346,14 @@ def _refuse_unfit(
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """The items of a pipeline in a row, dealt to stages.
+    """The items of a pipeline in order, distributed to stages.
 
     Args:
         bounds: first item of every part, and one past the last.
-        stages: pipeline stages.
-        layers: how many the model has.
+        stages: number of pipeline stages.
+        layers: number of layers.
         first_layer: item of layer 0.
-        norm: item of the last norm; prediction layers come behind it, the head is last.
+        norm: item of the last norm; prediction layers follow it, the head is last.
     """
 
     bounds: tuple[int, ...]
@@ -371,7 +363,7 @@ class _Pipeline:
     norm: int
 
     def stage_of(self, tensor: DeclaredTensor) -> int | None:
-        """The stage that builds a tensor; None where no stage does."""
+        """Return the stage that builds a tensor; None if no stage does."""
         if self.stages == 1:
             return 0
         if tensor.stage is Stage.ABSENT:
@@ -386,10 +378,10 @@ class _Pipeline:
 
 
 def _pipeline(family: Family, model: ModelDescription, grid: ParallelGrid) -> _Pipeline:
-    """The pipeline of a model.
+    """Return the pipeline of a model.
 
     Raises:
-        ValueError: its layers cannot be dealt to these stages, with the numbers.
+        ValueError: the stages do not divide its layers.
     """
     sizes, config = family_sizes(family, model), model.config
     layers = sizes.length("layers")
@@ -406,7 +398,7 @@ def _bounds(method: str, is_layer: list[bool], grid: ParallelGrid) -> list[int]:
         stated = [int(bound) for bound in ast.literal_eval(method)]
         bounds = [*stated, len(is_layer)] if len(stated) == parts else stated
         if len(bounds) != parts + 1 or bounds[0] or bounds[-1] != len(is_layer) or sorted(bounds) != bounds:
-            raise ValueError(f"pp_seg_method={method} does not deal {len(is_layer)} items to {parts} parts")
+            raise ValueError(f"pp_seg_method={method} does not distribute {len(is_layer)} items to {parts} parts")
         return bounds
     if counted % parts == 0 and method != "uniform":
         return layer_bounds(is_layer, parts)

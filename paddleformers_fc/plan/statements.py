@@ -1,10 +1,10 @@
-"""A resume with a user's statements (``aoa_config``): they say what they name, and the rest is derived.
+"""Resume with the statements of a user (``aoa_config``): they map the tensors that they name, the rest is derived.
 
-Statements speak of tensors; a fused tensor under another tensor-parallel degree has the same name and shape and its
-parts in another order. So they are read twice: as they stand, of tensors as they lie on all ranks, and of tensors as
-they would lie on one. Where both mean the same, that is what they say. Where they do not, statements that take all
-parts of a fused tensor mean the parts, and others are refused; so are those by which a layer would hold some of another
-that it is fused with. What comes out gets the same proof as every mapping.
+A fused tensor has the same name and shape under every tensor-parallel degree, but its parts are in another order.
+Statements are therefore evaluated twice: on the tensors as stored, and on the tensors as one rank would hold them. If
+both results agree, they are used. If not, a statement that takes all parts of a fused tensor interleaves them again,
+and other statements are refused. A statement is also refused if a layer would contain parts of another layer that it
+is fused with. The merged mapping is proved like every mapping.
 
 Time: two evaluations, and compositions by templates, once per plan. Memory: the mappings of both models.
 """
@@ -32,21 +32,20 @@ def statements_source(
     aoa_config: MappingABC[str, object],
     tensors: MappingABC[str, AoaTensor],
 ) -> tuple[ReadSource, Report]:
-    """From a flex checkpoint to a live model, with statements that a user wrote for some of the tensors.
+    """Return the source from a flex checkpoint to a live model, with the statements of a user.
 
-    What the statements do not name is taken from the derived mapping and not from equal names, because a fused tensor
-    under another tensor-parallel degree has the same name and shape and another layout, and because another class of
-    the same family, or other empty layers, give the same tensor another name. For the same reason a fused tensor
-    that a statement takes over, as of a layer that moves, is dealt anew for the live model's degree, and a statement
-    that cuts one where its parts do not meet is refused.
+    Tensors that no statement names come from the derived mapping. Equal names do not suffice: a fused tensor under
+    another degree has another layout, and another class or other empty layers give a tensor another name.
 
     Args:
-        checkpoint: what is stored.
-        model: the live model.
-        aoa_config: statements from stored names to the model's.
-        tensors: every tensor of the live model, on all ranks: statements speak of all of it, and so does their proof.
+        checkpoint: the stored checkpoint.
+        model: the description of the live model.
+        aoa_config: statements from stored names to names of the model.
+        tensors: all tensors of the live model on all ranks; the proof covers all of them.
+    Returns:
+        the source, and a report of shapes that differ among tensors that no statement names.
     Raises:
-        MappingError: where the statements cannot be read, or what they and the derived mapping say cannot be proved.
+        MappingError: a statement is invalid, or the merged mapping cannot be proved.
     """
     live = _bound(model, tensors)
     derived, report = resume_source(checkpoint, live)
@@ -77,13 +76,13 @@ def statements_source(
 
 
 def _bound(model: ModelDescription, tensors: MappingABC[str, AoaTensor]) -> RuleSet:
-    """The rules of a model on all ranks."""
+    """Return the rules of a model on all ranks."""
     held = (ModelTensor(name, one.shape, one.dtype, one.cuts) for name, one in tensors.items())
     return bind(family_for(model.config), model, held)
 
 
 def _alone(checkpoint: OpenedCheckpoint) -> RuleSet:
-    """The rules that a checkpoint's model has on one rank; its own where its family is not known here."""
+    """Return the rules of a checkpoint's model on one rank; the stored ones if its family is unknown."""
     rules = checkpoint.rules
     model = described_model(checkpoint)
     if not is_known(model.config):
@@ -92,7 +91,7 @@ def _alone(checkpoint: OpenedCheckpoint) -> RuleSet:
 
 
 def _uncut(tensors: MappingABC[str, AoaTensor]) -> dict[str, AoaTensor]:
-    """The same tensors on one rank."""
+    """Return the same tensors on one rank."""
     return {name: uncut(one.shape, one.dtype) for name, one in tensors.items()}
 
 
@@ -105,19 +104,19 @@ def _evaluated(
 ) -> Mapping:
     if not program.reverse:
         return evaluate(program, held, model, live.ties)
-    # The model is on the left, where an alias would be a tensor that nothing reads.
+    # The model is on the left, where an alias would be an unread source.
     return evaluate(program, held, {name: one for name, one in model.items() if name not in aliases})
 
 
 def _is_left(stated: Mapping, name: str, derived: TensorSources) -> bool:
-    """Whether no statement says anything of a target, nor of what it is derived from."""
+    """Return whether no statement names a target or the sources that it is derived from."""
     if name in stated.made or name in stated.fresh:
         return _is_implicit(stated, name)
     return stated.dropped.isdisjoint(derived.names)
 
 
 def _is_implicit(mapping: Mapping, name: str) -> bool:
-    """Whether a target is its namesake as it is, which is what the language does with names that nothing says."""
+    """Return whether a target is its namesake unchanged, the default of the language for names without statements."""
     made, spec = mapping.made.get(name), mapping.targets.get(name)
     return (
         made is not None
@@ -129,12 +128,12 @@ def _is_implicit(mapping: Mapping, name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Interleaving:
-    """How the parts of a fused tensor lie in it.
+    """The interleaving of the parts of a fused tensor.
 
     Args:
         parts: length of every part, in elements.
-        axis: the axis along which they lie.
-        blocks: the rounds in which they are dealt.
+        axis: the axis of the parts.
+        blocks: number of groups, each with an equal share of every part.
     """
 
     parts: tuple[int, ...]
@@ -143,7 +142,7 @@ class _Interleaving:
 
 
 def _interleavings(rules: RuleSet, alone: RuleSet) -> Mapping:
-    """What every tensor of a model is made of: the tensor of its name, as it would lie on one rank."""
+    """Map every tensor of a model on one rank to the tensor of its name on all ranks."""
     made = alone.mapping().reversed().then(rules.mapping()).made
     whole_ones = {
         name: TensorSources(identity(spec.shape), (name,)) for name, spec in rules.targets.items() if name not in made
@@ -154,19 +153,15 @@ def _interleavings(rules: RuleSet, alone: RuleSet) -> Mapping:
 def _reinterleave(
     said: MappingABC[str, TensorSources], meant: Mapping, plainly: Mapping, sides: tuple[RuleSet, RuleSet]
 ) -> dict[str, TensorSources]:
-    """What statements say, under the layouts in which the tensors of both models lie.
-
-    Read as they stand, statements are about tensors as they lie on all ranks, where the parts of a fused one are dealt
-    in rounds. Most mean the same as they do of tensors that lie as on one rank. Where they do not, those that take over
-    all parts of a fused tensor mean the parts; others mix them up, on some ranks and not on others.
+    """Return the sources of statements under the layouts of both models.
 
     Args:
-        said: what the statements say, read as they stand.
-        meant: what they say of tensors that lie as on one rank, from the stored layout to the live one.
+        said: the statements evaluated on the tensors as stored.
+        meant: the statements evaluated on tensors of one rank, composed with the stored and the live layout.
         plainly: the same without the layouts.
         sides: the rules of the stored and of the live model.
     Raises:
-        MappingError: a statement cuts a fused tensor, or joins one, across the rounds in which its parts are dealt.
+        MappingError: a statement cuts or joins a fused tensor across groups of its interleaved parts.
     """
     before, after = map(_fused, sides)
     back = Mapping(plainly.sources, plainly.targets, dict(said)).reversed()
@@ -176,29 +171,25 @@ def _reinterleave(
             continue
         found[name] = meant.made[name]
         if not _takes_all_parts(plainly, name, before, after):
-            rounds = max((before[one].blocks for one in plainly.made[name].names if one in before), default=1)
+            groups = max((before[one].blocks for one in plainly.made[name].names if one in before), default=1)
             own = after[name].blocks if name in after else 1
-            faults.append(
-                f"{name}: its parts lie in {own} rounds, those of what it is made of in {rounds}"
-                if own > 1
-                else f"{name}: is made of a tensor whose parts lie in {rounds} rounds"
-            )
+            faults.append(f"{name}: parts in {own} groups, its sources in {groups}")
     if faults:
         raise MappingError(
-            "Statements of aoa_config cut or join fused tensors across the ranks that share their parts.",
+            "Statements of aoa_config cut or join fused tensors across the groups of their parts.",
             where="aoa_config",
             evidence=fold(faults),
             next_step="Nothing was read or written. Split and join gate and up with fused_ffn, and queries, keys and "
-            "values with the attribute by which the model fuses them: these follow the rounds. See docs/aoa.md.",
+            "values with the attribute by which the model fuses them. See docs/aoa.md.",
         )
     return found
 
 
 def _refuse_mixed_parts(said: Mapping, stored: RuleSet, live: RuleSet) -> None:
-    """Refuse statements by which a layer would hold some of another one that it is fused with, as by other heads.
+    """Refuse statements by which a layer would contain parts of another layer that it is fused with.
 
     Raises:
-        MappingError: with the layers, and what they would be made of.
+        MappingError: with the layers and their sources.
     """
     together = {
         frozenset(map(_layer_of, rule.sources))
@@ -211,7 +202,7 @@ def _refuse_mixed_parts(said: Mapping, stored: RuleSet, live: RuleSet) -> None:
     for name, made in across.made.items():
         layers = frozenset(map(_layer_of, made.names))
         if any(len(layers & fused) > 1 for fused in together):
-            faults.append(f"{name}: would hold parts of {', '.join(sorted(layers))}")
+            faults.append(f"{name}: would contain parts of {', '.join(sorted(layers))}")
     if faults:
         raise MappingError(
             "Statements of aoa_config mix the parts of fused tensors.",
@@ -223,12 +214,12 @@ def _refuse_mixed_parts(said: Mapping, stored: RuleSet, live: RuleSet) -> None:
 
 
 def _layer_of(name: str) -> str:
-    """What a tensor is in its layer, such as ``q_proj.weight``."""
+    """Return the name of a tensor in its layer, such as ``q_proj.weight``."""
     return ".".join(name.split(".")[-2:])
 
 
 def _is_itself(made: TensorSources, name: str) -> bool:
-    """Whether every number of a tensor is the number at its place in the tensor of that name."""
+    """Return whether a tensor equals the tensor of that name, element by element."""
     return made.names == (name,) and all(
         link.source_box == link.target_box and link.axes == tuple(range(len(link.axes))) for link in made.template.links
     )
@@ -237,7 +228,7 @@ def _is_itself(made: TensorSources, name: str) -> bool:
 def _takes_all_parts(
     plainly: Mapping, name: str, before: MappingABC[str, _Interleaving], after: MappingABC[str, _Interleaving]
 ) -> bool:
-    """Whether a fused tensor is made of tensors with the same parts, none of which is cut along them."""
+    """Return whether all sources of a fused tensor have its parts, and none is cut along their axis."""
     made, now, target = plainly.made[name], after.get(name), plainly.targets[name].shape
     for link in made.template.links:
         source = made.names[link.source]
@@ -253,7 +244,7 @@ def _takes_all_parts(
 
 
 def _fused(rules: RuleSet) -> dict[str, _Interleaving]:
-    """The fused tensors of a model. The layers that are stacked in one tensor are fused alike."""
+    """Return the fused tensors of a model. Layers that are stacked in one tensor are fused alike."""
     return {
         rule.targets[0]: _Interleaving(rule.parts, rule.axis, rule.target_blocks)
         for rule in rules.rules

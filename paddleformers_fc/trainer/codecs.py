@@ -72,12 +72,12 @@ def decode_object(raw: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def describe(value: Any) -> Any:
+def readable(value: Any) -> Any:
     """``value`` as JSON for a reader, not to be read back: what JSON cannot hold is spelled as text."""
     if isinstance(value, Mapping):
-        return {str(key): describe(one) for key, one in value.items()}
+        return {str(key): readable(one) for key, one in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [describe(one) for one in value]
+        return [readable(one) for one in value]
     if isinstance(value, (np.integer, np.floating, np.bool_)):
         return value.item()
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

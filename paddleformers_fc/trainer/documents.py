@@ -144,7 +144,7 @@ def trainer_files(trainer: Any, data: dict[str, Any]) -> dict[str, bytes]:
 
 def arguments_document(args: Any) -> bytes:
     """The training arguments as JSON for a reader, without secrets."""
-    values = codecs.describe({**_data_arguments(args), **args.to_dict()})
+    values = codecs.readable({**_data_arguments(args), **args.to_dict()})
     hidden = {name for name, value in values.items() if value is not None and name.endswith(_SECRET_ENDINGS)}
     shown = {name: mask_credentials(value) if isinstance(value, str) else value for name, value in values.items()}
     return codecs.encode({**shown, **dict.fromkeys(hidden, "<not saved>")}, "training arguments")

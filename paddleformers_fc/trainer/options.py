@@ -164,7 +164,7 @@ def check_options(options: Any) -> None:
         require_local(output_dir, "A checkpoint")
     if getattr(options, "aoa_config", None) is not None:
         read_config(options.aoa_config)
-    conflicts = [conflict.describe(options) for conflict in CONFLICTS if conflict.holds(options)]
+    conflicts = [conflict.line(options) for conflict in CONFLICTS if conflict.holds(options)]
     if conflicts:
         raise OptionError(
             "flex_checkpoint: true contradicts another option.",
@@ -221,7 +221,7 @@ def without_effect(options: Any) -> list[str]:
     Args:
         options: as for :func:`check_options`, already checked.
     """
-    return [conflict.describe(options) for conflict in WITHOUT_EFFECT if conflict.holds(options)]
+    return [conflict.line(options) for conflict in WITHOUT_EFFECT if conflict.holds(options)]
 
 
 def parse_size(text: str) -> int:
@@ -296,7 +296,7 @@ class Conflict:
         """Whether the option is set to a value that clashes; never for an argument class that does not have it."""
         return hasattr(options, self.key) and self.clashes(getattr(options, self.key))
 
-    def describe(self, options: Any) -> str:
+    def line(self, options: Any) -> str:
         """One line that names both keys."""
         return f"flex_checkpoint: true and {self.key}: {_spelled(getattr(options, self.key))}: {self.because}"
 

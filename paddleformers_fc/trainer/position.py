@@ -23,18 +23,21 @@ import msgspec
 
 from paddleformers_fc.errors import FormatError, OptionError
 
-_START_ANEW = "Resume under settings that deal the same samples, or set ignore_data_skip: true to begin the data anew."
+_NEXT_STEP = (
+    "Resume under settings with the same samples in the same order, or set ignore_data_skip: true to start the epoch "
+    "from its beginning."
+)
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """What decides in which order the samples of an epoch come.
+    """The order of the samples of an epoch.
 
     Args:
         indexed: whether samples have indices, so that a sampler can skip them.
-        length: number of samples that are put in order; 0 for a stream.
+        length: number of ordered samples; 0 for a stream.
         shuffled: whether they are permuted.
-        seed: of the permutation, to which the epoch is added; 0 where nothing is permuted.
+        seed: seed of the permutation, to which the epoch is added; 0 without a permutation.
     """
 
     indexed: bool
@@ -45,12 +48,12 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class Pace:
-    """How many samples a run takes at a time.
+    """The batch sizes of a run.
 
     Args:
         micro_batch: samples per rank and forward pass.
         accumulation: forward passes per optimizer step.
-        ranks: number of data-parallel ranks, those that see different samples.
+        ranks: number of data-parallel ranks, which read different samples.
     """
 
     micro_batch: int
@@ -70,16 +73,16 @@ class Pace:
 
 @dataclass(frozen=True)
 class Position:
-    """How far into the data a run is.
+    """The position of a run in its data.
 
     Args:
-        epoch: epochs that are finished.
-        samples: samples of the current epoch that were trained, on all ranks together.
-        consumed: samples trained since the very start.
-        waiting: forward passes of those whose batches a pipeline has taken and not trained. PaddleFormers keeps what
-            an epoch leaves over of them for the next one, and from then on trains every batch later than it takes it.
-        ended: whether the loop has come to the end of the epoch, so that passes beyond the last step have been made.
-            ``samples`` does not count them.
+        epoch: number of finished epochs.
+        samples: trained samples of the current epoch, on all ranks together.
+        consumed: trained samples since the first step.
+        waiting: number of forward passes among them whose batches a pipeline has read and not trained. PaddleFormers
+            keeps the remainder of an epoch for the next one, and trains every later batch with this delay.
+        ended: whether the loop has reached the end of the epoch and made the passes beyond the last step, which
+            ``samples`` does not count.
     """
 
     epoch: int = 0
@@ -90,12 +93,11 @@ class Position:
 
 
 def pace_of(args: Any, passes: int | None = None) -> Pace:
-    """The pace of a run.
+    """Return the batch sizes of a run.
 
     Args:
         args: PaddleFormers' training arguments.
-        passes: forward passes per rank in an epoch, where that is known and PaddleFormers has yet to lower the
-            accumulation to it.
+        passes: forward passes per rank in an epoch, to which PaddleFormers limits the accumulation; None if unknown.
     """
     accumulation = args.gradient_accumulation_steps
     if passes:
@@ -104,7 +106,7 @@ def pace_of(args: Any, passes: int | None = None) -> Pace:
 
 
 def to_document(position: Position, pace: Pace, order: SampleOrder) -> dict[str, Any]:
-    """What a checkpoint says about its position."""
+    """Return the document of a position in a checkpoint."""
     usual = asdict(Position())
     optional = ("waiting", "ended")
     where = {name: value for name, value in asdict(position).items() if name not in optional or value != usual[name]}
@@ -112,7 +114,7 @@ def to_document(position: Position, pace: Pace, order: SampleOrder) -> dict[str,
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
-    """What :func:`to_document` makes."""
+    """The document of :func:`to_document`."""
 
     position: Position
     pace: Pace
@@ -120,7 +122,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def from_document(document: dict[str, Any], where: str) -> tuple[Position, Pace, SampleOrder]:
-    """What :func:`to_document` made.
+    """Read the document of :func:`to_document`.
 
     Raises:
         FormatError: the document is damaged.
@@ -128,22 +130,24 @@ def from_document(document: dict[str, Any], where: str) -> tuple[Position, Pace,
     try:
         read = msgspec.convert(document, type=_Document)
     except ValueError as error:
-        raise FormatError("The position in the data cannot be read.", where=where, evidence=[str(error)]) from error
+        raise FormatError("Invalid position in the data.", where=where, evidence=[str(error)]) from error
     numbers = [*asdict(read.position).values(), *asdict(read.pace).values(), read.order.length]
     if min(numbers) < 0:
-        raise FormatError("The position in the data counts fewer than none.", where=where, evidence=[str(read)])
+        raise FormatError("Invalid position in the data: negative number.", where=where, evidence=[str(read)])
     if read.position.waiting * read.pace.per_pass > read.position.samples:
-        raise FormatError("More samples wait than were taken.", where=where, evidence=[str(read)])
+        raise FormatError(
+            "Invalid position in the data: more samples wait than were read.", where=where, evidence=[str(read)]
+        )
     return read.position, read.pace, read.order
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a resumed run takes up the data.
+    """The position at which a resumed run continues.
 
     Args:
-        position: the position it starts from; ``samples`` is 0 if the saved epoch was used up.
-        passes: forward passes of the epoch that lie before it; the last ``position.waiting`` of them are to be made.
+        position: the position; ``samples`` is 0 if the saved epoch is finished.
+        passes: number of forward passes of the epoch before it, the last ``position.waiting`` of them still to make.
     """
 
     position: Position
@@ -157,20 +161,20 @@ def start_after(
     passes: int | None,
     pipeline: bool = False,
 ) -> Start:
-    """Where to go on.
+    """Return the position at which a run continues.
 
-    Passes that are left of an epoch and too few for a step are made: PaddleFormers adds their gradients to the next.
+    The last passes of an epoch are made even if they are too few for a step: PaddleFormers adds their gradients to the
+    next step.
 
     Args:
-        saved: position, pace and order of the checkpoint.
-        pace: of this run.
-        order: of this run.
-        passes: forward passes per rank in an epoch of this run; None if that is not known, as for a stream.
-        pipeline: whether batches can wait in this run as they did in the one that was saved. Where they cannot, or
-            come in other portions, it resumes at the first of them.
-
+        saved: position, batch sizes and order of the checkpoint.
+        pace: batch sizes of this run.
+        order: order of this run.
+        passes: forward passes per rank in an epoch of this run; None if unknown, as for a stream.
+        pipeline: whether batches can wait in this run. If not, or with other batch sizes, it continues at the first
+            batch that waits.
     Raises:
-        OptionError: the trained samples are unknown under this run's settings.
+        OptionError: the trained samples are unknown under the settings of this run.
     """
     position, old_pace, old_order = saved
     if not pipeline or pace != old_pace:
@@ -181,14 +185,14 @@ def start_after(
     if position.samples % pace.per_pass:
         faults.append(
             f"{position.samples} samples of epoch {position.epoch} were trained; {pace.ranks} data ranks with "
-            f"per_device_train_batch_size {pace.micro_batch} take {pace.per_pass} at a time"
+            f"per_device_train_batch_size {pace.micro_batch} read {pace.per_pass} per pass"
         )
     if faults:
         raise OptionError(
-            "The run cannot go on with the next sample: its data comes in another order or in other portions.",
+            "The run cannot continue with the next sample: the order of its data or its batch sizes do not fit.",
             where=f"global batch {old_pace.per_step} when saved, {pace.per_step} now",
             evidence=faults,
-            next_step=_START_ANEW,
+            next_step=_NEXT_STEP,
         )
     done = position.samples // pace.per_pass
     if passes is not None and done - position.waiting >= passes:
@@ -197,7 +201,7 @@ def start_after(
 
 
 def _without_waiting(position: Position, pace: Pace) -> Position:
-    """The position before the batches that were taken and not trained."""
+    """Return the position before the batches that wait."""
     waiting = position.waiting * pace.per_pass
     return replace(position, samples=position.samples - waiting, consumed=position.consumed - waiting, waiting=0)
 
@@ -214,12 +218,12 @@ def _order_faults(old: SampleOrder, new: SampleOrder) -> Iterator[str]:
 
 
 def epochs_left(start: Start, epochs: int, bounded_by_steps: bool, done: bool) -> int:
-    """How many epochs the loop of a resumed run is to make.
+    """Return the number of epochs that the loop of a resumed run makes.
 
     Args:
-        start: where it starts.
-        epochs: of the whole run, as the Trainer counted them.
-        bounded_by_steps: whether the number of steps was given, which then ends the run.
+        start: the position at which it continues.
+        epochs: epochs of the whole run.
+        bounded_by_steps: whether ``max_steps`` ends the run.
         done: whether all steps have been made.
     """
     if done:

@@ -1,15 +1,14 @@
-"""Sharding stage 3: a parameter is a range of its elements on every rank, and so it is saved and loaded.
+"""Sharding stage 3: every rank saves and loads its range of each parameter in place.
 
-Stage 3 wraps the model after it was built: each parameter above a size is flattened, padded to a whole number of equal
-slices, and released; what stays is this rank's slice, ``parameter.fw_storage``, and the optimizer's states are made
-over slices called ``slice@`` and the parameter's name. Layers gather a parameter when they need it and release it.
+Stage 3 wraps the model: it flattens each parameter above a size, pads it to equal slices, and releases it. This rank's
+slice remains as ``parameter.fw_storage``. The optimizer has states of slices named ``slice@`` and the parameter's name.
+Layers gather a parameter when they need it and release it afterwards.
 
-Idea: a slice is a flattened range, which a checkpoint knows already from sharding stage 1. So nothing is gathered, and
-the padding behind the last element is nobody's: a rank whose slice is all padding holds nothing of the parameter.
-The ranges are counted here from the tensors' own lengths; Paddle's description of the states takes the padding for
-elements where the parameter is shorter than a slice.
+A slice is a flattened shard as under sharding stage 1, so no parameter is gathered. Padding is not stored: a rank whose
+slice is all padding has no shard. Ranges are computed from the lengths of the tensors, because Paddle's description of
+states includes the padding of parameters that are shorter than a slice.
 
-Time and memory: a view and a description per parameter and state; no tensor is copied and nothing is communicated.
+Time and memory: a view and a description per parameter and state; no copy and no communication.
 """
 
 from __future__ import annotations
@@ -29,23 +28,22 @@ _MASTER = "_fp32_master_0"
 
 
 def is_sliced(parameter: Any) -> bool:
-    """Whether stage 3 has cut this parameter into slices."""
+    """Return whether stage 3 has cut this parameter into slices."""
     return hasattr(parameter, "fw_storage")
 
 
 def any_sliced(weights: Mapping[str, Any]) -> bool:
-    """Whether stage 3 has cut any of these live weights."""
+    """Return whether stage 3 has cut any of these live weights."""
     return any(is_sliced(weight.local_tensor) for weight in weights.values())
 
 
 def cut(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Live weights with this rank's slice in the place of each parameter that stage 3 has released.
+    """Replace each parameter that stage 3 has cut by this rank's slice.
 
     Args:
         weights: name -> ``ShardedWeight`` over the parameter.
     Returns:
-        the same without parameters of which this rank's slice is all padding. A parameter that is whole at the moment,
-        because a layer has gathered it, stays as it is.
+        the weights without parameters of which this rank's slice is all padding.
     """
     found: dict[str, Any] = {}
     for name, weight in weights.items():
@@ -57,10 +55,10 @@ def cut(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def release(weights: Mapping[str, Any]) -> None:
-    """Give back the memory of parameters whose slices this rank holds.
+    """Release the memory of parameters whose slices this rank holds.
 
-    PaddleFormers gives every parameter its whole size in zeros before it loads, and copies this rank's range into the
-    slice afterwards. Loading fills the slices themselves; zeros must not follow them.
+    PaddleFormers allocates every parameter with zeros before it loads, and copies this rank's range into the slice
+    afterwards. A load of this package fills the slices, which the zeros must not overwrite.
     """
     for weight in weights.values():
         parameter = weight.local_tensor
@@ -69,7 +67,7 @@ def release(weights: Mapping[str, Any]) -> None:
 
 
 def drop_gradients(weights: Mapping[str, Any]) -> None:
-    """Forget the gradients of parameters, whether stage 3 has sliced them or left them whole."""
+    """Clear the gradients of sliced and whole parameters."""
     for weight in weights.values():
         parameter = weight.local_tensor
         if is_sliced(parameter):
@@ -82,16 +80,16 @@ def drop_gradients(weights: Mapping[str, Any]) -> None:
 
 
 def states(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's states of these parameters, by name, as ``ShardedWeight``.
+    """Return the optimizer states of these parameters by name, as ``ShardedWeight``.
 
     Args:
-        optimizer: the optimizer that stage 3 works with.
+        optimizer: the optimizer under stage 3.
         weights: name -> ``ShardedWeight`` over the parameter, each parameter under one name.
     Returns:
-        the states of parameters of which this rank holds a piece; what belongs to padding alone is nobody's.
+        the states of parameters of which this rank has a shard.
     Raises:
         KeyError: a state of a parameter that is not among the weights.
-        ValueError: a state that is none of those this package knows.
+        ValueError: an unknown state.
     """
     names = {weight.local_tensor.name: name for name, weight in weights.items()}
     held = cut(weights)
@@ -103,11 +101,10 @@ def states(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_place(states: Mapping[str, Any], optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """States of sharding stage 1 over the memory of the optimizer's own tensors.
+    """Return states of sharding stage 1 as views of the optimizer's tensors.
 
-    Of a flattened parameter that is padded Paddle describes a slice of its states, without the padding. Where strided
-    kernels are switched off (``FLAGS_use_stride_kernel=0``) such a slice is a copy, and what a load writes into it
-    would be lost.
+    Paddle describes the states of a padded parameter by a slice without padding. Without strided kernels
+    (``FLAGS_use_stride_kernel=0``) the slice is a copy, and a load into it would be lost.
 
     Args:
         states: the states as the optimizer describes them.
@@ -136,12 +133,12 @@ def _state(name: str, tensor: Any, weight: Any) -> Any:
 
 
 def create_states(optimizer: Any, weights: Mapping[str, Any], parameters: Collection[str]) -> None:
-    """Create the optimizer's states of these parameters, sliced as their parameters are.
+    """Create optimizer states of these parameters, in slices.
 
     Args:
-        optimizer: the optimizer that stage 3 works with.
+        optimizer: the optimizer under stage 3.
         weights: name -> ``ShardedWeight`` over the parameter.
-        parameters: names of the parameters that are to have states.
+        parameters: names of the parameters that get states.
     """
     chosen = [weight.local_tensor for name, weight in weights.items() if name in parameters]
     stand_ins = [_stand_in(parameter) if is_sliced(parameter) else parameter for parameter in chosen]
@@ -149,13 +146,13 @@ def create_states(optimizer: Any, weights: Mapping[str, Any], parameters: Collec
 
 
 def _stand_in(parameter: Any) -> Any:
-    """What stage 3 will give the optimizer in the parameter's place: states are looked up by its name."""
+    """Return a tensor with the name and shape that the optimizer receives from stage 3 in place of the parameter."""
     storage = parameter.fw_storage
     return EagerParamBase(shape=storage.shape, dtype=storage.dtype, name=_PREFIX + parameter.name)
 
 
 def _tensors(optimizer: Any, names: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
-    """State name, static name of the parameter, and tensor of every state."""
+    """Yield state name, static name of the parameter, and tensor of every state."""
     held = dict(optimizer.state_dict())
     held.pop("LR_Scheduler", None)
     for static, tensor in held.pop("master_weights", {}).items():
@@ -176,7 +173,7 @@ def _split(static: str) -> tuple[str, str]:
 
 
 def _piece(name: str, storage: Any, weight: Any) -> Any:
-    """This rank's range of a parameter or state, without its padding; None where nothing is left."""
+    """Return this rank's range of a parameter or state without padding; None if it is all padding."""
     size, length = math.prod(weight.local_shape), int(storage.shape[0])
     begin = min(size, length * fleet.get_hybrid_communicate_group().get_sharding_parallel_rank())
     end = min(size, begin + length)

@@ -1,13 +1,13 @@
-"""The tensors of a run by role: what is saved, and what a checkpoint is loaded into.
+"""The live tensors of a run by role, which a save writes and a load fills.
 
-Model and optimizer describe their shards themselves (``sharded_state_dict``). Here they are sorted into roles, and
-before a load the optimizer's states are brought into being: Paddle creates them in the first step, so that a run about
-to resume has none. Creating them costs their memory and nothing else; their values are overwritten by the load.
+Model and optimizer describe their shards (``sharded_state_dict``), and this module sorts them into roles. Paddle
+creates optimizer states in the first step, so a load creates them first; its values overwrite them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import itertools
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import paddle
@@ -26,7 +26,7 @@ LiveRoles = dict[str, dict[str, Any]]
 
 
 def model_roles(model: Any) -> LiveRoles:
-    """The weights of a model: ``model_state`` -> name -> ``ShardedWeight`` over the model's own tensors.
+    """Return the weights of a model: ``model_state`` -> name -> ``ShardedWeight`` over the live tensors.
 
     Args:
         model: the model as it was built, not its parallel wrapper.
@@ -35,12 +35,12 @@ def model_roles(model: Any) -> LiveRoles:
 
 
 def make_room(model: Any) -> None:
-    """Before a load: let go of memory that PaddleFormers has given to parameters which stage 3 keeps as slices."""
+    """Release memory that PaddleFormers has allocated for parameters which stage 3 keeps as slices."""
     slices.release(_parameters(model))
 
 
 def drop_gradients(model: Any, optimizer: Any) -> None:
-    """Forget the gradients of a step that was begun and not made.
+    """Clear the gradients of an unfinished step.
 
     Args:
         model: the model as it was built, not its parallel wrapper.
@@ -54,19 +54,19 @@ def drop_gradients(model: Any, optimizer: Any) -> None:
 
 
 def _parameters(model: Any) -> dict[str, Any]:
-    """The model's tensors by name, whole also where stage 3 has released them."""
+    """Return the model's tensors by name, described as whole even if stage 3 has released them."""
     return {name: weight for name, weight in model.sharded_state_dict().items() if isinstance(weight, ShardedWeight)}
 
 
 def run_roles(model: Any, optimizer: Any) -> LiveRoles:
-    """The weights of a model and the states of its optimizer, by role.
+    """Return the weights of a model and the states of its optimizer by role.
 
     Args:
         model: the model as it was built, not its parallel wrapper.
         optimizer: the optimizer with whatever wrappers the Trainer has put around it.
 
     Raises:
-        MismatchError: the optimizer holds a state that belongs to no parameter of the model.
+        MismatchError: the optimizer has a state of no parameter of the model.
     """
     weights = _parameters(model)
     roles: LiveRoles = {MODEL_STATE: slices.cut(weights)}
@@ -74,7 +74,7 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
         states = _states(optimizer, _owners(model, weights))
     except (KeyError, ValueError) as error:
         raise MismatchError(
-            "The optimizer holds a state that belongs to no parameter of the model.",
+            "The optimizer has a state of no parameter of the model.",
             where=type(optimizer).__name__,
             evidence=[f"{type(error).__name__}: {error}"],
             next_step="Use an optimizer over parameters of this model only.",
@@ -95,19 +95,19 @@ def _states(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_parameters(optimizer: GroupShardedOptimizerStage2, weights: dict[str, Any]) -> set[str]:
-    """The names of the parameters that this rank updates for the others in stage 2.
+    """Return the names of the parameters that this rank updates for all ranks in stage 2.
 
-    Where a parameter near it has had no gradient, Paddle leaves a rank the gradients of parameters that are another's,
-    and with them it makes states. What the owner broadcasts takes the place of their outcome, so they are nobody's.
+    If an adjacent parameter had no gradient, Paddle leaves a rank gradients of parameters of other ranks, and creates
+    states for them. The broadcast of the owner overwrites their results, so these states are not saved.
     """
     own = {parameter.name for parameter in optimizer._segment_params()[optimizer._rank]}
     return {name for name, weight in weights.items() if weight.local_tensor.name in own}
 
 
 def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:
-    """Create the optimizer's states of those parameters of this rank for which states are stored.
+    """Create optimizer states of those parameters of this rank that have stored states.
 
-    Parameters without stored states (frozen ones, or ones that never had a gradient) keep having none.
+    Other parameters, which were frozen or never had a gradient, get none.
 
     Args:
         model: the model as it was built.
@@ -120,15 +120,15 @@ def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:
     if slices.any_sliced(weights):
         slices.create_states(optimizer, weights, {_parameter_of(state) for state in stored})
     elif isinstance(optimizer, GroupShardedOptimizerStage2):
-        _create_of_own(optimizer, weights, stored)
+        _create(optimizer._optim, optimizer._segment_params()[optimizer._rank], weights, stored)
     elif any(isinstance(group, dict) for group in groups):
-        _create_in_groups(optimizer, weights, stored)
+        _create(optimizer, itertools.chain.from_iterable(group["params"] for group in groups), weights, stored)
     else:
         init_optimizer(optimizer, weights, stored)
 
 
 def trained_without_states(model: Any, stored: Collection[str]) -> list[str]:
-    """Return the names of this rank's parameters that are trained and for which no state is stored.
+    """Return the names of trained parameters of this rank that have no stored state.
 
     Args:
         model: the model as it was built.
@@ -141,9 +141,9 @@ def trained_without_states(model: Any, stored: Collection[str]) -> list[str]:
 
 
 def _owners(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """The weights without the aliases of tied ones, so that a tied parameter's states bear its owner's name.
+    """Return the weights without aliases of tied ones, so that states are named after the owner.
 
-    Left alone, Paddle names them after whichever name sorts first.
+    Paddle would name them after the name that sorts first.
     """
     aliases = {
         one.alias
@@ -156,42 +156,26 @@ def _owners(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_aliases(model: Any, stored: Collection[str]) -> set[str]:
-    """The stored names, and those of aliases whose owner has states: on another pipeline stage an alias has its own."""
+    """Add the names of aliases whose owner has states: on another pipeline stage an alias has states of its own."""
     owners = {one.owner: one.alias for one in _tied(model)}
     states = [name.rpartition(".") for name in stored]
     return {*stored, *(f"{owners[parameter]}.{suffix}" for parameter, _, suffix in states if parameter in owners)}
 
 
 def _tied(model: Any) -> tuple[TiedName, ...]:
-    """The aliases of a model that ties its word embeddings; none of one that does not."""
+    """Return the aliases of a model if it ties its word embeddings."""
     described = describe(model)
     if not described.config.get("tie_word_embeddings"):
         return ()
     return family_for(described.config).tied
 
 
-def _create_of_own(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> None:
-    """For stage 2, where PaddleFormers' own function asks the wrapper, which creates nothing."""
-    names = {weight.local_tensor.name: name for name, weight in weights.items()}
-    parameters = {_parameter_of(state) for state in stored}
-    own = optimizer._segment_params()[optimizer._rank]
-    wanted = [one for one in own if names.get(one.name) in parameters]
-    optimizer._optim._create_accumulators(paddle.base.framework.default_main_program().global_block(), wanted)
-
-
-def _create_in_groups(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> None:
-    """For parameters that were given in groups, which PaddleFormers' own function does not know."""
-    names: dict[str, str] = {}
-    for name in sorted(weights):
-        names.setdefault(weights[name].local_tensor.name, name)
-    parameters = {_parameter_of(state) for state in stored}
-    wanted = [one for one in _grouped_parameters(optimizer) if names.get(one.name) in parameters]
+def _create(optimizer: Any, parameters: Iterable[Any], weights: dict[str, Any], stored: Collection[str]) -> None:
+    """Create states in ``optimizer``. PaddleFormers' function fails under stage 2 and with groups of parameters."""
+    names = {weights[name].local_tensor.name: name for name in sorted(weights, reverse=True)}
+    known = {_parameter_of(state) for state in stored}
+    wanted = [one for one in parameters if names.get(one.name) in known]
     optimizer._create_accumulators(paddle.base.framework.default_main_program().global_block(), wanted)
-
-
-def _grouped_parameters(optimizer: Any) -> Iterator[Any]:
-    for group in optimizer._param_groups:
-        yield from group["params"]
 
 
 def _parameter_of(state: str) -> str:

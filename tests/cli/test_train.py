@@ -399,7 +399,7 @@ def test_a_degree_that_the_model_cannot_have_is_refused_as_plan_refuses_it(tmp_p
     path = config(tmp_path, model_name_or_path=model_of(tmp_path / "model"), **FULL)
     outcome = run("train", path, "--nproc", "3", "tensor_model_parallel_size=3")
     assert outcome.code == 2
-    assert outcome.err.startswith("This model cannot have the grid tp=3.\n")
+    assert outcome.err.startswith("The grid tp=3 does not fit this model.\n")
     assert "vocab_size=64 is not divisible by tp=3" in outcome.err
     assert not (tmp_path / "out").exists()
 

@@ -150,7 +150,7 @@ def test_heads_that_would_mix_queries_with_keys_are_refused(
     with pytest.raises(MappingError, match="mix the parts of fused tensors") as refusal:
         load_with(checkpoint, model, [statement], reverse)
     assert refusal.value.evidence[0].startswith(
-        "model.layers.{0...1}.self_attn.q_proj.weight: would hold parts of k_proj"
+        "model.layers.{0...1}.self_attn.q_proj.weight: would contain parts of k_proj"
     )
 
 

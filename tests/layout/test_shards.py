@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.layout import Shard, split_state_name
 from paddleformers_fc.layout.codec import decode_shards, encode_shards
-from paddleformers_fc.layout.live import describe, describe_roles, facts_of
+from paddleformers_fc.layout.live import describe_roles, facts_of, shard_of
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.storage.safetensors import TensorEntry
 
@@ -104,7 +104,7 @@ def test_each_of_several_weights_is_described_as_itself() -> None:
     usual = weight((2, 4), global_shape=(4, 4))
     weights = {"usual": usual, **{name: SimpleNamespace(**{**vars(usual), **one}) for name, one in UNLIKE.items()}}
     assert describe_roles({"model_state": weights})["model_state"] == {
-        name: describe(one, name) for name, one in weights.items()
+        name: shard_of(one, name) for name, one in weights.items()
     }
 
 

@@ -178,7 +178,11 @@ MOE = {**family_for({"model_type": ERNIE}).tiny, "model_type": ERNIE}
         (LLAMA, "pp=4,vpp=2", "num_hidden_layers=6 is less than pp x vpp = 4 x 2 = 8 stages"),
         (LLAMA, "pp=2,vpp=2", "6 layers, empty ones included, are not divisible by pp x vpp = 2 x 2 = 4"),
         ({**LLAMA, "pp_seg_method": "layer:Own"}, "pp=4", "6 layers, empty ones included, are not divisible"),
-        ({**LLAMA, "pp_seg_method": "[0, 9, 3]"}, "pp=2", "pp_seg_method=[0, 9, 3] does not deal 9 items to 2 parts"),
+        (
+            {**LLAMA, "pp_seg_method": "[0, 9, 3]"},
+            "pp=2",
+            "[0, 9, 3] does not distribute 9 items to 2 parts",
+        ),
         (LLAMA, "ep=2,sharding=2,split=true", "ep=2: the model has no experts"),
         (MOE, "ep=3,sharding=3,split=true", "the number of experts=4 is not divisible by ep=3"),
         ({**MOE, "intermediate_size": 15}, "tp=2", "mlp.down_proj.weight: 15 on axis 0 is not divisible by tp=2"),

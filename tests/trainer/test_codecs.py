@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.trainer.codecs import decode, decode_object, describe, encode
+from paddleformers_fc.trainer.codecs import decode, decode_object, encode, readable
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(
@@ -107,6 +107,6 @@ def test_a_list_is_no_object() -> None:
 
 
 def test_a_description_is_json_whatever_it_describes() -> None:
-    described = describe({1: {"a"}, "b": [np.float32(2), object(), None]})
+    described = readable({1: {"a"}, "b": [np.float32(2), object(), None]})
     assert json.loads(json.dumps(described))["b"][0] == 2.0
     assert described["1"] == ["a"]

@@ -81,7 +81,7 @@ def test_what_is_rare_is_said_by_the_document_where_it_is_so(position: Position)
 
 def test_batches_cannot_wait_that_were_not_taken() -> None:
     document = to_document(replace(WAITING, waiting=4), DP2, SHUFFLED)
-    with pytest.raises(FormatError, match="More samples wait than were taken"):
+    with pytest.raises(FormatError, match="more samples wait than were read"):
         from_document(document, "data.json")
 
 
@@ -116,8 +116,8 @@ def test_the_beginning_of_an_epoch_may_be_resumed_with_anything() -> None:
 @pytest.mark.parametrize(
     ("pace", "order", "evidence"),
     [
-        (Pace(5, 1, 1), SHUFFLED, "take 5 at a time"),
-        (Pace(1, 1, 5), SHUFFLED, "take 5 at a time"),
+        (Pace(5, 1, 1), SHUFFLED, "read 5 per pass"),
+        (Pace(1, 1, 5), SHUFFLED, "read 5 per pass"),
         (DP2, replace(SHUFFLED, seed=43), "seed was 42 and is 43"),
         (DP2, replace(SHUFFLED, length=63), "64 samples were shuffled and 63 are now"),
         (DP2, SampleOrder(True, 64, False, 0), "dataloader_shuffle was true and is false"),
