@@ -1,7 +1,6 @@
-"""One short text per layout: who owns which box. Two layouts are the same if and only if their fingerprints are.
+"""Fingerprint a layout: a digest of the boxes of every rank, which does not depend on names of layouts or degrees.
 
-What a layout is called, or which degrees made it, does not enter. Linear in the shards of all ranks; one rank's are in
-memory at a time.
+Time: linear in the shards of all ranks. Memory: the shards of one rank.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from paddleformers_fc.layout.shards import Shard
 
 
 def fingerprint(ranks: Iterable[Mapping[str, Mapping[str, Shard]]]) -> str:
-    """The fingerprint of a layout, 32 hex digits.
+    """Return the fingerprint of a layout, 32 hex digits.
 
     Args:
-        ranks: role -> full name -> shard, of every rank, by rank. In what order names come does not matter.
+        ranks: role -> full name -> shard, for every rank. The order of names is ignored.
     """
     digest = hashlib.blake2b(digest_size=16)
     for roles in ranks:

@@ -1,11 +1,9 @@
-"""A parallel grid: how many ranks along which axis, and where one rank stands in it.
+"""Parallel grids: the number of ranks on every axis, and the coordinates of a rank.
 
 The order of ranks is that of PaddleFormers' hybrid topology. Without expert parallelism it is ``dp, sharding, pp, tp``,
 ``tp`` changing fastest, or ``dp, pp, sharding, tp`` where the topology is ``pp_first``. With expert parallelism the
 sharding axis is ``moe_sharding x dense_sharding``: the ranks of one expert group are ``dense_sharding x tp``, so that
-``moe_sharding = sharding * tp / ep``, and only its outer part stands left of ``pp``.
-
-Everything is arithmetic on a few integers; a rank's coordinates cost the same in every grid.
+``moe_sharding = sharding * tp / ep``, and only its outer part precedes ``pp``.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where a rank stands, counted from 0 on every axis.
+    """The coordinates of a rank, counted from 0 on every axis.
 
     Args:
         dp: data parallel rank.
@@ -43,7 +41,7 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class ParallelGrid:
-    """Degrees of parallelism. A grid that no job can have is refused when it is made.
+    """Degrees of parallelism.
 
     Args:
         dp: data parallel degree, beside sharding.
@@ -91,11 +89,11 @@ class ParallelGrid:
 
     @property
     def moe_sharding(self) -> int:
-        """How many ranks of a stage hold the same experts."""
+        """Number of ranks of a stage that hold the same experts."""
         return self.dp * self.sharding if self.ep == 1 else self.sharding * self.tp // self.ep
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank stands.
+        """Return the coordinates of a rank.
 
         Args:
             rank: from 0 to :attr:`world_size`.
@@ -114,22 +112,22 @@ class ParallelGrid:
         return Coordinates(dp, sharding, pp, tp, 0 if self.ep == 1 else dense * self.tp + tp, moe)
 
     def __str__(self) -> str:
-        """The grid as :func:`parse_grid` reads it; what is as by default is left out."""
-        said = [
+        """Return the text that :func:`parse_grid` reads, without default values."""
+        values = [
             f"{field.name}={str(value).lower()}"
             for field in fields(self)
             if (value := getattr(self, field.name)) != field.default
         ]
-        return ",".join(said) or "dp=1"
+        return ",".join(values) or "dp=1"
 
 
 def parse_grid(text: str) -> ParallelGrid:
-    """A grid from text such as ``tp=2,pp=2,sharding=2,stage=1,split=true``.
+    """Parse a grid such as ``tp=2,pp=2,sharding=2,stage=1,split=true``.
 
     Args:
-        text: fields of :class:`ParallelGrid`, in any order; what is not named is as by default.
+        text: fields of :class:`ParallelGrid` in any order; others have their default.
     Raises:
-        OptionError: a field that does not exist or comes twice, a value that cannot be read, or an impossible grid.
+        OptionError: an unknown or repeated field, an invalid value, or an impossible grid.
     """
     kinds = {field.name: field.default for field in fields(ParallelGrid)}
     values: dict[str, int] = {}

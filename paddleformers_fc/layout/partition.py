@@ -1,16 +1,16 @@
-"""How Paddle deals layers to pipeline stages, and optimizer states to the ranks of a sharding group.
+"""Paddle's assignment of layers to pipeline stages, and of optimizer states to the ranks of a sharding group.
 
-Four rules, each as Paddle 3.3.1 has it, on plain integers:
+Four rules of Paddle 3.3.1 on plain integers:
 
-- pipeline (``SegmentLayers``): layers of equal count per part where they can be divided, else items of equal count;
-  part ``i`` belongs to stage ``i % stages``, which interleaves virtual stages.
+- pipeline (``SegmentLayers``): equal numbers of layers per part if they are divisible, otherwise of items; part ``i``
+  belongs to stage ``i % stages``, which interleaves virtual stages.
 - stage 1, version 1 (``DygraphShardingOptimizer``): whole parameters, largest first, to the rank with the fewest
   elements. Stage 2 does the same in the order of the parameters.
 - stage 1, version 2 (``FusedCommBuffer``): parameters lie in fused buffers, each padded; every rank has an equal range
   of every buffer, and so a range of some parameters.
 - stage 3: every parameter above a size is padded and cut into equal slices.
 
-A partition is made once for a group; what one rank has of it costs a bisection per buffer and what it has.
+A partition is computed once for a group. The share of one rank costs a bisection per buffer and its parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Range = tuple[int, int]
 
 
 def layer_bounds(is_layer: Sequence[bool], parts: int) -> list[int]:
-    """The bounds of a pipeline whose every part has as many layers as any other.
+    """Return the bounds of a pipeline with equal numbers of layers per part.
 
     Args:
         is_layer: for every item, in order, whether it is counted: decoder layers and empty layers are; embedding, norm
@@ -42,7 +42,7 @@ def layer_bounds(is_layer: Sequence[bool], parts: int) -> list[int]:
 
 
 def uniform_bounds(items: int, parts: int) -> list[int]:
-    """The bounds of a pipeline whose items are counted alike; the last parts have one more where they must."""
+    """Return the bounds of a pipeline with equal numbers of items; if not divisible, the last parts have one more."""
     share, extra = divmod(items, parts)
     bounds = [0]
     for part in range(1, parts):
@@ -51,7 +51,7 @@ def uniform_bounds(items: int, parts: int) -> list[int]:
 
 
 def whole_owners(sizes: Sequence[int], ranks: int, largest_first: bool) -> list[int]:
-    """Which rank has the state of each parameter, where parameters are dealt whole.
+    """Return the rank that has the states of each parameter, if parameters are assigned whole.
 
     Args:
         sizes: elements per parameter, in the model's order.
@@ -70,11 +70,11 @@ def whole_owners(sizes: Sequence[int], ranks: int, largest_first: bool) -> list[
 
 @dataclass(frozen=True)
 class FusedBuffer:
-    """Parameters one behind the other, each padded.
+    """A buffer of consecutive parameters, each padded.
 
     Args:
         members: index of every parameter.
-        starts: where each begins, in elements, and the buffer's length at the end.
+        starts: first element of each, and the length of the buffer.
         sizes: elements of each, without padding.
     """
 
@@ -83,7 +83,7 @@ class FusedBuffer:
     sizes: tuple[int, ...]
 
     def share(self, rank: int, ranks: int) -> list[tuple[int, Range]]:
-        """Index and range, in its own elements, of every parameter that one rank has something of."""
+        """Return index and range, in its own elements, of every parameter in the share of one rank."""
         length = self.starts[-1] // ranks
         low, high = rank * length, (rank + 1) * length
         found: list[tuple[int, Range]] = []
@@ -100,7 +100,7 @@ class FusedBuffer:
 def fused_buffers(
     sizes: Sequence[int], widths: Sequence[int], ranks: int, limit: int, alignment: int = 256
 ) -> list[FusedBuffer]:
-    """The fused buffers of a sharding group.
+    """Return the fused buffers of a sharding group.
 
     Args:
         sizes: elements per parameter, in the model's order.
@@ -113,7 +113,7 @@ def fused_buffers(
 
 
 def _groups(sizes: Sequence[int], widths: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices of each buffer. A buffer has one dtype; the parameter that reaches the limit still belongs to it."""
+    """Return the indices of each buffer. A buffer has one dtype and includes the parameter that reaches the limit."""
     groups: list[list[int]] = []
     # Paddle sorts by the dtype's name, and paddle.bfloat16 and paddle.float16 come before paddle.float32.
     for width in sorted(set(widths)):
@@ -138,7 +138,7 @@ def _fused(group: list[int], sizes: Sequence[int], widths: Sequence[int], ranks:
 
 
 def slice_range(size: int, width: int, rank: int, ranks: int, alignment: int = 256) -> Range | None:
-    """One rank's range of a parameter that stage 3 slices; None where its slice is all padding.
+    """Return one rank's range of a parameter under stage 3; None if its slice is all padding.
 
     Args:
         size: elements of the parameter.

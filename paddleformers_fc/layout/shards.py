@@ -1,9 +1,8 @@
-"""One rank's piece of one tensor, and the boxes it is made of.
+"""Shards: one rank's part of one tensor, as boxes.
 
-A shard is a box of a global tensor, held row-major. A *flattened* shard (sharding stage 1 v2) is a range of the
-elements of such a box in row-major order. Either way it is a list of :class:`Fragment`: a box that lies contiguous and
-row-major at some place of the shard's buffer. A range of an n-dimensional box is at most 2n-1 fragments, so the rest
-of the product never sees a flattened range: it sees boxes.
+A shard is a row-major box of a global tensor. A *flattened* shard (sharding stage 1 v2) is a range of the elements of
+such a box in row-major order. Both are lists of :class:`Fragment`: boxes that are contiguous and row-major in the
+shard's buffer. A range of an n-dimensional box has at most 2n-1 fragments, so planning handles boxes only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from paddleformers_fc.mapping.boxes import Box, Shape, whole
 
 
 class Fragment(msgspec.Struct, frozen=True, gc=False):
-    """A box that lies contiguous and row-major in a buffer.
+    """A box that is contiguous and row-major in a buffer.
 
     Args:
         box: global coordinates.
@@ -29,7 +28,7 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):
-    """One rank's piece of one tensor.
+    """One rank's part of one tensor.
 
     Args:
         name: the tensor's name in its space.
@@ -62,7 +61,7 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def cuts(self) -> Shape:
-        """Into how many equal shards each axis of the tensor is cut: the tensor-parallel degree on that axis."""
+        """Number of equal shards on each axis: the tensor-parallel degree on that axis."""
         own = self.box.shape
         if own == self.global_shape:
             return (1,) * len(own)
@@ -74,7 +73,7 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
         )
 
     def faults(self) -> Iterator[str]:
-        """What is impossible about this shard, as text; nothing where it is sound."""
+        """Yield the faults of an impossible shard."""
         if len(self.box.lo) != len(self.global_shape) or not whole(self.global_shape).contains(self.box):
             yield f"{self.name}: box {self.box} is outside shape {list(self.global_shape)}"
         elif self.flat is not None and not 0 <= self.flat[0] <= self.flat[1] <= self.box.volume:
@@ -89,7 +88,7 @@ def _moved(box: Box, offset: Shape) -> Box:
 
 
 def _range_boxes(shape: Shape, begin: int, end: int) -> Iterator[tuple[Box, int]]:
-    """The boxes of the row-major range ``begin:end`` of a tensor, each with its place counted from ``begin``."""
+    """Yield the boxes of the row-major range ``begin:end`` of a tensor, each with its offset from ``begin``."""
     if begin >= end:
         return
     if not shape:

@@ -1,8 +1,7 @@
-"""Which blocks of which files hold the bytes of stored regions.
+"""List the checksum blocks that hold the bytes of stored regions.
 
-A region of a stored box is runs of bytes at equal distances, axis by axis. Where the gap between two runs is shorter
-than a block, no block lies between them, and the runs count as one; so the number of steps is that of the blocks
-touched, not that of the rows.
+A region of a stored box consists of runs of bytes with a constant stride per axis. Runs with gaps shorter than a block
+are joined, so the number of steps is that of the blocks and not that of the rows.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 
 
 def blocks_read(parts: Iterable[StoredPart], block_bytes: Mapping[str, int]) -> dict[str, set[int]]:
-    """The numbers of all blocks that hold a byte of some regions.
+    """Return the indices of all blocks that hold a byte of some regions.
 
     Args:
         parts: the regions.
-        block_bytes: length of a block by the file's path.
+        block_bytes: length of a block by path.
     Returns:
-        numbers by path.
+        indices by path.
     """
     found: dict[str, set[int]] = {}
     for part in parts:
@@ -32,7 +31,7 @@ def blocks_read(parts: Iterable[StoredPart], block_bytes: Mapping[str, int]) -> 
 
 
 def byte_runs(part: StoredPart, gap: int) -> Iterator[tuple[int, int]]:
-    """First and last byte of every run of a region; runs less than ``gap`` bytes apart are one.
+    """Yield first and last byte of every run of a region; runs less than ``gap`` bytes apart are joined.
 
     Args:
         part: the region.

@@ -1,16 +1,15 @@
-"""Planning: which byte ranges of which files become which parts of which wanted shards.
+"""Plan reads: which byte ranges of which files fill which parts of which wanted shards.
 
-For every wanted shard, the template of its tensor says which boxes of which stored tensors it is made of; the catalog
-says where those lie. The plan is exact: it names only bytes that are needed, and it is checked to write every wanted
-element exactly once. Optimizer states follow their parameter: a master weight or moment takes the parameter's boxes,
-never its casts; a power of beta is one number that all sources must agree on.
+The template of a tensor lists the boxes of stored tensors that a wanted shard consists of, and the catalog has their
+offsets. A plan contains only bytes that are needed, and writes every wanted element exactly once. Optimizer states
+follow their parameter: a master weight or moment takes the boxes of the parameter and never its casts. A power of beta
+is one number, which must be equal in all sources.
 
-Idea: two shards are filled alike where they are the same box of tensors that are made alike of tensors that are stored
-alike. What fills one is worked out once, as a :class:`FillPattern`, and each shard is its pattern with names and
-places.
+Shards are filled alike if they are equal boxes of tensors with equal templates over equally stored tensors. Such shards
+share one :class:`FillPattern`, which is derived and checked once.
 
-Time: per shard a look-up and its items; per pattern the boxes that its fragments touch, found by bisection. Memory: the
-items.
+Time: a look-up per shard and its items; per pattern the boxes that intersect its fragments, found by bisection. Memory:
+the items.
 """
 
 from __future__ import annotations
@@ -38,15 +37,14 @@ _in_file = attrgetter("stored.begin")
 
 @dataclass(frozen=True)
 class ReadSource:
-    """What is stored, and how its names lead to the wanted ones.
+    """Stored tensors and their mapping to wanted ones.
 
     Args:
         catalog: the stored tensors.
-        mapping: stored parameters onto wanted parameters.
+        mapping: from stored parameters to wanted parameters.
         stored_aliases: stored alias -> stored owner, for tied parameters.
         wanted_aliases: wanted alias -> wanted owner.
-        preferred: stored owner -> the names of all copies, the one to read first; of an owner that is not here the
-            copies must be equal.
+        preferred: stored owner -> the names of all copies; the first one is read. Copies of other owners must be equal.
     """
 
     catalog: Catalog
@@ -57,11 +55,11 @@ class ReadSource:
 
 
 class PatternPiece(msgspec.Struct, frozen=True, gc=False):
-    """One stored box that becomes one box of a shard, without names.
+    """One stored box that fills one box of a shard, without names.
 
     Args:
-        tensor: which of the stored tensors.
-        box: which of its stored boxes.
+        tensor: index of the stored tensor.
+        box: index of its stored box.
         stored_shape: shape of that box.
         stored_part: the region, in coordinates of that box.
         start: index, in elements, of the wanted fragment in the shard's buffer.
@@ -82,7 +80,7 @@ class PatternPiece(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, eq=False)
 class FillPattern:
-    """How shards of one kind are filled; the same for all of them.
+    """How all shards of one kind are filled.
 
     Args:
         pieces: in the order of the shard's fragments.
@@ -92,13 +90,13 @@ class FillPattern:
 
 
 class ShardFill(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """How one shard is filled: a pattern, and the stored tensors that it counts."""
+    """How one shard is filled: a pattern, and the stored tensors of its indices."""
 
     pattern: FillPattern
     tensors: list[StoredTensor]
 
     def items(self, role: str, name: str) -> list[ReadItem]:
-        """The read items of the shard.
+        """Return the read items of the shard.
 
         Args:
             role: its role.
@@ -114,24 +112,24 @@ class ShardFill(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 def plan_reads(source: ReadSource, wanted: Wanted) -> LoadPlan:
-    """The plan of one rank.
+    """Plan the reads of one rank.
 
     Args:
-        source: what is stored.
-        wanted: role -> full name -> the shard to be filled.
+        source: the stored tensors and their mapping.
+        wanted: role -> full name -> the shard to fill.
     Returns:
-        the plan; its report says what does not fit, and is empty where the plan can be carried out.
+        the plan; its report lists what does not fit.
     """
     return Planner(source).plan(wanted)
 
 
 class Planner:
-    """Plans against one source, and remembers the patterns it has met; many ranks can be planned with one.
+    """Plan the reads of many ranks from one source. Patterns are kept between ranks.
 
     Args:
-        source: what is stored.
+        source: the stored tensors and their mapping.
     Attributes:
-        report: what did not fit so far.
+        report: what does not fit so far.
         checks: stored boxes that must be equal, by the names of the two tensors.
         touched: stored names that are read, by role.
     """
@@ -152,7 +150,7 @@ class Planner:
         self.touched: defaultdict[str, set[str]] = defaultdict(set)
 
     def plan(self, wanted: Wanted) -> LoadPlan:
-        """The plan of one rank, as :func:`plan_reads` returns it."""
+        """Plan the reads of one rank as :func:`plan_reads` does."""
         self._forget()
         by_file: defaultdict[str, list[ReadItem]] = defaultdict(list)
         for role, shards in wanted.items():
@@ -171,7 +169,7 @@ class Planner:
         )
 
     def filling(self, role: str, shard: Shard) -> ShardFill | None:
-        """How one shard is filled; None where it keeps its values, or where something does not fit."""
+        """Return how one shard is filled; None if it keeps its values or does not fit."""
         state = split_state_name(role, shard.name)
         parameter = self._source.wanted_aliases.get(state.parameter, state.parameter)
         made = self._made.get(parameter)
@@ -200,18 +198,18 @@ class Planner:
                 return None
             pattern = FillPattern(tuple(_pieces(shard, template, forms)))
             if self._covers(shard, pattern):
-                # What does not fit is to be reported under every name, and so it is not remembered.
+                # Faults are reported for every name, so their patterns are not kept.
                 self._patterns[key] = pattern
         return ShardFill(pattern, tensors)
 
     def _number(self, shape: Shape) -> Template:
-        """How a state that is one number per parameter is made, whatever its parameter is made of."""
+        """Return the template of a state that is one number per parameter."""
         if shape not in self._numbers:
             self._numbers[shape] = identity(shape)
         return self._numbers[shape]
 
     def _tensors(self, role: str, shard: Shard, names: tuple[str, ...], state: StateName) -> list[StoredTensor] | None:
-        """The stored states of some parameters; None where one is not stored, or has not the shape that is mapped."""
+        """Return the stored states of some parameters; None if one is missing or has another shape than mapped."""
         stored, touched = self._source.catalog.roles.get(role, {}), self.touched[role]
         found: list[StoredTensor] = []
         for name in names:
@@ -232,7 +230,7 @@ class Planner:
         self.report.add("shape", f"{shard.name}: {what}, wanted {list(wanted)}")
 
     def _under_an_alias(self, role: str, parameter: str, suffix: str) -> StoredTensor | None:
-        """The stored state of a tied parameter: the preferred copy, or the owner's, which must equal all others."""
+        """Return the stored state of a tied parameter: the preferred copy, or the owner's, which must equal all."""
         stored, preferred = self._source.catalog.roles.get(role, {}), self._source.preferred.get(parameter)
         names = preferred or (parameter, *self._aliases[parameter])
         found = [stored[name + suffix] for name in names if name + suffix in stored]
@@ -242,7 +240,7 @@ class Planner:
         return found[0] if found else None
 
     def _agree(self, shard: Shard, tensors: list[StoredTensor]) -> bool:
-        """Whether several numbers can be one, which is then to be checked."""
+        """Return whether several stored numbers fit one wanted number, and add checks that they are equal."""
         for tensor in tensors:
             if tensor.dtype != shard.dtype:
                 self.report.add("dtype", f"{shard.name}: stored {tensor.dtype}, wanted {shard.dtype}")
@@ -265,7 +263,7 @@ class Planner:
             self.checks[key] = EqualCheck(f"{other.name} = {owner.name}", left, right, tied)
 
     def _have_the_dtype(self, role: str, shard: Shard, template: Template, tensors: list[StoredTensor]) -> bool:
-        """Whether every link gives the shard's dtype: as it is stored, or by a cast, which states never take."""
+        """Return whether every link has the shard's dtype, as stored or by a cast; states are never cast."""
         wrong = dict.fromkeys(
             tensors[link.source].dtype
             for link in template.links
@@ -276,7 +274,7 @@ class Planner:
         return not wrong
 
     def _covers(self, shard: Shard, pattern: FillPattern) -> bool:
-        """Whether every element of the shard is written once."""
+        """Return whether every element of the shard is written exactly once."""
         written: dict[int, list[Box]] = {}
         for piece in pattern.pieces:
             written.setdefault(piece.start, []).append(piece.part)

@@ -1,7 +1,6 @@
-"""A plan as data: every byte range that one rank will read, and where each goes.
+"""The data of a plan: every byte range that one rank reads, and its target.
 
-A plan of a large model has a hundred thousand items per rank, so they are structs: cheap to make, to compare and to
-keep. The boxes of items that are alike are shared.
+A large model has a hundred thousand items per rank, so items are structs and share equal boxes.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class StoredPart(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class ReadItem(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """One stored box that becomes one box of one wanted shard.
+    """One stored box that fills one box of one wanted shard.
 
     Args:
         role: role of the wanted shard.
         name: full name of the wanted shard.
-        stored: what is read.
+        stored: the region to read.
         start: index, in elements, of the wanted fragment in the shard's buffer.
         shape: shape of the wanted fragment.
         part: the region, in coordinates of the wanted fragment.
@@ -55,7 +54,7 @@ class ReadItem(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class EqualCheck(msgspec.Struct, frozen=True, array_like=True):
-    """Two stored boxes that must hold the same bits: copies of a tied tensor, or one number kept several times."""
+    """Two stored boxes that must be equal bit by bit: copies of a tied tensor, or of one number."""
 
     name: str
     left: StoredPart
@@ -65,13 +64,13 @@ class EqualCheck(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Everything one rank will do.
+    """The plan of one rank.
 
     Args:
         items: the reads, in the order of files and offsets.
         checks: stored boxes that must be equal before anything is loaded.
         touched: stored names that this rank reads, by role.
-        report: what does not fit; empty where the plan can be carried out.
+        report: what does not fit.
     """
 
     items: tuple[ReadItem, ...]

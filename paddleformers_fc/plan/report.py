@@ -1,7 +1,7 @@
-"""What does not fit between stored and wanted, as one report a person can act on.
+"""Report the differences between stored and wanted tensors.
 
-A report is a set of lines per kind, so that the reports of all ranks merge into one by union, and every rank raises the
-same text. Indices are folded: ``layers.{0...31}``.
+A report is a set of lines per kind. The reports of all ranks merge by union, so that every rank raises the same text.
+Indices are folded: ``layers.{0...31}``.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _DTYPE_STEP = (
 
 @dataclass
 class Report:
-    """Lines of trouble by kind; empty where everything fits."""
+    """Lines by kind; empty if everything fits."""
 
     lines: dict[str, set[str]] = field(default_factory=lambda: {kind: set() for kind in KINDS})
 
     def add(self, kind: str, line: str) -> None:
-        """Note one line of trouble; ``kind`` is one of :data:`KINDS`."""
+        """Add one line; ``kind`` is one of :data:`KINDS`."""
         self.lines[kind].add(cut(line))
 
     def merge(self, others: Iterable[Report]) -> Report:
-        """This report together with others."""
+        """Return the union of this report and others."""
         merged = Report()
         for report in (self, *others):
             for kind, lines in report.lines.items():
@@ -64,7 +64,7 @@ class Report:
         return not any(self.lines.values())
 
     def evidence(self) -> list[str]:
-        """The report as folded lines under headings."""
+        """Return the report as folded lines under headings."""
         text: list[str] = []
         for kind in KINDS:
             if self.lines[kind]:
@@ -73,12 +73,12 @@ class Report:
         return text
 
     def refuse(self, where: str, why: Sequence[str] = (), stored: str = "checkpoint") -> None:
-        """Raise what the report holds.
+        """Raise the report as an error.
 
         Args:
             where: the checkpoint.
-            why: lines that explain the rest, said first.
-            stored: what is loaded, a checkpoint or :data:`OPEN_WEIGHTS`.
+            why: explanations, which precede the lines.
+            stored: a checkpoint or :data:`OPEN_WEIGHTS`.
 
         Raises:
             MismatchError: unless the report is empty.
@@ -125,7 +125,7 @@ class Report:
 
 
 def states_joined(lines: Iterable[str]) -> list[str]:
-    """Names of a parameter's states as one line: ``w {weight, w_0, moment1_0}``; other lines as they are."""
+    """Join the names of a parameter's states in one line: ``w (itself, w_0, moment1_0)``."""
     joined: dict[str, list[str]] = {}
     for line in lines:
         found = next((suffix for suffix in STATE_SUFFIXES if line.endswith(suffix)), "")

@@ -1,11 +1,11 @@
-"""How what is stored leads to what is wanted: one :class:`Source` per job, all through the canonical space.
+"""Compose mappings from stored to wanted tensors: one function per job, all through the canonical space.
 
 ================================  ==========================================================================
 job                               mapping
 ================================  ==========================================================================
 resume under any layout           reverse(stored model -> canonical), then canonical -> live model
-resume with a user's statements   the statements for the tensors they name, the above for all others, and for the order
-                                  inside fused tensors (:mod:`.statements`)
+resume with a user's statements   the statements for the tensors that they name, the line above for all others and for
+                                  the order inside fused tensors (:mod:`.statements`)
 start from open weights           canonical -> live model, with casts to the model's dtype declared
 export, digest, diff              reverse(stored model -> canonical)
 ================================  ==========================================================================
@@ -40,16 +40,15 @@ _ABSENT = object()
 
 
 def resume_source(checkpoint: OpenedCheckpoint, live: RuleSet) -> tuple[ReadSource, Report]:
-    """From a flex checkpoint to a live model, whatever the two layouts are.
+    """Return the source from a flex checkpoint to a live model under any layout.
 
     Args:
-        checkpoint: what is stored.
+        checkpoint: the stored checkpoint.
         live: the rules of the live model, or of one rank's part of it.
     Returns:
-        the source, and a report of canonical tensors, and of those without a canonical form, whose shape differs
-        between the two.
+        the source, and a report of tensors whose shapes differ.
     Raises:
-        MappingError: where either side's rules cannot be proved.
+        MappingError: the rules of either side cannot be proved.
     """
     stored, wanted = stored_mapping(checkpoint), live.mapping()
     prove(wanted, "The model's mapping")
@@ -59,13 +58,13 @@ def resume_source(checkpoint: OpenedCheckpoint, live: RuleSet) -> tuple[ReadSour
 
 
 def _own_names(stored: RuleSet, live: RuleSet) -> list[str]:
-    """The tensors that have no canonical form on either side."""
+    """Return the tensors that have no canonical form on either side."""
     kept = frozenset(stored.fresh)
     return [name for name in live.fresh if name in kept]
 
 
 def _with_own_tensors(composed: Mapping, stored: RuleSet, live: RuleSet) -> Mapping:
-    """Also the tensors that have no canonical form on either side: a resume takes them over as they are."""
+    """Add the tensors that have no canonical form on either side, which a resume copies."""
     own = {
         name: TensorSources(identity(live.targets[name].shape), (name,))
         for name in _own_names(stored, live)
@@ -75,13 +74,13 @@ def _with_own_tensors(composed: Mapping, stored: RuleSet, live: RuleSet) -> Mapp
 
 
 def stored_mapping(checkpoint: OpenedCheckpoint) -> Mapping:
-    """The checkpoint's own mapping, proved, and held against what its family declares for the same tensors.
+    """Return the mapping of a checkpoint, proved and compared with the declaration of its family.
 
-    The proof alone would let pass a mapping that takes a query for a key of the same shape; the declaration does not. A
-    checkpoint of a model whose family is not known here stands on its own rules.
+    The proof alone would accept a query that is read as a key of the same shape. The rules of an unknown family are
+    proved only.
 
     Raises:
-        MappingError: the rules cannot be proved, or are not those that the family declares.
+        MappingError: the rules cannot be proved, or differ from the declaration.
     """
     rules = checkpoint.rules
     mapping = rules.mapping()
@@ -104,10 +103,10 @@ def stored_mapping(checkpoint: OpenedCheckpoint) -> Mapping:
 
 
 def described_model(checkpoint: OpenedCheckpoint) -> ModelDescription:
-    """The model that a checkpoint holds: described by the checkpoint, or else as far as its tensors tell.
+    """Return the description of a checkpoint's model: the stored one, or the one that its tensors determine.
 
     Raises:
-        MappingError: the tensors of a checkpoint without a description leave open what it is.
+        MappingError: the tensors of a checkpoint without a description do not determine it.
     """
     if checkpoint.model is not None or not is_known(checkpoint.config):
         return checkpoint.known
@@ -115,7 +114,7 @@ def described_model(checkpoint: OpenedCheckpoint) -> ModelDescription:
 
 
 def stored_tensors(rules: RuleSet) -> list[ModelTensor]:
-    """The tensors of a stored model, cut as on the ranks that saved them."""
+    """Return the tensors of a stored model, cut as on the ranks that saved them."""
     return [
         ModelTensor(name, spec.shape, spec.dtype, rules.cuts.get(name, (1,) * len(spec.shape)))
         for name, spec in rules.targets.items()
@@ -123,10 +122,10 @@ def stored_tensors(rules: RuleSet) -> list[ModelTensor]:
 
 
 def _refuse_two_models(checkpoint: OpenedCheckpoint, model: ModelDescription) -> None:
-    """Refuse a configuration file that gives another model than the one whose rules are stored: exports copy it.
+    """Refuse a configuration file that contradicts the stored description, because exports copy it.
 
     Raises:
-        Corrupt: with every key that a mapping depends on and that both have, with different values.
+        Corrupt: with every key of a mapping that has two values.
     """
     keys = sorted({"model_type", *family_keys(family_for(model.config))})
     values = [(key, value_at(checkpoint.config, key, _ABSENT), value_at(model.config, key, _ABSENT)) for key in keys]
@@ -140,12 +139,12 @@ def _refuse_two_models(checkpoint: OpenedCheckpoint, model: ModelDescription) ->
             f"{CONFIG_NAME} and {MAPPING_NAME} of {checkpoint.catalog.root} describe different models.",
             where=str(checkpoint.catalog.root),
             evidence=faults,
-            next_step="Use another checkpoint; one of the two files was altered after this one was finished.",
+            next_step="Use another checkpoint; one of the two files was changed after it was written.",
         )
 
 
 def _refuse_stripped(checkpoint: OpenedCheckpoint, mapping: Mapping) -> None:
-    """Refuse rules that were derived from ``config.json`` and depend on keys that it lacks.
+    """Refuse rules that were derived from a ``config.json`` without keys that they depend on.
 
     Raises:
         MappingError: with the keys, and the command that derives the rules again.
@@ -180,16 +179,17 @@ def huggingface_source(
     optional: OptionalNames | None = None,
     aliases: MappingABC[str, str] | None = None,
 ) -> tuple[ReadSource, Report]:
-    """From a directory of open weights to a live model.
+    """Return the source from a directory of open weights to a live model.
 
     Args:
-        catalog: what is stored, in canonical names.
+        catalog: the stored tensors in canonical names.
         live: the rules of the live model, or of one rank's part of it.
-        optional: canonical names that a file may lack; where it has nothing of a group of them, the group's targets
-            keep their initial values.
-        aliases: the owner of every canonical name that is another one's alias; by default named as the model's.
+        optional: canonical names that a file may lack; targets of an absent group keep their initial values.
+        aliases: canonical alias -> canonical owner; by default those of the model.
+    Returns:
+        the source, and a report of tensors whose shapes differ.
     Raises:
-        MappingError: where the model's rules cannot be proved.
+        MappingError: the rules of the model cannot be proved.
     """
     dtypes = {name: tensor.dtype for name, tensor in catalog.roles.get(MODEL_STATE, {}).items()}
     present = live.casting(dtypes)
@@ -208,16 +208,16 @@ def huggingface_source(
 
 
 def _without_absent(rules: tuple[Rule, ...], stored: Collection[str], optional: OptionalNames) -> tuple[Rule, ...]:
-    """The rules that read something of what is stored, or something that is not optional."""
+    """Return the rules with a source that is stored or not optional."""
     held = {optional.group(name) for name in stored} | {None}
     return tuple(rule for rule in rules if any(optional.group(name) in held for name in rule.sources))
 
 
 def canonical_source(checkpoint: OpenedCheckpoint) -> ReadSource:
-    """From a checkpoint of any format to the canonical space.
+    """Return the source from a checkpoint of any format to the canonical space.
 
     Raises:
-        FlexError: the checkpoint's rules cannot be derived or proved.
+        FlexError: the rules of the checkpoint cannot be derived or proved.
     """
     if checkpoint.format.canonical:
         stored_weights = checkpoint.catalog.roles[MODEL_STATE]
@@ -230,9 +230,9 @@ def canonical_source(checkpoint: OpenedCheckpoint) -> ReadSource:
 
 
 def canonical_layout(source: ReadSource) -> dict[str, dict[str, Shard]]:
-    """Every canonical tensor that the stored tensors make, whole: role -> name -> shard.
+    """Return every canonical tensor of a checkpoint as a whole shard: role -> name -> shard.
 
-    Optimizer states appear under their canonical parameter's name with their suffix.
+    Optimizer states have the name of their canonical parameter with their suffix.
     """
     wanted: dict[str, dict[str, Shard]] = {}
     owners = source.stored_aliases

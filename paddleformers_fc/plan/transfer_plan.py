@@ -1,15 +1,14 @@
-"""Who reads what for whom: the ranges that a rank cannot read itself, or that several ranks want, each read once.
+"""Plan transfers: ranges that a rank cannot read, or that several ranks want, are read once and sent.
 
-A plan says what one rank wants. Where every rank can read what it wants, nothing more is needed. Where files lie on
-disks that only some ranks see, or where the storage is so slow that replicas should not be read once each, the ranks
-tell each other what they want. Every rank works out the same **transfers** from it: a range, the rank that reads it,
-and the ranks that get it. Ranges are equal or they are different; two that merely overlap are read twice.
+Ranks exchange the ranges that they want if some files are visible to some ranks only, or if slow storage should not be
+read by every replica. Every rank derives the same **transfers**: a range, the rank that reads it, and the ranks that
+receive it. Overlapping ranges that are not equal are separate transfers.
 
-The transfers are cut into pieces and the pieces dealt into **rounds**, so that in a round no rank sends or gets more
-than a bound. All ranks go through the same rounds, which is why no rank can wait for one that does something else.
+Transfers are cut into pieces, and pieces are assigned to **rounds**, in which no rank sends or receives more than a
+bound. All ranks execute the same rounds, so no rank waits for one that does something else.
 
-Time: linear in the wants of all ranks, and in the pieces. Memory: the wants of all ranks while transfers are made, then
-the pieces that this rank reads or gets.
+Time: linear in the wanted ranges of all ranks, and in the pieces. Memory: the wanted ranges of all ranks during
+planning, then the pieces that this rank reads or receives.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 
 SeenBy = Mapping[str, Sequence[int]]
-"""For every file that not all ranks see, the ranks that do, rising."""
+"""The ranks that see a file, in rising order, for every file that is not visible to all ranks."""
 
 ROUND_BYTES = 64 << 20
-"""How much a rank sends, and how much it receives, in one round."""
+"""Maximum bytes that a rank sends, and receives, in one round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,9 @@ class Transfer:
     """A range that one rank reads for others.
 
     Args:
-        part: what is read.
+        part: the range.
         owner: the rank that reads it.
-        receivers: the ranks that want it, rising; the owner is among them if it wants it too.
+        receivers: the ranks that want it, in rising order; they can include the owner.
     """
 
     part: StoredPart
@@ -48,11 +47,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferPiece:
-    """A box of a transfer's range, which travels at once.
+    """A box of a transfer's range that is sent as one message.
 
     Args:
         move: the transfer.
-        box: the piece, in coordinates of the stored box, as the range is.
+        box: the piece, in coordinates of the stored box.
     """
 
     move: Transfer
@@ -60,53 +59,53 @@ class TransferPiece:
 
     @property
     def stored(self) -> StoredPart:
-        """The piece as a range of its own."""
+        """The piece as a range."""
         return structs.replace(self.move.part, part=self.box)
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Number of bytes."""
         return size_of(self.stored)
 
 
 @dataclass(frozen=True)
 class TransferSchedule:
-    """The part of one rank in the rounds that all ranks go through.
+    """The part of one rank in the rounds of all ranks.
 
     Args:
-        rounds: for every round the pieces that this rank reads or gets, in an order that all ranks agree on. All ranks
-            have the same number of rounds.
+        rounds: for every round the pieces that this rank reads or receives, in an order that is equal on all ranks. All
+            ranks have the same number of rounds.
     """
 
     rounds: tuple[tuple[TransferPiece, ...], ...] = ()
 
     def parts(self, rank: int) -> set[StoredPart]:
-        """The ranges that a rank, whose schedule this is, gets in these rounds, be it from itself."""
+        """Return the ranges that the rank of this schedule receives, from itself as well."""
         return {piece.move.part for pieces in self.rounds for piece in pieces if rank in piece.move.receivers}
 
 
 EMPTY_SCHEDULE = TransferSchedule()
-"""The schedule of ranks that all read for themselves."""
+"""The schedule of ranks without transfers."""
 
 
 def size_of(part: StoredPart) -> int:
-    """The bytes of a range, packed."""
+    """Return the number of bytes of a packed range."""
     return part.part.volume * item_size(to_safetensors(part.dtype))
 
 
 def assign_transfers(wants: Sequence[Sequence[StoredPart]], seen_by: SeenBy) -> list[Transfer]:
-    """Which rank reads which range for which ranks, so that the bytes read are even.
+    """Assign ranges to ranks that read them, so that all ranks read the same number of bytes.
 
-    A range that one rank wants and can read is no transfer. Of ranks that see a range's file, those that want it come
-    before those that would read it for others alone.
+    A range that one rank wants and can read is not a transfer. Ranks that want a range are preferred to others that see
+    its file.
 
     Args:
-        wants: by rank, the ranges it wants, in the order in which it wants them.
-        seen_by: for every file that not all ranks see, the ranks that do.
+        wants: the wanted ranges of every rank in order.
+        seen_by: see :data:`SeenBy`.
     Returns:
-        the transfers, in an order that follows the wishes of the ranks.
+        the transfers, in the order of the wanted ranges.
     Raises:
-        StorageError: a wanted file is seen by no rank.
+        StorageError: a wanted file is visible to no rank.
     """
     wanted: dict[StoredPart, list[int]] = {}
     first: dict[StoredPart, int] = {}
@@ -122,13 +121,12 @@ def assign_transfers(wants: Sequence[Sequence[StoredPart]], seen_by: SeenBy) -> 
 
 
 def schedule_rounds(moves: Sequence[Transfer], rank: int, limit: int = ROUND_BYTES) -> TransferSchedule:
-    """The rounds in which transfers are carried out, as one rank takes part in them.
+    """Return the part of one rank in the rounds of the transfers.
 
     Args:
-        moves: what :func:`assign_transfers` returned, the same on every rank.
-        rank: whose part is asked for.
-        limit: how many bytes a rank sends and receives in a round; with so many receivers that one element each is
-            more, one element each.
+        moves: the transfers of :func:`assign_transfers`, equal on all ranks.
+        rank: the rank.
+        limit: maximum bytes that a rank sends and receives in a round; at least one element per receiver is sent.
     """
     sent, received = _Load(limit), _Load(limit)
     rounds: dict[int, list[TransferPiece]] = {}
@@ -139,7 +137,7 @@ def schedule_rounds(moves: Sequence[Transfer], rank: int, limit: int = ROUND_BYT
         width = item_size(to_safetensors(move.part.dtype))
         for box in boxes_within(move.part.part, max(1, limit // max(1, len(others)) // width)):
             size = box.volume * width
-            # What an owner keeps to itself is not sent, and takes the memory all the same.
+            # A piece for the owner alone is not sent, but needs the same memory.
             leaving = size * max(1, len(others))
             number = max([sent.earliest(move.owner, leaving), *(received.earliest(other, size) for other in others)])
             sent.take(move.owner, number, leaving)
@@ -152,21 +150,21 @@ def schedule_rounds(moves: Sequence[Transfer], rank: int, limit: int = ROUND_BYT
 
 
 def readers(parts: Iterable[StoredPart], seen_by: SeenBy, ranks: int) -> dict[StoredPart, int]:
-    """One rank that sees it for every distinct range, so that the bytes read are even.
+    """Assign every distinct range to a rank that sees it, so that all ranks read the same number of bytes.
 
     Args:
         parts: the ranges.
-        seen_by: for every file that not all ranks see, the ranks that do.
+        seen_by: see :data:`SeenBy`.
         ranks: number of ranks.
     Raises:
-        StorageError: a file is seen by no rank.
+        StorageError: a file is visible to no rank.
     """
     everyone = range(ranks)
     return _owners({part: _able(part.file, everyone, seen_by) for part in dict.fromkeys(parts)}, ranks)
 
 
 def boxes_within(box: Box, most: int) -> Iterator[Box]:
-    """A box cut into boxes of at most ``most`` elements, in row-major order."""
+    """Cut a box into boxes of at most ``most`` elements, in row-major order."""
     if box.volume <= most:
         yield box
         return
@@ -179,7 +177,7 @@ def boxes_within(box: Box, most: int) -> Iterator[Box]:
 
 
 def _able(file: str, wanting: Sequence[int], seen_by: SeenBy) -> Sequence[int]:
-    """The ranks that may read a file for those that want it."""
+    """Return the ranks that may read a file for those that want it."""
     seeing = seen_by.get(file)
     if seeing is None:
         return wanting
@@ -190,7 +188,7 @@ def _able(file: str, wanting: Sequence[int], seen_by: SeenBy) -> Sequence[int]:
 
 @dataclass
 class _Load:
-    """How full the rounds are, in one direction: every rank's last round, and its bytes in it."""
+    """The load of rounds in one direction: the last round of every rank, and its bytes in it."""
 
     limit: int
 
@@ -198,18 +196,18 @@ class _Load:
         self._last: dict[int, tuple[int, int]] = {}
 
     def earliest(self, rank: int, size: int) -> int:
-        """The first round, not before the rank's last one, that has room."""
+        """Return the first round with free capacity, not before the rank's last one."""
         number, used = self._last.get(rank, (0, 0))
         return number if used == 0 or used + size <= self.limit else number + 1
 
     def take(self, rank: int, number: int, size: int) -> None:
-        """Put bytes into a round that :meth:`earliest` allows, or a later one."""
+        """Add bytes to the round of :meth:`earliest`, or a later one."""
         last, used = self._last.get(rank, (0, 0))
         self._last[rank] = (number, size + (used if last == number else 0))
 
 
 def _owners(candidates: Mapping[StoredPart, Sequence[int]], ranks: int) -> dict[StoredPart, int]:
-    """Ranges with one candidate leave no choice; the rest, largest first, go where there is least."""
+    """Assign ranges with one candidate first, then the others, largest first, to the rank with the fewest bytes."""
     load = [0] * ranks
     owners: dict[StoredPart, int] = {}
 

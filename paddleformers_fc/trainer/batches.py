@@ -1,9 +1,9 @@
-"""The data of a run: the position of the loop in it, and a loader that starts in the middle of an epoch.
+"""The data of a run: the position of the loop, and a loader that starts in the middle of an epoch.
 
-PaddleFormers' loop runs as if from the beginning; its loader starts the first epoch where the checkpoint ended, and
-does to its sampler what the loop would do.
+PaddleFormers' loop runs as if from the beginning. Its loader starts the first epoch where the checkpoint ended, and
+sets the epoch of the sampler in place of the loop.
 
-Cost: a sampler skips by index. A stream (no index) is read and dropped up to the position.
+Cost: a sampler skips by index. A stream, which has no index, is read up to the position.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOTHING = object()
 
 
 def order_of(loader: Any) -> SampleOrder:
-    """The order in which a data loader takes samples.
+    """Return the order in which a data loader reads samples.
 
     Args:
         loader: what ``Trainer.get_train_dataloader`` returned.
@@ -45,7 +45,7 @@ def order_of(loader: Any) -> SampleOrder:
 
 
 def is_handed_its_batches(loader: Any) -> bool:
-    """Whether a data loader reads nothing: under ``distributed_dataloader`` another rank hands it the batches.
+    """Return whether a data loader receives its batches from another rank, under ``distributed_dataloader``.
 
     Args:
         loader: what ``Trainer.get_train_dataloader`` returned.
@@ -54,19 +54,19 @@ def is_handed_its_batches(loader: Any) -> bool:
 
 
 class ResumedBatches:
-    """Stands in for the data loader of a resumed run: its first epoch begins where the checkpoint ended.
+    """The data loader of a resumed run, whose first epoch begins where the checkpoint ended.
 
-    The Trainer's loop does not know that anything was skipped; what it knows of a data loader's sampler is done here.
+    The Trainer's loop is not aware of skipped samples, so the sampler is set here.
 
     Args:
         loader: the data loader.
-        start: where to begin.
-        indexed: whether the samples are skipped by index, be it by the rank that hands this one its batches.
-        on_first_batch: called when the first batch has been taken from the loader and before it is trained.
-            Shuffling draws from the global random generators, so they are restored here and not earlier.
-        on_epoch_over: called where nothing is left of the first epoch, and the next one is begun in its place. Where
-            a stream ends is not known before it has been read.
-        keep_waiting: takes each batch that the run had taken and not trained, before the first one is.
+        start: the position at which the run continues.
+        indexed: whether samples are skipped by index, by this rank or by the one that sends its batches.
+        on_first_batch: called after the first batch was read and before it is trained. Shuffling draws from the global
+            random generators, so they are restored then.
+        on_epoch_over: called if the first epoch has no batch left, and the next one replaces it. The end of a stream is
+            unknown before it has been read.
+        keep_waiting: receives each batch that waits in a pipeline, before the first batch.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ResumedBatches:
             yield batch
 
     def expect_first(self) -> None:
-        """The next batch is another first one: those before it had been trained before the checkpoint was saved."""
+        """Treat the next batch as the first one: those before it were trained before the checkpoint was saved."""
         self._is_first = True
 
     def _begin_epoch(self) -> Iterator[Any]:
@@ -131,26 +131,18 @@ class ResumedBatches:
 
 
 class PositionTracker(TrainerCallback):
-    """Follows the training loop and always knows the position.
+    """Follow the training loop and its position.
 
-    It also corrects the two numbers of the Trainer's state that the loop derives from steps: the samples consumed, and
-    the epoch of a run that was resumed in the middle of one.
+    The tracker also corrects two numbers of the Trainer's state that the loop derives from steps: consumed samples, and
+    the epoch of a run that was resumed in the middle of an epoch.
 
     Args:
-        waiting: returns how many batches wait in a pipeline.
+        waiting: returns the number of batches that wait in a pipeline.
     """
 
     def __init__(self, waiting: Callable[[], int]) -> None:
         self._waiting = waiting
-        self.order = SampleOrder(False, 0, False, 0)
-        self._passes: int | None = None
-        self._resumed = False
-        self._epochs = 0
-        self._epochs_begun = 0
-        self._on_made_up: Callable[[], None] | None = None
-        self._epoch_begin = Position()
-        self._step_at_epoch_begin = 0
-        self.position = Position()
+        self.begin(SampleOrder(False, 0, False, 0), None, Start(Position(), 0), False, 0)
 
     def begin(
         self,
@@ -161,36 +153,33 @@ class PositionTracker(TrainerCallback):
         epochs: int,
         on_made_up: Callable[[], None] | None = None,
     ) -> None:
-        """Forget the last run.
+        """Start to follow a run.
 
         Args:
-            order: of the data loader.
-            passes: forward passes per rank in an epoch; None if that is not known, as for a stream.
-            start: where this run starts.
+            order: the order of the data.
+            passes: forward passes per rank in an epoch; None if unknown, as for a stream.
+            start: the position at which the run starts.
             resumed: whether it was resumed.
-            epochs: how many epochs the whole run has.
-            on_made_up: called where passes have been made that a checkpoint of an epoch's end had behind it.
+            epochs: number of epochs of the whole run.
+            on_made_up: called after the passes at the end of an epoch that the saved run had made already.
         """
-        self.order = order
-        self._passes = passes
-        self._resumed = resumed
-        self._epochs = epochs
-        self._epochs_begun = 0
+        self.order, self._passes, self._resumed, self._epochs = order, passes, resumed, epochs
         self._on_made_up = on_made_up
+        self._epochs_begun = self._step_at_epoch_begin = 0
         self.position = self._epoch_begin = start.position
 
     def begin_next_epoch(self) -> None:
-        """The epoch that was resumed turned out to be over, and its successor takes its place."""
+        """Replace the resumed epoch, which has no batch left, by the next one."""
         self.position = self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The loop counts only the epochs that are left."""
+        """Set the number of epochs of the whole run; the loop counts the remaining ones only."""
         state.num_train_epochs = self._epochs
         state.consumed_samples = self.position.consumed
-        self._tell_epoch(args, state)
+        self._set_epoch(args, state)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A resumed epoch has a part that is done; every other begins with its first sample."""
+        """Set the position at the begin of an epoch: its first sample, except for the resumed one."""
         if self._epochs_begun > 0:
             self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
         self._epochs_begun += 1
@@ -198,16 +187,16 @@ class PositionTracker(TrainerCallback):
         self.position = self._epoch_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the samples of the step that was just made."""
+        """Count the samples of a step."""
         self._count(args, state, self._waiting())
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the samples of steps that were left out (``skip_data_intervals``), for which there is no event."""
-        # What an epoch leaves over after its last step is taken once more when a run resumes there.
+        """Count the samples of skipped steps (``skip_data_intervals``), for which there is no event."""
+        # A run that resumes here reads the batches after the last step again.
         self._count(args, state, self.position.waiting)
         self.position = replace(self.position, ended=True)
         if self._epoch_begin.ended and state.global_step == self._step_at_epoch_begin:
-            # The end of this epoch was evaluated and saved by the run that saved the checkpoint.
+            # The saved run has evaluated and saved at the end of this epoch.
             control.should_evaluate = control.should_save = False
             if self._on_made_up is not None:
                 self._on_made_up()
@@ -217,10 +206,10 @@ class PositionTracker(TrainerCallback):
         trained = (state.global_step - self._step_at_epoch_begin) * pace_of(args).per_step
         self.position = Position(begin.epoch, begin.samples + trained, begin.consumed + trained, waiting)
         state.consumed_samples = self.position.consumed
-        self._tell_epoch(args, state)
+        self._set_epoch(args, state)
 
-    def _tell_epoch(self, args: Any, state: Any) -> None:
-        """The epoch of a resumed run, which the loop takes to begin with its first batch."""
+    def _set_epoch(self, args: Any, state: Any) -> None:
+        """Set the epoch of a resumed run; the loop assumes that it began with its first batch."""
         if self._resumed:
             pace = pace_of(args)
             # PaddleFormers takes an epoch of unknown length to be as long as the run.

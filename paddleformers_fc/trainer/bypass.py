@@ -2,8 +2,8 @@
 
 The replaced methods of a Trainer can be bypassed: by a subclass that overrides one of them without ``super()``, or by a
 PaddleFormers that calls another method. The run would then save in PaddleFormers' own format, or continue without the
-weights of the checkpoint that it resumes. So each replaced method records that it ran (:attr:`.job_state.Run.ran`,
-:attr:`.job_state.Run.saved`), and the records are checked at the start of training, in every save and after it.
+weights of the checkpoint that it resumes. So each replaced method records that it ran (:attr:`.job_state.JobState.ran`,
+:attr:`.job_state.JobState.saved`), and the records are checked at the start of training, in every save and after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paddleformers_fc.trainer.job_state import channel_of, job_state_of
 
 
 def refuse_other_loop(trainer: Any) -> None:
-    """Refuse to train or save where the loop, or the load that was asked for, is not the replaced method.
+    """Refuse to train or save if the loop or the requested load is not the replaced method.
 
     Args:
         trainer: a Trainer that trains, or that saves without having trained.
@@ -84,6 +84,6 @@ def _refuse(trainer: Any, where: str, skipped: Sequence[str]) -> None:
 
 
 def _definition(trainer: Any, name: str) -> str:
-    """Where the method that the loop finds under a name is defined."""
+    """Return the class that defines a method of the Trainer."""
     owner = next((one for one in type(trainer).__mro__ if name in vars(one)), type(trainer))
     return f"{owner.__module__}.{owner.__qualname__}.{name}"

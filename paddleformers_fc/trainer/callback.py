@@ -17,7 +17,7 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import size_text
 
 ATTENDED = "_flex_attended"
-"""The attribute by which the training arguments say that their Trainer goes through this package."""
+"""The attribute of training arguments whose Trainer uses this package."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class FlexCheckpointCallback(TrainerCallback):
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Refuse a Trainer that does not know ``flex_checkpoint`` and would save in another format.
+        """Refuse a Trainer that ignores ``flex_checkpoint`` and would save in another format.
 
         Raises:
-            EnvironmentMismatch: it does not.
+            EnvironmentMismatch: the Trainer does not use this package.
         """
         if getattr(args, "flex_checkpoint", False) and not getattr(args, ATTENDED, False):
             raise EnvironmentMismatch(
-                "flex_checkpoint is true, but this Trainer does not know it and saves in PaddleFormers' own format.",
+                "flex_checkpoint is true, but this Trainer ignores it and saves in PaddleFormers' own format.",
                 where="on_init_end",
                 next_step="Use paddleformers_fc.FlexTrainer, or call paddleformers_fc.install() before the Trainer is "
-                "made.",
+                "constructed.",
             )
 
     def on_checkpoint_saved(self, args: Any, report: CheckpointReport) -> None:

@@ -1,17 +1,17 @@
-"""The small files of a checkpoint: what describes the model, and the Trainer's own state.
+"""The small files of a checkpoint: the description of the model, and the state of the Trainer.
 
 ====================================  ================================================================================
 ``config.json`` and others            the model's configuration, generation settings and tokenizer, as in an export
 ``trainer/state.json``                PaddleFormers' ``TrainerState``: step, epoch, best metric, ...
 ``trainer/scheduler.json``            the learning-rate scheduler
 ``trainer/scaler.json``               the loss scaler of float16 runs
-``trainer/data.json``                 how far into the data the run was (:mod:`.position`)
+``trainer/data.json``                 the position of the run in its data (:mod:`.position`)
 ``trainer/arguments.json``            the training arguments, for a reader
 ``trainer/rng-00000.json``            the random generators of one process (:mod:`.rng`)
 ====================================  ================================================================================
 
-All of it is a few kilobytes, but for the tokenizer. What other libraries write goes into a temporary directory and is
-read back, so that it gets the same checksums and the same commit as everything else.
+All but the tokenizer are a few kilobytes. Files of other libraries are written into a temporary directory and read
+back, so that they are checksummed and committed like all others.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rng_name(rank: int) -> str:
 
 
 def model_config(model: Any) -> dict[str, Any]:
-    """What ``config.json`` says: the model's configuration without anything that belongs to a parallel layout.
+    """Return the content of ``config.json``: the model's configuration without keys of a parallel layout.
 
     Args:
         model: the model as it was built, or a wrapper of it.
@@ -87,18 +87,15 @@ def model_config(model: Any) -> dict[str, Any]:
 
 
 def config_text(model: Any) -> str:
-    """The text of ``config.json``."""
+    """Return the text of ``config.json``."""
     return json.dumps(model_config(model), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def model_files(trainer: Any) -> dict[str, bytes]:
-    """The files that describe the model: configuration, generation settings, tokenizer, processor.
-
-    Args:
-        trainer: whose model, tokenizer and processing class are described.
+    """Return the files that describe a Trainer's model: configuration, generation settings, tokenizer, processor.
 
     Returns:
-        content by path relative to the directory that holds the weights.
+        content by path relative to the directory of the weights.
     """
     model = unwrap_model(trainer.model)
     custom = [trainer.copy_custom_files] if getattr(trainer.args, "copy_custom_file_list", None) else []
@@ -111,7 +108,7 @@ def model_files(trainer: Any) -> dict[str, bytes]:
 
 
 def tokenizer_files(trainer: Any) -> dict[str, bytes]:
-    """The files of a Trainer's tokenizer and processor, by path relative to the directory that holds the weights."""
+    """Return the files of a Trainer's tokenizer and processor, by path relative to the directory of the weights."""
     writers: list[Callable[[str], Any]] = []
     if trainer.tokenizer is not None and trainer.args.save_tokenizer:
         writers.append(trainer.tokenizer.save_pretrained)
@@ -121,14 +118,14 @@ def tokenizer_files(trainer: Any) -> dict[str, bytes]:
 
 
 def trainer_files(trainer: Any, data: dict[str, Any]) -> dict[str, bytes]:
-    """The Trainer's own state, as far as it is the same on every rank.
+    """Return the documents of the Trainer's state that are equal on all ranks.
 
     Args:
         trainer: the Trainer.
-        data: how far into the data it is, see :mod:`.position`.
+        data: the position in the data, see :mod:`.position`.
 
     Raises:
-        FormatError: a scheduler or a callback keeps something in the state that JSON cannot hold exactly.
+        FormatError: the state of a scheduler or callback has a value that JSON cannot hold exactly.
     """
     files = {
         STATE: codecs.encode(dataclasses.asdict(trainer.state), "trainer state"),
@@ -143,7 +140,7 @@ def trainer_files(trainer: Any, data: dict[str, Any]) -> dict[str, bytes]:
 
 
 def arguments_document(args: Any) -> bytes:
-    """The training arguments as JSON for a reader, without secrets."""
+    """Return the training arguments as JSON for readers, without secrets."""
     values = codecs.readable({**_data_arguments(args), **args.to_dict()})
     hidden = {name for name, value in values.items() if value is not None and name.endswith(_SECRET_ENDINGS)}
     shown = {name: mask_credentials(value) if isinstance(value, str) else value for name, value in values.items()}
@@ -151,10 +148,10 @@ def arguments_document(args: Any) -> bytes:
 
 
 def remember_data_arguments(parsed: Iterable[Any]) -> None:
-    """Let training arguments hold the arguments of the data, which the command line parses into another object.
+    """Keep the arguments of the data with the training arguments; the command line parses them into another object.
 
     Args:
-        parsed: every object that the command line has parsed.
+        parsed: all objects that the command line has parsed.
     """
     parsed = list(parsed)
     for data in (one for one in parsed if dataclasses.is_dataclass(one) and hasattr(one, _DATASET)):
@@ -163,7 +160,7 @@ def remember_data_arguments(parsed: Iterable[Any]) -> None:
 
 
 def _data_arguments(args: Any) -> dict[str, Any]:
-    """The arguments of the data, and the sizes of its files; none for a script that makes its own dataset."""
+    """Return the arguments of the data, and the sizes of its files; none for a script with its own dataset."""
     held = getattr(args, _DATA_ARGUMENTS, None)
     if held is None:
         return {}
@@ -173,14 +170,12 @@ def _data_arguments(args: Any) -> dict[str, Any]:
 
 
 def own_arguments(args: Any) -> dict[str, Any]:
-    """The training arguments of this run, as :func:`read_arguments` returns those of a checkpoint."""
+    """Return the training arguments of this run in the form of :func:`read_arguments`."""
     return codecs.decode_object(arguments_document(args), "training arguments")
 
 
 def read_arguments(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
     """Return the training arguments of a checkpoint; none if they are not visible or cannot be read.
-
-    They are for a reader, and no run depends on them.
 
     Args:
         directory: the checkpoint.
@@ -195,13 +190,13 @@ def read_arguments(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingProgress:
-    """The Trainer's own state, as read from a checkpoint.
+    """The state of a Trainer in a checkpoint.
 
     Args:
         state: PaddleFormers' ``TrainerState``.
         scheduler: state of the learning-rate scheduler.
-        scaler: state of the loss scaler; None if the run that was saved had none.
-        data: how far into the data it was, see :mod:`.position`.
+        scaler: state of the loss scaler; None if the saved run had none.
+        data: the position in the data, see :mod:`.position`.
     """
 
     state: TrainerState
@@ -211,7 +206,7 @@ class TrainingProgress:
 
 
 def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingProgress:
-    """The Trainer's own state, read by one rank and handed to all.
+    """Read the Trainer's state on one rank and send it to all.
 
     Args:
         checkpoint: an opened checkpoint.
@@ -228,9 +223,9 @@ def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingPro
         missing = sorted({STATE, SCHEDULER, DATA} - listed)
         if missing:
             raise MismatchError(
-                f"{directory} was saved without the state that a run is continued with.",
+                f"{directory} was saved without the Trainer's state.",
                 where=str(directory),
-                evidence=[f"{name} is not in it" for name in missing],
+                evidence=[f"missing: {name}" for name in missing],
                 next_step="Set ignore_load_lr_and_optim: true to start a new run from its weights, or use another one.",
             )
         mine = [name for name in (STATE, SCHEDULER, DATA, SCALER) if checkpoint.catalog.reader(name) == channel.rank]
@@ -252,7 +247,7 @@ def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingPro
 
 
 def read_generators(checkpoint: OpenedCheckpoint, channel: Channel) -> bytes | None:
-    """Return the document of this rank's random generators, whichever rank sees the file; None where there is none.
+    """Return the document of this rank's random generators, which any rank may see; None if there is none.
 
     Args:
         checkpoint: an opened checkpoint.
@@ -281,7 +276,7 @@ _KINDS: dict[str, Any] = {
     "trial_name": str | None,
     "trial_params": dict[str, Any] | None,
 }
-"""What the fields of a ``TrainerState`` hold; its own declarations say less than they mean."""
+"""The types of the fields of a ``TrainerState``, stricter than its own declaration."""
 
 
 def _kind_faults(values: dict[str, Any]) -> Iterator[str]:
@@ -295,30 +290,30 @@ def _kind_faults(values: dict[str, Any]) -> Iterator[str]:
 
 
 def refuse_unlike(saved: dict[str, Any], current: dict[str, Any], where: AnyPath) -> None:
-    """Refuse a saved state that the object which it is for could not have saved.
+    """Refuse the saved state of a scheduler or scaler that does not fit the live one.
 
     Args:
-        saved: the state of a scheduler or scaler, as read.
-        current: the state of the one that it is for.
+        saved: the state in the checkpoint.
+        current: the live state.
         where: the file.
 
     Raises:
-        FormatError: a value is missing, is of another kind, or is no count where there is one.
+        FormatError: a value is missing, has another type, or is an invalid count.
     """
     faults = [
         f"{name}: {type(saved.get(name)).__name__} in place of {type(value).__name__}"
         for name, value in current.items()
         if name not in saved or not _of_one_kind(saved[name], value)
     ]
-    # What these objects keep as whole numbers are counts of steps. A learning rate is worked out from them.
+    # Whole numbers of these objects are counts of steps, from which a learning rate is computed.
     faults += [
-        f"{name}: is not a number that steps can have"
+        f"{name}: invalid number of steps"
         for name, value in current.items()
         if type(value) is int and _is_number(saved.get(name)) and not -1 <= saved[name] < _MOST_STEPS
     ]
     if faults:
         raise FormatError(
-            "A saved state does not fit the object that it is for.",
+            "A saved state does not fit the live scheduler or loss scaler.",
             where=str(where),
             evidence=faults,
             next_step="Resume with the same scheduler and precision, or from another checkpoint.",
@@ -343,10 +338,10 @@ def _of_one_kind(one: Any, other: Any) -> bool:
 def _trainer_state(values: dict[str, Any], path: AnyPath) -> TrainerState:
     known = {one.name for one in dataclasses.fields(TrainerState)}
     faults = [f"unknown: {name}" for name in sorted(values.keys() - known)]
-    faults.extend(f"unfit: {fault}" for fault in _kind_faults(values))
+    faults.extend(f"invalid: {fault}" for fault in _kind_faults(values))
     if faults:
         raise FormatError(
-            "The saved trainer state is not one of this version of PaddleFormers.",
+            "The saved trainer state is of another version of PaddleFormers.",
             where=str(path),
             evidence=faults,
             next_step="Resume with the version of PaddleFormers that saved it.",
@@ -355,7 +350,7 @@ def _trainer_state(values: dict[str, Any], path: AnyPath) -> TrainerState:
 
 
 def _written_by(writers: Iterable[Callable[[str], Any]]) -> dict[str, bytes]:
-    """The files that some functions write into the directory they are given."""
+    """Return the files that some functions write into a given directory."""
     with tempfile.TemporaryDirectory(prefix="paddleformers-fc-") as name:
         for write in writers:
             write(name)

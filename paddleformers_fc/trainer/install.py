@@ -28,14 +28,14 @@ _Replacement = tuple[type[Any], str, Callable[..., Any]]
 
 _ABSENT = object()
 _originals: dict[tuple[type[Any], str], Any] = {}
-"""What the classes themselves had under these names; ``_ABSENT`` where they inherit the method."""
+"""The attributes of the classes themselves; ``_ABSENT`` for inherited methods."""
 
 
 def install() -> None:
-    """Make the stock ``Trainer`` and argument parser know ``flex_checkpoint``. A second call does nothing.
+    """Add ``flex_checkpoint`` to the stock ``Trainer`` and argument parser. A second call has no effect.
 
     Raises:
-        EnvironmentMismatch: the installed PaddleFormers is not as this package knows it; nothing was replaced.
+        EnvironmentMismatch: the installed PaddleFormers differs from the tested version; no method was replaced.
     """
     if (Trainer, "train") not in _originals:
         upstream.require(upstream.TRAINER)
@@ -47,12 +47,12 @@ def install() -> None:
 
 
 def install_options() -> None:
-    """Let PaddleFormers' argument parser know our options, and replace nothing else. A second call does nothing."""
+    """Add the options to PaddleFormers' argument parser alone. A second call has no effect."""
     _replace(_PARSER)
 
 
 def uninstall() -> None:
-    """Put everything back that :func:`install` replaced; loaders go on leaving their marks."""
+    """Restore everything that :func:`install` replaced, except loaders, which still leave marks."""
     reader.read_natively_by_default()
     while _originals:
         (owner, name), original = _originals.popitem()
@@ -77,7 +77,7 @@ def _replace(replacements: Iterable[_Replacement]) -> None:
 
 
 def _trainer_methods() -> list[_Replacement]:
-    """The methods of ``Trainer`` that ask first, and what they do instead."""
+    """Return the replaced methods of ``Trainer``."""
     from paddleformers_fc.trainer import loading, saving, trainer_init
 
     overrides: dict[str, Callable[..., Any]] = {
@@ -102,7 +102,7 @@ def _dispatching(override: Callable[..., Any], original: Callable[..., Any]) -> 
         from paddleformers_fc.trainer.mixin import FlexTrainerMixin
 
         if isinstance(self, FlexTrainerMixin):
-            return original(self, *args, **kwargs)  # The subclass has asked already.
+            return original(self, *args, **kwargs)  # The subclass has tested the arguments already.
         return override(self, functools.partial(original, self), *args, **kwargs)
 
     return method

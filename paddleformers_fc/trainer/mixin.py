@@ -14,14 +14,14 @@ from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.trainer import loaders, loading, saving, trainer_init
 
 _AnyTrainer: Any = object
-"""What the mixin is put before: only the class that has both knows whose methods ``super()`` finds."""
+"""The type of the class that follows the mixin, which is unknown here."""
 
 
 class FlexTrainerMixin(_AnyTrainer):
     """Put it before a Trainer class of PaddleFormers: ``class MyTrainer(FlexTrainerMixin, SomeTrainer)``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse classes whose save and load path this package does not know.
+        """Refuse classes whose save and load path is unknown.
 
         Raises:
             EnvironmentMismatch: the class is no PaddleFormers Trainer, the mixin comes after it, or PaddleFormers is
@@ -87,4 +87,4 @@ def _refuse_other_classes(cls: type[Any]) -> None:
 
 
 class FlexTrainer(FlexTrainerMixin, Trainer):
-    """PaddleFormers' Trainer with flex checkpoints, when its arguments say ``flex_checkpoint=True``."""
+    """PaddleFormers' Trainer with flex checkpoints, enabled by ``flex_checkpoint=True``."""

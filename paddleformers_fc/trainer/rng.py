@@ -38,7 +38,7 @@ class _Taken(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Generators(msgspec.Struct, forbid_unknown_fields=True):
-    """The document of one process; what is Any is checked by those who made it."""
+    """The document of one process; Python and numpy validate the fields of type Any."""
 
     world_size: int
     python: tuple[Any, ...]

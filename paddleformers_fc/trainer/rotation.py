@@ -1,23 +1,21 @@
-"""Which old checkpoints ``save_total_limit`` deletes.
+"""Delete old checkpoints beyond ``save_total_limit``.
 
-Only finished flex checkpoints are counted and deleted: what another program or another format left in the directory is
-not ours to remove. The newest one that is whole stays under every limit, and so does the best one.
+Only finished flex checkpoints are counted and deleted, never files of other programs or formats. The newest whole
+checkpoint and the best one are never deleted. A checkpoint with diverged copies of tied tensors is not whole: it does
+not count towards the limit, and is deleted before whole ones.
 
-A checkpoint with diverged copies of tied tensors is not whole. It does not count towards the limit, and is deleted
-before a whole one.
+A checkpoint is whole if ``flex_verify`` would accept it at a resume; sizes of files are always compared. Under ``full``
+the ranks also hash the newest checkpoint, each a share of it, before an older one is deleted: one pass per save that
+deletes.
 
-Whole is what ``flex_verify`` would find whole at a resume, and at least by the sizes of files. So a bit that has
-flipped in the newest one costs the older ones under ``size``, and under ``full`` it does not: then the newest one is
-read and hashed before anything older is deleted. That is one pass over it for every save that has something to delete,
-which the ranks share.
-
-Where a run saves onto several disks, each holds a part of every checkpoint and no process sees whether one is whole. So
-all ranks look together, and the newest one that is whole over all disks stays on each of them. If none is whole, only
-checkpoints with diverged ties are deleted.
+If a run saves on several disks, each contains a part of every checkpoint. All ranks verify together, and the newest
+checkpoint that is whole across all disks stays on each of them. If none is whole, only checkpoints with diverged ties
+are deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -32,19 +30,19 @@ from paddleformers_fc.trainer import resume
 
 
 def numbered(output_dir: Path, prefix: str) -> list[Path]:
-    """The directories ``prefix-N`` of a run, lowest N first."""
+    """Return the directories ``prefix-N`` of a run, lowest N first."""
     pattern = re.compile(re.escape(prefix) + "-([0-9]+)")
     found = [(match, path) for path in output_dir.glob(f"{prefix}-*") if (match := pattern.fullmatch(path.name))]
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if path.is_dir())]
 
 
 def superfluous(checkpoints: Sequence[Path], limit: int, kept: frozenset[Path]) -> list[Path]:
-    """Which checkpoints are beyond a limit.
+    """Return the checkpoints beyond a limit.
 
     Args:
         checkpoints: oldest first.
-        limit: how many may stay.
-        kept: those that stay in any case; they count.
+        limit: maximum number of checkpoints.
+        kept: checkpoints that always stay; they count.
     """
     free = [path for path in checkpoints if path not in kept]
     return free[: max(0, len(checkpoints) - max(limit, len(kept)))]
@@ -60,20 +58,20 @@ def rotate(
     channel: Channel = ALONE,
     leads: Collection[int] = (0,),
 ) -> None:
-    """Delete the checkpoints of a run that are beyond its limit, and what crashed saves have left.
+    """Delete the checkpoints of a run beyond its limit, and leftovers of interrupted saves.
 
     Args:
         output_dir: where the run saves.
         limit: ``save_total_limit``; None deletes no checkpoint.
-        needed: checkpoints that stay in any case: the one just saved, and the best so far if one is tracked.
-        say: gets one line per directory that is deleted, and per damaged one that an older one stays for.
-        level: how it is seen that the newest one is whole: ``full``, or else by the sizes of its files.
-        threads: how many read and hash under ``full``.
-        channel: all ranks where the run saves onto several disks, and every rank must call; else this process alone.
+        needed: checkpoints that always stay: the last one, and the best one.
+        say: receives one line per deleted directory, and per damaged one.
+        level: verification of the newest checkpoint: ``full``, otherwise sizes of files.
+        threads: threads that read and hash under ``full``.
+        channel: all ranks if the run saves on several disks, and every rank must call; otherwise this process alone.
         leads: the ranks that delete, one for each disk.
 
     Raises:
-        StorageError: the operating system refused.
+        StorageError: the operating system refused a deletion.
     """
     is_lead = channel.rank in leads
 
@@ -92,7 +90,7 @@ def rotate(
     newest, damaged = resume.find_newest(output_dir, channel, "full" if level == "full" else "size", threads)
     if not is_lead:
         return
-    # What another job has replaced meanwhile may have looked damaged, and is not the checkpoint that was looked at.
+    # A checkpoint that another job has replaced meanwhile was not verified.
     manifests = {path: manifest for path, manifest in _finished(output_dir).items() if before.get(path) == manifest}
     checkpoints = list(manifests)
     for path, why in damaged:
@@ -112,14 +110,11 @@ def rotate(
 
 
 def _finished(output_dir: Path) -> dict[Path, Manifest]:
-    """The finished checkpoints of a run on this disk, lowest step first, with their manifests."""
-    found = {path: _manifest(path) for path in numbered(output_dir, "checkpoint")}
-    # One under another name was given it by somebody, and is not ours to delete.
-    return {path: manifest for path, manifest in found.items() if manifest and manifest.step == parse_step(path)}
-
-
-def _manifest(path: Path) -> Manifest | None:
-    try:
-        return read_manifest(path)
-    except CheckpointError:
-        return None
+    """Return the finished checkpoints of a run on this disk, lowest step first; renamed ones are never deleted."""
+    found: dict[Path, Manifest] = {}
+    for path in numbered(output_dir, "checkpoint"):
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(path)
+            if manifest.step == parse_step(path):
+                found[path] = manifest
+    return found
