@@ -33,12 +33,14 @@ FlexTrainerMixin
 FlexTrainingArguments
 install() -> 'None'
 load(directory: 'str | PathLike[str] | RemotePath', model: 'Any', optimizer: 'Any' = None, *, \
-verify: 'str' = 'size', threads: 'int' = 4) -> 'LoadReport'
+verify: 'str' = 'size', threads: 'int' = 4, family: 'str | Family | None' = None, config: 'Config | None' = None, \
+mapping: 'RuleSet | None' = None, aoa_config: 'Mapping[str, object] | None' = None) -> 'LoadReport'
 load_open_weights(model: 'Any', directory: 'str | PathLike[str] | RemotePath', threads: 'int' = 4, \
 verify: 'str' = 'full') -> 'LoadReport'
 open(path_or_url: 'Location', verify: 'str' = 'size') -> 'Checkpoint'
 save(directory: 'str | PathLike[str]', model: 'Any', optimizer: 'Any' = None, *, step: 'int' = 0, \
-consumed_samples: 'int' = 0, parallel: 'Mapping[str, int] | None' = None) -> 'SaveReport'
+consumed_samples: 'int' = 0, parallel: 'Mapping[str, int] | None' = None, family: 'str | Family | None' = None, \
+config: 'Config | None' = None, mapping: 'RuleSet | None' = None) -> 'SaveReport'
 """
 
 

@@ -5,7 +5,7 @@ proved like any other. :func:`render` writes a mapping as text that Paddle's own
 described in ``docs/aoa.md``.
 """
 
-from paddleformers_fc.aoa.evaluate import evaluate, parse, parse_config
+from paddleformers_fc.aoa.evaluate import assigned_names, evaluate, parse, parse_config
 from paddleformers_fc.aoa.parsing import Program, read_config
 from paddleformers_fc.aoa.rendering import normal, render
 from paddleformers_fc.aoa.runs import Hints
@@ -16,6 +16,7 @@ __all__ = [
     "Hints",
     "Program",
     "Tensors",
+    "assigned_names",
     "evaluate",
     "normal",
     "parse",

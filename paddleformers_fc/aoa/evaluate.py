@@ -65,20 +65,42 @@ def parse_config(
     return evaluate(read_config(config), stored, wanted, ties)
 
 
-def _evaluated(program: Program, left: Tensors, right: Tensors | None, ties: Iterable[Tie]) -> Mapping:
+def assigned_names(program: Program, stored: Tensors, wanted: Tensors) -> frozenset[str]:
+    """Return the wanted tensors that a program assigns. The others keep the stored tensor of their name.
+
+    Raises:
+        MappingError: the faults of single statements.
+    """
+    left, right = (wanted, stored) if program.reverse else (stored, wanted)
     faults = Faults()
+    steps = _steps(program, Expander(NameIndex(left), NameIndex(right), _budget(left, right)), faults)
+    faults.raise_any()
+    return frozenset(
+        name for step in steps for name in ([one.text for one in step.left] if program.reverse else step.right)
+    )
+
+
+def _evaluated(program: Program, left: Tensors, right: Tensors | None, ties: Iterable[Tie]) -> Mapping:
+    faults, index, budget = Faults(), NameIndex(left), _budget(left, right)
+    steps = _steps(program, Expander(index, None if right is None else NameIndex(right), budget), faults)
+    assignments = Interpreter(steps, left, right or {}, index, budget).run(faults)
+    mapping = mapping_of(assignments, left, right, {tie.alias: tie.owner for tie in ties}, faults)
+    faults.raise_any()
+    return mapping
+
+
+def _budget(left: Tensors, right: Tensors | None) -> Budget:
+    return Budget(_SPARE + _PER_TENSOR * (len(left) + len(right or ())))
+
+
+def _steps(program: Program, expander: Expander, faults: Faults) -> list[Step]:
+    """Return the expanded statements, and add the faults of those that are invalid."""
     for line, fault in program.invalid:
         faults.add(line, fault, Span(0, len(line.text)))
-    index = NameIndex(left)
-    budget = Budget(_SPARE + _PER_TENSOR * (len(left) + len(right or ())))
-    expander = Expander(index, None if right is None else NameIndex(right), budget)
     steps: list[Step] = []
     for statement in program.statements:
         try:
             steps += expander.steps(statement)
         except Fault as fault:
             faults.add(statement.line, fault, statement.arrow)
-    assignments = Interpreter(steps, left, right or {}, index, budget).run(faults)
-    mapping = mapping_of(assignments, left, right, {tie.alias: tie.owner for tie in ties}, faults)
-    faults.raise_any()
-    return mapping
+    return steps

@@ -90,7 +90,8 @@ def comparable_config(model: ModelDescription) -> dict[str, object]:
         for key, value in model.config.items()
         if key not in _OF_ONE_RANK and not key.endswith(_RANK_KEY_SUFFIX)
     }
-    return {**config, IS_FLEET: model.is_fleet}
+    rules = {} if model.rules is None else {"mapping": model.rules.digest}
+    return {**config, IS_FLEET: model.is_fleet, **rules}
 
 
 def _flat(value: object, subject: str) -> Iterator[tuple[str, str]]:

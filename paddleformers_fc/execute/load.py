@@ -197,7 +197,7 @@ def prepare_load(
             else:
                 source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]))
             # Statements may leave out the attention of all layers; what they keep or move has the heads it had.
-            if not aoa_config or headed_names(family_for(model.config), source.mapping.made):
+            if model.rules is None and (not aoa_config or headed_names(family_for(model.config), source.mapping.made)):
                 for line in _head_count_difference(checkpoint.known, model):
                     report.add("shape", line)
             unwanted = source.mapping.dropped if aoa_config else frozenset(checkpoint.rules.fresh)

@@ -43,8 +43,8 @@ from paddleformers_fc.execute.save_plan import (
 )
 from paddleformers_fc.execute.staging_directory import StagingDirectory, staging_beside
 from paddleformers_fc.execute.ties import diverged, hash_ties
-from paddleformers_fc.families import ModelDescription, family_for
-from paddleformers_fc.families.bind import tied_names
+from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME
 from paddleformers_fc.formats.flex import MAPPING_NAME
 from paddleformers_fc.layout.codec import decode_held, encode_held
@@ -277,7 +277,7 @@ def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
     weights = roles.get(MODEL_STATE, {})
     shared = {
         alias: owner
-        for alias, owner in tied_names(family_for(model.config), model).items()
+        for alias, owner in model_ties(model).items()
         if owner in weights and alias in weights and _address(weights[owner]) == _address(weights[alias])
     }
     if not shared:
@@ -301,7 +301,8 @@ def _address(weight: Any) -> int:
 def _facts(own: LiveRoles, model: ModelDescription, max_file_bytes: int) -> bytes:
     """The digest of everything that this rank brings into a plan."""
     described = json.dumps([dict(model.config), model.is_fleet], sort_keys=True, default=repr)
-    return digest(described.encode(), str(max_file_bytes).encode(), facts_of(own))
+    stated = model.rules.digest if model.rules is not None else ""
+    return digest(described.encode(), stated.encode(), str(max_file_bytes).encode(), facts_of(own))
 
 
 def _new_plan(own: LiveRoles, model: ModelDescription, max_file_bytes: int, channel: Channel) -> SavePlan:

@@ -28,8 +28,8 @@ from paddleformers_fc.execute.replica_assignment import (
     pack_files,
 )
 from paddleformers_fc.execute.ties import Ties, ties_of
-from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for
-from paddleformers_fc.families.bind import tied_names
+from paddleformers_fc.families import ModelDescription, ModelTensor
+from paddleformers_fc.families.stated import bind_model, family_name, model_ties
 from paddleformers_fc.families.stored import encode_mapping
 from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.layout import Shard
@@ -168,7 +168,7 @@ def build_save_plan(everyone: list[RankShards], model: ModelDescription, rank: i
         for role in roles
         for planned in _role_files(role, [piece for piece in share if piece.role == role], rank, max_file_bytes)
     ]
-    ties = ties_of(everyone, shares, tied_names(family_for(model.config), model))
+    ties = ties_of(everyone, shares, model_ties(model))
     return SavePlan(tuple(files), record, tuple(find_replicas(everyone, rank)), ties)
 
 
@@ -181,7 +181,8 @@ def model_rules(model: ModelDescription, shards: Mapping[str, Shard]) -> RuleSet
     """
     tensors = [ModelTensor(shard.name, shard.global_shape, shard.dtype, shard.cuts) for shard in shards.values()]
     cuts = {tensor.name: tensor.cuts for tensor in tensors if any(cut > 1 for cut in tensor.cuts)}
-    return replace(bind(family_for(model.config), model, tensors), cuts=cuts)
+    rules = bind_model(model, tensors)
+    return replace(rules, cuts={**cuts, **rules.cuts})
 
 
 def _role_files(role: str, pieces: Iterable[ShardPart], rank: int, max_file_bytes: int) -> Iterable[PlannedFile]:
@@ -206,10 +207,10 @@ def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:
     for held in distinct:
         parameters.update(held.get(MODEL_STATE, {}))
     # One shard of every model tensor of the job; its cuts determine the tensor-parallel degree.
-    family, rules = family_for(model.config), model_rules(model, parameters)
+    rules = model_rules(model, parameters)
     prove(rules.mapping(), "The model's mapping")
     _refuse_partial(distinct, parameters)
-    return ModelRecord(family.name, encode_mapping(model, rules))
+    return ModelRecord(family_name(model), encode_mapping(model, rules))
 
 
 def _refuse_partial(everyone: list[RankShards], parameters: Mapping[str, Shard]) -> None:

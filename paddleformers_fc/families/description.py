@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paddleformers_fc.mapping import RuleSet
+
 IS_FLEET = "is_fleet"
 """The name of the class of a model in declarations. It is never a key of a configuration."""
 
@@ -26,10 +28,12 @@ class ModelDescription:
         config: the resolved configuration: every key, also nested ones, with the value that the model was built with.
         is_fleet: whether the model's class is one of PaddleFleet; None if unknown, which is an error if a declaration
             depends on it.
+        rules: the rules of the whole model, if a caller states them; None if its family declares them.
     """
 
     config: Mapping[str, Any]
     is_fleet: bool | None = None
+    rules: RuleSet | None = None
 
     @property
     def model_type(self) -> str:

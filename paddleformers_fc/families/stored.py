@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -56,15 +57,22 @@ class _Document(msgspec.Struct, frozen=True):
     rules: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _Model(msgspec.Struct, frozen=True):
+    """A description as it is stored. Rules are in the document themselves."""
+
+    config: dict[str, Any]
+    is_fleet: bool | None = None
+
+
 _documents = msgspec.json.Decoder(_Document)
-_models = msgspec.json.Decoder(ModelDescription | None)
+_models = msgspec.json.Decoder(_Model | None)
 _RULE_FIELDS = tuple(field.name for field in dataclasses.fields(RuleSet))
-_MODEL_FIELDS = tuple(field.name for field in dataclasses.fields(ModelDescription))
 
 
 def encode_mapping(model: ModelDescription, rules: RuleSet) -> bytes:
     """Return the bytes of ``mapping.json``."""
-    document = _Document(FORMAT, msgspec.Raw(msgspec.json.encode(model)), msgspec.Raw(encode_rules(rules)))
+    stored = _Model(dict(model.config), model.is_fleet)
+    document = _Document(FORMAT, msgspec.Raw(msgspec.json.encode(stored)), msgspec.Raw(encode_rules(rules)))
     return msgspec.json.format(msgspec.json.encode(document), indent=1)
 
 
@@ -94,9 +102,9 @@ def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription | None, Ru
         )
     rules = decode_rules(bytes(document.rules), where)
     ignored_extensions(data, _Document.__struct_fields__, where)
-    ignored_extensions(document.model, _MODEL_FIELDS, where)
+    ignored_extensions(document.model, _Model.__struct_fields__, where)
     ignored_extensions(document.rules, _RULE_FIELDS, where)
-    return model, rules
+    return ModelDescription(model.config, model.is_fleet), rules
 
 
 def completed(

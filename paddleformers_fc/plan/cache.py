@@ -122,11 +122,15 @@ def plan_key(
         manifest=_digest(msgspec.msgpack.encode(checkpoint.manifest)),
         stored=_digest(_catalog_bytes(checkpoint.catalog)),
         rules=checkpoint.rules.digest,
-        models=_digest(_json([[[dict(one.config), one.is_fleet] for one in models], families])),
+        models=_digest(_json([[[dict(one.config), one.is_fleet] for one in models], families, *_stated(model)])),
         wanted=_digest(msgspec.msgpack.encode([(role, list(one), list(one.values())) for role, one in wanted.items()])),
         statements=_digest(_json(aoa_config and dict(aoa_config)) + msgspec.msgpack.encode(tensors)),
         tied=checkpoint.tied,
     )
+
+
+def _stated(model: ModelDescription) -> list[str]:
+    return [] if model.rules is None else [model.rules.digest]
 
 
 def _digest(data: bytes) -> str:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from paddleformers_fc.aoa import AoaTensor, Program, evaluate, read_config, uncut
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for, is_known
+from paddleformers_fc.families import ModelDescription, ModelTensor, is_known
+from paddleformers_fc.families.stated import bind_model
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.mapping import Mapping, RuleSet, TensorSources, prove
 from paddleformers_fc.mapping.folding import fold
@@ -59,7 +60,8 @@ def statements_source(
     stated = _evaluated(program, held, tensors, live, derived.wanted_aliases)
     left_to_names = {name: made for name, made in derived.mapping.made.items() if _is_left(stated, name, made)}
     said = {name: made for name, made in stated.made.items() if name not in left_to_names}
-    if said:
+    # The order of the parts is unknown for stated rules. Only the statements themselves can give it.
+    if said and model.rules is None:
         plainly = _evaluated(program, _uncut(held), _uncut(tensors), live, derived.wanted_aliases)
         before, after = _interleavings(rules, _alone(checkpoint)), _interleavings(live, _bound(model, _uncut(tensors)))
         said = _reinterleave(said, before.reversed().then(plainly).then(after), plainly, (rules, live))
@@ -78,7 +80,7 @@ def statements_source(
 def _bound(model: ModelDescription, tensors: MappingABC[str, AoaTensor]) -> RuleSet:
     """Return the rules of a model on all ranks."""
     held = (ModelTensor(name, one.shape, one.dtype, one.cuts) for name, one in tensors.items())
-    return bind(family_for(model.config), model, held)
+    return bind_model(model, list(held))
 
 
 def _alone(checkpoint: OpenedCheckpoint) -> RuleSet:

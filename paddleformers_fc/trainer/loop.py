@@ -1,31 +1,49 @@
 """Save and load for a training loop without PaddleFormers' Trainer.
 
-The model is one of PaddleFormers whose family is declared; its configuration is read from the live object.
-Every rank of the job must call, and all ranks raise the same error.
+The model is any layer with ``sharded_state_dict``. Its tensors are mapped by the family of its configuration or of an
+argument, by rules of the caller, or else by name. Every rank of the job must call, and all ranks raise the same error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
-from paddleformers.transformers.model_utils import unwrap_model
+from paddleformers.transformers.configuration_utils import PretrainedConfig
 
-from paddleformers_fc.distributed.channel import run_on_all
+from paddleformers_fc.aoa import AoaTensor, assigned_names, read_config
+from paddleformers_fc.distributed.channel import gather_and_keep, run_on_all
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_load
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions
-from paddleformers_fc.execute.save import JobRecord, SaveReport, save_checkpoint
-from paddleformers_fc.families import ModelDescription, family_for
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME
+from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
+from paddleformers_fc.families import Family, ModelDescription, family_for, is_known, register
+from paddleformers_fc.families.description import IS_FLEET
+from paddleformers_fc.families.stated import bind_model, model_ties, refuse_recut, rules_by_name, without_family
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
+from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, OPTIMIZER_STATE
+from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.paths import RemotePath, expand_user, parse_path, require_local
-from paddleformers_fc.trainer import documents, optimizers, state, undefined
+from paddleformers_fc.trainer import documents, undefined
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.job_state import job_communicator
+from paddleformers_fc.trainer.layout_source import (
+    HeldTensors,
+    ShardedStateDicts,
+    held_tensors,
+    rules_of_all,
+    sharded_state_dicts,
+)
+
+Config: TypeAlias = Mapping[str, Any] | PretrainedConfig
+"""A model's configuration: the content of ``config.json``, or PaddleFormers' object."""
 
 
 def save(
@@ -36,37 +54,46 @@ def save(
     step: int = 0,
     consumed_samples: int = 0,
     parallel: Mapping[str, int] | None = None,
+    family: str | Family | None = None,
+    config: Config | None = None,
+    mapping: RuleSet | None = None,
 ) -> SaveReport:
     """Save a model, and its optimizer, as a flex checkpoint. Every rank must call.
 
     Args:
         directory: the checkpoint, usually ``checkpoint-N`` with the step as N; an older one is replaced in one step.
-        model: a PaddleFormers model of a declared family, or its parallel wrapper.
+        model: a layer with ``sharded_state_dict``, or its parallel wrapper.
         optimizer: PaddleFormers' or Paddle's AdamW over its parameters; None saves the weights alone.
         step: optimizer steps done.
         consumed_samples: training samples seen.
         parallel: degree per parallel axis, for a reader; a load does not need it.
+        family: the model's family, or its ``model_type``; by default that of the configuration.
+        config: the model's configuration; by default ``model.config``.
+        mapping: rules from canonical tensors to all tensors of the model, instead of those of a family. Without rules
+            and a declared family, every tensor has its own name as canonical name.
     Raises:
         FlexError: the same on every rank; an older checkpoint is untouched.
 
     Example:
         >>> paddleformers_fc.save("out/checkpoint-3", model, optimizer, step=3)
     """
-    channel, model = job_communicator(), unwrap_model(model)
+    channel = job_communicator()
     target = require_local(expand_user(str(directory)), "A checkpoint that is saved")
 
-    def prepare() -> tuple[ModelDescription, state.LiveRoles, dict[str, bytes]]:
-        description = _describe(model)
-        undefined.refuse_undefined(model)
-        files = {CONFIG_NAME: documents.config_text(model).encode()} if channel.rank == 0 else {}
-        if optimizer is None:
-            return description, state.model_roles(model), files
-        optimizers.refuse_unsupported(optimizer)
-        return description, state.run_roles(model, optimizer), files
+    def prepare() -> tuple[HeldTensors, _Prepared]:
+        source = sharded_state_dicts(model, optimizer)
+        undefined.refuse_undefined(source.model)
+        described = _described(source.model, family, config, mapping)
+        roles = source.roles()
+        files = {CONFIG_NAME: _config_text(source.model, described, config)} if channel.rank == 0 else {}
+        return _held(described, roles), _Prepared(described, roles, files)
 
-    description, roles, files = run_on_all(channel, "preparing a checkpoint", prepare)
-    job = JobRecord(step, consumed_samples, dict(parallel or {}))
-    return save_checkpoint(Path(target), roles, description, files, job, channel)
+    everyone, prepared = gather_and_keep(channel, "preparing a checkpoint", prepare, HeldTensors)
+    description, job = prepared.description, JobRecord(step, consumed_samples, dict(parallel or {}))
+    if description.rules is not None:
+        # The family of the key may be declared, and its rules are not those that are stored.
+        description = replace(_with_rules(description, everyone), config=without_family(description.config))
+    return save_checkpoint(Path(target), prepared.roles, description, prepared.files, job, channel)
 
 
 def load(
@@ -76,54 +103,158 @@ def load(
     *,
     verify: str = "full",
     threads: int = 4,
+    family: str | Family | None = None,
+    config: Config | None = None,
+    mapping: RuleSet | None = None,
+    aoa_config: Mapping[str, object] | None = None,
 ) -> LoadReport:
     """Fill a model, and its optimizer, from a flex checkpoint, whatever the two layouts are. Every rank must call.
 
     Args:
         directory: the checkpoint: a path or a URL.
-        model: a PaddleFormers model of a declared family, or its parallel wrapper.
+        model: a layer with ``sharded_state_dict``, or its parallel wrapper.
         optimizer: gets the stored states; None loads the weights alone.
         verify: what is compared: ``off``, ``size`` (sizes and documents) or ``full`` (also all tensors that are read).
         threads: number of threads of this rank that read.
+        family: as for :func:`save`; also of a checkpoint that was saved without one.
+        config: as for :func:`save`.
+        mapping: as for :func:`save`; canonical names of a checkpoint without a family are those of its tensors.
+        aoa_config: statements from stored names to the model's, for tensors that have another name or layout now.
     Raises:
         Corrupt: the same on every rank: a checksum does not match. Those of headers and documents are compared before
             anything changes. Those of tensors are compared while they are filled; then the error states that tensors
             are undefined, and ``save`` and the Trainer refuse the model until a load succeeds.
+        MismatchError: the same on every rank, before any weight changes: tensors are mapped by name, and the
+            tensor-parallel degree differs.
         FlexError: the same on every rank, before any weight changes, if the checkpoint does not fit.
 
     Example:
         >>> paddleformers_fc.load("out/checkpoint-3", model, optimizer)
     """
-    channel, model = job_communicator(), unwrap_model(model)
-    source = directory if isinstance(directory, RemotePath) else parse_path(expand_user(str(directory)))
-    checkpoint = open_on_all_ranks(source, channel, verify, threads)
-    stored = checkpoint.catalog.roles
+    channel = job_communicator()
+    path = directory if isinstance(directory, RemotePath) else parse_path(expand_user(str(directory)))
+    opened = open_on_all_ranks(path, channel, verify, threads)
 
-    def prepare() -> tuple[ModelDescription, state.LiveRoles]:
-        description = _describe(model)
-        state.make_room(model)
-        if optimizer is None:
-            return description, state.model_roles(model)
-        optimizers.refuse_unsupported(optimizer)
-        state.create_states(model, optimizer, {*stored.get(MASTER_WEIGHT, {}), *stored.get(OPTIMIZER_STATE, {})})
-        live = state.run_roles(model, optimizer)
-        # A stored role that no rank holds is a role that is missed.
-        return description, {role: live.get(role, {}) for role in {**live, **stored}}
+    def look() -> tuple[HeldTensors, tuple[ShardedStateDicts, ModelDescription]]:
+        source = sharded_state_dicts(model, optimizer)
+        described = _described(source.model, family, config, mapping)
+        return _held(described, sharded_state_dicts(model, None).roles()), (source, described)
 
-    description, roles = run_on_all(channel, "preparing the optimizer", prepare)
-    load = prepare_load(checkpoint, roles, description, channel, ReadOptions(threads=threads))
-    with undefined.until_filled(model, source):
+    everyone, (source, described) = gather_and_keep(channel, "describing the model", look, HeldTensors)
+
+    def prepare() -> tuple[OpenedCheckpoint, ModelDescription, Roles]:
+        description = _with_rules(described, everyone)
+        checkpoint, description = _aligned(opened, description, _is_by_name(described), aoa_config)
+        stored = checkpoint.catalog.roles
+        states = {*stored.get(MASTER_WEIGHT, {}), *stored.get(OPTIMIZER_STATE, {})}
+        source.prepare(_with_aliases(description, states))
+        live = source.roles()
+        # A stored role that this rank does not have is reported as missing.
+        wanted = stored if optimizer is not None else ()
+        return checkpoint, description, {role: live.get(role, {}) for role in {**live, **dict.fromkeys(wanted)}}
+
+    checkpoint, description, roles = run_on_all(channel, "preparing the optimizer", prepare)
+    load = prepare_load(checkpoint, roles, description, channel, ReadOptions(threads=threads), aoa_config)
+    with undefined.until_filled(source.model, path):
         return load.fill()
 
 
-def _describe(model: Any) -> ModelDescription:
-    """Describe a model whose family is declared; without one, names cannot show that a tensor is fused."""
-    if not hasattr(model, "config"):
-        raise OptionError(
-            f"{type(model).__name__} has no configuration that names its family.",
-            where="model",
-            next_step="Use a model of PaddleFormers, and declare its family as docs/add-a-family.md shows.",
-        )
-    description = describe(model)
-    family_for(description.config)
-    return description
+@dataclass(frozen=True)
+class _Prepared:
+    """The input of a save on this rank."""
+
+    description: ModelDescription
+    roles: Roles
+    files: dict[str, bytes]
+
+
+def _described(
+    model: Any,
+    family: str | Family | None,
+    config: Config | None,
+    mapping: RuleSet | None,
+) -> ModelDescription:
+    """Describe a model by its configuration and the arguments; without a family it has rules, at first none."""
+    if mapping is not None and family is not None:
+        raise OptionError("family and mapping both state the rules of a model.", next_step="Give one of them.")
+    given = getattr(model, "config", None) if config is None else config
+    described = _resolved(model, given)
+    if isinstance(family, Family):
+        register(family)
+        family = family.model_types[0]
+    if family is not None:
+        described = replace(described, config={**described.config, "model_type": family})
+    if mapping is not None:
+        return replace(described, rules=replace(mapping, cuts={}))
+    if family is None and config is None and not is_known(described.config):
+        return replace(described, rules=rules_by_name(()))
+    family_for(described.config)
+    return described
+
+
+def _resolved(model: Any, config: Any) -> ModelDescription:
+    is_fleet = bool(getattr(model, IS_FLEET, False))
+    if isinstance(config, PretrainedConfig):
+        own = config is getattr(model, "config", None)
+        return describe(model if own else SimpleNamespace(config=config, is_fleet=is_fleet))
+    return ModelDescription(dict(config) if isinstance(config, Mapping) else {}, is_fleet)
+
+
+def _config_text(model: Any, described: ModelDescription, config: object) -> bytes:
+    """Return the bytes of ``config.json``: as PaddleFormers writes it, or of the given configuration."""
+    if config is not None or not isinstance(getattr(model, "config", None), PretrainedConfig):
+        return config_bytes(described.config)
+    written = documents.model_config(model)
+    model_type = described.config.get("model_type")
+    if written.get("model_type") == model_type:
+        return documents.config_text(model).encode()
+    return config_bytes({**written, "model_type": model_type})
+
+
+def _is_by_name(model: ModelDescription) -> bool:
+    return model.rules is not None and not model.rules.targets
+
+
+def _held(model: ModelDescription, roles: Roles) -> HeldTensors:
+    return held_tensors(roles) if _is_by_name(model) else HeldTensors()
+
+
+def _with_rules(model: ModelDescription, everyone: list[HeldTensors]) -> ModelDescription:
+    return replace(model, rules=rules_of_all(everyone)) if _is_by_name(model) else model
+
+
+def _aligned(
+    checkpoint: OpenedCheckpoint, model: ModelDescription, by_name: bool, aoa_config: Mapping[str, object] | None
+) -> tuple[OpenedCheckpoint, ModelDescription]:
+    """Return checkpoint and model with rules into one canonical space, and with configurations that can be compared.
+
+    A checkpoint without a family takes that of the model. By name, both spaces are those of the model's own names. A
+    key that only one configuration has is not compared.
+    """
+    stored = checkpoint.known
+    if model.rules is None:
+        if "model_type" in stored.config:
+            return checkpoint, model
+        described = replace(model, config={**model.config, **stored.config})
+        rules = replace(bind_model(described, stored_tensors(checkpoint.rules)), cuts=checkpoint.rules.cuts)
+        return replace(checkpoint, config={}, describe=lambda: StoredModel(rules, described)), model
+    if not by_name:
+        return checkpoint, replace(model, config={**without_family(model.config), **stored.config})
+    named = rules_by_name(stored_tensors(checkpoint.rules), checkpoint.rules.ties)
+    sides = _aoa_tensors(named), _aoa_tensors(model.rules)
+    assigned = assigned_names(read_config(aoa_config), *sides) if aoa_config else ()
+    refuse_recut(named, model.rules, assigned, str(checkpoint.catalog.root))
+    before, now = ({**one.config, **other.config} for one, other in ((model, stored), (stored, model)))
+    known = StoredModel(named, ModelDescription(without_family(before)))
+    return replace(checkpoint, describe=lambda: known), replace(model, config=without_family(now))
+
+
+def _aoa_tensors(rules: RuleSet) -> dict[str, AoaTensor]:
+    return {one.name: AoaTensor(one.shape, one.dtype, one.cuts) for one in stored_tensors(rules)}
+
+
+def _with_aliases(model: ModelDescription, states: Collection[str]) -> set[str]:
+    """Return names of states, and those of aliases, after which Paddle may name the states of a tied parameter."""
+    aliases = {owner: alias for alias, owner in model_ties(model).items()}
+    parts = [name.rpartition(".") for name in states]
+    return {*states, *(f"{aliases[owner]}.{suffix}" for owner, _, suffix in parts if owner in aliases)}

@@ -16,7 +16,7 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_sta
 from paddleformers.trainer.trainer_utils import init_optimizer
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.declarations import TiedName
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.trainer import slices
@@ -163,9 +163,9 @@ def _with_aliases(model: Any, stored: Collection[str]) -> set[str]:
 
 
 def _tied(model: Any) -> tuple[TiedName, ...]:
-    """Return the aliases of a model if it ties its word embeddings."""
-    described = describe(model)
-    if not described.config.get("tie_word_embeddings"):
+    """Return the aliases of a model of a declared family if it ties its word embeddings."""
+    described = describe(model) if hasattr(model, "config") else ModelDescription({})
+    if not described.config.get("tie_word_embeddings") or not is_known(described.config):
         return ()
     return family_for(described.config).tied
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.mutants.mutant import Mutant
 
-LISTS = ("storage", "execute", "plan", "formats", "layout", "trainer")
+LISTS = ("storage", "execute", "plan", "formats", "layout", "families", "trainer")
 
 
 def read_list(text: str) -> Iterator[Mutant]:

@@ -2,35 +2,130 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.execute.digest import canonical_digests
-from tests.harness.tiny import SINGLE, TP2, MatrixLayout
+from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
+from tests.harness.tiny import DP2, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 
 
-def hop(ranks: ForkServer, layout: MatrixLayout, place: Path, source: Path | None = None) -> Path:
-    target = place / "checkpoint-3"
-    job = {"layout": layout.to_json(), "output_dir": str(place / "run"), "target": str(target)}
-    given = {**job, "source": None if source is None else str(source)}
-    assert not any(ranks.run("tests.trainer.loop_jobs:run", layout.nproc, given).values)
-    return target
+def hop(
+    ranks: ForkServer, job: str, layout: MatrixLayout, place: Path, source: Path | None = None, **settings: Any
+) -> Path:
+    """Run a job that has to succeed, and return the checkpoint that it saves."""
+    refused = outcomes(ranks, job, layout, place, source, **settings)
+    assert not any(refused), refused
+    return place / "checkpoint-3"
+
+
+def outcomes(
+    ranks: ForkServer, job: str, layout: MatrixLayout, place: Path, source: Path | None, **settings: Any
+) -> list[list[str]]:
+    given: Mapping[str, Any] = {"layout": layout.to_json(), "output_dir": str(place / "run"), **settings}
+    paths = {"target": str(place / "checkpoint-3"), "source": None if source is None else str(source)}
+    return list(ranks.run(f"tests.trainer.loop_jobs:{job}", layout.nproc, {**given, **paths}).values)
+
+
+def digests(checkpoint: Path) -> list[TensorDigest]:
+    return list(canonical_digests(checkpoint))
 
 
 def test_a_hand_written_loop_resumes_bitwise_on_one_and_two_ranks(ranks: ForkServer, tmp_path: Path) -> None:
-    single = hop(ranks, SINGLE, tmp_path / "single")
-    split = hop(ranks, TP2, tmp_path / "split", single)
-    again = hop(ranks, SINGLE, tmp_path / "again", split)
-    expected = list(canonical_digests(single))
+    single = hop(ranks, "run", SINGLE, tmp_path / "single")
+    split = hop(ranks, "run", TP2, tmp_path / "split", single)
+    again = hop(ranks, "run", SINGLE, tmp_path / "again", split)
+    expected = digests(single)
     assert {one.role for one in expected} == {"model_state", "optimizer_state"}
-    assert list(canonical_digests(split)) == list(canonical_digests(again)) == expected
+    assert digests(split) == digests(again) == expected
     job = paddleformers_fc.open(again).metadata.job
     assert job is not None
     assert (job.step, job.consumed_samples) == (3, 6)
 
 
-def test_a_model_without_a_family_is_refused(ranks: ForkServer, tmp_path: Path) -> None:
-    refused = ranks.run("tests.trainer.loop_jobs:refuse", 1, {"output_dir": str(tmp_path / "checkpoint-1")})
-    assert list(refused.values) == ["Linear has no configuration that names its family."]
-    assert not (tmp_path / "checkpoint-1").exists()
+def test_a_checkpoint_by_name_loads_with_a_family_under_another_tensor_parallel_degree(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    single = hop(ranks, "run", SINGLE, tmp_path / "single", model_type="ernie4_5_moe")
+    named = hop(ranks, "run_bare", TP2, tmp_path / "named", single, saves_by_name=True)
+    again = hop(ranks, "run_bare", SINGLE, tmp_path / "again", named)
+    fused = {"model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.up_gate_proj.weight"}
+    assert fused <= {one.name for one in digests(named)}
+    assert digests(again) == digests(single)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "staged"])
+def test_layers_of_paddle_resume_by_name_under_data_parallelism_sharding_and_stages(
+    ranks: ForkServer, tmp_path: Path, kind: str
+) -> None:
+    layouts = {"mlp": [SINGLE, DP2, SD2V1, SD2V2, SINGLE], "staged": [SINGLE, DP2, SINGLE]}[kind]
+    checkpoints: list[Path] = []
+    for number, layout in enumerate(layouts):
+        source = checkpoints[-1] if checkpoints else None
+        checkpoints.append(hop(ranks, "run_plain", layout, tmp_path / f"{number}", source, kind=kind))
+    expected = digests(checkpoints[0])
+    assert {one.role for one in expected} == {"model_state", "optimizer_state"}
+    for one in checkpoints[1:]:
+        assert digests(one) == expected
+    assert paddleformers_fc.open(checkpoints[-1]).verify().passed
+
+
+def test_another_tensor_parallel_degree_is_refused_by_name_on_all_ranks(ranks: ForkServer, tmp_path: Path) -> None:
+    single = hop(ranks, "run_plain", SINGLE, tmp_path / "single", kind="fused")
+    split = hop(ranks, "run_plain", TP2, tmp_path / "split", kind="fused")
+    again = hop(ranks, "run_plain", TP2, tmp_path / "again", split, kind="fused")
+    assert digests(again) == digests(split)
+    to_one = outcomes(ranks, "run_plain", SINGLE, tmp_path / "to_one", split, kind="fused")
+    to_two = outcomes(ranks, "run_plain", TP2, tmp_path / "to_two", single, kind="fused")
+    assert len(to_two) == 2
+    assert to_two[0] == to_two[1]
+    for refused, before, now in ((to_one[0], "1 x 2", "1 x 1"), (to_two[0], "1 x 1", "1 x 2")):
+        assert refused[0] == "MismatchError"
+        assert f"gate_up.weight: stored in {before} shards, wanted in {now}" in refused
+        assert all(word in refused[-1] for word in ("family=", "mapping=", "aoa_config="))
+    assert not (tmp_path / "to_one/checkpoint-3").exists()
+
+
+FUSED = "gate_up.weight -> gate_up.weight, fused_ffn"
+WHOLE = "down.weight -> down.weight"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"load": {"aoa_config": {"aoa_statements": [FUSED, WHOLE]}}}, {"rounds": 0}],
+    ids=["aoa_config", "mapping"],
+)
+def test_statements_and_rules_carry_a_fused_layer_to_another_tensor_parallel_degree(
+    ranks: ForkServer, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    single = hop(ranks, "run_plain", SINGLE, tmp_path / "single", kind="fused")
+    rounds = {"rounds": 1} if "rounds" in settings else settings
+    split = hop(ranks, "run_plain", TP2, tmp_path / "split", single, kind="fused", **rounds)
+    back = {"rounds": 2} if "rounds" in settings else settings
+    again = hop(ranks, "run_plain", SINGLE, tmp_path / "again", split, kind="fused", **back)
+    assert digests(again) == digests(single)
+    before, after = paddleformers_fc.open(single), paddleformers_fc.open(split)
+    for suffix, role in (("", "model_state"), (".moment1_0", "optimizer_state")):
+        alone, held = (one.read(f"gate_up.weight{suffix}", role=role) for one in (before, after))
+        interleaved = np.concatenate([np.split(alone, 4, axis=1)[quarter] for quarter in (0, 2, 1, 3)], axis=1)
+        np.testing.assert_array_equal(held, interleaved)
+
+
+def test_a_statement_about_one_tensor_excuses_no_other(ranks: ForkServer, tmp_path: Path) -> None:
+    split = hop(ranks, "run_plain", TP2, tmp_path / "split", kind="fused")
+    given = {"load": {"aoa_config": {"aoa_statements": [WHOLE]}}}
+    (refused,) = outcomes(ranks, "run_plain", SINGLE, tmp_path / "to_one", split, kind="fused", **given)
+    assert "gate_up.weight: stored in 1 x 2 shards, wanted in 1 x 1" in refused
+    assert not any(line.startswith("down.weight") for line in refused)
+
+
+def test_a_family_and_rules_are_refused_together(ranks: ForkServer, tmp_path: Path) -> None:
+    place = tmp_path / "checkpoint-1"
+    (refused,) = ranks.run("tests.trainer.loop_jobs:refuse", 1, {"output_dir": str(place)}).values
+    assert refused == "family and mapping both state the rules of a model."
+    assert not place.exists()

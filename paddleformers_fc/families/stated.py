@@ -1,0 +1,143 @@
+"""Rules of models that no family declares: stated by a caller, or the tensors of equal names.
+
+A caller states rules as a :class:`RuleSet` from the canonical space to the model's. Otherwise the canonical space is
+the model's own: every tensor has its own name in it. Names do not show whether a tensor is fused, that is, whether
+another tensor-parallel degree interleaves its parts differently. Such a tensor is therefore equal to the tensor of its
+name only if both are cut into the same number of shards on every axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from paddleformers_fc.errors import MappingError, MismatchError
+from paddleformers_fc.families.bind import ModelTensor, bind, tied_names
+from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.registry import family_for
+from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
+from paddleformers_fc.mapping.folding import fold
+
+
+def bind_model(model: ModelDescription, tensors: Sequence[ModelTensor]) -> RuleSet:
+    """Return the rules of a model, or of one rank's part of it: the stated ones, or those of its family.
+
+    Raises:
+        MappingError: no family declares the model, or the rules do not fit its tensors.
+    """
+    if model.rules is None:
+        return bind(family_for(model.config), model, tensors)
+    return _restricted(model.rules, tensors)
+
+
+def model_ties(model: ModelDescription) -> dict[str, str]:
+    """Return the owner of every name that is an alias."""
+    if model.rules is None:
+        return tied_names(family_for(model.config), model)
+    return {tie.alias: tie.owner for tie in model.rules.ties}
+
+
+def family_name(model: ModelDescription) -> str:
+    """Return the name of a model's family; empty if its rules are stated."""
+    return family_for(model.config).name if model.rules is None else ""
+
+
+def rules_by_name(tensors: Iterable[ModelTensor], ties: Iterable[Tie] = ()) -> RuleSet:
+    """Return rules under which every tensor is the canonical tensor of its own name.
+
+    Args:
+        tensors: every tensor of a model.
+        ties: names of one tensor.
+    """
+    held = {one.name: one for one in tensors}
+    known = tuple(tie for tie in ties if tie.alias in held)
+    aliases = {tie.alias for tie in known}
+    owners = [one for name, one in held.items() if name not in aliases]
+    return RuleSet(
+        targets={name: TensorSpec(one.shape, one.dtype) for name, one in held.items()},
+        rules=tuple(_same(one) for one in owners if one.shape),
+        ties=known,
+        # A rule needs an axis. A tensor without one is taken over as it is.
+        fresh=tuple(one.name for one in owners if not one.shape),
+        cuts={name: one.cuts for name, one in held.items() if any(cut > 1 for cut in one.cuts)},
+    )
+
+
+def refuse_recut(stored: RuleSet, live: RuleSet, stated: Collection[str], where: str) -> None:
+    """Refuse tensors of equal names that are cut differently, unless a statement says what they are made of.
+
+    Args:
+        stored: rules of the stored model.
+        live: rules of the live model, by name.
+        stated: live tensors that statements of the user assign.
+        where: the checkpoint.
+    Raises:
+        MismatchError: with every such tensor.
+    """
+    faults = [
+        f"{name}: stored in {_text(before)} shards, wanted in {_text(now)}"
+        for name, spec in live.targets.items()
+        if name in stored.targets and name not in stated
+        for before, now in [(_cuts(stored, name, spec.shape), _cuts(live, name, spec.shape))]
+        if before != now
+    ]
+    if faults:
+        raise MismatchError(
+            "The tensor-parallel degree differs, and names do not show whether a tensor is fused. No weight was "
+            "changed.",
+            where=where,
+            evidence=fold(faults),
+            next_step="Give family= and config=, mapping= or aoa_config=; or load under the tensor-parallel degree of "
+            "the checkpoint.",
+        )
+
+
+def _restricted(rules: RuleSet, tensors: Sequence[ModelTensor]) -> RuleSet:
+    """Return the rules of some of the tensors for which rules are stated."""
+    owners = {tie.alias: tie.owner for tie in rules.ties}
+    written = {name: rule for rule in rules.rules for name in rule.targets}
+    faults = []
+    targets: dict[str, TensorSpec] = {}
+    for one in tensors:
+        name, spec = owners.get(one.name, one.name), rules.targets.get(one.name)
+        if spec is None or (name not in written and name not in rules.fresh):
+            faults.append(f"{one.name}: no rule states what it is made of")
+        elif spec.shape != one.shape:
+            faults.append(f"{one.name}: shape {list(one.shape)}, the rules state {list(spec.shape)}")
+        # A rule may write tensors of other ranks as well. The owner of an alias may be on another pipeline stage.
+        for other in written[name].targets if name in written else (name,):
+            if other in rules.targets:
+                targets[other] = TensorSpec(rules.targets[other].shape, one.dtype)
+        targets[one.name] = TensorSpec(one.shape, one.dtype)
+    if faults:
+        raise MappingError(
+            f"{len(faults)} tensors of the model cannot be mapped.",
+            where="mapping",
+            evidence=fold(faults),
+            next_step="State a rule for every tensor of the model, with its global shape.",
+        )
+    return replace(
+        rules,
+        targets=targets,
+        rules=tuple(rule for rule in rules.rules if not targets.keys().isdisjoint(rule.targets)),
+        ties=tuple(tie for tie in rules.ties if tie.alias in targets),
+        fresh=tuple(name for name in rules.fresh if name in targets),
+    )
+
+
+def _same(tensor: ModelTensor) -> Rule:
+    rank = len(tensor.shape)
+    return Rule((tensor.name,), (tensor.name,), (tensor.shape[-1],), rank - 1, tuple(range(rank)))
+
+
+def _cuts(rules: RuleSet, name: str, shape: Shape) -> Shape:
+    return rules.cuts.get(name, (1,) * len(shape))
+
+
+def _text(cuts: Shape) -> str:
+    return " x ".join(map(str, cuts)) or "1"
+
+
+def without_family(config: Mapping[str, object]) -> dict[str, object]:
+    """Return a configuration without the key that names a family."""
+    return {key: value for key, value in config.items() if key != "model_type"}
