@@ -13,7 +13,7 @@ from tests.mutants.__main__ import Outcome, chosen, expected_seconds, report
 from tests.mutants.lists import MUTANTS
 from tests.mutants.mutant import Mutant
 
-PACKAGES = {"distributed", "execute", "formats", "layout", "plan", "storage", "trainer"}
+PACKAGES = {"distributed", "execute", "families", "formats", "layout", "plan", "storage", "trainer"}
 
 
 def test_every_mutant_applies_and_is_python() -> None:
