@@ -221,7 +221,7 @@ class Ours:
 
     def save(self, directory: Path, held: Held) -> None:
         """``save_checkpoint``."""
-        model = ModelDescription(MODELS[held.model].config)
+        model = ModelDescription(MODELS[held.model].config, is_fleet=False)
         files = {"config.json": config_bytes(model.config)} if held.channel.rank == 0 else {}
         save_checkpoint(directory / "checkpoint-1", held.weights, model, files, JobRecord(1, 1, {}), held.channel)
 
@@ -229,12 +229,12 @@ class Ours:
         """``open_on_all_ranks`` and ``load_checkpoint``."""
         opened = open_on_all_ranks(directory / "checkpoint-1", held.channel, self.verify)
         return load_checkpoint(
-            opened, held.weights, ModelDescription(MODELS[held.model].config), held.channel
+            opened, held.weights, ModelDescription(MODELS[held.model].config, is_fleet=False), held.channel
         ).bytes_read
 
     def start(self, directory: Path, held: Held) -> int:
         """What ``load_weights`` does, for the ranks of one pipeline stage, the other stages not being there."""
-        model = ModelDescription(MODELS[held.model].config)
+        model = ModelDescription(MODELS[held.model].config, is_fleet=False)
         catalog = open_huggingface(directory).catalog
         shards = describe_roles(held.weights)
         optional = OptionalNames(family_for(model.config), model)

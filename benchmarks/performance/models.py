@@ -101,7 +101,9 @@ MODELS: Mapping[str, Model] = {
 def laid_over(model: str, grid: str) -> SimulatedModel:
     """A model over a grid."""
     chosen = MODELS[model]
-    return declared_model(family_for(chosen.config), ModelDescription(chosen.config), parse_grid(grid), chosen.dtype)
+    return declared_model(
+        family_for(chosen.config), ModelDescription(chosen.config, is_fleet=False), parse_grid(grid), chosen.dtype
+    )
 
 
 def roles_of(model: str, layout: str, rank: int, ranks: int) -> Roles:

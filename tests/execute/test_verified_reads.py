@@ -143,6 +143,14 @@ def test_every_read_fills_its_tensors_and_hashes_every_block_once_in_the_job(
     assert sum(done.hashed for done, _ in results) == sum(map(len, hashed))
 
 
+@pytest.mark.parametrize("kind", READS)
+def test_pieces_shorter_than_a_block_fill_the_same_bytes(
+    root: Path, hashed: list[bytes], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(verified_reads, "HASHED_BYTES", 96)
+    test_every_read_fills_its_tensors_and_hashes_every_block_once_in_the_job(root, hashed, kind, False)
+
+
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("kind", READS)
 def test_a_flipped_bit_of_any_block_is_reported_on_every_rank_with_file_and_block(
