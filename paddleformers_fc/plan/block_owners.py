@@ -9,11 +9,12 @@ inode, size and change time) through the page cache of the same machine, or the 
 machines hash what they read themselves: copies on local disks can differ, and so can page caches.
 
 Time: linear in the items of a plan, and in the blocks of a checkpoint for each rank of a machine. Memory: two bits per
-block and rank, of which a checkpoint of 1 TB has 250,000.
+block and rank of a machine; a checkpoint of 1 TB has 250,000 blocks.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,8 +42,8 @@ class BlockReads(msgspec.Struct, frozen=True):
 
     Args:
         source: equal on ranks that read the same bytes; empty if there is none to compare.
-        read: a bit for every block of which the rank reads anything.
-        streamed: a bit for every block of which the rank reads at least half, in the order of the file.
+        read: a bit for every block of which the rank reads anything, compressed.
+        streamed: a bit for every block of which the rank reads at least half, in the order of the file, compressed.
     """
 
     source: str = ""
@@ -146,7 +147,8 @@ class RecordedBlocks:
         return known
 
     def _flags(self, packed: bytes) -> Flags:
-        return np.unpackbits(np.frombuffer(packed, np.uint8), count=self.count).astype(np.bool_)
+        bits = np.frombuffer(zlib.decompress(packed) if packed else b"", np.uint8)
+        return np.unpackbits(bits, count=self.count).astype(np.bool_)
 
 
 NO_BLOCKS = RecordedBlocks()
@@ -171,7 +173,8 @@ def _touched(runs: _Runs, checksum: FileChecksum) -> tuple[Flags, Counts]:
 
 
 def _packed(flags: Flags) -> bytes:
-    return np.packbits(flags).tobytes()
+    # A rank of many reads few long runs of blocks.
+    return zlib.compress(np.packbits(flags).tobytes(), 1)
 
 
 def _balanced(able: np.ndarray[tuple[int, int], np.dtype[np.bool_]], member: int) -> Flags:
