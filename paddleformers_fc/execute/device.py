@@ -38,6 +38,30 @@ def side_stream(place: Any) -> Any:
     return _side_stream(*_device(place))
 
 
+def begin_copy(source: Any, target: Any, place: Any) -> Any:
+    """Copy between contiguous host memory and a device, after the computation that is under way there.
+
+    Args:
+        source: a ``paddle.Tensor``.
+        target: a ``paddle.Tensor`` of the same shape and dtype.
+        place: that of the device.
+    Returns:
+        the event at the end of the copy, until which both tensors must live; None if the copy is done.
+    """
+    import paddle
+
+    with paddle.no_grad():
+        if not has_streams(place):
+            target.copy_(source, True)
+            return None
+        stream = side_stream(place)
+        # The computation may still be writing to either end.
+        stream.wait_stream(current_stream(place))
+        with paddle.device.stream_guard(stream):
+            target.copy_(source, False)
+            return stream.record_event()
+
+
 @lru_cache(maxsize=64)
 def _side_stream(kind: str, number: int) -> Any:
     import paddle

@@ -372,7 +372,7 @@ def _prepared(
     consistency: ConsistencyFacts,
 ) -> PreparedLoad:
     def prepare() -> tuple[_PreflightMessage, tuple[_Preflight, dict[Key, Slot]]]:
-        own, slots = preflight(), slots_of(roles)
+        own, slots = preflight(), slots_of(roles, options.host_copy_bytes)
         touched, blocks = _bitmaps(catalog, own.plan, roles), BlockReads()
         if recorded.files and not options.once and not catalog.seen_by:
             parts = (item.stored for item in own.plan.items)

@@ -1,9 +1,9 @@
 """Read and fill the memory of live tensors, without a copy if possible.
 
 On a CPU a contiguous tensor is viewed as a numpy array at its address, so that bytes are read from a file directly into
-the tensor. On an accelerator, or for a tensor that is not contiguous, a host array is filled and then copied to the
-tensor; it is released after the copy. If the device has streams (:mod:`.device`), the copy runs beside the computation,
-while the next shards are read; the host array is page-locked if Paddle supports that.
+the tensor. For a tensor that is not contiguous a host array is filled and then copied to the tensor. The tensors of an
+accelerator are copied through staging buffers (:mod:`.staging_pool`), while the next shards are read or the previous
+piece is written.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.device import (
-    current_stream,
-    has_pinned_memory,
-    has_streams,
-    in_host_memory,
-    side_stream,
-)
+from paddleformers_fc.execute.device import in_host_memory
 from paddleformers_fc.execute.read_jobs import Key, Memory
 from paddleformers_fc.execute.reading import Slot
+from paddleformers_fc.execute.staging_pool import StagedPieces, StagingPool, Transfer, bytes_of, pool_of, upload
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.regions import DEFAULT_STAGING_MEMORY_BYTES
 
 _PIECE_BYTES = 16 * 1024 * 1024
+"""Size of the pieces in which tensors of host memory that are not contiguous are copied."""
 
 
 def dtype_name(tensor: Any) -> str:
@@ -73,68 +70,77 @@ def _memory(tensor: Any) -> Memory:
 
 
 def _host_tensor(tensor: Any) -> Any:
-    """Return a tensor of the same shape and dtype in host memory, page-locked if Paddle supports that."""
+    """Return a contiguous tensor of the same shape and dtype in host memory."""
     import paddle
 
-    staged = paddle.empty(tensor.shape, dtype=tensor.dtype, device=paddle.CPUPlace())
-    return staged.pin_memory() if has_pinned_memory(tensor.place) else staged
+    return paddle.empty(tensor.shape, dtype=tensor.dtype, device=paddle.CPUPlace())
 
 
-def _begin_copy(source: Any, target: Any) -> Any:
-    """Copy host memory into a contiguous tensor of a device that has streams.
+def host_pieces(
+    tensor: Any, start: int, stop: int, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES
+) -> Iterator[np.ndarray[Any, Any]]:
+    """Return a range of a tensor's elements as successive flat arrays in host memory.
 
-    Returns:
-        the event at the end of the copy; the source must live until then.
-    """
-    import paddle
-
-    stream = side_stream(target.place)
-    # The computation may still be writing to the target.
-    stream.wait_stream(current_stream(target.place))
-    with paddle.no_grad(), paddle.device.stream_guard(stream):
-        target.copy_(source, False)
-        return stream.record_event()
-
-
-def _on_device_of(tensor: Any, source: Any) -> Any:
-    """The source in the memory where the tensor is: Paddle crashes if it copies from the host into a strided tensor."""
-    return source if in_host_memory(tensor.place) else source._copy_to(tensor.place, True)
-
-
-def host_pieces(tensor: Any, start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield a range of a tensor's elements as successive flat arrays in host memory.
-
-    If the host can address the memory, that is one view. Otherwise pieces are copied one at a time.
+    If the host can address the memory, that is one view. Otherwise the copy of a piece begins before its predecessor is
+    returned, and that of the first piece at once; a piece is valid until the next one is requested.
 
     Args:
         tensor: a ``paddle.Tensor``.
         start: index of the first element, in row-major order; the first of a row where the tensor is not contiguous.
         stop: index behind the last.
+        staging_bytes: maximum staging memory of the process.
     """
     view = host_view(tensor)
     if view is not None:
-        yield view[start:stop]
-        return
-    dtype = to_numpy(to_safetensors(dtype_name(tensor)))
-    rows = tensor.flatten() if tensor.is_contiguous() else _without_leading_ones(tensor)
-    row = math.prod(int(n) for n in rows.shape[1:])
-    step = max(1, _PIECE_BYTES // max(row * dtype.itemsize, 1))
-    for low in range(start // row if row else 0, stop // row if row else 0, step):
-        part = rows[low : min(low + step, stop // row)].contiguous().cpu().numpy()
-        yield np.ascontiguousarray(part).reshape(-1).view(dtype)
+        return iter((view[start:stop],))
+    dtype = _numpy_of(tensor.dtype)
+    if in_host_memory(tensor.place):
+        parts = _rows_in_order(tensor, start, stop, _PIECE_BYTES // dtype.itemsize)
+        return (part.cpu().numpy().reshape(-1).view(dtype) for part in parts)
+    pool = pool_of(tensor.place, staging_bytes)
+    return StagedPieces(_bytes_in_order(tensor, start, stop, dtype.itemsize, pool.piece_bytes), dtype, pool)
 
 
 HostPieces = Callable[[int, int], Iterator[np.ndarray[Any, Any]]]
 """Returns the elements of a tensor from one index to another, as :func:`host_pieces` does."""
 
 
-def view_of(tensor: Any) -> HostPieces:
+def view_of(tensor: Any, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) -> HostPieces:
     """Return a view of a live tensor: copied to the host in pieces if the host cannot address it, and never as a whole.
 
     Args:
         tensor: a ``paddle.Tensor``, which must not change while the view is in use.
+        staging_bytes: maximum staging memory of the process.
     """
-    return partial(host_pieces, tensor)
+    return partial(host_pieces, tensor, staging_bytes=staging_bytes)
+
+
+def _bytes_in_order(tensor: Any, start: int, stop: int, width: int, most: int) -> Iterator[Any]:
+    """Yield the bytes of a range of a device tensor's elements, in row-major order, as flat tensors of the device.
+
+    Args:
+        tensor: a ``paddle.Tensor``.
+        start: index of the first element.
+        stop: index behind the last.
+        width: bytes of an element.
+        most: bytes of a tensor that is not contiguous that are copied at a time, if a row is not larger.
+    """
+    if start == stop:
+        return
+    if tensor.is_contiguous():
+        yield bytes_of(tensor)._slice(start * width, stop * width)
+        return
+    for part in _rows_in_order(tensor, start, stop, most // width):
+        yield bytes_of(part)
+
+
+def _rows_in_order(tensor: Any, start: int, stop: int, most: int) -> Iterator[Any]:
+    """Yield contiguous copies of the rows of a tensor, at most ``most`` elements or one row at a time."""
+    rows = _without_leading_ones(tensor.detach())
+    row = math.prod(int(n) for n in rows.shape[1:])
+    step, last = max(1, most // max(row, 1)), stop // row if row else 0
+    for low in range(start // row if row else 0, last, step):
+        yield rows[low : min(low + step, last)].contiguous()
 
 
 def _without_leading_ones(tensor: Any) -> Any:
@@ -153,47 +159,81 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
     Args:
         tensor: the ``paddle.Tensor`` to be filled.
         host_bytes: bytes of the array that stands in for the tensor; 0 where its own memory is filled.
+        pool: the staging buffers of the tensor's device; None in host memory.
     """
 
     tensor: Any
     host_bytes: int
+    pool: StagingPool | None = None
     _staged: Any = None
-    _arrival: Any = None
+    _on_device: Any = None
+    _transfer: Transfer | None = None
 
     def open(self) -> Memory:
-        """Return the tensor's own memory, or that of a new host array."""
+        """Return the tensor's own memory, or that of a host array."""
         if not self.host_bytes:
             return _memory(self.tensor)
-        self._staged = _host_tensor(self.tensor)
-        return _memory(self._staged)
+        if self.pool is None:
+            self._staged = _host_tensor(self.tensor)
+            return _memory(self._staged)
+        self._staged = self.pool.take(self.host_bytes)
+        dtype = _numpy_of(self.tensor.dtype)
+        return Memory(self._staged, self._staged.owner.data_ptr(), self.host_bytes // dtype.itemsize, dtype)
 
     def close(self) -> None:
         """Begin to copy a host array into the tensor, which keeps its dtype, place and strides."""
         if self._staged is None:
             return
-        if has_streams(self.tensor.place) and self.tensor.is_contiguous():
-            self._arrival = _begin_copy(self._staged, self.tensor)
-            return
         import paddle
 
-        with paddle.no_grad():
-            self.tensor.copy_(_on_device_of(self.tensor, self._staged), True)
+        if self.pool is None:
+            with paddle.no_grad():
+                self.tensor.copy_(self._staged, True)
+            return
+        target = self.tensor
+        if not target.is_contiguous():  # Paddle crashes if it copies from the host into a strided tensor.
+            target = self._on_device = paddle.empty(target.shape, dtype=target.dtype, device=target.place)
+        self._transfer = upload(self._staged, target)
 
     def settle(self) -> None:
         """Wait until the copy is done, and give the host array back."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        self._arrival = self._staged = None
+        if self._transfer is not None:
+            self._transfer.wait()
+            self._transfer = None
+        if self._on_device is not None:
+            self._place_strides()
+        if self.pool is not None and self._staged is not None:
+            self.pool.give(self._staged)
+        self._staged = None
+
+    def _place_strides(self) -> None:
+        """Copy from contiguous to strided memory of the device."""
+        import paddle
+
+        with paddle.no_grad():
+            self.tensor.copy_(self._on_device, True)
+        self._on_device = None
 
 
-def slot_of(tensor: Any) -> TensorSlot:
-    """The slot of a tensor that has memory."""
-    return TensorSlot(tensor, 0 if _has_view(tensor) else math.prod(tensor.shape) * _numpy_of(tensor.dtype).itemsize)
+def slot_of(tensor: Any, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) -> TensorSlot:
+    """Return the slot of a tensor that has memory.
+
+    Args:
+        tensor: a ``paddle.Tensor``.
+        staging_bytes: maximum staging memory of the process.
+    """
+    if _has_view(tensor):
+        return TensorSlot(tensor, 0)
+    pool = None if in_host_memory(tensor.place) else pool_of(tensor.place, staging_bytes)
+    return TensorSlot(tensor, math.prod(tensor.shape) * _numpy_of(tensor.dtype).itemsize, pool)
 
 
-def slots_of(roles: Roles) -> dict[Key, Slot]:
-    """The slots of live weights: role -> name -> ``ShardedWeight``.
+def slots_of(roles: Roles, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) -> dict[Key, Slot]:
+    """Return the slots of live weights.
 
+    Args:
+        roles: role -> name -> ``ShardedWeight``.
+        staging_bytes: maximum staging memory of the process.
     Raises:
         MismatchError: tensors without memory, such as parameters released by sharding stage 3.
     """
@@ -203,7 +243,7 @@ def slots_of(roles: Roles) -> dict[Key, Slot]:
         for name, weight in names.items():
             tensor = weight.local_tensor
             if tensor._is_initialized():
-                slots[role, name] = slot_of(tensor)
+                slots[role, name] = slot_of(tensor, staging_bytes)
             else:
                 empty.append(f"{role} {name}")
     if empty:

@@ -73,6 +73,11 @@ class ReadOptions:
         """Scratch memory of one thread."""
         return max(_SMALLEST_SCRATCH, min(HOT_BYTES, self.staging_memory_bytes // self.threads))
 
+    @property
+    def host_copy_bytes(self) -> int:
+        """Staging memory for host copies: all but the scratch memory of the threads."""
+        return max(0, self.staging_memory_bytes - self.threads * self.scratch_bytes)
+
 
 DEFAULT_OPTIONS = ReadOptions()
 

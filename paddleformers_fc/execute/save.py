@@ -12,16 +12,18 @@
 
 A failure on any rank raises the same error on every rank and removes the staging directory; a crash leaves it behind
 under a hidden name. Beyond the tensors, memory is the headers of this rank's files and, for a new plan, the
-descriptions: linear in the shards of all ranks. Tensors that the host cannot address are copied in pieces of 16 MiB.
+descriptions: linear in the shards of all ranks. Tensors that the host cannot address are copied in pieces of 16 MiB,
+of which three have a staging buffer (:mod:`.staging_pool`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -52,6 +54,7 @@ from paddleformers_fc.layout.live import LocalTensor, Roles, describe_roles, fac
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, RunRecord
+from paddleformers_fc.storage.regions import DEFAULT_STAGING_MEMORY_BYTES
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter
 
 LiveRoles = dict[str, dict[str, LocalTensor]]
@@ -60,6 +63,7 @@ DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 """Bound on the tensors of one file of a checkpoint, in bytes."""
 
 _PLANS = SavePlanCache()
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,7 @@ def save_checkpoint(
     channel: Channel,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
     replicas: str = "warn",
+    staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES,
 ) -> SaveReport:
     """Write a finished checkpoint.
 
@@ -171,12 +176,14 @@ def save_checkpoint(
         replicas: what a save does when replicas differ: ``off`` does not compare them, ``warn`` lists differences in
             the report and in the manifest, ``refuse`` saves nothing. Copies of a tied tensor are always compared, and
             treated as under ``warn`` unless the value is ``refuse``.
+        staging_bytes: maximum memory through which tensors are copied that the host cannot address.
     Returns:
         the manifest, differences, and directories that the save left beside the checkpoint.
     Raises:
         FlexError: the same on every rank; the target is unchanged.
     """
-    taken = snapshot(directory, roles, model, files, job, channel, max_file_bytes, replicas)
+    capture = partial(view_of, staging_bytes=staging_bytes)
+    taken = snapshot(directory, roles, model, files, job, channel, max_file_bytes, replicas, capture)
     with staging_beside(directory, channel, lambda: _refuse_undescribed(files)) as staged:
         written = write(taken, staged.path, channel)
         finished = commit(taken, written, staged, directory, channel)
@@ -329,9 +336,20 @@ def _write_files(taken: Snapshot, staging: Path) -> list[FileChecksum]:
 
 def _write_tensors(staging: Path, file: PlannedFile, tensors: Mapping[str, HostPieces]) -> FileChecksum:
     with SequentialTensorWriter(staging / file.path, file.layout, root=staging) as writer:
-        for piece in file.pieces:
-            writer.write_parts(piece.name, tensors[piece.name](piece.start, piece.stop))
+        for name, parts in _one_ahead(
+            (piece.name, tensors[piece.name](piece.start, piece.stop)) for piece in file.pieces
+        ):
+            writer.write_parts(name, parts)
         return writer.close()
+
+
+def _one_ahead(begun: Iterator[_T]) -> Iterator[_T]:
+    """Yield every element once its successor is made, so that the next tensor is copied while one is written."""
+    current = next(begun, None)
+    while current is not None:
+        following = next(begun, None)
+        yield current
+        current = following
 
 
 def _describe(

@@ -6,13 +6,14 @@ callback receives both with a report, writes one line for each, and can be subcl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paddleformers.trainer import TrainerCallback
 from paddleformers.utils.log import logger
 
 from paddleformers_fc.errors import EnvironmentMismatch
+from paddleformers_fc.execute.staging_pool import TransferFigures
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import size_text
 
@@ -33,6 +34,7 @@ class CheckpointReport:
         diverged_ties: after a save, where copies of tied tensors differ; normally none.
         known_plan: after a load, whether this rank had its plan from before, from ``flex_plan_cache`` or this process.
         layouts: after a load, the layouts of the run that saved it and of this one, such as ``("dp=2", "tp=2")``.
+        transfers: copies between host and devices on this rank.
     """
 
     step: int
@@ -43,6 +45,7 @@ class CheckpointReport:
     known_plan: bool = False
     diverged_ties: tuple[str, ...] = ()
     layouts: tuple[str, str] | None = None
+    transfers: TransferFigures = field(default_factory=TransferFigures)
 
 
 class FlexCheckpointCallback(TrainerCallback):
@@ -90,4 +93,15 @@ class FlexCheckpointCallback(TrainerCallback):
             logger.info(
                 f"{done} step {report.step}{layouts} {where} {report.directory}: "
                 f"{size_text(report.bytes)} in {report.seconds:.2f} s{known}"
+                f"{_transfers_text(report.transfers)}"
             )
+
+
+def _transfers_text(transfers: TransferFigures) -> str:
+    """Return the figures of device copies; empty where all tensors are in host memory."""
+    if not transfers.in_flight:
+        return ""
+    return (
+        f"; device copies: {size_text(transfers.bytes)}, at most {transfers.in_flight} in flight, "
+        f"{transfers.waited:.2f} s waiting for staging buffers"
+    )

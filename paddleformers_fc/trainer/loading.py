@@ -23,6 +23,7 @@ from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, Mismat
 from paddleformers_fc.execute.load import PLANS, LoadReport, PreparedLoad, prepare_load
 from paddleformers_fc.execute.opening import open_on_all_ranks, own_file, own_or_handed
 from paddleformers_fc.execute.read_jobs import Key
+from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import REFUSE
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
@@ -149,7 +150,8 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     started = time.monotonic()
     args, channel = trainer.args, channel_of(trainer.args)
     run = job_state_of(trainer)
-    ready, report = _fill_usable(trainer, _path_of(run, resume_from_checkpoint), channel)
+    with measured_transfers() as transfers:
+        ready, report = _fill_usable(trainer, _path_of(run, resume_from_checkpoint), channel)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root
     inherited.take_over(trainer.model, checkpoint.config, ready.generation)
@@ -167,6 +169,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         bytes=report.bytes_read,
         known_plan=report.known_plan,
         layouts=(degrees_text(checkpoint.manifest.parallel), degrees_text(parallel_degrees(args))),
+        transfers=transfers,
     )
     for reporter in reporters(trainer):
         reporter.on_checkpoint_loaded(args, loaded)

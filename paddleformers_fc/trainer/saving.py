@@ -22,6 +22,7 @@ from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.export import RUN_ARGUMENTS, save_weights
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
+from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.paths import require_local
 from paddleformers_fc.text import count_text
@@ -73,7 +74,9 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
     run.record = run.record or lineage.new_run()
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args), run.record)
     model, max_file_bytes = describe(trainer.model), parse_size(args.flex_max_file_size)
-    report = save_checkpoint(directory, roles, model, files, job, channel, max_file_bytes, args.flex_check_replicas)
+    replicas, staging_bytes = args.flex_check_replicas, parse_size(args.flex_staging_size)
+    with measured_transfers() as transfers:
+        report = save_checkpoint(directory, roles, model, files, job, channel, max_file_bytes, replicas, staging_bytes)
     ties = tuple(line for tie in report.diverged_ties for line in tie.differences)
     _note_disks(run, report.disks, args)
     run.saved = directory
@@ -90,7 +93,9 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
         )
     trainer.runtime_timer.stop()
     seconds, size = time.monotonic() - started, sum(checksum.size for checksum in report.manifest.files)
-    saved = CheckpointReport(job.step, directory, seconds, size, report.differences, diverged_ties=ties)
+    saved = CheckpointReport(
+        job.step, directory, seconds, size, report.differences, diverged_ties=ties, transfers=transfers
+    )
     for reporter in reporters(trainer):
         reporter.on_checkpoint_saved(args, saved)
     trainer._rotate_checkpoints(output_dir=args.output_dir)

@@ -61,16 +61,21 @@ def read_every_way(root: str, staging_bytes: int) -> dict[str, Any]:
         "copied": after.to_device,
         "wanted": sum(array.nbytes for array in stored.expected.values()),
         "late": after.late_to_device,
-        "strided": sum(array.nbytes for array in list(stored.expected.values())[::4]),
     }
 
 
-def save_in_pieces(strided: bool) -> dict[str, Any]:
-    """Take a range of a tensor of 20 MiB to the host, in pieces; what came, and what was copied."""
+def save_in_pieces(strided: bool, staging_bytes: int) -> dict[str, Any]:
+    """Take a range of a tensor of 20 MiB to the host twice, in pieces; what came, and what was copied when.
+
+    Args:
+        strided: whether the tensor is not contiguous.
+        staging_bytes: bound of the host memory.
+    """
     import numpy as np
     import paddle
 
     from paddleformers_fc.execute.memory import host_pieces
+    from paddleformers_fc.execute.staging_pool import StagingPool, measured_transfers, pool_of
 
     paddle.set_device(device())
     rows, row = 5 * 1024, 1024
@@ -78,14 +83,100 @@ def save_in_pieces(strided: bool) -> dict[str, Any]:
     tensor = paddle.to_tensor(numbers)
     if strided:
         tensor = paddle.to_tensor(np.ascontiguousarray(numbers.T)).transpose([1, 0])
-    before = copied()
     start, stop = 3 * row, (rows - 7) * row
-    pieces = [piece.copy() for piece in host_pieces(tensor, start, stop)]
-    after = copied() - before
+    pool: StagingPool = pool_of(tensor.place, staging_bytes)
+    for _ in range(2):
+        pieces, begun = [], []
+        before = copied()
+        with measured_transfers() as figures:
+            for piece in host_pieces(tensor, start, stop, staging_bytes):
+                begun.append((copied() - before).late_to_host)
+                pieces.append(piece.copy())
     return {
         "pieces": [piece.nbytes for piece in pieces],
         "right": np.concatenate(pieces).tobytes() == numbers.reshape(-1)[start:stop].tobytes(),
-        "copied": after.to_host,
+        "begun": begun,
+        "copied": (copied() - before).to_host,
+        "held": pool.peak,
+        "allocations": pool.allocations,
+        "in flight": figures.in_flight,
+        "measured": figures.bytes,
+    }
+
+
+def abandon_pieces() -> dict[str, Any]:
+    """Stop a save after one piece, and another one before its first; the buffers that are left, and a save after it."""
+    import numpy as np
+    import paddle
+
+    from paddleformers_fc.execute.memory import host_pieces
+    from paddleformers_fc.execute.staging_pool import measured_transfers, pool_of
+
+    paddle.set_device(device())
+    staging_bytes = 3 * 4096
+    numbers = np.arange(8 * 1024, dtype="float32")
+    tensor = paddle.to_tensor(numbers)
+    pool = pool_of(tensor.place, staging_bytes)
+    with measured_transfers() as figures:
+        for count in (0, 1):
+            pieces = host_pieces(tensor, 0, numbers.size, staging_bytes)
+            for _ in range(count):
+                next(pieces)
+            del pieces
+        found = [piece.copy() for piece in host_pieces(tensor, 0, numbers.size, staging_bytes)]
+    return {
+        "right": np.concatenate(found).tobytes() == numbers.tobytes(),
+        "held": pool.peak,
+        "in flight": figures.in_flight,
+    }
+
+
+def load_through_the_pool(root: str, staging_bytes: int, count: int, rows: int) -> dict[str, Any]:
+    """Load tensors of equal size twice; what came out wrong, and the staging memory that it took.
+
+    Args:
+        root: an empty directory.
+        staging_bytes: bound of the host memory.
+        count: number of tensors.
+        rows: of every tensor; a row has 4 KiB.
+    """
+    import numpy as np
+    import paddle
+
+    from paddleformers_fc.execute.memory import slot_of
+    from paddleformers_fc.execute.read_pool import ReadOptions
+    from paddleformers_fc.execute.reading import execute_reads
+    from paddleformers_fc.execute.staging_pool import measured_transfers, pool_of
+    from paddleformers_fc.mapping.boxes import whole
+    from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
+    from paddleformers_fc.plan.report import Report
+
+    paddle.set_device(device())
+    numbers = np.arange(count * rows * 1024, dtype="float32").reshape(count, rows, 1024)
+    (Path(root) / "file").write_bytes(numbers.tobytes())
+    shape, size = (rows, 1024), rows * 4096
+    items = [
+        ReadItem(
+            "w", str(i), StoredPart("file", i * size, shape, whole(shape), "float32"), 0, shape, whole(shape), (0, 1)
+        )
+        for i in range(count)
+    ]
+    options = ReadOptions(threads=2, staging_memory_bytes=staging_bytes)
+    tensors = [paddle.zeros(shape, dtype="float32") for _ in range(count)]
+    pool = pool_of(tensors[0].place, options.host_copy_bytes)
+    for _ in range(2):
+        for tensor in tensors:
+            tensor.zero_()
+        slots = {("w", str(i)): slot_of(tensor, options.host_copy_bytes) for i, tensor in enumerate(tensors)}
+        with measured_transfers() as figures:
+            execute_reads(LoadPlan(tuple(items), (), {}, Report()), Path(root), slots, options)
+    return {
+        "wrong": [i for i, tensor in enumerate(tensors) if tensor.cpu().numpy().tobytes() != numbers[i].tobytes()],
+        "held": pool.peak,
+        "kept": pool.held,
+        "allocations": pool.allocations,
+        "in flight": figures.in_flight,
+        "measured": figures.bytes,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from tests.device.running import FAKE, Ranks, device
 from tests.harness.tiny import DP2, PP2, SD2V1, SINGLE, TP2, MatrixLayout
+
+_REPORTED = re.compile(r"(Saved|Resumed) step \d+ ")
 
 pytestmark = pytest.mark.sampled
 
@@ -54,7 +57,11 @@ def test_a_training_resumes_under_another_layout(device_ranks: Ranks, tmp_path: 
             "arguments": dict(case.arguments),
             "resume": None if resume is None else str(resume),
         }
-        return device_ranks.run("tests.device.training_jobs:train", layout.nproc, job).values, tmp_path / name
+        result = device_ranks.run("tests.device.training_jobs:train", layout.nproc, job)
+        lines = [line for line in result.logs[0].read_text(errors="replace").splitlines() if _REPORTED.search(line)]
+        assert len(lines) == (2 if resume is None else 3)
+        assert all(("device copies: " in line) == (on != "cpu") for line in lines), lines
+        return result.values, tmp_path / name
 
     saved, run = train(case.saved, "saved", device())
     resumed, rerun = train(case.resumed, "resumed", device(), run / "checkpoint-3")
@@ -91,7 +98,8 @@ def test_a_save_and_a_load_copy_what_they_must_and_no_more(
 ) -> None:
     job = {"layout": layout.to_json(), "model": {}, "output_dir": str(tmp_path), "once": once}
     for rank in device_ranks.run("tests.device.training_jobs:count", layout.nproc, job).values:
-        assert rank["saved"] == rank["share"] + rank["hashed"]
+        assert rank["saved"] == rank["late in the save"] == rank["share"] + rank["hashed"]
+        assert rank["in flight"] == 2, "a tensor of one piece is copied while the one before it is written"
         assert rank["uploaded by the save"] == 0
         assert rank["loaded"] == rank["late"] == rank["wanted"], "all of it on a side stream"
         assert rank["downloaded by the load"] == 0

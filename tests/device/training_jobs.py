@@ -99,6 +99,7 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
     from paddleformers_fc.execute.read_pool import ReadOptions
     from paddleformers_fc.execute.replicas import stretch
     from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint, snapshot
+    from paddleformers_fc.execute.staging_pool import measured_transfers
     from paddleformers_fc.trainer.description import describe
 
     paddle.set_device(device())
@@ -116,7 +117,8 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
     files = {"config.json": config_bytes(described.config)} if channel.rank == 0 else {}
     job, target = JobRecord(3, 24, {}), Path(output_dir) / "counted" / "checkpoint-3"
     before = copied() - channel.copied
-    save_checkpoint(target, roles, described, files, job, channel)
+    with measured_transfers() as figures:
+        save_checkpoint(target, roles, described, files, job, channel)
     saved = copied() - channel.copied - before
     plan = snapshot(target, roles, described, files, job, channel, 5 * 10**9, "warn").plan
     before = copied() - channel.copied
@@ -130,6 +132,8 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
         "roles": sorted(roles),
         "on the host": [str(tensor.place) for tensor in tensors if in_host_memory(tensor.place)],
         "saved": saved.to_host,
+        "late in the save": saved.late_to_host,
+        "in flight": figures.in_flight,
         "share": sum(
             (piece.stop - piece.start) * width(file.role, piece.name) for file in plan.files for piece in file.pieces
         ),

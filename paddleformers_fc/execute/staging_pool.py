@@ -1,0 +1,307 @@
+"""Copies between host and device through reused staging buffers.
+
+Every device has one :class:`StagingPool` per process. Its buffers are host memory, page-locked if Paddle supports that
+for the device. They are kept for the next tensor and the next checkpoint: a page-locked allocation is slow, and so is
+the first access to new pages. Copies run on the side stream of the device (:mod:`.device`): one buffer is written to
+storage, or filled from it, while others are copied. Tensors in host memory use no pool.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.errors import EnvironmentMismatch
+from paddleformers_fc.execute.device import begin_copy, has_pinned_memory
+from paddleformers_fc.storage.files import memory_at
+
+_MAX_PIECE_BYTES = 16 * 1024 * 1024
+_PIECES_IN_USE = 3
+"""Pieces of a save that have a buffer at one time: one is written, its successor is copied, and so is the first of the
+next tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class StagingBuffer:
+    """Host memory for one copy at a time.
+
+    Args:
+        owner: the ``paddle.Tensor`` that owns the memory.
+        bytes: all of it.
+    """
+
+    owner: Any
+    bytes: np.ndarray[Any, Any]
+
+
+class StagingPool:
+    """The staging buffers of one device; safe for threads.
+
+    Args:
+        pinned: whether buffers are page-locked.
+
+    Attributes:
+        capacity: maximum bytes of all buffers. A buffer beyond it is allocated if a tensor needs it, and is not kept.
+        held: bytes of all buffers.
+        peak: maximum of ``held``.
+        allocations: number of buffers that were allocated.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self.capacity = self.held = self.peak = self.allocations = 0
+        self._pinned = pinned
+        self._idle: list[StagingBuffer] = []
+        self._lock = threading.Lock()
+
+    @property
+    def piece_bytes(self) -> int:
+        """Size of the pieces in which tensors are saved."""
+        return max(1, min(_MAX_PIECE_BYTES, self.capacity // _PIECES_IN_USE))
+
+    def limit(self, capacity: int) -> None:
+        """Set the capacity, and release idle buffers beyond it."""
+        with self._lock:
+            self.capacity = max(capacity, 0)
+            self._release(self.capacity)
+
+    def take(self, size: int) -> StagingBuffer:
+        """Return a buffer of a number of bytes that nothing else uses: an idle one of this size, or a new one."""
+        with self._lock:
+            for number, buffer in enumerate(self._idle):
+                if buffer.bytes.size == size:
+                    return self._idle.pop(number)
+            self._release(self.capacity - size)
+            self.held += size
+            self.peak = max(self.peak, self.held)
+            self.allocations += 1
+        return _new_buffer(size, self._pinned)
+
+    def give(self, buffer: StagingBuffer) -> None:
+        """Return a buffer to the pool. No copy may be under way from it or to it."""
+        with self._lock:
+            self._idle.append(buffer)
+            self._release(self.capacity)
+
+    def _release(self, most: int) -> None:
+        """Release idle buffers, the oldest first, until all buffers have at most a number of bytes."""
+        while self._idle and self.held > most:
+            self.held -= self._idle.pop(0).bytes.size
+
+
+def pool_of(place: Any, capacity: int) -> StagingPool:
+    """Return the pool of a device, with this capacity in bytes from now on."""
+    pool = _pool(str(place), has_pinned_memory(place))
+    if pool.capacity != capacity:
+        pool.limit(capacity)
+    return pool
+
+
+@lru_cache(maxsize=64)
+def _pool(device: str, pinned: bool) -> StagingPool:
+    return StagingPool(pinned)
+
+
+def _new_buffer(size: int, pinned: bool) -> StagingBuffer:
+    import paddle
+
+    owner = paddle.empty([size], dtype="uint8", device=paddle.CPUPlace())
+    if pinned:
+        owner = owner.pin_memory()
+    return StagingBuffer(owner, np.ndarray(size, np.uint8, memory_at(owner.data_ptr(), size)))
+
+
+class Transfer:
+    """A copy between a buffer and a device, which has begun; the buffer and the device memory live until it is done.
+
+    Args:
+        source: tensor of bytes.
+        target: tensor of bytes, as many.
+        place: that of the device.
+    """
+
+    def __init__(self, source: Any, target: Any, place: Any) -> None:
+        self._ends: tuple[Any, Any] | None = (source, target)
+        self._arrival = begin_copy(source, target, place)
+        _FIGURES.begin(int(target.shape[0]))
+
+    def wait(self) -> None:
+        """Wait until the copy is done; a second call returns at once."""
+        if self._ends is None:
+            return
+        started = time.monotonic()
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        self._ends = self._arrival = None
+        _FIGURES.end(time.monotonic() - started)
+
+
+def upload(buffer: StagingBuffer, tensor: Any) -> Transfer:
+    """Begin to copy a full buffer to a contiguous tensor of a device, as many bytes."""
+    return Transfer(_host_tensor(buffer.bytes), bytes_of(tensor), tensor.place)
+
+
+class StagedPieces:
+    """Successive pieces of device tensors in host memory; an iterator.
+
+    The copy of the first piece begins at once, and that of every other before its predecessor is returned. A piece is
+    valid until the next one is requested.
+
+    Args:
+        parts: the bytes of whole elements, as flat tensors of one device.
+        dtype: that of the pieces.
+        pool: that of the device.
+    """
+
+    def __init__(self, parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool) -> None:
+        self._dtype, self._pool = dtype, pool
+        self._size = max(pool.piece_bytes // dtype.itemsize, 1) * dtype.itemsize
+        self._sources = _cut(parts, self._size)
+        self._current: _Download | None = None
+        self._next: _Download | None = None
+        self._next = self._begin()
+
+    def __iter__(self) -> StagedPieces:
+        return self
+
+    def __next__(self) -> np.ndarray[Any, Any]:
+        self._give_back()
+        if self._next is None:
+            raise StopIteration
+        self._current, self._next = self._next, None
+        self._next = self._begin()
+        self._current.transfer.wait()
+        return self._current.buffer.bytes[: self._current.size].view(self._dtype)
+
+    def _begin(self) -> _Download | None:
+        source = next(self._sources, None)
+        if source is None:
+            return None
+        buffer, size = self._pool.take(self._size), int(source.shape[0])
+        return _Download(buffer, size, Transfer(source, _host_tensor(buffer.bytes[:size]), source.place))
+
+    def _give_back(self) -> None:
+        if self._current is not None:
+            self._current.transfer.wait()
+            self._pool.give(self._current.buffer)
+            self._current = None
+
+    def __del__(self) -> None:
+        """Wait for copies that were not asked for, because their buffers are used again."""
+        self._give_back()
+        self._current, self._next = self._next, None
+        self._give_back()
+
+
+@dataclass(frozen=True)
+class _Download:
+    """A buffer that a copy fills.
+
+    Args:
+        buffer: the target.
+        size: bytes that are copied.
+        transfer: the copy.
+    """
+
+    buffer: StagingBuffer
+    size: int
+    transfer: Transfer
+
+
+def _cut(parts: Iterator[Any], size: int) -> Iterator[Any]:
+    """Yield successive bytes of the parts, as many as a buffer has."""
+    for part in parts:
+        length = int(part.shape[0])
+        for low in range(0, length, size):
+            yield part._slice(low, min(low + size, length))
+
+
+def _host_tensor(array: np.ndarray[Any, Any]) -> Any:
+    """A tensor over bytes of a buffer, without a copy. Slices of a host tensor are copied where a device is current."""
+    import paddle
+    from paddle.base import core
+
+    return core.eager.Tensor(value=array, place=paddle.CPUPlace(), zero_copy=True)
+
+
+def bytes_of(tensor: Any) -> Any:
+    """Return the bytes of a contiguous tensor of a device as a flat tensor over the same memory.
+
+    Args:
+        tensor: a ``paddle.Tensor`` that is no slice: Paddle counts the memory of a slice wrongly.
+    Raises:
+        EnvironmentMismatch: Paddle copies where it should return a view.
+    """
+    import paddle
+
+    with paddle.no_grad():
+        view = tensor.flatten().view(paddle.uint8)
+    if view.data_ptr() != tensor.data_ptr():
+        raise EnvironmentMismatch(
+            "Paddle returned a copy of a tensor instead of a view.",
+            evidence=[f"shape: {list(tensor.shape)}", f"dtype: {tensor.dtype}", f"place: {tensor.place}"],
+            next_step="Unset FLAGS_use_stride_kernel, or set it to 1.",
+        )
+    return view
+
+
+@dataclass
+class TransferFigures:
+    """Figures of the copies between host and devices during an operation.
+
+    Attributes:
+        bytes: bytes whose copy has begun.
+        in_flight: maximum number of copies that had begun and were not waited for.
+        waited: seconds that the host waited for copies before it could use a buffer, or use it again.
+    """
+
+    bytes: int = 0
+    in_flight: int = 0
+    waited: float = 0.0
+
+
+class _Figures:
+    """Adds every copy to the figures of all operations that are being measured."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._measured: list[TransferFigures] = []
+        self._lock = threading.Lock()
+
+    def begin(self, size: int) -> None:
+        with self._lock:
+            self._now += 1
+            for figures in self._measured:
+                figures.bytes += size
+                figures.in_flight = max(figures.in_flight, self._now)
+
+    def end(self, seconds: float) -> None:
+        with self._lock:
+            self._now -= 1
+            for figures in self._measured:
+                figures.waited += seconds
+
+    @contextmanager
+    def measured(self) -> Iterator[TransferFigures]:
+        figures = TransferFigures()
+        with self._lock:
+            self._measured.append(figures)
+        try:
+            yield figures
+        finally:
+            with self._lock:
+                self._measured = [one for one in self._measured if one is not figures]
+
+
+_FIGURES = _Figures()
+
+
+def measured_transfers() -> Any:
+    """Return a context manager that yields the :class:`TransferFigures` of the copies inside it, of all threads."""
+    return _FIGURES.measured()
