@@ -2,7 +2,7 @@
 
 A :class:`BlockVerifier` holds the blocks that this rank compares. Jobs that fill tensors pass through it: contiguous
 reads are cut at the bounds of its blocks, and all that lie in one block become one :class:`BlockRead`. It reads the
-block from its first byte to its last, in pieces that stay in the processor's cache until they are hashed. Bytes of the
+block from its first byte to its last, and hashes it while it is in the processor's cache. Bytes of the
 block that this rank does not want go to scratch memory. Before strided reads (columns, transposes) come the blocks that
 they lie in, hashed through scratch memory; the strided read then finds them in the page cache. Both count as read.
 
@@ -35,8 +35,8 @@ from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace
 from paddleformers_fc.storage.vectored_read import ScatterList
 
-HASHED_BYTES = 1024 * 1024
-"""What is read before it is hashed: as much as a common second-level cache holds."""
+HASHED_BYTES = 4 * 1024 * 1024
+"""What is read before it is hashed: a block, so that reads stay long; a last-level cache holds one per thread."""
 
 Jobs = Iterable[tuple[int, ReadJob]]
 """Jobs with their bytes."""
