@@ -1,21 +1,30 @@
 """Comparison of two checkpoints tensor by tensor, across parallel layouts and formats.
 
-Every canonical tensor of either side is assembled and hashed (md5), one at a time; memory is the largest tensor and a
-digest per tensor. Only roles that both formats can contain are compared, so that beside open weights the states of the
-optimizer, most of a checkpoint's bytes, are not read.
+The stored bytes of both sides are read and compared in pieces (:mod:`.compare`); a tensor that differs is read again
+for its md5, in pieces too. So memory does not depend on the size of tensors. Tensors that only one side has, or with
+another shape or dtype, are not compared. Only roles that both formats can contain are compared, so that beside open
+weights the states of the optimizer, most of a checkpoint's bytes, are not read.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.digest import TensorDigest, digests_of
+from paddleformers_fc.execute.compare import ComparedSide, differing_tensors
+from paddleformers_fc.execute.digest import digest_tensors, items_by_tensor, require_plan
+from paddleformers_fc.execute.read_jobs import Key
+from paddleformers_fc.execute.read_pool import ReadPool
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.layout.roles import ROLES
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.plan import ReadItem, ReadSource, canonical_layout, canonical_source
+from paddleformers_fc.plan.build import Planner
+from paddleformers_fc.text import natural
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -112,18 +121,63 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
     started = time.monotonic()
     both = (a, b)
     roles = _compared_roles(both, role)
-    first, second = ({(one.role, one.name): one for one in digests_of(side, roles)} for side in both)
-    present = [name for name in roles if any(key[0] == name for key in (*first, *second))]
+    first, second = (_prepared(side, roles) for side in both)
+    present = [name for name in roles if any(key[0] == name for key in (*first.tensors, *second.tensors))]
     if not present:
         raise OptionError(
             f"Neither side holds a tensor of {role}.",
             where=f"{a.catalog.root} and {b.catalog.root}",
             next_step="Leave out --role; inspect shows which roles a checkpoint has.",
         )
-    found = {name: _compare(name, first, second) for name in present}
+    forms = _differing_forms(first, second)
+    found = {name: _role_difference(name, first, second, forms) for name in present}
     left_out = [] if role is not None else [name for name in _stored_roles(both) if name not in roles]
     equal = all(one.same for one in found.values())
     return Difference(equal, _side(a), _side(b), found, left_out, round(time.monotonic() - started, 3))
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """One side, proved and planned.
+
+    Args:
+        source: from the checkpoint to the canonical space.
+        tensors: its canonical tensors, by role and name.
+        items: how each is read.
+    """
+
+    source: ReadSource
+    tensors: Mapping[Key, Shard]
+    items: Mapping[Key, Sequence[ReadItem]]
+
+
+def _prepared(checkpoint: OpenedCheckpoint, roles: Sequence[str]) -> _Prepared:
+    source = canonical_source(checkpoint)
+    layout = {role: shards for role, shards in canonical_layout(source).items() if role in roles}
+    items = items_by_tensor(require_plan(Planner(source), source, layout))
+    tensors = {(role, name): shard for role, shards in layout.items() for name, shard in shards.items()}
+    return _Prepared(source, tensors, items)
+
+
+def _differing_forms(first: _Prepared, second: _Prepared) -> dict[Key, tuple[Form, Form]]:
+    """The tensors of both sides that are not the same, with their digests."""
+    common = [key for key in first.tensors if key in second.tensors]
+    alike = {key: first.tensors[key].dtype for key in common if first.tensors[key] == second.tensors[key]}
+    left, right = (ComparedSide(side.source.catalog.root, side.items) for side in (first, second))
+    identities = {**first.source.catalog.identities, **second.source.catalog.identities}
+    with ReadPool(identities=identities) as pool:
+        unequal = differing_tensors(pool, left, right, {key: alike[key] for key in alike if first.tensors[key].size})
+    keys = [key for key in common if key in unequal or key not in alike]
+    one, other = (_forms(side, keys) for side in (first, second))
+    return {key: (one[key], other[key]) for key in keys}
+
+
+def _forms(side: _Prepared, keys: Sequence[Key]) -> dict[Key, Form]:
+    layout: dict[str, dict[str, Shard]] = {}
+    for role, name in keys:
+        layout.setdefault(role, {})[name] = side.tensors[role, name]
+    digests = digest_tensors(side.source, layout)
+    return {(one.role, one.name): Form(one.dtype, one.shape, one.md5) for one in digests}
 
 
 def _side(checkpoint: OpenedCheckpoint) -> Side:
@@ -155,20 +209,11 @@ def _compared_roles(sides: Sequence[OpenedCheckpoint], role: str | None) -> tupl
     return tuple(roles)
 
 
-def _compare(
-    role: str, first: dict[tuple[str, str], TensorDigest], second: dict[tuple[str, str], TensorDigest]
+def _role_difference(
+    role: str, first: _Prepared, second: _Prepared, forms: Mapping[Key, tuple[Form, Form]]
 ) -> RoleDifference:
-    mine = {name: one for (found, name), one in first.items() if found == role}
-    theirs = {name: one for (found, name), one in second.items() if found == role}
-    different = [
-        Different(name, _form(one), _form(theirs[name]))
-        for name, one in mine.items()
-        if name in theirs and one != theirs[name]
-    ]
-    only_in_a = [name for name in mine if name not in theirs]
-    only_in_b = [name for name in theirs if name not in mine]
+    mine, theirs = ({name for found, name in side.tensors if found == role} for side in (first, second))
+    names = sorted((name for found, name in forms if found == role), key=natural)
+    different = [Different(name, *forms[role, name]) for name in names]
+    only_in_a, only_in_b = sorted(mine - theirs, key=natural), sorted(theirs - mine, key=natural)
     return RoleDifference(len(mine) - len(different) - len(only_in_a), different, only_in_a, only_in_b)
-
-
-def _form(digest: TensorDigest) -> Form:
-    return Form(digest.dtype, digest.shape, digest.md5)

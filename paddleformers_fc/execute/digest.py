@@ -1,7 +1,8 @@
 """Canonical tensors of a checkpoint, and their digests: equal numbers have equal digests under every layout and format.
 
-Canonical tensors are assembled one at a time; memory is the largest tensor. ``diff`` compares these digests, and tests
-use them to show that a resume is bitwise.
+Tensors are read in pieces, in the order of their elements, and hashed piece by piece. Memory: one piece and scratch
+memory, whatever the size of a tensor. Tests use digests to show that a resume is bitwise; ``diff`` reports those of
+tensors that differ.
 """
 
 from __future__ import annotations
@@ -14,13 +15,23 @@ from typing import Any
 import numpy as np
 
 from paddleformers_fc.execute.read_pool import ReadPool
-from paddleformers_fc.execute.reading import read_tensors, verify_equal
+from paddleformers_fc.execute.reading import fill_arrays, read_tensors, verify_equal
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
 from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan import ReadItem, ReadSource, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, canonical_layout, canonical_source
+from paddleformers_fc.plan.build import Planner
+from paddleformers_fc.plan.pieces import row_major_pieces, shard_bytes
+from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import natural
+
+PIECE_BYTES = 32 << 20
+"""Bytes of tensors that are in memory at a time: as many rows of a transposed tensor as make its columns' runs long."""
+_LINE = 64
+
+Layout = Mapping[str, Mapping[str, Shard]]
+"""Role -> name -> shard."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +79,112 @@ def digests_of(checkpoint: OpenedCheckpoint, roles: Collection[str] = ROLES) -> 
     """
     source = canonical_source(checkpoint)
     layout = {role: shards for role, shards in canonical_layout(source).items() if role in roles}
-    for role, shard, array in read_canonical(source, layout):
-        md5 = hashlib.md5(array.view(np.uint8).data).hexdigest()
-        yield TensorDigest(role, shard.name, shard.dtype, shard.global_shape, md5)
+    yield from digest_tensors(source, layout)
 
 
-def read_canonical(
-    source: ReadSource, layout: Mapping[str, Mapping[str, Shard]]
+def digest_tensors(source: ReadSource, layout: Layout, piece_bytes: int = PIECE_BYTES) -> Iterator[TensorDigest]:
+    """Yield the digests of some canonical tensors, in natural order within each role.
+
+    Args:
+        source: from a checkpoint to the canonical space.
+        layout: role -> name -> the whole tensor.
+        piece_bytes: bound on the bytes in memory.
+    Raises:
+        FlexError: as :func:`read_canonical`.
+    """
+    hasher, done = hashlib.md5(), 0
+    for role, tensor, data in _read_in_pieces(source, layout, piece_bytes):
+        hasher.update(data.data)
+        done += data.nbytes
+        if done == shard_bytes(tensor):
+            yield TensorDigest(role, tensor.name, tensor.dtype, tensor.global_shape, hasher.hexdigest())
+            hasher, done = hashlib.md5(), 0
+
+
+def require_plan(planner: Planner, source: ReadSource, layout: Layout) -> LoadPlan:
+    """Plan canonical tensors, and compare what must be equal.
+
+    Raises:
+        FlexError: the tensors do not fit what is stored, or copies of a tied tensor differ.
+    """
+    catalog = source.catalog
+    plan = planner.plan(layout)
+    plan.report.refuse(str(catalog.root))
+    verify_equal(plan.checks, catalog.root, identities=catalog.identities)
+    return plan
+
+
+def items_by_tensor(plan: LoadPlan) -> dict[tuple[str, str], list[ReadItem]]:
+    """Return the read items of every tensor of a plan, by role and name."""
+    items: dict[tuple[str, str], list[ReadItem]] = {}
+    for item in plan.items:
+        items.setdefault((item.role, item.name), []).append(item)
+    return items
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A range of a tensor's elements, and how it is read."""
+
+    role: str
+    tensor: Shard
+    part: Shard
+    items: list[ReadItem]
+
+
+def _read_in_pieces(
+    source: ReadSource, layout: Layout, piece_bytes: int
 ) -> Iterator[tuple[str, Shard, np.ndarray[Any, Any]]]:
+    """Yield role, tensor and the bytes of its next piece, which are valid until the next one."""
+    catalog, planner = source.catalog, Planner(source)
+    items = items_by_tensor(require_plan(planner, source, layout))
+    memory = np.empty(max(piece_bytes, _LINE) + _LINE, np.uint8)
+    with ReadPool(identities=catalog.identities) as pool:
+        for pieces in _batches(planner, layout, items, piece_bytes):
+            arrays: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
+            at = 0
+            for piece in pieces:
+                part = memory[at : at + shard_bytes(piece.part)]
+                arrays[piece.role, piece.tensor.name] = part.view(to_numpy(to_safetensors(piece.part.dtype)))
+                at += _room(piece)
+            wanted = sorted((item for piece in pieces for item in piece.items), key=_file_order)
+            fill_arrays(pool, catalog.root, wanted, arrays)
+            for piece in pieces:
+                yield piece.role, piece.tensor, arrays[piece.role, piece.tensor.name].view(np.uint8)
+
+
+def _file_order(item: ReadItem) -> tuple[str, int]:
+    return item.stored.file, item.stored.begin
+
+
+def _room(piece: _Piece) -> int:
+    """Bytes of a piece in memory: its numbers begin at a cache line."""
+    return -(-shard_bytes(piece.part) // _LINE) * _LINE
+
+
+def _batches(
+    planner: Planner, layout: Layout, items: Mapping[tuple[str, str], list[ReadItem]], most: int
+) -> Iterator[list[_Piece]]:
+    """Group successive pieces that are read together; at most one of each tensor."""
+    batch: list[_Piece] = []
+    size = 0
+    for role, shards in layout.items():
+        for name in sorted(shards, key=natural):
+            for part in row_major_pieces(shards[name], most):
+                whole = part.flat is None
+                piece = _Piece(
+                    role, shards[name], part, items.get((role, name), []) if whole else planner.items(role, part)
+                )
+                if batch and (not whole or size + _room(piece) > most):
+                    yield batch
+                    batch, size = [], 0
+                batch.append(piece)
+                size += _room(piece)
+    if batch:
+        yield batch
+
+
+def read_canonical(source: ReadSource, layout: Layout) -> Iterator[tuple[str, Shard, np.ndarray[Any, Any]]]:
     """Yield role, shard and flat array of some shards of canonical tensors, in natural order within each role.
 
     Args:
@@ -85,12 +194,7 @@ def read_canonical(
         FlexError: the shards do not fit what is stored, copies of a tied tensor differ, or a file cannot be read.
     """
     catalog = source.catalog
-    plan = plan_reads(source, layout)
-    plan.report.refuse(str(catalog.root))
-    verify_equal(plan.checks, catalog.root, identities=catalog.identities)
-    items: dict[tuple[str, str], list[ReadItem]] = {}
-    for item in plan.items:
-        items.setdefault((item.role, item.name), []).append(item)
+    items = items_by_tensor(require_plan(Planner(source), source, layout))
     with ReadPool(identities=catalog.identities) as pool:
         for role, shards in layout.items():
             wanted = ((shards[name], items.get((role, name), ())) for name in sorted(shards, key=natural))

@@ -168,6 +168,16 @@ class Planner:
             self.report,
         )
 
+    def items(self, role: str, shard: Shard) -> list[ReadItem]:
+        """The read items of one shard; none where it keeps its values, or where something does not fit.
+
+        Args:
+            role: its role.
+            shard: such as a part of a tensor that was planned as a whole.
+        """
+        filling = self.filling(role, shard)
+        return [] if filling is None else filling.items(role, shard.name)
+
     def filling(self, role: str, shard: Shard) -> ShardFill | None:
         """Return how one shard is filled; None if it keeps its values or does not fit."""
         state = split_state_name(role, shard.name)

@@ -1,0 +1,440 @@
+"""Compare the stored bytes of whole tensors of two checkpoints, side by side.
+
+Every byte of both sides is read and compared; no recorded checksum takes the place of a read. Boxes that both sides
+store (:mod:`paddleformers_fc.plan.pairing`) are read in pieces into two buffers. Where a box is one run of bytes on
+both sides, it is compared as it lies in the files, and neighbours are read together: a few system calls for thousands
+of small tensors. Only boxes that one side stores strided or transposed, or in another dtype, go through read items.
+
+Memory: two buffers of ``COMPARE_BYTES`` and scratch memory for each thread, whatever the size of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.execute.read_jobs import Key, Memory, batch_jobs, dtype_of, flat_start, read_jobs, region_of
+from paddleformers_fc.execute.read_pool import ReadJob, ReadOptions, ReadPool
+from paddleformers_fc.plan.items import ReadItem
+from paddleformers_fc.plan.pairing import PairedBox, paired_boxes, read_item
+from paddleformers_fc.storage.files import memory_at
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.regions import Region, Workspace
+from paddleformers_fc.storage.vectored_read import ScatterList
+
+COMPARE_BYTES = 2 << 20
+"""Bytes of a piece on each side: few enough to be in the processor's cache when they are compared."""
+_MOST_RUNS = 4096
+"""Runs of one job at most; their number is Python work, where their bytes are not."""
+
+
+@dataclass(frozen=True)
+class ComparedSide:
+    """One checkpoint.
+
+    Args:
+        root: the catalog's directory.
+        items: for every tensor that is compared its read items, by role and name.
+    """
+
+    root: AnyPath
+    items: Mapping[Key, Sequence[ReadItem]]
+
+
+def differing_tensors(
+    pool: ReadPool, left: ComparedSide, right: ComparedSide, dtypes: Mapping[Key, str], piece_bytes: int = COMPARE_BYTES
+) -> set[Key]:
+    """Return the tensors whose bytes differ.
+
+    Args:
+        pool: the threads, with the identities of both checkpoints.
+        left: one checkpoint.
+        right: the other.
+        dtypes: the tensors to compare, each with the dtype that both sides have; their shapes are equal too.
+        piece_bytes: bytes that are compared at a time.
+    Raises:
+        Corrupt, StorageError: a file cannot be read.
+    """
+    keys = list(dtypes)
+    runs, boxes = _paired(keys, left, right, dtypes)
+    groups, alone = _grouped(boxes, len(keys))
+    runs += [group.run for group in groups]
+    work = _Work(left.root, right.root, _Buffers(piece_bytes))
+    pool.expect(_regions(left, right, keys))
+    runs.sort()
+    alone.sort(key=_in_file)
+    pool.run(batch_jobs(chain(_run_jobs(work, runs), _box_jobs(work, alone, pool.options))))
+    unclear = [box for group in groups if group.run[5] in work.differing for box in group.boxes]
+    pool.run(batch_jobs(_box_jobs(work, unclear, pool.options)))
+    return {keys[number] for number in work.differing if number < len(keys)}
+
+
+_Run = tuple[str, int, str, int, int, int]
+"""A run of bytes: file and offset on the left, file and offset on the right, length, and a number: of its tensor, or,
+from the number of tensors on, of a group of boxes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _BoxRead:
+    """A box of a tensor that is not one run of bytes on both sides.
+
+    Args:
+        number: of the tensor.
+        dtype: of the tensor.
+        box: the box.
+        left: the item that stores it on the left.
+        right: the same on the right.
+    """
+
+    number: int
+    dtype: str
+    box: PairedBox
+    left: ReadItem
+    right: ReadItem
+
+
+def _in_file(box: _BoxRead) -> tuple[str, str, int]:
+    return box.dtype, box.left.stored.file, box.left.stored.begin
+
+
+def _paired(
+    keys: Sequence[Key], left: ComparedSide, right: ComparedSide, dtypes: Mapping[Key, str]
+) -> tuple[list[_Run], list[_BoxRead]]:
+    """The boxes of all tensors: those that are runs on both sides, and the others."""
+    alike: dict[tuple[object, ...], list[PairedBox | _RunPair]] = {}
+    runs: list[_Run] = []
+    boxes: list[_BoxRead] = []
+    for number, key in enumerate(keys):
+        dtype, ours, theirs = dtypes[key], left.items[key], right.items[key]
+        kind = (dtype, *map(_kind, ours), "", *map(_kind, theirs))
+        pairs = alike.get(kind)
+        if pairs is None:
+            pairs = alike[kind] = [_as_run(pair, ours, theirs, dtype) for pair in paired_boxes(ours, theirs)]
+        for pair in pairs:
+            if isinstance(pair, PairedBox):
+                boxes.append(_BoxRead(number, dtype, pair, ours[pair.left.item], theirs[pair.right.item]))
+            else:
+                one, other = ours[pair.left].stored, theirs[pair.right].stored
+                begins = one.begin + pair.left_offset, other.begin + pair.right_offset
+                runs.append((one.file, begins[0], other.file, begins[1], pair.size, number))
+    return runs, boxes
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Boxes of one stored box that lie alike on both sides, such as parts of a fused tensor.
+
+    The whole stored box is compared first, as one run. Only if that differs are its boxes read, to name the tensors.
+
+    Args:
+        run: the whole stored box.
+        boxes: the boxes.
+    """
+
+    run: _Run
+    boxes: list[_BoxRead]
+
+
+def _grouped(boxes: Sequence[_BoxRead], first: int) -> tuple[list[_Group], list[_BoxRead]]:
+    """Group boxes that are most of a stored box; and those that are left alone.
+
+    Args:
+        boxes: of all tensors.
+        first: number of the first group.
+    """
+    found: dict[tuple[str, int, str, int], list[_BoxRead]] = {}
+    for box in boxes:
+        one, other = box.left.stored, box.right.stored
+        found.setdefault((one.file, one.begin, other.file, other.begin), []).append(box)
+    groups: list[_Group] = []
+    alone: list[_BoxRead] = []
+    for (file, begin, other_file, other_begin), members in found.items():
+        elements = math.prod(members[0].left.stored.shape)
+        covered = sum(box.box.left.part.volume for box in members)
+        if 2 * covered < elements or not all(map(_lies_alike, members)):
+            alone += members
+            continue
+        size = elements * dtype_of(members[0].dtype).itemsize
+        groups.append(_Group((file, begin, other_file, other_begin, size, first + len(groups)), members))
+    return groups, alone
+
+
+def _lies_alike(box: _BoxRead) -> bool:
+    """Whether both sides store a box at the same place of the same shape, so that equal stored boxes prove it equal."""
+    one, other = box.left.stored, box.right.stored
+    alike = (one.shape, one.dtype, box.box.left.part) == (other.shape, other.dtype, box.box.right.part)
+    return alike and one.dtype == box.dtype and not box.box.is_transposed
+
+
+def _kind(item: ReadItem) -> tuple[object, ...]:
+    """What decides, beside file and offset, how an item is read."""
+    stored = item.stored
+    return stored.dtype, stored.shape, stored.part, item.part, item.axes
+
+
+def _regions(left: ComparedSide, right: ComparedSide, keys: Sequence[Key]) -> Iterator[Region]:
+    for side in (left, right):
+        for key in keys:
+            for item in side.items[key]:
+                yield region_of(side.root, item.stored)
+
+
+@dataclass(frozen=True, slots=True)
+class _RunPair:
+    """A box that is one run of bytes on both sides.
+
+    Args:
+        left: which item on the left.
+        right: which item on the right.
+        left_offset: of the run in the stored box on the left, in bytes.
+        right_offset: the same on the right.
+        size: length in bytes.
+    """
+
+    left: int
+    right: int
+    left_offset: int
+    right_offset: int
+    size: int
+
+
+def _as_run(pair: PairedBox, left: Sequence[ReadItem], right: Sequence[ReadItem], dtype: str) -> PairedBox | _RunPair:
+    """The box as a pair of runs, if it is one on both sides."""
+    starts = []
+    for side, items in ((pair.left, left), (pair.right, right)):
+        stored = items[side.item].stored
+        start = flat_start(stored.shape, side.part)
+        if start is None or pair.is_transposed or stored.dtype != dtype:
+            return pair
+        starts.append(start)
+    width = dtype_of(dtype).itemsize
+    size = pair.left.part.volume * width
+    return _RunPair(pair.left.item, pair.right.item, starts[0] * width, starts[1] * width, size)
+
+
+class _Buffers:
+    """Pairs of buffers, one pair for every thread that compares at the same time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._idle: list[np.ndarray[Any, Any]] = []
+
+    def taken(self) -> np.ndarray[Any, Any]:
+        """Return two buffers as the rows of one array."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return np.empty((2, -(-self.size // 8) * 8), np.uint8)
+
+    def returned(self, pair: np.ndarray[Any, Any]) -> None:
+        """Take a pair back."""
+        self._idle.append(pair)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What all jobs share.
+
+    Args:
+        left: directory of the left side.
+        right: directory of the right side.
+        buffers: for the pieces.
+        differing: numbers of the tensors and groups that were found to differ.
+    """
+
+    left: AnyPath
+    right: AnyPath
+    buffers: _Buffers
+    differing: set[int] = field(default_factory=set)
+
+    def compare(self, pair: np.ndarray[Any, Any], size: int, parts: Sequence[tuple[int, int]]) -> None:
+        """Compare two full buffers; where they differ, tensor by tensor.
+
+        Args:
+            pair: the buffers.
+            size: bytes in each.
+            parts: numbers and lengths in bytes, in the order of the buffers.
+        """
+        if _is_equal(pair, 0, size):
+            return
+        begin = 0
+        for number, length in parts:
+            if number not in self.differing and not _is_equal(pair, begin, begin + length):
+                self.differing.add(number)
+            begin += length
+
+
+def _is_equal(pair: np.ndarray[Any, Any], begin: int, end: int) -> bool:
+    # As words: a comparison byte by byte writes eight times as many results.
+    words = end - (end - begin) % 8
+    first, second = pair[0], pair[1]
+    if (first[begin:words].view(np.uint64) != second[begin:words].view(np.uint64)).any():
+        return False
+    return bytes(first[words:end]) == bytes(second[words:end])
+
+
+def _run_jobs(work: _Work, runs: Sequence[_Run]) -> Iterator[tuple[int, ReadJob]]:
+    most = work.buffers.size
+    part: list[_Run] = []
+    size = 0
+    for run in _bounded(runs, most):
+        if part and (size + run[4] > most or len(part) == _MOST_RUNS):
+            yield 2 * size, _RunComparison(work, part)
+            part, size = [], 0
+        part.append(run)
+        size += run[4]
+    if part:
+        yield 2 * size, _RunComparison(work, part)
+
+
+def _bounded(runs: Sequence[_Run], most: int) -> Iterator[_Run]:
+    for run in runs:
+        if run[4] <= most:
+            yield run
+            continue
+        one, begin, other, start, size, number = run
+        for low in range(0, size, most):
+            yield one, begin + low, other, start + low, min(most, size - low), number
+
+
+@dataclass(frozen=True, slots=True)
+class _RunComparison:
+    """Compare runs of bytes, read in the order of the left side's files."""
+
+    work: _Work
+    runs: list[_Run]
+
+    def read(self, reader: RangeReader, workspace: Workspace) -> int:
+        """See :class:`ReadJob`."""
+        runs = [run for run in self.runs if run[5] not in self.work.differing]
+        if not runs:
+            return 0
+        lengths = np.array([run[4] for run in runs], np.int64)
+        pair = self.work.buffers.taken()
+        sides = [(run[0], run[1]) for run in runs], [(run[2], run[3]) for run in runs]
+        for buffer, root, places in zip(pair, (self.work.left, self.work.right), sides, strict=True):
+            for file, rows in _rows_by_file(places, lengths):
+                _read_rows(reader, root / file, rows, buffer, workspace)
+        size = int(lengths.sum())
+        self.work.compare(pair, size, [(run[5], run[4]) for run in runs])
+        self.work.buffers.returned(pair)
+        return 2 * size
+
+
+def _rows_by_file(
+    places: Sequence[tuple[str, int]], lengths: np.ndarray[Any, Any]
+) -> Iterator[tuple[str, ScatterList]]:
+    """Rows of each file for runs that lie one behind the other in a buffer.
+
+    Args:
+        places: file and offset of every run.
+        lengths: of the runs, in bytes.
+    """
+    numbers: dict[str, list[int]] = {}
+    for number, (file, _) in enumerate(places):
+        numbers.setdefault(file, []).append(number)
+    offsets = np.array([offset for _, offset in places], np.int64)
+    targets = np.cumsum(lengths) - lengths
+    for file, found in numbers.items():
+        chosen = np.array(found)
+        yield file, _joined(offsets[chosen], targets[chosen], lengths[chosen])
+
+
+def _joined(offsets: np.ndarray[Any, Any], targets: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> ScatterList:
+    """Runs in the order of the file; those that follow one another in the file and in the buffer are one."""
+    order = np.argsort(offsets, kind="stable")
+    offsets, targets, lengths = offsets[order], targets[order], lengths[order]
+    follows = (offsets[1:] == offsets[:-1] + lengths[:-1]) & (targets[1:] == targets[:-1] + lengths[:-1])
+    first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    return ScatterList(offsets[first], targets[first], np.add.reduceat(lengths, first))
+
+
+def _read_rows(
+    reader: RangeReader, path: AnyPath, rows: ScatterList, buffer: np.ndarray[Any, Any], workspace: Workspace
+) -> None:
+    """Read rows whose addresses count from the beginning of a buffer."""
+    address = buffer.__array_interface__["data"][0]
+    if len(rows.offsets) == 1:
+        view = memory_at(address + int(rows.addresses[0]), int(rows.lengths[0]))
+        reader.read_into(path, int(rows.offsets[0]), view)
+        return
+    addresses = (rows.addresses + address).astype(np.uint64)
+    reader.read_rows(path, ScatterList(rows.offsets, addresses, rows.lengths), workspace.scatter)
+
+
+def _box_jobs(work: _Work, boxes: Sequence[_BoxRead], options: ReadOptions) -> Iterator[tuple[int, ReadJob]]:
+    """Group pieces of boxes of one dtype, which lie in a buffer without gaps."""
+    left: list[ReadItem] = []
+    right: list[ReadItem] = []
+    parts: list[tuple[int, int]] = []
+    size, held = 0, ""
+    for box in boxes:
+        dtype, width = box.dtype, dtype_of(box.dtype).itemsize
+        for piece in box.box.pieces(max(1, work.buffers.size // width)):
+            nbytes = piece.left.part.volume * width
+            if parts and (held != dtype or size + nbytes > work.buffers.size):
+                yield 2 * size, _BoxComparison(work, held, left, right, parts, options)
+                left, right, parts, size = [], [], [], 0
+            held = dtype
+            left.append(read_item(piece, piece.left, box.left, dtype, size // width))
+            right.append(read_item(piece, piece.right, box.right, dtype, size // width))
+            parts.append((box.number, nbytes))
+            size += nbytes
+    if parts:
+        yield 2 * size, _BoxComparison(work, held, left, right, parts, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _BoxComparison:
+    """Compare boxes of tensors of one dtype, in the order in which the left side stores their elements.
+
+    Args:
+        work: what all jobs share.
+        dtype: of the tensors.
+        left: how the boxes are read on the left.
+        right: how they are read on the right.
+        parts: numbers of tensors and lengths in bytes, in the order of the boxes.
+        options: of the reads.
+    """
+
+    work: _Work
+    dtype: str
+    left: list[ReadItem]
+    right: list[ReadItem]
+    parts: list[tuple[int, int]]
+    options: ReadOptions
+
+    def read(self, reader: RangeReader, workspace: Workspace) -> int:
+        """See :class:`ReadJob`."""
+        if all(number in self.work.differing for number, _ in self.parts):
+            return 0
+        pair = self.work.buffers.taken()
+        total, size = 0, sum(length for _, length in self.parts)
+        for buffer, root, items in zip(pair, (self.work.left, self.work.right), (self.left, self.right), strict=True):
+            target = _OneBuffer(Memory.of(buffer[:size].view(dtype_of(self.dtype))))
+            for _, job in read_jobs(sorted(items, key=_file_order), root, target, self.options):
+                total += job.read(reader, workspace)
+        self.work.compare(pair, size, self.parts)
+        self.work.buffers.returned(pair)
+        return total
+
+
+def _file_order(item: ReadItem) -> tuple[str, int]:
+    return item.stored.file, item.stored.begin
+
+
+@dataclass(frozen=True, slots=True)
+class _OneBuffer:
+    """One memory for all items."""
+
+    memory: Memory
+
+    def __getitem__(self, key: Key) -> Memory:
+        """The memory."""
+        return self.memory
