@@ -2,11 +2,11 @@
 
 Canonical tensors are put into files in natural order; every rank on the coordinator's disk writes some of the files,
 reading just the ranges that its tensors are made of. Two batches of tensors are under way at a time, each read and
-then written by a thread of its own, so that neither waits for the other unless both write the same file. Memory
-is twice the largest tensor (where all are small, half a file, and at most 8 MiB from files of this machine, 64 MiB from
-elsewhere) plus scratch memory, whatever the size of the model. The same checkpoint content gives the same bytes
-whatever layout it was saved under. Checksums of all files are taken while they are written, and are written beside them
-(:mod:`paddleformers_fc.storage.export_checksums`).
+then written by a thread of its own, so that neither waits for the other unless both write the same file. A tensor that
+is larger than a batch is read in pieces. Memory is at most twice 4 MiB from files of this machine, twice 32 MiB from
+elsewhere or of transposed tensors, plus scratch memory, whatever the size of the model or of a tensor. The same
+checkpoint content gives the same bytes whatever layout it was saved under. Checksums of all files are taken while they
+are written, and are written beside them (:mod:`paddleformers_fc.storage.export_checksums`).
 
 Where no rank sees all of the checkpoint, the ranks go from batch to batch together, and get from each other what they
 do not see.
@@ -25,7 +25,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,8 +50,9 @@ from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.registry import checkpoints_advice
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
-from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, Report, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.plan.build import Planner
+from paddleformers_fc.plan.pieces import row_major_pieces, shard_bytes
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.commit import discard
@@ -77,6 +77,8 @@ _CACHE_BYTES = 4 * 1024 * 1024
 """Bytes of a batch from files of this machine: few enough to be in the processor's cache until they are written."""
 _BATCH_BYTES = 32 * 1024 * 1024
 """Bytes of a batch from elsewhere, which takes requests to a store, or a meeting of all ranks."""
+_TRANSPOSED_BYTES = 32 * 1024 * 1024
+"""Bytes of a piece of a tensor that is not stored in runs: rows enough that runs of its columns are long."""
 _BATCHES_PER_FILE = 4
 """Two batches are in memory at a time; four in a file leave half the size of a file for everything else."""
 _READERS = 2
@@ -195,7 +197,7 @@ def export_opened(
 
         run_on_all(channel, "finishing the export", finish)
     sizes = {receipt.path: receipt.size for receipt in receipts}
-    total = sum(_nbytes(shard) for shard in layout.values())
+    total = sum(shard_bytes(shard) for shard in layout.values())
     return ExportReport(target, dict(sorted(sizes.items())), len(layout), total)
 
 
@@ -299,7 +301,7 @@ def _split_into_files(layout: Mapping[str, Shard], max_shard_bytes: int) -> list
     groups: list[list[Shard]] = []
     room = 0
     for name in sorted(layout, key=natural):
-        size = _nbytes(layout[name])
+        size = shard_bytes(layout[name])
         if not groups or size > room:
             groups.append([])
             room = max_shard_bytes
@@ -311,10 +313,6 @@ def _split_into_files(layout: Mapping[str, Shard], max_shard_bytes: int) -> list
         _FilePlan(f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors", tuple(group))
         for index, group in enumerate(groups)
     ]
-
-
-def _nbytes(shard: Shard) -> int:
-    return shard.size * item_size(to_safetensors(shard.dtype))
 
 
 @dataclass(frozen=True)
@@ -537,15 +535,16 @@ def _batch_bytes(source: ReadSource, max_shard_bytes: int) -> int:
 
 def _batches(source: ReadSource, files: list[_FilePlan], room: int) -> Iterator[_Batch]:
     """All files in order, in batches of as many pieces as there is room for; planned file by file."""
+    planner = Planner(source)
     for file in files:
-        plan = plan_reads(source, {MODEL_STATE: {shard.name: shard for shard in file.tensors}})
+        plan = planner.plan({MODEL_STATE: {shard.name: shard for shard in file.tensors}})
         plan.report.refuse(str(source.catalog.root))
         items: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             items.setdefault(item.name, []).append(item)
         some: list[_TensorRange] = []
         begin = used = 0
-        for piece in (piece for shard in file.tensors for piece in _pieces(shard, items.get(shard.name, []))):
+        for piece in (piece for one in file.tensors for piece in _pieces(planner, one, items.get(one.name, []), room)):
             # What has no bytes goes with what is before it: a file is whole when its last byte is written.
             if some and piece.nbytes and used + piece.nbytes > room:
                 yield _Batch(file, begin, tuple(_joined(some)))
@@ -555,17 +554,28 @@ def _batches(source: ReadSource, files: list[_FilePlan], room: int) -> Iterator[
         yield _Batch(file, begin, tuple(_joined(some)))
 
 
-def _pieces(tensor: Shard, items: Sequence[ReadItem]) -> Iterator[_TensorRange]:
-    """What of a tensor can be read by itself: what each item brings, where that is one run of numbers; else all."""
-    runs = [(flat_start(item.shape, item.part), item) for item in items]
-    starts = [(item.start + run, item) for run, item in runs if run is not None]
-    if not items or len(starts) < len(items):
-        yield _TensorRange(tensor, 0, tensor.size, tuple(items))
-        return
-    for start, item in sorted(starts, key=itemgetter(0)):
-        shape = item.part.shape
-        alone = msgspec.structs.replace(item, start=start, shape=shape, part=whole(shape))
-        yield _TensorRange(tensor, start, start + item.part.volume, (alone,))
+def _pieces(planner: Planner, tensor: Shard, items: list[ReadItem], room: int) -> Iterator[_TensorRange]:
+    """A tensor as ranges that fit: of the room of a batch, or more where short runs of the file would be read."""
+    most = max(room, _CACHE_BYTES if all(map(_is_run, items)) else _TRANSPOSED_BYTES)
+    for part in row_major_pieces(tensor, most):
+        if part.flat is None:
+            yield _TensorRange(tensor, 0, tensor.size, tuple(items))
+        else:
+            begin, end = part.flat
+            planned = (
+                msgspec.structs.replace(item, start=begin + item.start) for item in planner.items(MODEL_STATE, part)
+            )
+            yield _TensorRange(tensor, begin, end, tuple(planned))
+
+
+def _is_run(item: ReadItem) -> bool:
+    """Whether an item is one run of numbers in its file and in its tensor."""
+    stored, is_ordered = item.stored, item.axes == tuple(range(len(item.stored.shape)))
+    return (
+        is_ordered
+        and flat_start(stored.shape, stored.part) is not None
+        and flat_start(item.shape, item.part) is not None
+    )
 
 
 def _joined(pieces: Iterable[_TensorRange]) -> Iterator[_TensorRange]:
@@ -578,7 +588,8 @@ def _joined(pieces: Iterable[_TensorRange]) -> Iterator[_TensorRange]:
 
 def _memory(room: int, files: list[_FilePlan]) -> np.ndarray[Any, Any]:
     """Memory for any batch, from a page on: where it is in step with a page of the file, the system copies faster."""
-    size = max([room, *(_nbytes(shard) for file in files for shard in file.tensors)])
+    largest = max((shard_bytes(shard) for file in files for shard in file.tensors), default=0)
+    size = max(room, min(largest, _TRANSPOSED_BYTES))
     memory = np.empty(size + _PAGE, np.uint8)
     begin = -memory.ctypes.data % _PAGE
     return memory[begin : begin + size]
@@ -611,7 +622,7 @@ def _finish(
     texts = dict(small)
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(_nbytes(shard) for file in files for shard in file.tensors)},
+            "metadata": {"total_size": sum(shard_bytes(shard) for file in files for shard in file.tensors)},
             "weight_map": {shard.name: file.name for file in files for shard in file.tensors},
         }
         texts[INDEX_NAME] = (json.dumps(index, indent=2) + "\n").encode()
