@@ -160,14 +160,27 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
         tensor: the ``paddle.Tensor`` to be filled.
         host_bytes: bytes of the array that stands in for the tensor; 0 where its own memory is filled.
         pool: the staging buffers of the tensor's device; None in host memory.
+        begin: offset of the bytes that are filled, of a contiguous tensor of a device.
     """
 
     tensor: Any
     host_bytes: int
     pool: StagingPool | None = None
+    begin: int = 0
     _staged: Any = None
     _on_device: Any = None
     _transfer: Transfer | None = None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of a contiguous tensor of a device, which can be filled in pieces; otherwise 0."""
+        divisible = self.pool is not None and self.tensor.is_contiguous()
+        return self.host_bytes // _numpy_of(self.tensor.dtype).itemsize if divisible else 0
+
+    def part(self, start: int, stop: int) -> TensorSlot:
+        """Return the slot of a range of elements of a contiguous tensor of a device."""
+        width = _numpy_of(self.tensor.dtype).itemsize
+        return TensorSlot(self.tensor, (stop - start) * width, self.pool, self.begin + start * width)
 
     def open(self) -> Memory:
         """Return the tensor's own memory, or that of a host array."""
@@ -193,7 +206,7 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
         target = self.tensor
         if not target.is_contiguous():  # Paddle crashes if it copies from the host into a strided tensor.
             target = self._on_device = paddle.empty(target.shape, dtype=target.dtype, device=target.place)
-        self._transfer = upload(self._staged, target)
+        self._transfer = upload(self._staged, bytes_of(target)._slice(self.begin, self.begin + self.host_bytes))
 
     def settle(self) -> None:
         """Wait until the copy is done, and give the host array back."""

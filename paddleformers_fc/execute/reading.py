@@ -5,6 +5,7 @@ host array that is copied to the device when it is full, while the next arrays a
 
 The items of a plan become jobs (:mod:`.read_jobs`), which the threads of a pool take (:mod:`.read_pool`). Memory beyond
 the targets: at most ``staging_memory_bytes`` for all threads together, or one host copy of a shard if that is larger.
+Large shards of a device are filled in pieces where possible (:mod:`.shard_pieces`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from paddleformers_fc.errors import Diverged, MismatchError
 from paddleformers_fc.execute.read_jobs import Key, Memory, batch_jobs, dtype_of, read_jobs, region_of
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadJob, ReadOptions, ReadPool
+from paddleformers_fc.execute.shard_pieces import cut_large_shards
 from paddleformers_fc.execute.verified_reads import UNVERIFIED, BlockVerifier
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem
@@ -29,6 +31,8 @@ from paddleformers_fc.storage.regions import Region, Workspace, read_region, spl
 from paddleformers_fc.text import count_text
 
 _PORTION_BYTES = 32 << 20
+_LEAST_PIECE_BYTES = 1 << 20
+"""Large shards of a device are not cut into smaller pieces than this."""
 
 
 class Slot(Protocol):
@@ -71,11 +75,12 @@ def execute_reads(
         Corrupt, StorageError: a read failed; reading stops, threads are joined, targets hold an undefined mixture.
     """
     room = options.staging_memory_bytes - options.threads * options.scratch_bytes
+    items, slots = cut_large_shards(plan.items, slots, max(room // 2, _LEAST_PIECE_BYTES))
     count, size_before = 0, 0
     before = targets = _Targets(slots)
     try:
         with ReadPool(options, identities) as pool:
-            for group, size in _groups(plan.items, slots, room // 2):
+            for group, size in _groups(items, slots, room // 2):
                 # While a group is read, the host arrays of the previous one are copied to the device, if both fit.
                 if size_before + size > room:
                     before.settle()

@@ -142,9 +142,9 @@ class Transfer:
         _FIGURES.end(time.monotonic() - started)
 
 
-def upload(buffer: StagingBuffer, tensor: Any) -> Transfer:
-    """Begin to copy a full buffer to a contiguous tensor of a device, as many bytes."""
-    return Transfer(_host_tensor(buffer.bytes), bytes_of(tensor), tensor.place)
+def upload(buffer: StagingBuffer, target: Any) -> Transfer:
+    """Begin to copy a full buffer to as many bytes of a device, a flat tensor."""
+    return Transfer(_host_tensor(buffer.bytes), target, target.place)
 
 
 class StagedPieces:
