@@ -432,7 +432,7 @@ def test_statements_that_cut_a_fused_tensor_across_its_ranks_are_refused_or_move
         for rank, got in enumerate(load_with(tmp_path / "checkpoint-3", statements, ARRAYS, tp)):
             assert same_values(live(swapped, tp, rank), got)
         return
-    with pytest.raises(MappingError, match="cut or join fused tensors across the ranks") as refusal:
+    with pytest.raises(MappingError, match="cut or join fused tensors across the groups") as refusal:
         load_with(tmp_path / "checkpoint-3", statements, ARRAYS, tp)
     assert refusal.value.evidence[0].startswith(f"{GATE_AND_UP}: ")
     assert " 2" in refusal.value.evidence[0]
