@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape, whole
@@ -97,8 +97,12 @@ class Template:
         return groups
 
 
+@lru_cache(maxsize=4096)
 def identity(shape: Shape) -> Template:
-    """Return the template of a tensor that is equal to its source."""
+    """Return the template of a tensor that is equal to its source.
+
+    Tensors of one shape share it, so that what follows from a template is derived once for all of them.
+    """
     box = whole(shape)
     return Template((BoxLink(0, box, box, tuple(range(len(shape)))),))
 
