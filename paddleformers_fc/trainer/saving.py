@@ -201,13 +201,16 @@ def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, ou
     """``Trainer._rotate_checkpoints``: delete old checkpoints on the lowest rank of every disk."""
     args, run = trainer.args, job_state_of(trainer)
     leads = run.disks.sorted_leaders if run.disks is not None else (0,)
-    # Under full the ranks share the work of reading the newest checkpoint.
-    channel = channel_of(args) if len(leads) > 1 or args.flex_verify == "full" else ALONE
+    limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
+    # Under full the ranks share the work of reading the newest checkpoint. A save of another class may call on the
+    # first rank alone, so only the save of this package asks all ranks.
+    saved_here = run.saved is not None and run.saved.name.endswith(f"-{trainer.state.global_step}")
+    shared = len(leads) > 1 or (limit is not None and args.flex_verify == "full")
+    channel = channel_of(args) if shared and saved_here else ALONE
     if channel is ALONE and dist.get_rank() != 0:
         return
     with run.best.shown_in(trainer):
         best = trainer.state.best_model_checkpoint
-    limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
     try:
         needed = [path for path in (run.saved, None if best is None else Path(best)) if path is not None]
         level, threads, directory = args.flex_verify, args.flex_threads, Path(output_dir or args.output_dir)
