@@ -56,6 +56,7 @@ _LOADING = "paddle.distributed.flex_checkpoint.dcp.load_state_dict:"
 _CONFIG = "paddleformers.transformers.configuration_utils:PretrainedConfig"
 _SHARDING = "paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer"
 _STAGE2 = "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2:GroupShardedOptimizerStage2"
+_STAGE2_MODEL = "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2:GroupShardedStage2"
 _STAGE3 = "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3:GroupShardedStage3"
 
 TRAINER = (
@@ -245,9 +246,12 @@ TRAINER = (
         "HybridParallelOptimizer.__init__",
         names=("_inner_opt",),
     ),
+    Hook("paddle:DataParallel.__init__", names=("_layers",)),
+    Hook("paddle.distributed.fleet.meta_parallel.meta_parallel_base:MetaParallelBase.__init__", names=("_layers",)),
+    Hook(f"{_STAGE2_MODEL}.__init__", names=("_layer",)),
+    Hook(f"{_STAGE3}.__init__", names=("_layer", "_optim")),
     Hook(f"{_STAGE2}.__init__", names=("_optim", "_rank")),
     Hook(f"{_STAGE2}._segment_params", "(self)"),
-    Hook(f"{_STAGE3}.__init__", names=("_optim",)),
     Hook(f"{_STAGE3}._param_storage", names=("fw_storage", "slice@")),
     Hook(f"{_STAGE3}._update_params", names=("bw_storage",)),
     Hook("paddle.distributed.fleet.utils.mix_precision_utils:MixPrecisionLayer.__init__", names=("main_grad",)),

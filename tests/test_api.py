@@ -33,7 +33,7 @@ FlexTrainerMixin
 FlexTrainingArguments
 install() -> 'None'
 load(directory: 'str | PathLike[str] | RemotePath', model: 'Any', optimizer: 'Any' = None, *, \
-verify: 'str' = 'size', threads: 'int' = 4, family: 'str | Family | None' = None, config: 'Config | None' = None, \
+verify: 'str' = 'full', threads: 'int' = 4, family: 'str | Family | None' = None, config: 'Config | None' = None, \
 mapping: 'RuleSet | None' = None, aoa_config: 'Mapping[str, object] | None' = None) -> 'LoadReport'
 load_open_weights(model: 'Any', directory: 'str | PathLike[str] | RemotePath', threads: 'int' = 4, \
 verify: 'str' = 'full') -> 'LoadReport'

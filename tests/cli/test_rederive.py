@@ -29,7 +29,7 @@ from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.plan.sources import described_model, stored_mapping
-from paddleformers_fc.storage import commit
+from paddleformers_fc.storage import leftovers
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.verification import simulate_ranks
 from tests.cli.support import run, seal
@@ -224,4 +224,4 @@ def test_an_interrupted_command_leaves_the_checkpoint_as_it_was(
             assert run("rederive", str(checkpoint)).code == 2
         after = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
         assert after == before
-        assert all(one.disposable or one.why for one in commit.unfinished(tmp_path))
+        assert all(one.disposable or one.why for one in leftovers.unfinished(tmp_path))

@@ -187,9 +187,13 @@ def test_statements_for_one_name_are_told_apart_by_the_class_and_the_configurati
         (
             (32, 4),
             {"is_fleet": True},
-            r"shape \[32, 4\] is declared for `.* and \(not is_fleet\)`, and the configuration says",
+            r"shape \[32, 4\] is declared for `.* and \(not is_fleet\)`, which the configuration does not fulfil",
         ),
-        ((32, 32), {"is_fleet": None, "num_experts": 32}, "2 statements declare it, and shape .32, 32. does not tell"),
+        (
+            (32, 32),
+            {"is_fleet": None, "num_experts": 32},
+            "2 statements declare it, and shape .32, 32. does not distinguish them",
+        ),
         ((8, 8), {"is_fleet": True}, r"2 statements declare it, and shape \[8, 8\] does not distinguish them"),
     ):
         with pytest.raises(MappingError, match=said):
