@@ -20,15 +20,10 @@ import numpy as np
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.difference import Difference, compare_checkpoints
 from paddleformers_fc.execute.digest import read_canonical
-from paddleformers_fc.execute.export import (
-    DEFAULT_MAX_SHARD_BYTES,
-    ExportReport,
-    described_files,
-    export_opened,
-    refuse_target,
-)
+from paddleformers_fc.execute.export import ExportReport, export_opened, refuse_target
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
+from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -250,7 +245,7 @@ class Checkpoint:
             21
         """
         target = Path(directory)
-        refuse_target(target, described_files(self._opened), replace)
+        refuse_target(target, self._opened.model_files, replace)
         chosen = dataclasses.replace(self._opened, tied=tied, unread=verify == "full")
         return export_opened(chosen, target, max_shard_bytes)
 

@@ -9,7 +9,8 @@
 ``memory``, ``device``                                 live tensors on the host and on an accelerator
 ``redistribute``                                       ranges that one rank reads for others
 ``collective_checksums``                               ``flex_verify`` of a load
-``export``, ``weights_md5``                            Hugging Face files, and their md5
+``export``, ``export_files``, ``export_batches``       files of another format; memory and reads of an export
+``weights_md5``                                        md5 of exported weights
 ``digest``, ``difference``                             canonical tensors of a checkpoint; comparison of two
 ``verify``, ``inspect``, ``output_directory``          checks, facts, leftovers
 ``rederive``                                           the mapping of a checkpoint of an older version

@@ -17,7 +17,7 @@ import msgspec
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, broadcast, gather_and_keep, run_on_all
 from paddleformers_fc.execute.staging_directory import StagingDirectory
-from paddleformers_fc.formats.flex import MAPPING_NAME
+from paddleformers_fc.formats.checkpoint import MAPPING_NAME
 from paddleformers_fc.storage.commit import finish_commit, prepare_commit
 from paddleformers_fc.storage.files import read_file, write_file
 from paddleformers_fc.storage.manifest import FileChecksum, Manifest, write_manifest

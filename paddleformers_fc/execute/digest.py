@@ -18,10 +18,10 @@ from paddleformers_fc.execute.read_pool import ReadPool
 from paddleformers_fc.execute.reading import fill_arrays, read_tensors, verify_equal
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
 from paddleformers_fc.layout.roles import ROLES
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, canonical_layout, canonical_source
 from paddleformers_fc.plan.build import Planner
-from paddleformers_fc.plan.pieces import row_major_pieces, shard_bytes
+from paddleformers_fc.plan.pieces import row_major_pieces
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import natural

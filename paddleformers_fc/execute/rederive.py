@@ -19,8 +19,7 @@ from paddleformers_fc.errors import MappingError, OptionError, StorageError
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stored import STRIPPED, completed, encode_mapping
-from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, not_a_flex_checkpoint
-from paddleformers_fc.formats.flex import MAPPING_NAME
+from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import checkpoints_advice, open_checkpoint
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.agreement import disagreements

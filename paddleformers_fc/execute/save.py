@@ -47,8 +47,7 @@ from paddleformers_fc.execute.staging_directory import StagingDirectory, staging
 from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.stated import model_ties
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME
-from paddleformers_fc.formats.flex import MAPPING_NAME
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME
 from paddleformers_fc.layout.codec import decode_held, encode_held
 from paddleformers_fc.layout.live import LocalTensor, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name

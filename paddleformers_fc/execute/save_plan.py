@@ -32,14 +32,14 @@ from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import bind_model, family_name, model_ties
 from paddleformers_fc.families.stored import encode_mapping
 from paddleformers_fc.formats.catalog import gather_shards
+from paddleformers_fc.formats.registry import SAVED
 from paddleformers_fc.layout import Shard
-from paddleformers_fc.layout.codec import HEADER_KEY, encode_shards
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.mapping import RuleSet, prove
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
-from paddleformers_fc.storage.safetensors import FileLayout, layout_file
+from paddleformers_fc.storage.safetensors import FileLayout
 
 MAX_CACHED_PLANS = 8
 """How many plans a process keeps: of checkpoints, of exports, and of every rank where ranks are threads."""
@@ -187,17 +187,10 @@ def model_rules(model: ModelDescription, shards: Mapping[str, Shard]) -> RuleSet
 
 def _role_files(role: str, pieces: Iterable[ShardPart], rank: int, max_file_bytes: int) -> Iterable[PlannedFile]:
     groups = pack_files(pieces, max_file_bytes)
-    for number, group in enumerate(groups, 1):
-        suffix = f"-{number:05d}" if len(groups) > 1 else ""
-        path = Path(role) / f"rank-{rank:05d}{suffix}.safetensors"
-        shards = {piece.shard.name: piece.shard for piece in group}
-        entries = [
-            (name, to_safetensors(shard.dtype), shard.box.shape if shard.flat is None else (shard.size,))
-            for name, shard in shards.items()
-        ]
-        layout = layout_file(path, entries, {"format": "flex", HEADER_KEY: encode_shards(shards)})
+    for path, group in zip(SAVED.writer.names(role, rank, len(groups)), groups, strict=True):
+        layout = SAVED.writer.header(Path(path), [piece.shard for piece in group])
         planned = tuple(PlannedWrite(one.shard.name, one.start, one.start + one.shard.size) for one in group)
-        yield PlannedFile(path.as_posix(), role, layout, planned)
+        yield PlannedFile(path, role, layout, planned)
 
 
 def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:

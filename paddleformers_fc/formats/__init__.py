@@ -1,8 +1,8 @@
-"""Formats of checkpoints: how each is recognised, opened and verified. No framework is imported here.
+"""Formats of checkpoints: how each is recognised, opened, verified and written. No framework is imported here.
 
-``registry`` has the tuple of formats and ``open_checkpoint``; ``checkpoint`` the opened checkpoint and the protocol of
-a format; ``catalog`` what is stored, tensors as boxes in byte ranges of files; ``flex``, ``huggingface`` and
-``paddle_distcp`` are the formats.
+``registry`` has the tuple of formats and ``open_checkpoint``; ``checkpoint`` the opened checkpoint and the protocols of
+a format and of its writer; ``catalog`` what is stored, tensors as boxes in byte ranges of files; ``flex``,
+``huggingface`` and ``paddle_distcp`` are the formats.
 """
 
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment, StoredTensor

@@ -1,4 +1,4 @@
-"""An opened checkpoint, whatever its format, and the protocol of a format.
+"""An opened checkpoint, whatever its format, and the protocols of a format and of its writer.
 
 Everything that differs between formats is data of an :class:`OpenedCheckpoint` or a member of its :class:`Format`, so
 that load, export, digest, diff, verify, inspect and plan have no branch per format. A format is one module with a class
@@ -7,28 +7,35 @@ that follows the protocol, and one line in :mod:`paddleformers_fc.formats.regist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checks import CheckList
+from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.json_io import parse_json, read_recorded
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, RESTORE, Manifest
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, RESTORE, TRAINER_DIRECTORY, Manifest
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.safetensors import FileLayout
 
 CONFIG_NAME = "config.json"
+MAPPING_NAME = "mapping.json"
 
 REFUSE = "refuse"
 TIED_WAYS = (REFUSE, "first", "last")
 """What is read where copies of a tied tensor differ: none of them, or that of the first or last pipeline stage."""
+
+Layout = Mapping[str, Mapping[str, Shard]]
+"""Tensors by role and name."""
 
 StoredShard = tuple[Shard, str, int, int]
 """A shard, its file, the byte offset of its first element, bytes per element."""
@@ -47,6 +54,63 @@ class StoredModel:
     description: ModelDescription | None
 
 
+@dataclass(frozen=True)
+class OutputFile:
+    """A file of tensors that is going to be written.
+
+    Args:
+        path: posix path relative to the directory.
+        role: the role of its tensors.
+        tensors: whole tensors, in the order of the file.
+    """
+
+    path: str
+    role: str
+    tensors: tuple[Shard, ...]
+
+
+class Writer(Protocol):
+    """The names and headers of the files of a format. Reading, hashing, writing and commit are in ``execute``."""
+
+    def names(self, role: str, rank: int, count: int) -> list[str]:
+        """Return the paths of the files that one rank writes of a role, relative to the directory."""
+
+    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
+        """Return the header of a file.
+
+        Args:
+            path: the file, for errors.
+            shards: its tensors, in the order of the file.
+        """
+
+
+class ExportWriter(Writer, Protocol):
+    """A writer of whole tensors: the target of an export.
+
+    Attributes:
+        marks: the files of which one makes a directory a checkpoint of this format; they are written last.
+    """
+
+    marks: tuple[str, ...]
+
+    def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet | None:
+        """Return the rules of the tensors that this format contains; None for canonical tensors."""
+
+    def files(self, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+        """Divide the tensors that this format contains into files.
+
+        Args:
+            layout: every tensor of the checkpoint, whole; tensors of other formats' roles are omitted.
+            max_file_bytes: bound on the tensors of one file, in bytes; a larger tensor has a file of its own.
+        """
+
+    def documents(self, files: Sequence[OutputFile]) -> dict[str, bytes]:
+        """Return the files beside those with tensors, such as an index, by path relative to the directory."""
+
+    def owns(self, path: str) -> bool:
+        """Return whether an export replaces a file of an older one."""
+
+
 class Format(Protocol):
     """A format of checkpoints.
 
@@ -59,6 +123,7 @@ class Format(Protocol):
         loadable: whether a live model can be filled from it.
         advice: how to use such a checkpoint where a flex checkpoint is required.
         checks: the names of the checks that ``verify`` makes, in order.
+        writer: how its files are written; None if this package only reads the format.
     """
 
     name: str
@@ -69,6 +134,7 @@ class Format(Protocol):
     loadable: bool
     advice: str
     checks: tuple[str, ...]
+    writer: Writer | None
 
     def recognises(self, directory: AnyPath) -> bool:
         """Return whether a directory or URL is of this format, by the names of its files alone."""
@@ -191,6 +257,12 @@ class OpenedCheckpoint:
             root = str(self.catalog.root)
             raise Corrupt(f"{root} has no recorded file {name}.", where=root, next_step="Use another checkpoint.")
         return read_recorded(self.catalog.root, recorded, recorded.size if most is None else most, RESTORE)
+
+    @property
+    def model_files(self) -> list[str]:
+        """The files that belong into an export: configuration, tokenizer, templates."""
+        others = (*ROLES, TRAINER_DIRECTORY)
+        return [path for path in self.recorded if path != MAPPING_NAME and path.split("/")[0] not in others]
 
     @property
     def preferred(self) -> dict[str, tuple[str, ...]]:

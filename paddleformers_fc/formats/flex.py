@@ -6,8 +6,9 @@ small read per file. A directory without a manifest is not a checkpoint and is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError
@@ -15,27 +16,29 @@ from paddleformers_fc.families.stored import decode_mapping
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
+    MAPPING_NAME,
     Format,
     OpenedCheckpoint,
     StoredModel,
     StoredShard,
+    Writer,
     parse_config,
 )
 from paddleformers_fc.formats.checks import DEPTH_TEXT, CheckList
-from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards
+from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards, encode_shards
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import item_size
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import exists, map_paths
 from paddleformers_fc.storage.identity import Identities, identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, read_listed, read_manifest, verify_files
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.safetensors import read_header
+from paddleformers_fc.storage.safetensors import FileLayout, layout_file, read_header
 from paddleformers_fc.text import count_text, size_text
 
-MAPPING_NAME = "mapping.json"
 DOCUMENTS = (MAPPING_NAME, CONFIG_NAME)
 """The files beside the manifest that opening reads."""
 
@@ -224,6 +227,23 @@ def shards_of(directory: AnyPath, path: str) -> Iterator[StoredShard]:
         yield shard, path, entry.begin, widths[entry.dtype]
 
 
+class FlexWriter(Writer):
+    """The files of a flex checkpoint. The commit of a save writes mapping and manifest."""
+
+    def names(self, role: str, rank: int, count: int) -> list[str]:
+        """Return the paths of the files of one rank and role."""
+        numbers = [f"-{number:05d}" for number in range(1, count + 1)] if count > 1 else [""] * count
+        return [f"{role}/rank-{rank:05d}{number}.safetensors" for number in numbers]
+
+    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
+        """Return the header of a file, with the position of every shard in its tensor."""
+        entries = [
+            (one.name, to_safetensors(one.dtype), one.box.shape if one.flat is None else (one.size,)) for one in shards
+        ]
+        described = encode_shards({one.name: one for one in shards})
+        return layout_file(path, entries, {"format": "flex", HEADER_KEY: described})
+
+
 class FlexFormat(Format):
     """Flex checkpoints: what this package saves."""
 
@@ -235,6 +255,7 @@ class FlexFormat(Format):
     loadable = True
     advice = "Name it in resume_from_checkpoint."
     checks = ("manifest", "files", "tensors", "mapping", "equal values")
+    writer = FlexWriter()
 
     def recognises(self, directory: AnyPath) -> bool:
         """Return whether there is a manifest, which a save writes last."""

@@ -3,23 +3,27 @@
 ``model.safetensors.index.json`` is the truth about which files count, where it exists: other safetensors files beside
 it are ignored, a listed file that is missing or lacks its tensor is an error. What a listed file holds and the index
 does not name at all is stored like the rest, so that a load which does not want it is refused: it may be the scales of
-what the index names. Without an index the directory must hold exactly ``model.safetensors``. Nothing is ever written
-into the directory. Where it holds ``flex_checksums.json``, as exports do, files are compared with that.
+what the index names. Without an index the directory must hold exactly ``model.safetensors``. Opening writes
+nothing. Where it holds ``flex_checksums.json``, as exports do, files are compared with that.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Iterator
-from pathlib import PurePosixPath
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
+    ExportWriter,
     Format,
+    Layout,
     OpenedCheckpoint,
+    OutputFile,
     StoredModel,
     StoredShard,
     not_a_flex_checkpoint,
@@ -28,10 +32,10 @@ from paddleformers_fc.formats.checkpoint import (
 )
 from paddleformers_fc.formats.checks import DEPTH_TEXT, CheckList
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import from_safetensors, item_size
+from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
 from paddleformers_fc.storage.export_checksums import (
     CHECKSUMS_NAME,
     FileChecksums,
@@ -44,11 +48,17 @@ from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.safetensors import Header, read_header
-from paddleformers_fc.text import count_text
+from paddleformers_fc.storage.safetensors import FileLayout, Header, layout_file, read_header
+from paddleformers_fc.text import count_text, natural
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
+"""Default bound on the tensors of one file, in bytes."""
+
+RUN_ARGUMENTS = "training_args.json"
+"""The training arguments beside an export. They depend on the layout of the run, so they have no checksum."""
+
 _FETCH_AGAIN = "Fetch the files again: the index and the files are not of one download."
 _NAME_ANOTHER = "Name a directory that save_pretrained or the export verb wrote, or that was downloaded whole."
 _EXPORT = "Export it with `paddleformers-fc export CHECKPOINT DIRECTORY`, and name that directory."
@@ -248,6 +258,60 @@ def _shards(files: dict[str, list[str]], headers: dict[str, Header]) -> Iterator
             yield shard, name, entry.begin, item_size(entry.dtype)
 
 
+class HuggingFaceWriter(ExportWriter):
+    """The files of open weights.
+
+    Tensors are distributed in natural order, so that the same content gives the same bytes under every layout. Several
+    files are listed in an index.
+    """
+
+    marks = (INDEX_NAME, SINGLE_NAME)
+
+    def rules(self, checkpoint: OpenedCheckpoint) -> None:
+        """Return None: open weights are canonical tensors."""
+
+    def files(self, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+        """Divide the weights into files, in natural order."""
+        weights = layout.get(MODEL_STATE, {})
+        groups: list[list[Shard]] = []
+        room = 0
+        for name in sorted(weights, key=natural):
+            size = shard_bytes(weights[name])
+            if not groups or size > room:
+                groups.append([])
+                room = max_file_bytes
+            groups[-1].append(weights[name])
+            room -= size
+        paths = self.names(MODEL_STATE, 0, len(groups))
+        return tuple(OutputFile(path, MODEL_STATE, tuple(group)) for path, group in zip(paths, groups, strict=True))
+
+    def names(self, role: str, rank: int, count: int) -> list[str]:
+        """Return the names of the files, whichever ranks write them."""
+        if count == 1:
+            return [SINGLE_NAME]
+        return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
+        """Return the header of a file of whole tensors."""
+        entries = [(one.name, to_safetensors(one.dtype), one.global_shape) for one in shards]
+        return layout_file(path, entries, {"format": "pt"})
+
+    def documents(self, files: Sequence[OutputFile]) -> dict[str, bytes]:
+        """Return the index, if there are several files."""
+        if len(files) < 2:
+            return {}
+        index = {
+            "metadata": {"total_size": sum(shard_bytes(one) for file in files for one in file.tensors)},
+            "weight_map": {one.name: file.path for file in files for one in file.tensors},
+        }
+        return {INDEX_NAME: (json.dumps(index, indent=2) + "\n").encode()}
+
+    def owns(self, path: str) -> bool:
+        """Return whether a file is a weight file, the index or the checksums of an older export."""
+        numbered = path.startswith("model-") and path.endswith(".safetensors")
+        return numbered or path in (*self.marks, CHECKSUMS_NAME)
+
+
 class HuggingFaceFormat(Format):
     """Open weights: safetensors files in canonical names."""
 
@@ -262,6 +326,7 @@ class HuggingFaceFormat(Format):
         "resume_from_checkpoint."
     )
     checks = ("checksums", "tensors", "model")
+    writer = HuggingFaceWriter()
 
     def recognises(self, directory: AnyPath) -> bool:
         """Return whether there is an index or the single file without one."""

@@ -321,6 +321,7 @@ class PaddleDistcpFormat(Format):
         "with model_name_or_path."
     )
     checks = ("tensors",)
+    writer = None
 
     def recognises(self, directory: AnyPath) -> bool:
         """Return whether there are files of ``dist.save_state_dict``, in the directory or in those of its roles."""

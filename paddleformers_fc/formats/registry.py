@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from paddleformers_fc.errors import NotACheckpoint, OptionError
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Format, OpenedCheckpoint
-from paddleformers_fc.formats.flex import FLEX, MAPPING_NAME
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, Format, OpenedCheckpoint
+from paddleformers_fc.formats.flex import FLEX
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.paths import AnyPath
+
+SAVED, EXPORTED = FLEX, HUGGINGFACE
+"""The formats that a save and, by default, an export write."""
 
 FORMATS: tuple[Format, ...] = (FLEX, HUGGINGFACE, PADDLE_DISTCP)
 """Every format; the first that recognises a directory opens it."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 
 
 class Fragment(msgspec.Struct, frozen=True, gc=False):
@@ -115,3 +116,8 @@ def _range_boxes(shape: Shape, begin: int, end: int) -> Iterator[tuple[Box, int]
 def _within(index: int, shape: Shape, begin: int, end: int, at: int) -> Iterator[tuple[Box, int]]:
     for box, start in _range_boxes(shape[1:], begin, end):
         yield Box((index, *box.lo), (index + 1, *box.hi)), at + start
+
+
+def shard_bytes(shard: Shard) -> int:
+    """Return the length of a shard in bytes."""
+    return shard.size * item_size(to_safetensors(shard.dtype))

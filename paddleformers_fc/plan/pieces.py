@@ -11,13 +11,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
-
-
-def shard_bytes(shard: Shard) -> int:
-    """Bytes of a shard's elements."""
-    return shard.size * item_size(to_safetensors(shard.dtype))
 
 
 def row_major_pieces(tensor: Shard, most_bytes: int) -> Iterator[Shard]:

@@ -23,8 +23,7 @@ from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.sizes import value_at
 from paddleformers_fc.families.stored import STRIPPED, completed
 from paddleformers_fc.formats.catalog import Catalog
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint
-from paddleformers_fc.formats.flex import MAPPING_NAME
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, OpenedCheckpoint
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSources, TensorSpec, prove

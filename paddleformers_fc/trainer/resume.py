@@ -16,8 +16,7 @@ from paddleformers_fc.distributed.channel import Channel, all_gather_checked, ru
 from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import CheckpointError, Diverged, NotACheckpoint
 from paddleformers_fc.execute.opening import check_complete
-from paddleformers_fc.formats.checkpoint import not_a_flex_checkpoint
-from paddleformers_fc.formats.flex import MAPPING_NAME
+from paddleformers_fc.formats.checkpoint import MAPPING_NAME, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import format_of
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.leftovers import recover

@@ -20,9 +20,10 @@ from paddleformers_fc.distributed.channel import ALONE, Channel, run_on_all
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.execute.export import RUN_ARGUMENTS, save_weights
+from paddleformers_fc.execute.export import save_weights
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging_pool import measured_transfers
+from paddleformers_fc.formats.huggingface import RUN_ARGUMENTS
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.paths import require_local
 from paddleformers_fc.text import count_text

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddleformers_fc.execute import compare, export
+from paddleformers_fc.execute import compare, export_batches
 from paddleformers_fc.execute.compare import ComparedSide, differing_tensors
 from paddleformers_fc.execute.digest import canonical_digests, digest_tensors, items_by_tensor, require_plan
 from paddleformers_fc.execute.export import export_checkpoint
@@ -85,8 +85,8 @@ def test_exported_files_are_those_of_earlier_versions_whatever_the_size_of_piece
     grid: str, piece_bytes: int | None, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if piece_bytes:
-        monkeypatch.setattr(export, "_CACHE_BYTES", piece_bytes)
-        monkeypatch.setattr(export, "_TRANSPOSED_BYTES", piece_bytes)
+        monkeypatch.setattr(export_batches, "_CACHE_BYTES", piece_bytes)
+        monkeypatch.setattr(export_batches, "_TRANSPOSED_BYTES", piece_bytes)
     files = export_checkpoint(checkpoints[grid], tmp_path / "hf", 3000).digests()
     assert hashlib.md5(repr(sorted(files.items())).encode()).hexdigest() == EXPORTS[degree(grid)]
 

@@ -1,0 +1,221 @@
+"""Write the files of an export: batches are read, hashed in the order of their file, and written at their offsets.
+
+Two batches are in progress at a time, each read and then written by one thread, so that neither waits for the other
+unless both belong to the same file. Headers are known in advance. If no rank sees the whole checkpoint, the ranks take
+one batch each at a time and read for each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
+from paddleformers_fc.execute.export_batches import Batch, batch_memory, plan_batches
+from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadPool, run_workers
+from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
+from paddleformers_fc.execute.redistribute import ReadContext, read_redistributed
+from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
+from paddleformers_fc.plan import LoadPlan, ReadSource, Report
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.file_checksums import FileChecksum
+from paddleformers_fc.storage.paths import RemotePath
+from paddleformers_fc.storage.safetensors import RandomAccessTensorWriter
+
+_READERS = 2
+"""Number of batches that are read and written at a time."""
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """The part of an export that one rank writes.
+
+    Args:
+        staging: the staging directory.
+        source: the checkpoint.
+        writer: the format of the files.
+        files: the files of this rank.
+        batch_bytes: bound on the bytes of a batch.
+    """
+
+    staging: Path
+    source: ReadSource
+    writer: ExportWriter
+    files: tuple[OutputFile, ...]
+    batch_bytes: int
+
+
+def write_files(job: ExportJob, channel: Channel) -> list[FileChecksum]:
+    """Write the files of all ranks.
+
+    Args:
+        job: the files of this rank.
+        channel: all ranks; every rank must call, also one that writes no file.
+    Returns:
+        the checksums of the files of all ranks.
+    Raises:
+        FlexError: the same on every rank.
+    """
+    together = bool(job.source.catalog.seen_by)
+    written = (
+        _write_together(job, channel)
+        if together
+        else all_gather_checked(channel, "exporting", lambda: _write_own(job), list[FileChecksum])
+    )
+    return [checksum for theirs in written for checksum in theirs]
+
+
+def _write_own(job: ExportJob) -> list[FileChecksum]:
+    """Write this rank's files; each thread reads a batch and writes it while the other reads or writes."""
+    # As many threads read as in a load, if tensors are large. Threads that read from a store only wait.
+    root = job.source.catalog.root
+    near = replace(DEFAULT_OPTIONS, threads=DEFAULT_OPTIONS.threads // _READERS)
+    options = DEFAULT_OPTIONS if isinstance(root, RemotePath) else near
+    memories = [batch_memory(job.files, job.batch_bytes) for _ in range(_READERS)]
+
+    def lane(draw: Callable[[], Batch | None]) -> int:
+        memory, total = memories.pop(), 0
+        with output.stopping(), ReadPool(options, job.source.catalog.identities) as pool:
+            while (batch := draw()) is not None:
+                total += fill_arrays(pool, root, batch.items, batch.carved(memory))
+                if not output.write(batch, memory):
+                    break
+        return total
+
+    with _OutputWriter(job) as output, ThreadPoolExecutor(_READERS, "flex-export") as threads:
+        run_workers(threads, _READERS, output.begun(plan_batches(job.source, job.files, job.batch_bytes)), lane)
+    return output.checksums
+
+
+def _write_together(job: ExportJob, channel: Channel) -> list[list[FileChecksum]]:
+    """Write the files of all ranks in steps; a rank without a batch reads for others."""
+
+    def plan() -> tuple[int, list[Batch]]:
+        batches = list(plan_batches(job.source, job.files, job.batch_bytes))
+        return len(batches), batches
+
+    counts, batches = gather_and_keep(channel, "planning an export", plan, int)
+    catalog = job.source.catalog
+    storage = ReadContext(catalog.root, catalog.identities, catalog.seen_by)
+    memory = batch_memory(job.files, job.batch_bytes)
+    with _OutputWriter(job) as output:
+        for step in range(max(counts)):
+            own = batches[step : step + 1]
+            reads = LoadPlan(tuple(item for batch in own for item in batch.items), (), {}, Report())
+            slots = {key: ArraySlot(array) for batch in own for key, array in batch.carved(memory).items()}
+            read_redistributed(reads, storage, slots, channel)
+            run_on_all(channel, "exporting", partial(output.write_all, own, memory))
+        return all_gather_checked(channel, "collecting checksums", lambda: output.checksums, list[FileChecksum])
+
+
+@dataclass
+class _OpenFile:
+    """A file that is being written.
+
+    Args:
+        writer: writes its bytes.
+        hasher: hashes its bytes in order.
+        hashed: number of bytes of tensors that were hashed.
+    """
+
+    writer: RandomAccessTensorWriter
+    hasher: BlockHasher
+    hashed: int = 0
+
+
+class _OutputWriter:
+    """The files of one rank, written batch by batch by any thread.
+
+    Batches are hashed in the order of their file: a thread waits until the batches before its own are hashed. They are
+    drawn in that order, so that another thread has them.
+
+    A context manager: at its end every file is whole, and what an error leaves open is closed as it is.
+
+    Args:
+        job: the files.
+
+    Attributes:
+        checksums: of the files that are finished.
+    """
+
+    def __init__(self, job: ExportJob) -> None:
+        self.checksums: list[FileChecksum] = []
+        self._job = job
+        self._open: dict[str, _OpenFile] = {}
+        self._turns = threading.Condition()
+        self._stopped = False
+
+    def begun(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches, and create each file before its first one: in one thread, so that a failure is one."""
+        for batch in batches:
+            if batch.file.path not in self._open:
+                self._open[batch.file.path] = self._created(batch.file)
+            yield batch
+
+    def write(self, batch: Batch, memory: np.ndarray[Any, Any]) -> bool:
+        """Hash and write a batch that has begun; the thread that writes the last one of a file finishes it.
+
+        Args:
+            batch: the batch.
+            memory: begins with its bytes.
+        Returns:
+            False if another thread has failed, so that this one stops.
+        """
+        name, data = batch.file.path, memory[: batch.nbytes]
+        output = self._open[name]
+        with self._turns:
+            self._turns.wait_for(lambda: self._stopped or output.hashed == batch.begin)
+            if self._stopped:
+                return False
+        output.hasher.update(data.data)
+        with self._turns:
+            output.hashed += batch.nbytes
+            self._turns.notify_all()
+        if output.writer.write(batch.begin, data):
+            output.writer.close()
+            self.checksums.append(output.hasher.file_checksum(name))
+            del self._open[name]
+        return True
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Let a thread that fails in this block wake those that wait for it, so that they stop."""
+        try:
+            yield
+        except BaseException:
+            with self._turns:
+                self._stopped = True
+                self._turns.notify_all()
+            raise
+
+    def write_all(self, batches: Sequence[Batch], memory: np.ndarray[Any, Any]) -> None:
+        """Begin and write one batch, or none."""
+        for batch in self.begun(batches):
+            self.write(batch, memory)
+
+    def __enter__(self) -> _OutputWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for output in self._open.values():
+            if kind is None:
+                output.writer.close()
+            else:
+                output.writer.abandon()
+
+    def _created(self, file: OutputFile) -> _OpenFile:
+        path, hasher = self._job.staging / file.path, BlockHasher()
+        layout = self._job.writer.header(path, file.tensors)
+        hasher.update(layout.header)
+        return _OpenFile(RandomAccessTensorWriter(path, layout, root=self._job.staging), hasher)

@@ -1,0 +1,105 @@
+"""Formats that are not of this package: an export writes the tensors, files and documents that their writer names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.export import export_opened, refuse_target
+from paddleformers_fc.families import family_for
+from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
+from paddleformers_fc.formats.checkpoint import ExportWriter, Layout, OutputFile
+from paddleformers_fc.formats.huggingface import HuggingFaceWriter
+from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.storage.dtypes import to_safetensors
+from paddleformers_fc.storage.safetensors import FileLayout, layout_file
+from paddleformers_fc.verification.simulate_ranks import QWEN3_MOE, filled, save, value_of
+
+
+class WholeState(ExportWriter):
+    """Every role in the names of the model that was saved, with a list of the tensors in each directory."""
+
+    marks = ("roles.json",)
+
+    def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
+        return checkpoint.rules
+
+    def files(self, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+        return tuple(
+            OutputFile(self.names(role, 0, 1)[0], role, tuple(layout[role][name] for name in sorted(layout[role])))
+            for role in sorted(layout)
+        )
+
+    def names(self, role: str, rank: int, count: int) -> list[str]:
+        return [f"{role}/{rank}_{number}.safetensors" for number in range(count)]
+
+    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
+        return layout_file(path, [(one.name, to_safetensors(one.dtype), one.global_shape) for one in shards], {})
+
+    def documents(self, files: Sequence[OutputFile]) -> dict[str, bytes]:
+        return {"roles.json": json.dumps({file.role: len(file.tensors) for file in files}).encode()}
+
+    def owns(self, path: str) -> bool:
+        return path == "roles.json"
+
+
+class AttentionOnly(HuggingFaceWriter):
+    """A part of the canonical tensors in one file, under other names, as adapters are."""
+
+    marks = ("adapter_model.safetensors",)
+
+    def files(self, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+        weights = layout["model_state"]
+        chosen = tuple(weights[name] for name in sorted(weights) if ".self_attn." in name)
+        return (OutputFile("adapter_model.safetensors", "model_state", chosen),)
+
+    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
+        entries = [(f"base_model.{one.name}", to_safetensors(one.dtype), one.global_shape) for one in shards]
+        return layout_file(path, entries, {})
+
+    def documents(self, files: Sequence[OutputFile]) -> dict[str, bytes]:
+        return {"adapter_config.json": b"{}"}
+
+
+def saved(directory: Path, layout: str) -> OpenedCheckpoint:
+    model = declared_model(family_for(QWEN3_MOE.config), QWEN3_MOE, parse_grid(layout), "float32")
+    save(directory, [filled(model.roles(rank), value_of) for rank in range(model.grid.world_size)], model)
+    return open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=2", "sharding=2,split=true"])
+def test_a_format_of_all_roles_in_the_names_of_the_model_gets_every_saved_number(layout: str, tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path / "c", layout)
+    report = export_opened(checkpoint, tmp_path / "out", writer=WholeState())
+    stored = checkpoint.catalog.roles
+    assert json.loads((tmp_path / "out/roles.json").read_text()) == {role: len(stored[role]) for role in stored}
+    assert report.tensors == checkpoint.catalog.count
+    for role, tensors in stored.items():
+        found = load_file(tmp_path / "out" / role / "0_0.safetensors")
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            expected = value_of(role, Shard(name, tensor.dtype, tensor.shape, whole(tensor.shape)))
+            assert found[name].tobytes() == expected.tobytes(), name
+
+
+def test_a_format_of_some_tensors_under_other_names_gets_these_and_its_documents(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path / "c", "tp=2")
+    export_opened(checkpoint, tmp_path / "hf")
+    report = export_opened(checkpoint, tmp_path / "adapter", writer=AttentionOnly())
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    found = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert found.keys() == {f"base_model.{name}" for name in weights if ".self_attn." in name}
+    assert all(array.tobytes() == weights[name.removeprefix("base_model.")].tobytes() for name, array in found.items())
+    assert report.tensors == len(found) < len(weights)
+    assert (tmp_path / "adapter/adapter_config.json").read_bytes() == b"{}"
+    with pytest.raises(OptionError, match="adapter_model"):
+        refuse_target(tmp_path / "adapter", [], False, AttentionOnly())
