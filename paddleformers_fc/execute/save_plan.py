@@ -40,6 +40,7 @@ from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.safetensors import FileLayout
+from paddleformers_fc.text import count_text
 
 MAX_CACHED_PLANS = 8
 """How many plans a process keeps: of checkpoints, of exports, and of every rank where ranks are threads."""
@@ -225,7 +226,8 @@ def _refuse_partial(everyone: list[RankShards], parameters: Mapping[str, Shard])
                 faults.append(f"{name}: is a state of no parameter")
     if faults:
         raise MismatchError(
-            f"{len(faults)} tensors of this job are not held whole and once. Nothing was written.",
+            "Ranks do not hold every tensor of this job whole and once: "
+            f"{count_text(len(faults), 'fault')}. Nothing was written.",
             evidence=fold(faults),
             next_step="The ranks describe shards that do not fit together; check the parallel configuration.",
         )

@@ -32,6 +32,7 @@ from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.rules import Slab
+from paddleformers_fc.text import count_text
 
 MAX_EXPERTS = 1 << 16
 """Maximum number of experts in one tensor; each is a rule."""
@@ -105,7 +106,7 @@ def bind(
                 fresh.append(tensor.name)
     if faults:
         raise MappingError(
-            f"{len(faults)} tensors of the model cannot be mapped.",
+            f"The model cannot be mapped: {count_text(len(faults), 'fault')}.",
             where=f"family {family.name}",
             evidence=fold(faults),
             next_step="Compare the model's configuration with its tensors, or declare the tensors in the family.",

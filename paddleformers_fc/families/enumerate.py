@@ -21,6 +21,7 @@ from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.sizes import Sizes, names_of
 from paddleformers_fc.mapping import Shape, TensorSpec
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.text import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ def recognised_tensors(
         found.append(_declared(statement, name, spec.shape, spec.dtype, numbers))
     if strange:
         raise MappingError(
-            f"No statement of family {family.name} declares {len(strange)} tensors.",
+            f"No statement of family {family.name} declares {count_text(len(strange), 'tensor')}.",
             evidence=fold(strange),
             next_step="Declare the tensors in the family.",
         )

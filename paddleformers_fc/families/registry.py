@@ -28,6 +28,7 @@ from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.text import count_text
 
 FAMILIES: tuple[Family, ...] = tuple(
     import_module(f"{models.__name__}.{module.name}").FAMILY for module in iter_modules(models.__path__)
@@ -142,7 +143,7 @@ def _refuse_twins(names: list[str], family: Family) -> None:
     twins = [f"{name}: {count} statements declare it" for name, count in Counter(names).items() if count > 1]
     if twins:
         raise MappingError(
-            f"Family {family.name} declares {len(twins)} tensors twice under one configuration.",
+            f"Family {family.name} declares {count_text(len(twins), 'tensor')} twice under one configuration.",
             evidence=fold(twins),
             next_step="Give the statements conditions that exclude each other.",
         )

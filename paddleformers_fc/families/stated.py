@@ -17,6 +17,7 @@ from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.registry import family_for
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.text import count_text
 
 
 def bind_model(model: ModelDescription, tensors: Sequence[ModelTensor]) -> RuleSet:
@@ -111,7 +112,7 @@ def _restricted(rules: RuleSet, tensors: Sequence[ModelTensor]) -> RuleSet:
         targets[one.name] = TensorSpec(one.shape, one.dtype)
     if faults:
         raise MappingError(
-            f"{len(faults)} tensors of the model cannot be mapped.",
+            f"The model cannot be mapped: {count_text(len(faults), 'fault')}.",
             where="mapping",
             evidence=fold(faults),
             next_step="State a rule for every tensor of the model, with its global shape.",

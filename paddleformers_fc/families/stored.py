@@ -31,6 +31,7 @@ from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.codec import decode_rules, encode_rules
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.json_io import ignored_extensions
+from paddleformers_fc.text import count_text
 
 FORMAT = 2
 """Of ``mapping.json``."""
@@ -197,7 +198,7 @@ def _refuse_contradictions(family: Family, model: ModelDescription, tensors: Seq
             faults.append(f"{tensor.name}: a model of this class and configuration has no such tensor")
     if faults:
         raise MappingError(
-            f"{len(faults)} tensors contradict the description of the model.",
+            f"Tensors contradict the description of the model: {count_text(len(faults), 'fault')}.",
             where=f"family {family.name}",
             evidence=fold(faults),
             next_step="Compare the class and the configuration of the model with its tensors.",

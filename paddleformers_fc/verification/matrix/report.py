@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from paddleformers_fc.cli import output
+from paddleformers_fc.text import count_text
 from paddleformers_fc.upstream import VERSIONS
 from paddleformers_fc.verification.matrix.recipe import Cell, Recipe
 from paddleformers_fc.verification.matrix.running import CellDigests, CellOutcome, file_name
@@ -54,7 +55,7 @@ def reason(outcome: CellOutcome) -> str:
     if outcome.error:
         return outcome.error
     if outcome.unequal:
-        return f"{len(outcome.unequal)} tensors are not md5-equal, the first is {outcome.unequal[0]}"
+        return f"{count_text(len(outcome.unequal), 'tensor')} with another md5, the first is {outcome.unequal[0]}"
     if not outcome.export_equal:
         return "the exports are not md5-equal"
     return f"a loss differs by {outcome.difference:.1e}"
