@@ -391,7 +391,7 @@ def as_stored(group: Statements) -> Statements:
     )
 
 
-def whole(group: Statements) -> Statements:
+def uncut(group: Statements) -> Statements:
     """Exclude layers from tensor parallelism, as routed experts are."""
     return tuple(replace(one, cut=None) for one in group)
 

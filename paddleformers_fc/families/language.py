@@ -42,8 +42,8 @@ from paddleformers_fc.families.declarations import (
     renumbered as renumbered,
     same as same,
     stacked,
+    uncut as uncut,
     untrained,
-    whole as whole,
     within as within,
 )
 
@@ -294,7 +294,7 @@ def row(name: str, inputs: str, outputs: str, bias: str = "") -> Statements:
 
 def replicated(name: str, inputs: str, outputs: str, bias: str = "") -> Statements:
     """Declare a linear layer that is whole on every rank."""
-    return whole(column(name, inputs, outputs, bias))
+    return uncut(column(name, inputs, outputs, bias))
 
 
 def _bias(condition: str, statements: Statements) -> Statements:
@@ -444,7 +444,7 @@ def experts(prefix: str, formers: Statements = ()) -> Statements:
         of_class(FORMERS, choice("fd_fallback", fallback, formers or single)),
         of_class(
             FLEET,
-            only("not moe_expert_fusion and not using_sonic_moe", whole(single)),
+            only("not moe_expert_fusion and not using_sonic_moe", uncut(single)),
             only("moe_expert_fusion and not using_sonic_moe", _grouped(*names, single)),
             only("using_sonic_moe", _grouped(*names, as_stored(single))),
         ),
@@ -453,5 +453,5 @@ def experts(prefix: str, formers: Statements = ()) -> Statements:
 
 def _grouped(first: str, second: str, single: Statements) -> Statements:
     """Place all experts of a layer in two tensors, in order along the first axis: gate and up, and down."""
-    up, down = (one for one in whole(single) if one.target.endswith(".weight"))
+    up, down = (one for one in uncut(single) if one.target.endswith(".weight"))
     return declared(stacked(first, 0, False, (up,)), stacked(second, 0, False, (down,)))

@@ -37,7 +37,7 @@ import msgspec
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping, TensorSources, TensorSpec
-from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stacked
+from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stack_templates
 from paddleformers_fc.text import count_text
 
 MAX_STRETCHES = 1 << 23
@@ -303,7 +303,7 @@ class _Maker:
     def _stacked(self, parts: list[TensorSources]) -> TensorSources:
         key = tuple([(part.template, len(part.names)) for part in parts])
         if key not in self._stacks:
-            self._stacks[key] = stacked(key)
+            self._stacks[key] = stack_templates(key)
         return TensorSources(self._stacks[key], tuple([name for part in parts for name in part.names]))
 
 

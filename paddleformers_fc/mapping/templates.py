@@ -229,7 +229,7 @@ def pruned(template: Template) -> tuple[Template, tuple[int, ...]]:
     return Template(tuple(links)), kept
 
 
-def stacked(parts: Sequence[tuple[Template, int]]) -> Template:
+def stack_templates(parts: Sequence[tuple[Template, int]]) -> Template:
     """Return the template of a tensor that several templates fill.
 
     Args:

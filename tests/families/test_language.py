@@ -159,7 +159,7 @@ def test_experts_of_two_sizes_follow_the_entries_of_a_list() -> None:
     size = "moe_intermediate_size[0] if expert < moe_num_experts[0] else moe_intermediate_size[1]"
     two = lang.family(
         "two",
-        layer=[lang.whole(lang.fused_ffn("mlp.experts.{expert}", size))],
+        layer=[lang.uncut(lang.fused_ffn("mlp.experts.{expert}", size))],
         sizes={"experts": "moe_num_experts[0] + moe_num_experts[1]"},
         tiny={"moe_num_experts": [2, 1], "moe_intermediate_size": [8, 4]},
     )

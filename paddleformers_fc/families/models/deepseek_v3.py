@@ -7,7 +7,7 @@ Without ``q_lora_rank`` the class still creates a norm for it, which no layer us
 from paddleformers_fc.families import language as lang
 
 SPARSE = "experts and layer >= first_k_dense_replace and layer % moe_layer_freq == 0"
-EXPERTS = lang.experts("mlp", formers=lang.whole(lang.ffn("mlp.experts.{expert}", "expert_ffn")))
+EXPERTS = lang.experts("mlp", formers=lang.uncut(lang.ffn("mlp.experts.{expert}", "expert_ffn")))
 SHARED = lang.ffn("mlp.shared_experts", "expert_ffn * n_shared_experts")
 JOINED = lang.replicated("eh_proj", "2 * hidden", "hidden", bias="True")
 FAMILY = lang.family(

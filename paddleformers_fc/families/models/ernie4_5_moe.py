@@ -12,7 +12,7 @@ SPARSE = "(layer + 1) % moe_layer_interval == 0 and moe_layer_start_index <= lay
 LAST = "layers - 1 if moe_layer_end_index == -1 else moe_layer_end_index"
 STATICS_NAMES = tuple(f"model.{block}.mlp.moe_statics." for block in ("layers.{layer}", "mtp_block.{index}"))
 STATICS = lang.balance("mlp.moe_statics", ("1", "experts"))
-EXPERT = lang.whole(lang.fused_ffn("mlp.experts.{expert}", "expert_ffn", bias="mlp_bias"))
+EXPERT = lang.uncut(lang.fused_ffn("mlp.experts.{expert}", "expert_ffn", bias="mlp_bias"))
 SHARED = lang.fused_ffn("mlp.shared_experts", "expert_ffn * moe_num_shared_experts", bias=FFN_BIAS)
 OPTIONAL = (lang.only("moe_use_aux_free", STATICS), lang.only("moe_num_shared_experts > 0", SHARED))
 *ATTENTION, FFN = DENSE

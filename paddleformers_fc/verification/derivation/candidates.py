@@ -37,7 +37,7 @@ from paddleformers_fc.verification.derivation.options import (
     head_counts,
     joined,
     moved,
-    stacked,
+    stack_options,
 )
 
 
@@ -133,7 +133,9 @@ class Evidence:
             every = [self.names.experts(part, numbers, level) for part in parts]
             if all(len(names) == 1 for names in every):
                 experts = [[self.source(one) for one in names[0]] for names in every]
-                yield from _claimed((name,), stacked(target, experts, self.conventions), f"{reason} of its experts")
+                yield from _claimed(
+                    (name,), stack_options(target, experts, self.conventions), f"{reason} of its experts"
+                )
         for whole, fusion in carvings(template):
             siblings = tuple(part.format(*numbers) for part in fusion.parts)
             for other in self.names.named(whole, numbers, level):

@@ -248,7 +248,9 @@ def _canonical_layouts(parts: tuple[int, ...], kind: str, conventions: Conventio
             yield PER_HEAD, groups, f", fused_qkv, {numbers}"
 
 
-def stacked(target: LayeredTensor, experts: Sequence[Sequence[OptionSource]], conventions: Conventions) -> list[Option]:
+def stack_options(
+    target: LayeredTensor, experts: Sequence[Sequence[OptionSource]], conventions: Conventions
+) -> list[Option]:
     """Return the layouts in which a target holds the experts of a layer.
 
     Args:
