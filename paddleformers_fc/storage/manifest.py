@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -54,6 +54,7 @@ __all__ = [
     "RunRecord",
     "candidates",
     "candidates_in",
+    "first_usable",
     "manifest_seal",
     "newest_checkpoint",
     "read_listed",
@@ -183,8 +184,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Tied tensors whose copies differ; empty where all are equal."""
         return [] if isinstance(self.diverged_ties, msgspec.UnsetType) else self.diverged_ties
 
-    def receipt(self, name: str) -> FileChecksum | None:
-        """Return the receipt of a file by its path; None where the manifest does not list it."""
+    def checksum_of(self, name: str) -> FileChecksum | None:
+        """Return the checksum of a file by its path; None if the manifest does not list it."""
         return next((one for one in self.files if one.path == name), None)
 
 
@@ -285,15 +286,15 @@ def read_listed(directory: AnyPath, manifest: Manifest, name: str, most: int | N
         FormatError: it is longer than the bound, or not a regular file.
         StorageError: it cannot be read.
     """
-    receipt = manifest.receipt(name)
-    if receipt is None:
+    checksum = manifest.checksum_of(name)
+    if checksum is None:
         raise Corrupt(
             f"{directory} is a checkpoint without {name}.",
             where=str(directory),
             evidence=[f"the manifest does not list {name}"],
             next_step="Use another checkpoint.",
         )
-    return read_recorded(directory, receipt, receipt.size if most is None else most, RESTORE)
+    return read_recorded(directory, checksum, checksum.size if most is None else most, RESTORE)
 
 
 def verify_files(
@@ -406,37 +407,52 @@ def refuse_diverged(directory: AnyPath, manifest: Manifest) -> None:
         )
 
 
-def newest_checkpoint(
-    output_dir: Path, level: str = "size", *, threads: int = 4
-) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the newest checkpoint that can be resumed.
+def newest_checkpoint(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the newest checkpoint that can be resumed, as one process sees it. Nothing is changed on disk.
 
-    Candidates are ``checkpoint-N`` by falling N. One is taken if its manifest can be read, its files have the right
-    sizes and its documents, or under ``full`` all files, the right bytes. A crash while a checkpoint was replaced by a
-    newer save of the same step can leave it under a hidden name (see ``commit``); then that directory is returned.
-    Nothing is changed on disk.
-
-    What is wrong with the checkpoint itself, a file that is missing or a link that leads to nothing, is a reason to
-    skip it. Missing permissions and failing devices are not: they are no evidence about the checkpoint.
+    A checkpoint is usable if its manifest can be read, its files have the recorded sizes and its documents the recorded
+    checksums. A crash while a checkpoint was replaced by a newer save of the same step can leave it under a hidden name
+    (see ``commit``); then that directory is returned.
 
     Args:
-        output_dir: where the checkpoints are; it need not exist.
-        level: as for :func:`verify_files`.
-        threads: as for :func:`verify_files`.
+        output_dir: the directory of the checkpoints; it need not exist.
 
     Returns:
-        The path, or None; and every newer candidate that was skipped, with the reason.
+        as :func:`first_usable`.
 
     Raises:
-        StorageError: the operating system refused to look. Falling back to an older checkpoint because of a passing
-            fault of the network would be worse than stopping.
+        StorageError: the operating system refused access.
+    """
+
+    def check(candidate: Path) -> None:
+        manifest = read_manifest(candidate)
+        refuse_as_newest(candidate, manifest)
+        verify_files(candidate, manifest, "size")
+
+    return first_usable(candidates_in(output_dir), check)
+
+
+def first_usable(ordered: Iterable[Path], check: Callable[[Path], None]) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the first checkpoint that passes a check.
+
+    A fault of the checkpoint itself, such as a missing file or a dangling link, is a reason to skip it. Missing
+    permissions and failing devices are no evidence about the checkpoint: to resume an older one because of a transient
+    fault of the network would be worse than stopping.
+
+    Args:
+        ordered: the candidates, newest first.
+        check: raises a ``CheckpointError`` or ``Diverged`` for a checkpoint that cannot be resumed.
+
+    Returns:
+        the path, or None; and every candidate before it with the reason why it is skipped.
+
+    Raises:
+        StorageError: the operating system refused access.
     """
     skipped: list[tuple[Path, str]] = []
-    for candidate in candidates_in(output_dir):
+    for candidate in ordered:
         try:
-            manifest = read_manifest(candidate)
-            refuse_as_newest(candidate, manifest)
-            verify_files(candidate, manifest, level, threads=threads)
+            check(candidate)
         except (CheckpointError, Diverged) as error:
             skipped.append((candidate, error.in_one_line()))
         else:
@@ -507,16 +523,16 @@ def _faults(manifest: Manifest) -> list[str]:
         if getattr(manifest, name) < 0:
             faults.append(f"{name} is {getattr(manifest, name)}")
     seen: set[str] = set()
-    for receipt in manifest.files:
-        faults.extend(f"{receipt.path!r} {fault}" for fault in (*checksum_faults(receipt), *_reserved(receipt)))
-        if receipt.path in seen:
-            faults.append(f"{receipt.path!r} is listed twice")
-        seen.add(receipt.path)
+    for checksum in manifest.files:
+        faults.extend(f"{checksum.path!r} {fault}" for fault in (*checksum_faults(checksum), *_reserved(checksum)))
+        if checksum.path in seen:
+            faults.append(f"{checksum.path!r} is listed twice")
+        seen.add(checksum.path)
     return faults
 
 
-def _reserved(receipt: FileChecksum) -> Iterator[str]:
-    if receipt.path in _RESERVED:
+def _reserved(checksum: FileChecksum) -> Iterator[str]:
+    if checksum.path in _RESERVED:
         yield "is a name that the format keeps for itself"
 
 
@@ -525,12 +541,12 @@ def _escapes(directory: AnyPath, manifest: Manifest) -> dict[str, str]:
     if isinstance(directory, RemotePath):
         return {}
     root = os.path.realpath(directory)
-    parents = {PurePosixPath(receipt.path).parent for receipt in manifest.files}
+    parents = {PurePosixPath(checksum.path).parent for checksum in manifest.files}
     outside = {parent for parent in parents if not _is_within(root, os.path.realpath(directory / parent))}
     return {
-        receipt.path: f"{receipt.path} is reached through a link that leaves the checkpoint"
-        for receipt in manifest.files
-        if PurePosixPath(receipt.path).parent in outside or _link_leaves(root, directory / receipt.path)
+        checksum.path: f"{checksum.path} is reached through a link that leaves the checkpoint"
+        for checksum in manifest.files
+        if PurePosixPath(checksum.path).parent in outside or _link_leaves(root, directory / checksum.path)
     }
 
 
@@ -545,11 +561,11 @@ def _is_within(root: str, path: str) -> bool:
 def _file_faults(directory: AnyPath, manifest: Manifest) -> dict[str, str]:
     """The fault of every file that can be seen without reading it, by path."""
     faults = _escapes(directory, manifest)
-    seen = map_paths(stat_path, (directory / receipt.path for receipt in manifest.files), directory)
-    for receipt, status in zip(manifest.files, seen, strict=True):
-        fault = size_fault(status, receipt.size)
-        if fault and receipt.path not in faults:
-            faults[receipt.path] = f"{receipt.path} {fault}"
+    seen = map_paths(stat_path, (directory / checksum.path for checksum in manifest.files), directory)
+    for checksum, status in zip(manifest.files, seen, strict=True):
+        fault = size_fault(status, checksum.size)
+        if fault and checksum.path not in faults:
+            faults[checksum.path] = f"{checksum.path} {fault}"
     return faults
 
 
@@ -558,7 +574,7 @@ def _extra_files(directory: AnyPath, manifest: Manifest) -> list[str]:
 
     These are files with tensors where others are listed, or whose name is that of a rank, and states of a Trainer.
     """
-    listed = {receipt.path for receipt in manifest.files}
+    listed = {checksum.path for checksum in manifest.files}
     own = {(PurePosixPath(path).parent.name, ".safetensors") for path in listed if path.endswith(".safetensors")}
     own.add((TRAINER_DIRECTORY, ".json"))
     inside = [one for one in list_directory(directory) if one.name not in listed and is_directory(one)]

@@ -94,7 +94,7 @@ def file_changes(manifest: Manifest, files: Mapping[str, bytes]) -> list[Change]
     """
     changes = []
     for path, content in sorted(files.items()):
-        checksum, digest = manifest.receipt(path), xxhash.xxh3_128_hexdigest(content)
+        checksum, digest = manifest.checksum_of(path), xxhash.xxh3_128_hexdigest(content)
         if checksum is None or checksum.digest != digest:
             saved = ABSENT if checksum is None else f"xxh3_128 {checksum.digest[:12]}"
             changes.append(Change(path, saved, f"xxh3_128 {digest[:12]}"))

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.distributed.rank_format import format_ranks
-from paddleformers_fc.errors import CheckpointError, Diverged, NotACheckpoint
+from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.execute.opening import check_complete
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import format_of
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.leftovers import recover
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in, first_usable
 from paddleformers_fc.storage.names import UNFINISHED, parse_hidden, parse_step
 from paddleformers_fc.storage.paths import AnyPath
 
@@ -45,17 +45,10 @@ def find_newest(
     Raises:
         StorageError: the operating system refused access.
     """
-    skipped: list[tuple[Path, str]] = []
-    for name in _names(output_dir, channel):
-        if name in without:
-            continue
-        try:
-            check_complete(output_dir / name, channel, level, threads)
-        except (CheckpointError, Diverged) as error:
-            skipped.append((output_dir / name, error.in_one_line()))
-        else:
-            return output_dir / name, skipped
-    return None, skipped
+    names = [name for name in _names(output_dir, channel) if name not in without]
+    return first_usable(
+        (output_dir / name for name in names), lambda path: check_complete(path, channel, level, threads)
+    )
 
 
 def _names(output_dir: Path, channel: Channel) -> list[str]:
