@@ -91,7 +91,8 @@ def comparable_config(model: ModelDescription) -> dict[str, object]:
         if key not in _OF_ONE_RANK and not key.endswith(_RANK_KEY_SUFFIX)
     }
     rules = {} if model.rules is None else {"mapping": model.rules.digest}
-    return {**config, IS_FLEET: model.is_fleet, **rules}
+    adapters = {} if model.adapters is None else {"lora": model.adapters.settings}
+    return {**config, IS_FLEET: model.is_fleet, **rules, **adapters}
 
 
 def _flat(value: object, subject: str) -> Iterator[tuple[str, str]]:

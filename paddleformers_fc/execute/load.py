@@ -29,7 +29,7 @@ from paddleformers_fc.execute.redistribute import ReadContext, compare_redistrib
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
-from paddleformers_fc.families.changes import OPTION, Change, config_changes, refuse_changes
+from paddleformers_fc.families.changes import OPTION, Change, config_changes, of_adapters, refuse_changes
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.live import Roles, describe_roles
@@ -217,6 +217,7 @@ def prepare_load(
     changes = config_changes(checkpoint.known, model, complete=checkpoint.model is not None)
 
     def refuse(report: Report) -> None:
+        refuse_changes(of_adapters(changes), may_change, str(checkpoint.catalog.root))
         report.refuse(str(checkpoint.catalog.root), _family_difference(checkpoint.known, model))
         refuse_changes(changes, may_change, str(checkpoint.catalog.root))
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families.adapters import with_adapters
 from paddleformers_fc.families.declarations import (
     NUMBERS,
     PLACEHOLDER,
@@ -81,7 +82,7 @@ def bind(
             that no rule fits; all of them.
     """
     sizes = family_sizes(family, model)
-    known = _kinds(family, sizes, shifts)
+    known = _kinds(with_adapters(family, model.adapters), sizes, shifts)
     ties = tied_names(family, model)
     targets: dict[str, TensorSpec] = {}
     rules: list[Rule] = []

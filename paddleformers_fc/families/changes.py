@@ -11,7 +11,7 @@ is written with dots, such as ``rope_scaling.factor``. Keys of :data:`LEFT_OUT` 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,7 +27,13 @@ OPTION = "flex_allow_config_changes"
 ABSENT = "not set"
 _LONGEST = 48
 
+ADAPTERS = "lora"
+"""The prefix of keys of adapters, which are no keys of a configuration."""
+
 GROUPS: Mapping[str, tuple[str, ...]] = {
+    "adapters have another rank, scaling or target, were trained on another base, or only one side has them": (
+        ADAPTERS,
+    ),
     "the class of the model": ("model_type",),
     "positions are encoded differently": (
         *("rope_*", "rotary*", "partial_rotary_factor", "no_rope*", "mrope*", "position_embedding_type"),
@@ -73,6 +79,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 _REPORTED_ONLY = ("moe_router_load_balancing_type", "moe_router_bias_update_rate")
 """Keys of a group that affect only the training loss or later updates."""
+
+_OF_TRAINING = frozenset(f"{ADAPTERS}.{name}" for name in ("dropout", "plus_scale", "location"))
+"""Keys of adapters that the use of their weights does not depend on."""
 
 LEFT_OUT = (
     # The parallel layout, and the part of a model that a rank holds.
@@ -140,6 +149,7 @@ def config_changes(stored: ModelDescription, live: ModelDescription, complete: b
     saved, now = dict(_values(stored.config)), dict(_values(live.config))
     if not complete:
         now = {key: value for key, value in now.items() if key.partition(".")[0] in stored.config}
+    saved, now = saved | dict(_adapter_values(stored)), now | dict(_adapter_values(live))
     changed = {}
     for key in sorted(saved.keys() | now.keys()):
         if not _is_left_out(key) and not _is_equal(saved.get(key), now.get(key)):
@@ -153,6 +163,11 @@ def config_changes(stored: ModelDescription, live: ModelDescription, complete: b
         because = next(filter(None, map(_because, sorted(keys))), "")
         changes.append(Change(shortest, old, new, frozenset(keys), because))
     return sorted(changes, key=lambda change: (not change.because, change.key))
+
+
+def of_adapters(changes: Iterable[Change]) -> list[Change]:
+    """Return the changes of adapters, which explain tensors that are missing or have another shape."""
+    return [change for change in changes if change.key.startswith(f"{ADAPTERS}.")]
 
 
 def refuse_changes(changes: Sequence[Change], allowed: Collection[str], where: str) -> None:
@@ -208,6 +223,11 @@ def _values(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
+def _adapter_values(model: ModelDescription) -> Iterator[tuple[str, Any]]:
+    if model.adapters is not None:
+        yield from _values(model.adapters.settings, f"{ADAPTERS}.")
+
+
 def _is_equal(one: Any, other: Any) -> bool:
     """Return whether two values are the same; an absent one is None."""
     if isinstance(one, bool) != isinstance(other, bool):
@@ -226,7 +246,7 @@ def _spelled_once(key: str) -> str:
 def _because(key: str) -> str:
     """Return why a change of a key is refused, or an empty text."""
     parts = key.split(".")
-    if _matches(parts, _REPORTED_ONLY):
+    if key in _OF_TRAINING or _matches(parts, _REPORTED_ONLY):
         return ""
     return next((because for because, patterns in GROUPS.items() if _matches(parts, patterns)), "")
 

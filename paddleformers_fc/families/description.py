@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paddleformers_fc.families.adapters import Adapters
 from paddleformers_fc.mapping import RuleSet
 
 IS_FLEET = "is_fleet"
@@ -29,11 +30,13 @@ class ModelDescription:
         is_fleet: whether the model's class is one of PaddleFleet; None if unknown, which is an error if a declaration
             depends on it.
         rules: the rules of the whole model, if a caller states them; None if its family declares them.
+        adapters: the adapters of the model, if it has any. Its tensors are then those that are trained.
     """
 
     config: Mapping[str, Any]
     is_fleet: bool | None = None
     rules: RuleSet | None = None
+    adapters: Adapters | None = None
 
     @property
     def model_type(self) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.errors import FormatError, MappingError
+from paddleformers_fc.families.adapters import Adapters
 from paddleformers_fc.families.bind import (
     ModelTensor,
     bind,
@@ -63,6 +64,7 @@ class _Model(msgspec.Struct, frozen=True):
 
     config: dict[str, Any]
     is_fleet: bool | None = None
+    adapters: Adapters | msgspec.UnsetType = msgspec.UNSET
 
 
 _documents = msgspec.json.Decoder(_Document)
@@ -72,7 +74,7 @@ _RULE_FIELDS = tuple(field.name for field in dataclasses.fields(RuleSet))
 
 def encode_mapping(model: ModelDescription, rules: RuleSet) -> bytes:
     """Return the bytes of ``mapping.json``."""
-    stored = _Model(dict(model.config), model.is_fleet)
+    stored = _Model(dict(model.config), model.is_fleet, model.adapters or msgspec.UNSET)
     document = _Document(FORMAT, msgspec.Raw(msgspec.json.encode(stored)), msgspec.Raw(encode_rules(rules)))
     return msgspec.json.format(msgspec.json.encode(document), indent=1)
 
@@ -105,7 +107,7 @@ def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription | None, Ru
     ignored_extensions(data, _Document.__struct_fields__, where)
     ignored_extensions(document.model, _Model.__struct_fields__, where)
     ignored_extensions(document.rules, _RULE_FIELDS, where)
-    return ModelDescription(model.config, model.is_fleet), rules
+    return ModelDescription(model.config, model.is_fleet, adapters=model.adapters or None), rules
 
 
 def completed(

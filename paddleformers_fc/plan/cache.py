@@ -122,7 +122,9 @@ def plan_key(
         manifest=_digest(msgspec.msgpack.encode(checkpoint.manifest)),
         stored=_digest(_catalog_bytes(checkpoint.catalog)),
         rules=checkpoint.rules.digest,
-        models=_digest(_json([[[dict(one.config), one.is_fleet] for one in models], families, *_stated(model)])),
+        models=_digest(
+            _json([[[dict(one.config), one.is_fleet, one.adapters] for one in models], families, *_stated(model)])
+        ),
         wanted=_digest(msgspec.msgpack.encode([(role, list(one), list(one.values())) for role, one in wanted.items()])),
         statements=_digest(_json(aoa_config and dict(aoa_config)) + msgspec.msgpack.encode(tensors)),
         tied=checkpoint.tied,

@@ -19,6 +19,7 @@ from paddleformers.transformers.model_utils import unwrap_model
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stored import STRIPPED
+from paddleformers_fc.trainer import lora
 from paddleformers_fc.trainer.inherited import config_of
 
 _EMPTY_LAYERS = frozenset({"num_empty_layers_add_in_head", "num_empty_layers_add_in_tail"})
@@ -44,13 +45,15 @@ def describe(model: Any) -> ModelDescription:
     Args:
         model: the model as it was built, or a wrapper of it.
     Returns:
-        its class, and every key of its configuration that JSON can hold, without what belongs to a parallel layout.
+        its class, every key of its configuration that JSON can hold, without what belongs to a parallel layout, and
+        its adapters.
     """
     model = unwrap_model(model)
     # A model of PaddleFleet has a configuration of its own, which was made from the one that PaddleFormers saves.
     built_with = {key: getattr(model.config, key, None) for key in STRIPPED - {IS_FLEET}}
     as_built = {key: value for key, value in built_with.items() if isinstance(value, int)}
-    return ModelDescription({**_resolved(config_of(model)), **as_built}, bool(getattr(model, IS_FLEET, False)))
+    config = {**_resolved(config_of(model)), **as_built}
+    return ModelDescription(config, bool(getattr(model, IS_FLEET, False)), adapters=lora.describe_adapters(model))
 
 
 def _resolved(config: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint
 from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.manifest import Manifest, read_listed
 from paddleformers_fc.storage.paths import AnyPath, mask_credentials
-from paddleformers_fc.trainer import codecs, inherited
+from paddleformers_fc.trainer import codecs, inherited, lora
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.options import FlexFields
 
@@ -71,7 +71,7 @@ def model_config(model: Any) -> dict[str, Any]:
     Raises:
         MappingError: the configuration contradicts itself.
     """
-    model = unwrap_model(model)
+    model = lora.base_model(model)
     config = copy.deepcopy(inherited.config_of(model))
     if not config.architectures:
         config.architectures = [clean_model_class_name(type(model).__name__)]

@@ -14,7 +14,6 @@ from typing import Any
 
 from paddleformers.generation import GenerationConfig
 from paddleformers.transformers.configuration_utils import LlmMetaConfig
-from paddleformers.transformers.model_utils import unwrap_model
 
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.families.exported import OVERWRITTEN
@@ -22,6 +21,7 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, parse_config
 from paddleformers_fc.formats.huggingface import read_description
 from paddleformers_fc.storage.json_io import parse_json
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.trainer.lora import base_model
 
 GENERATION = "generation_config.json"
 
@@ -46,13 +46,13 @@ class Inherited:
 
 def of(model: Any) -> Inherited:
     """Return what a model has inherited."""
-    found: Inherited = getattr(unwrap_model(model), _INHERITED, Inherited())
+    found: Inherited = getattr(base_model(model), _INHERITED, Inherited())
     return found
 
 
 def config_of(model: Any) -> Any:
     """Return the configuration that describes a model; that of a PaddleFleet model is another object than its own."""
-    model = unwrap_model(model)
+    model = base_model(model)
     return getattr(model, "config_to_save", model.config)
 
 
@@ -75,7 +75,7 @@ def take_over(model: Any, config: Mapping[str, Any], generation: bytes | None) -
     kept = {key: value for key, value in config.items() if key not in of_a_run}
     now = replace(of(model), config={**of(model).config, **kept})
     if generation is not None and _settings(model) in (None, _initial_settings(model), now.settings):
-        _adopt(unwrap_model(model), generation)
+        _adopt(base_model(model), generation)
         now = replace(now, generation=generation, settings=_settings(model))
     _set(model, now)
 
@@ -95,14 +95,14 @@ def read_documents(directory: AnyPath) -> tuple[dict[str, Any], bytes | None]:
 
 def generation_file(model: Any) -> dict[str, bytes]:
     """Return ``generation_config.json`` of a checkpoint or export of a model, by its name; nothing if it has none."""
-    kept, live = of(model), getattr(unwrap_model(model), "generation_config", None)
+    kept, live = of(model), getattr(base_model(model), "generation_config", None)
     if kept.generation is not None and _settings(model) == kept.settings:
         return {GENERATION: kept.generation}
     return {} if live is None else {GENERATION: live.to_json_string().encode()}
 
 
 def _set(model: Any, inherited: Inherited) -> None:
-    setattr(unwrap_model(model), _INHERITED, inherited)
+    setattr(base_model(model), _INHERITED, inherited)
 
 
 def _adopt(model: Any, generation: bytes) -> None:
@@ -116,13 +116,13 @@ def _adopt(model: Any, generation: bytes) -> None:
 
 
 def _settings(model: Any) -> dict[str, Any] | None:
-    live = getattr(unwrap_model(model), "generation_config", None)
+    live = getattr(base_model(model), "generation_config", None)
     return None if live is None else _plain(live)
 
 
 def _initial_settings(model: Any) -> dict[str, Any] | None:
     """The generation settings that PaddleFormers gives a model of this configuration when it is built."""
-    if not unwrap_model(model).can_generate():
+    if not base_model(model).can_generate():
         return None
     return _plain(GenerationConfig.from_model_config(config_of(model)))
 

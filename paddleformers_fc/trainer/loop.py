@@ -31,7 +31,7 @@ from paddleformers_fc.layout.roles import MASTER_WEIGHT, OPTIMIZER_STATE
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.paths import RemotePath, expand_user, parse_path, require_local
-from paddleformers_fc.trainer import documents, undefined
+from paddleformers_fc.trainer import base, documents, lora, undefined
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.job_state import job_communicator
 from paddleformers_fc.trainer.layout_source import (
@@ -79,6 +79,7 @@ def save(
     """
     channel = job_communicator()
     target = require_local(expand_user(str(directory)), "A checkpoint that is saved")
+    base.identify_once(model, channel)
 
     def prepare() -> tuple[HeldTensors, _Prepared]:
         source = sharded_state_dicts(model, optimizer)
@@ -134,6 +135,7 @@ def load(
     channel = job_communicator()
     path = directory if isinstance(directory, RemotePath) else parse_path(expand_user(str(directory)))
     opened = open_on_all_ranks(path, channel, verify, threads)
+    base.identify_once(model, channel)
 
     def look() -> tuple[HeldTensors, tuple[ShardedStateDicts, ModelDescription]]:
         source = sharded_state_dicts(model, optimizer)
@@ -178,7 +180,7 @@ def _described(
     if mapping is not None and family is not None:
         raise OptionError("family and mapping both state the rules of a model.", next_step="Give one of them.")
     given = getattr(model, "config", None) if config is None else config
-    described = _resolved(model, given)
+    described = replace(_resolved(model, given), adapters=lora.describe_adapters(model))
     if isinstance(family, Family):
         register(family)
         family = family.model_types[0]

@@ -26,7 +26,7 @@ from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families import family_for
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
-from paddleformers_fc.trainer import inherited, origin, state, undefined
+from paddleformers_fc.trainer import base, inherited, lora, origin, state, undefined
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.job_state import channel_of, job_communicator, read_options
 from paddleformers_fc.trainer.options import FlexFields
@@ -114,6 +114,7 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
 
 
 def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, verify: str) -> LoadReport:
+    lora.refuse_filled_base(model)
     described = run_on_all(channel, "reading what describes the model", lambda: inherited.read_documents(source))
     load = prepare_weights(source, state.model_roles(model), describe(model), channel, options, verify)
     with undefined.until_filled(model, source):
@@ -122,6 +123,8 @@ def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, v
     kept = all_gather_checked(channel, "reporting what was loaded", lambda: list(report.fresh), list[str])
     if not report.fresh:
         origin.clear(model)
+    if not any(kept):
+        base.remember(model, source)
     if channel.rank == 0:
         for name in fold(sorted({name for names in kept for name in names})):
             logger.warning(f"{name} is not in {source} and keeps its initial values.")

@@ -19,7 +19,7 @@ from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.declarations import TiedName
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE
-from paddleformers_fc.trainer import slices
+from paddleformers_fc.trainer import lora, slices
 from paddleformers_fc.trainer.description import describe
 
 LiveRoles = dict[str, dict[str, Any]]
@@ -36,7 +36,7 @@ def model_roles(model: Any) -> LiveRoles:
 
 def make_room(model: Any) -> None:
     """Release memory that PaddleFormers has allocated for parameters which stage 3 keeps as slices."""
-    slices.release(_parameters(model))
+    slices.release(_described(model))  # Also those that no checkpoint fills: the zeros would overwrite them.
 
 
 def drop_gradients(model: Any, optimizer: Any) -> None:
@@ -54,7 +54,21 @@ def drop_gradients(model: Any, optimizer: Any) -> None:
 
 
 def _parameters(model: Any) -> dict[str, Any]:
-    """Return the model's tensors by name, described as whole even if stage 3 has released them."""
+    """Return the model's tensors by name, described as whole even if stage 3 has released them.
+
+    Those of a base under adapters are left out.
+    """
+    return lora.saved_weights(model, _described(model))
+
+
+def base_weights(model: Any) -> dict[str, Any]:
+    """Return the weights of a model with adapters that its checkpoints leave out."""
+    weights = _described(model)
+    saved = lora.saved_weights(model, weights)
+    return {name: weight for name, weight in weights.items() if name not in saved}
+
+
+def _described(model: Any) -> dict[str, Any]:
     return {name: weight for name, weight in model.sharded_state_dict().items() if isinstance(weight, ShardedWeight)}
 
 

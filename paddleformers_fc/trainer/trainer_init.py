@@ -19,8 +19,11 @@ from paddleformers.utils.log import logger
 
 from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import family_for
-from paddleformers_fc.trainer import batches, inherited, origin, preflight
+from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.trainer import base, batches, inherited, lora, origin, preflight, state
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
 from paddleformers_fc.trainer.description import describe
@@ -51,7 +54,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     for active in filter(is_active, given):
         setattr(active, ATTENDED, True)
         preflight.check_disks(active)
-        for model in (one for one in given if isinstance(one, PretrainedModel)):
+        for model in (one for one in map(lora.base_model, given) if isinstance(one, PretrainedModel)):
             inherited.keep_use_cache(model)
     native(*args, **kwargs)
     arguments = trainer.args
@@ -66,6 +69,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         "checking where the model's weights come from",
         lambda: origin.refuse_unchecked(trainer.model, arguments.flex_accept_model),
     )
+    base.identify_once(trainer.model, channel_of(arguments))
     run = JobState(batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))))
     setattr(trainer, RUN, run)
     trainer.add_callback(run.tracker)
@@ -89,13 +93,6 @@ def _refuse_other_arguments(arguments: Any) -> None:
 
 
 def _refuse_unsupported(model: Any) -> None:
-    if isinstance(model, LoRAModel):
-        raise OptionError(
-            "flex_checkpoint: true contradicts another option.",
-            where="training arguments",
-            evidence=["flex_checkpoint: true and lora: true: adapters are not supported yet"],
-            next_step="Remove one of the two keys.",
-        )
     if getattr(model, "config", None) is None:
         raise OptionError(
             "flex_checkpoint: true needs a model of PaddleFormers, whose configuration says what its tensors are.",
@@ -103,3 +100,6 @@ def _refuse_unsupported(model: Any) -> None:
             next_step="Train a PretrainedModel, or remove flex_checkpoint.",
         )
     family_for(describe(model).config)  # Refuses a model that could not be saved after hours of training.
+    if isinstance(model, LoRAModel):
+        lora.refuse_unsupported(model)
+        model_rules(describe(model), describe_roles(state.model_roles(model))[MODEL_STATE])

@@ -13,6 +13,7 @@ from typing import Any
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.trainer import base
 
 _MARK = "_flex_undefined"
 
@@ -26,6 +27,7 @@ def until_filled(model: Any, directory: AnyPath) -> Iterator[None]:
         directory: what it is filled from, for the error.
     """
     setattr(model, _MARK, str(directory))
+    base.forget(model)
     yield
     delattr(model, _MARK)
 

@@ -269,23 +269,6 @@ def rotate(output_dir: str, level: str) -> list[str]:
     return sorted(path.name for path in Path(output_dir).glob("checkpoint-*"))
 
 
-def refused_adapters(output_dir: str) -> str:
-    """Make a Trainer for a model with LoRA adapters; the error."""
-    from paddleformers.peft import LoRAConfig, LoRAModel
-
-    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-    from paddleformers_fc.errors import OptionError
-
-    args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
-    adapters = LoRAConfig(target_modules=[".*q_proj.*"], r=2, dtype="float32")
-    model = LoRAModel(tiny.build("llama", tiny.SINGLE, args), adapters)
-    try:
-        tiny.trainer(model, args, cls=FlexTrainer)
-    except OptionError as error:
-        return error.render()
-    return ""
-
-
 def refused_optimizer(output_dir: str, kind: str, options: Mapping[str, Any], made: str) -> dict[str, Any]:
     """Train with one of Paddle's optimizers; the error, and whether a step was made.
 

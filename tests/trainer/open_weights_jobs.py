@@ -21,7 +21,7 @@ def _arguments(output_dir: str, layout: Mapping[str, Any] | None = None, **chang
     return tiny.training_arguments(layout or tiny.SINGLE.to_json(), output_dir, **settings)
 
 
-def _configured(layout: Mapping[str, Any], args: Any, source: str, **changed: Any) -> Any:
+def configured(layout: Mapping[str, Any], args: Any, source: str, **changed: Any) -> Any:
     """The configuration of a directory for a layout, as PaddleFormers' command line makes it."""
     from paddleformers.transformers import AutoConfig
 
@@ -59,7 +59,7 @@ def load_and_export(
     said: list[str] = []
     warning = logger.warning
     logger.warning = said.append
-    built = kind.from_pretrained(source, config=_configured(layout, args, source, **(model or {})))
+    built = kind.from_pretrained(source, config=configured(layout, args, source, **(model or {})))
     logger.warning = warning
     channel = job_channel()
     files = {"config.json": documents.config_text(built).encode()} if channel.rank == 0 else {}
@@ -368,7 +368,7 @@ def bytes_read(source: str, output_dir: str, layout: Mapping[str, Any], way: str
     from paddleformers.transformers import AutoModelForCausalLM
 
     args = _arguments(output_dir, layout, flex_read=way)
-    config = _configured(layout, args, source)
+    config = configured(layout, args, source)
     before = _asked()
     AutoModelForCausalLM.from_pretrained(source, config=config)
     return _asked() - before

@@ -464,11 +464,6 @@ def test_a_model_that_no_family_declares_is_refused_before_it_trains(ranks: Fork
     assert "No family declares model_type 'abacus'" in found
 
 
-def test_adapters_are_refused_before_they_are_trained(ranks: ForkServer, tmp_path: Path) -> None:
-    (found,) = ranks.run(f"{JOBS}:refused_adapters", 1, {"output_dir": str(tmp_path)}).values
-    assert "flex_checkpoint: true and lora: true: adapters are not supported yet" in found
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "made"),
     [

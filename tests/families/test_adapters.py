@@ -1,0 +1,142 @@
+"""Statements of adapters: derived for every family, proved, and equal to adapters of the canonical layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from paddleformers_fc.errors import FormatError
+from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families.adapters import A, Adapters, B, Base, changed_outside, is_adapter, with_adapters
+from paddleformers_fc.families.changes import config_changes, of_adapters
+from paddleformers_fc.families.registry import tiny_models
+from paddleformers_fc.families.stored import decode_mapping, encode_mapping
+from paddleformers_fc.mapping import prove
+
+ADAPTERS = Adapters(r=4, alpha=8.0)
+MODELS = [(family, model) for family in FAMILIES for model in tiny_models(family)]
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def tensors_of(family: Family, model: ModelDescription, tp: int) -> list[ModelTensor]:
+    """Every tensor of a model whose linear layers all have adapters."""
+    return [one.under(tp=tp) for one in enumerate_tensors(with_adapters(family, ADAPTERS), model)]
+
+
+def canonical(family: Family, model: ModelDescription, tensors: list[ModelTensor], held: Mapping[str, Any]) -> Arrays:
+    """The canonical tensors of the values of a model's tensors."""
+    mapping = bind(family, model, tensors).mapping()
+    found = {name: np.zeros(spec.shape) for name, spec in mapping.sources.items()}
+    for one in mapping.correspondences:
+        values = held[one.target][tuple(map(slice, one.target_box.lo, one.target_box.hi))]
+        order = [one.axes.index(axis) for axis in range(len(one.source_box.lo))]
+        found[one.source][tuple(map(slice, one.source_box.lo, one.source_box.hi))] = values.transpose(order)
+    return found
+
+
+@pytest.mark.parametrize(("family", "model"), MODELS, ids=lambda one: getattr(one, "name", ""))
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_adapters_of_every_family_are_proved_under_every_degree(
+    family: Family, model: ModelDescription, tp: int
+) -> None:
+    adapted = replace(model, adapters=ADAPTERS)
+    tensors = [one for one in tensors_of(family, model, tp) if is_adapter(one.name)]
+    assert len(tensors) > 8
+    mapping = bind(family, adapted, tensors).mapping()
+    prove(mapping, "Adapters")
+    prove(mapping.reversed(), "The reverse")
+
+
+@pytest.mark.parametrize(("family", "model"), MODELS, ids=lambda one: getattr(one, "name", ""))
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_product_of_adapters_is_that_of_their_canonical_parts(
+    family: Family, model: ModelDescription, tp: int
+) -> None:
+    """``lora_A @ lora_B`` as a weight of the model, taken apart, is ``lora_B @ lora_A`` of each canonical layer."""
+    adapted, tensors = replace(model, adapters=ADAPTERS), tensors_of(family, model, tp)
+    random = np.random.RandomState(5)
+    held = {one.name: random.standard_normal(one.shape) for one in tensors if is_adapter(one.name)}
+    modules = [name.removesuffix(f".{A}") for name in held if name.endswith(A)]
+    products = {f"{module}.weight": held[f"{module}.{A}"] @ held[f"{module}.{B}"] for module in modules}
+    layers = [one for one in tensors if one.name in products]
+    weights = canonical(family, model, layers, products)
+    parts = canonical(family, adapted, [one for one in tensors if one.name in held], held)
+    rules = bind(family, adapted, [one for one in tensors if one.name in held]).rules
+    a_of = {target: rule.sources[0] for rule in rules for target in rule.targets}
+    checked = set()
+    for rule in rules:
+        (target,) = rule.targets
+        if target.endswith(f".{B}"):
+            a = parts[a_of[target.removesuffix(B) + A]]
+            for source in rule.sources:
+                weight = source.replace(f".{B}.weight", ".weight")
+                np.testing.assert_allclose(parts[source] @ a, weights[weight], atol=1e-12)
+                checked.add(weight)
+    assert checked == weights.keys()
+
+
+def test_a_fused_layer_has_one_input_side_and_an_output_side_per_part() -> None:
+    family = next(one for one in FAMILIES if one.name == "ernie4_5")
+    model = tiny_models(family)[0]
+    names = canonical_names(family, model, "model.layers.0.self_attn.qkv_proj.")
+    scope = "model.layers.0.self_attn."
+    assert names == {
+        f"{scope}qkv_proj.lora_A": (f"{scope}qkv_proj.lora_A.weight",),
+        f"{scope}qkv_proj.lora_B": tuple(f"{scope}{part}_proj.lora_B.weight" for part in "qkv"),
+    }
+
+
+def canonical_names(family: Family, model: ModelDescription, prefix: str) -> dict[str, tuple[str, ...]]:
+    tensors = [one for one in tensors_of(family, model, 1) if one.name.startswith(prefix) and is_adapter(one.name)]
+    rules = bind(family, replace(model, adapters=ADAPTERS), tensors).rules
+    return {rule.targets[0]: rule.sources for rule in rules}
+
+
+def test_tensors_that_training_changes_without_an_optimizer_are_known() -> None:
+    family = next(one for one in FAMILIES if one.name == "ernie4_5_moe")
+    names = ["model.layers.1.mlp.moe_statics.e_score_correction_bias", "model.layers.1.mlp.gate.weight"]
+    assert changed_outside(family, names) == {names[0]}
+
+
+def test_a_mapping_contains_the_adapters_and_only_then_the_key() -> None:
+    family = next(one for one in FAMILIES if one.name == "llama")
+    model, base = tiny_models(family)[0], Base("/models/base", {"model.safetensors": "0" * 32})
+    adapters = msgspec.structs.replace(ADAPTERS, target_modules=(".*q_proj",), base=base)
+    plain, adapted = (replace(model, adapters=one) for one in (None, adapters))
+    tensors = [one for one in tensors_of(family, model, 2) if is_adapter(one.name)]
+    rules = bind(family, adapted, tensors)
+    assert decode_mapping(encode_mapping(adapted, rules), "here") == (adapted, rules)
+    assert b"adapters" not in encode_mapping(plain, bind(family, plain, []))
+    hostile = encode_mapping(adapted, rules).replace(b'"r": 4', b'"r": 0')
+    with pytest.raises(FormatError, match="Invalid mapping"):
+        decode_mapping(hostile, "here")
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"r": 8}, "lora.r"),
+        ({"alpha": 16.0}, "lora.alpha"),
+        ({"rslora": True}, "lora.rslora"),
+        ({"target_modules": (".*k_proj",)}, "lora.target_modules"),
+        ({"base": Base("/b", {"model.safetensors": "1"})}, "lora.base.model.safetensors"),
+    ],
+)
+def test_other_adapters_are_a_change_that_is_refused(changed: dict[str, Any], key: str) -> None:
+    model = ModelDescription({"model_type": "llama"}, adapters=msgspec.structs.replace(ADAPTERS, base=Base("/b")))
+    other = replace(model, adapters=msgspec.structs.replace(model.adapters, **changed))
+    (found,) = of_adapters(config_changes(model, other, complete=True))
+    assert (found.key, bool(found.because)) == (key, True)
+    assert any(one.because for one in of_adapters(config_changes(replace(model, adapters=None), model, complete=False)))
+
+
+def test_a_moved_base_and_another_dropout_are_reported_only() -> None:
+    model = ModelDescription({}, adapters=msgspec.structs.replace(ADAPTERS, base=Base("/here", {"a": "1"})))
+    moved = msgspec.structs.replace(ADAPTERS, base=Base("/there", {"a": "1"}), dropout=0.1)
+    found = of_adapters(config_changes(model, replace(model, adapters=moved), complete=True))
+    assert [(one.key, one.because) for one in found] == [("lora.dropout", ""), ("lora.location", "")]

@@ -1,0 +1,153 @@
+"""Trainings of adapters on the tiny models; each public function is a job of the fork server and returns JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.harness import tiny
+from tests.trainer.jobs import flex_trainer, outcome, weights_of
+from tests.trainer.open_weights_jobs import configured
+
+TARGETS = (".*qkv_proj", ".*(q|k|v|o)_proj", ".*(gate|up|down|up_gate|gate_up_fused)_proj")
+"""The linear layers of a Llama and of an ERNIE: patterns match the whole name of a layer."""
+
+
+def adapted(model: Any, **settings: Any) -> Any:
+    """A model with adapters, whose values are the same under every layout."""
+    import paddle
+    from paddleformers.peft import LoRAConfig, LoRAModel
+
+    made = LoRAModel(model, LoRAConfig(**{"target_modules": list(TARGETS), "r": 4, "lora_alpha": 8, **settings}))
+    tp = model.config.tensor_model_parallel_size
+    for name, shard in made.sharded_state_dict().items():
+        if ".lora_" in name:
+            split = list(shard.local_shape) != list(shard.global_shape)
+            # The parts of a fused layer share their inputs.
+            shared = name.endswith("lora_A")
+            parts = () if shared else (model.config, tp if split else 1)
+            whole = (tiny.weight if shared else tiny.model_weight)(name, shard.global_shape, *parts)
+            box = tuple(
+                slice(begin, begin + size) for begin, size in zip(shard.global_offset, shard.local_shape, strict=True)
+            )
+            tensor = shard.local_tensor
+            tensor.set_value(paddle.to_tensor(whole[box]).astype(tensor.dtype))
+    return made
+
+
+def trainer_of(
+    layout: Mapping[str, Any],
+    output_dir: str,
+    arguments: Mapping[str, Any] | None = None,
+    model_type: str = "llama",
+    model: Mapping[str, Any] | None = None,
+    adapters: Mapping[str, Any] | None = None,
+    base: str | None = None,
+    **trainer: Any,
+) -> Any:
+    """A ``FlexTrainer`` over a tiny model with adapters; ``base`` is a directory of open weights."""
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **(arguments or {})}
+    args = tiny.training_arguments(layout, output_dir, **settings)
+    plain = tiny.build(model_type, layout, args, **(model or {})) if base is None else from_files(base, layout, args)
+    return tiny.trainer(adapted(plain, **(adapters or {})), args, **{"cls": FlexTrainer, **trainer})
+
+
+def from_files(base: str, layout: Mapping[str, Any], args: Any) -> Any:
+    """A model of open weights, as PaddleFormers' command line makes it."""
+    from paddleformers.transformers import AutoModelForCausalLM, AutoModelForCausalLMPipe
+
+    kind = AutoModelForCausalLMPipe if tiny.layout_from(layout).pp > 1 else AutoModelForCausalLM
+    return kind.from_pretrained(base, config=configured(layout, args, base), dtype="float32")
+
+
+def run(resume: str | bool | None = None, **settings: Any) -> dict[str, Any]:
+    """Train adapters and save; the losses, and what the Trainer's state says afterwards."""
+    trainer = trainer_of(**settings)
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
+def run_saving_what_was_loaded(resume: str, **settings: Any) -> list[float]:
+    """Resume, save the loaded state before the first step, and train on; the losses."""
+    from paddleformers.trainer import TrainerCallback
+
+    class SaveAtOnce(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            trainer._save_checkpoint(trainer.model)
+
+    trainer = trainer_of(**settings, callbacks=[SaveAtOnce()])
+    trainer.train(resume_from_checkpoint=resume)
+    return list(trainer.losses)
+
+
+def attempts(output_dir: str, made: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Train and resume in several ways, one after the other in this process; the error of each, empty for none."""
+    from paddleformers_fc.errors import FlexError
+
+    found = {}
+    for way, settings in made.items():
+        given = {"layout": tiny.SINGLE.to_json(), "output_dir": f"{output_dir}/{way}", **settings}
+        resume = given.pop("resume", None)
+        try:
+            (trainer_of if given.pop("adapted", True) else flex_trainer)(**given).train(resume_from_checkpoint=resume)
+            found[way] = ""
+        except FlexError as error:
+            found[way] = f"{type(error).__name__}: {error.render()}"
+    return found
+
+
+def save_and_load_in_a_script(output_dir: str) -> dict[str, Any]:
+    """Save adapters and load them into a model with others, by the functions for scripts; whether they are equal."""
+    import paddleformers_fc
+
+    trainer = trainer_of(tiny.SINGLE.to_json(), f"{output_dir}/run", {"max_steps": 1})
+    trainer.train()
+    saved = paddleformers_fc.save(f"{output_dir}/checkpoint-1", trainer.model, trainer.optimizer, step=1)
+    expected = weights_of(trainer.model)
+    other = trainer_of(tiny.SINGLE.to_json(), f"{output_dir}/other", {"max_steps": 1})
+    differed = weights_of(other.model) != expected
+    other.train()
+    paddleformers_fc.load(f"{output_dir}/checkpoint-1", other.model, other.optimizer)
+    return {"files": len(saved.manifest.files), "differed": differed, "equal": weights_of(other.model) == expected}
+
+
+def base_of(**settings: Any) -> str:
+    """The fingerprint of the base of a model that was not read from files."""
+    from paddleformers_fc.trainer.lora import describe_adapters
+
+    adapters = describe_adapters(trainer_of(**settings).model)
+    assert adapters is not None
+    return adapters.base.tensors
+
+
+def unsupported(output_dir: str) -> dict[str, str]:
+    """Make Trainers of adapters that are not supported; the errors."""
+    from paddleformers.peft import LoRAModel
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.errors import OptionError
+
+    def quantized(model: LoRAModel) -> None:
+        model.quantized = True
+
+    made: dict[str, tuple[dict[str, Any], Any]] = {
+        "loraga": ({"loraga": True}, None),
+        "do_qat": ({"do_qat": True}, None),
+        "merged": ({}, LoRAModel.merge),
+        "quantized": ({}, quantized),
+        "nothing": ({"target_modules": None}, None),
+    }
+    found = {}
+    for way, (settings, change) in made.items():
+        args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
+        model = adapted(tiny.build("llama", tiny.SINGLE, args), **settings)
+        if change is not None:
+            change(model)
+        try:
+            tiny.trainer(model, args, cls=FlexTrainer)
+            found[way] = ""
+        except OptionError as error:
+            found[way] = error.render()
+    return found

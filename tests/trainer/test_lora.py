@@ -1,0 +1,185 @@
+"""Adapters: what a checkpoint contains of them, resumed under every layout, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.execute.digest import canonical_digests
+from tests.harness.tiny import DP2, EP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
+from tests.trainer.test_pretrained import weights_of
+
+JOBS = "tests.trainer.lora_jobs"
+SIX_STEPS = {"max_steps": 6, "save_steps": 3}
+ERNIE = {"model_type": "ernie4_5_moe", "model": {"moe_use_aux_free": True}}
+ATTENTION = {"target_modules": [".*qkv_proj", ".*(q|k|v|o)_proj"]}
+BIASES = {
+    "model": {"attention_bias": True},
+    "adapters": {**ATTENTION, "trainable_bias": "all", "trainable_modules": [".*embed_tokens.*", ".*norm.*"]},
+}
+
+
+class Trained:
+    """An uninterrupted run of six steps that saved at 3 and 6."""
+
+    def __init__(self, ranks: ForkServer, layout: MatrixLayout, output_dir: Path, **settings: Any) -> None:
+        job = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": SIX_STEPS, **settings}
+        result = ranks.run(f"{JOBS}:run", layout.nproc, job)
+        self.settings = settings
+        self.losses = result.values[0]["losses"]
+        self.third = output_dir / "checkpoint-3"
+
+    def resumes(self, ranks: ForkServer, layout: MatrixLayout, output_dir: Path) -> None:
+        """Assert that a run under a layout loads every bit and has the losses of this run."""
+        job = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": SIX_STEPS, **self.settings}
+        result = ranks.run(f"{JOBS}:run_saving_what_was_loaded", layout.nproc, {**job, "resume": str(self.third)})
+        assert list(canonical_digests(output_dir / "checkpoint-3")) == list(canonical_digests(self.third))
+        assert result.values[0] == pytest.approx(self.losses[3:], abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def llama(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A Llama whose linear layers all have adapters, on one rank."""
+    return Trained(ranks, SINGLE, tmp_path_factory.mktemp("lora"))
+
+
+@pytest.mark.parametrize("layout", [TP2, SD2V1, SD2V2, DP2, SD2S3, SINGLE, PP2], ids=lambda layout: layout.name)
+def test_adapters_resume_under_any_layout(
+    ranks: ForkServer, llama: Trained, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    llama.resumes(ranks, layout, tmp_path)
+
+
+@pytest.mark.parametrize("layout", [SINGLE, PP2], ids=lambda layout: layout.name)
+def test_adapters_of_fused_layers_and_experts_resume_under_another_layout(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    """Fused outputs lie in groups that depend on the degree of tensor parallelism."""
+    Trained(ranks, TP2, tmp_path / "tp2", **ERNIE).resumes(ranks, layout, tmp_path / layout.name)
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=lambda layout: layout.name)
+def test_trained_modules_and_biases_resume_beside_adapters(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    trained = Trained(ranks, SINGLE, tmp_path / "single", **BIASES)
+    names = {one.name for one in canonical_digests(trained.third) if one.role == "model_state"}
+    layers = {name.removeprefix("model.layers.0.") for name in names if name.startswith("model.layers.0.")}
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= names
+    assert {"self_attn.q_proj.bias", "self_attn.q_proj.lora_A.weight", "input_layernorm.weight"} <= layers
+    assert not {"self_attn.q_proj.weight", "mlp.up_proj.lora_A.weight"} & layers
+    trained.resumes(ranks, layout, tmp_path / layout.name)
+
+
+def test_a_checkpoint_contains_no_tensor_of_the_base_and_grows_with_the_rank(
+    ranks: ForkServer, llama: Trained, tmp_path: Path
+) -> None:
+    twice = Trained(ranks, SINGLE, tmp_path, adapters={"r": 8})
+    tensors = [list(canonical_digests(one.third)) for one in (llama, twice)]
+    assert all(".lora_A." in one.name or ".lora_B." in one.name for one in tensors[0])
+    sizes = [sum(path.stat().st_size for path in one.third.rglob("*.safetensors")) for one in (llama, twice)]
+    heads = [sum(_header_bytes(path) for path in one.third.rglob("*.safetensors")) for one in (llama, twice)]
+    powers = 8 * 2 * len([one for one in tensors[0] if one.role == "model_state"]) // 2
+    assert sizes[1] - heads[1] - powers == 2 * (sizes[0] - heads[0] - powers)
+
+
+def _header_bytes(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def test_the_description_of_the_adapters_is_stored(llama: Trained) -> None:
+    stored = json.loads((llama.third / "mapping.json").read_text())["model"]["adapters"]
+    assert (stored["r"], stored["alpha"], stored["rslora"]) == (4, 8.0, False)
+    assert len(stored["base"]["tensors"]) == 32
+
+
+def test_other_adapters_and_other_bases_are_refused_with_the_difference(
+    ranks: ForkServer, llama: Trained, tmp_path: Path
+) -> None:
+    made = {
+        "rank": {"adapters": {"r": 8}},
+        "scaling": {"adapters": {"lora_alpha": 16}},
+        "targets": {"adapters": ATTENTION},
+        "base": {"model": {"num_hidden_layers": 5}},
+        "without adapters": {"adapted": False},
+    }
+    given = {way: {**one, "resume": str(llama.third)} for way, one in made.items()}
+    given["adapters"] = {"resume": str(tmp_path / "whole/without/checkpoint-1"), "arguments": {"max_steps": 1}}
+    whole = {"without": {"adapted": False, "arguments": {"max_steps": 1, "save_steps": 1}}}
+    ranks.run(f"{JOBS}:attempts", 1, {"output_dir": str(tmp_path / "whole"), "made": whole})
+    (found,) = ranks.run(f"{JOBS}:attempts", 1, {"output_dir": str(tmp_path), "made": given}).values
+    rows = {
+        "rank": "lora.r  4      8",
+        "scaling": "lora.alpha  8.0    16.0",
+        "targets": "lora.target_modules",
+        "base": "lora.base.tensors",
+        "without adapters": "not set",
+        "adapters": "not set",
+    }
+    for way, row in rows.items():
+        assert found[way].startswith("MismatchError: The model's configuration gives the stored weights"), found[way]
+        assert row in found[way]
+
+
+def test_the_files_of_a_base_identify_it_wherever_they_are(ranks: ForkServer, tmp_path: Path) -> None:
+    base = weights_of(ranks, tmp_path / "base", "llama", {})
+    trained = Trained(ranks, TP2, tmp_path / "run", base=str(base))
+    stored = json.loads((trained.third / "mapping.json").read_text())["model"]["adapters"]["base"]
+    recorded = json.loads((base / "flex_checksums.json").read_text())["files"]
+    assert stored["location"] == str(base)
+    assert stored["files"] == {one["path"]: one["digest"] for one in recorded if one["path"].endswith(".safetensors")}
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(base, moved)
+    shutil.copytree(base, other)
+    (moved / "flex_checksums.json").unlink()  # The files are hashed.
+    (other / "flex_checksums.json").unlink()
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"\1\2\3\4")
+    given = {"resume": str(trained.third), "arguments": {"max_steps": 3}}
+    made = {"moved": {**given, "base": str(moved)}, "other": {**given, "base": str(other)}}
+    (found,) = ranks.run(f"{JOBS}:attempts", 1, {"output_dir": str(tmp_path), "made": made}).values
+    assert found["moved"] == ""
+    assert "lora.base.model.safetensors" in found["other"]
+
+
+def test_adapters_that_upstream_cannot_describe_are_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
+    (found,) = ranks.run(f"{JOBS}:unsupported", 1, {"output_dir": str(tmp_path)}).values
+    said = {
+        "loraga": "loraga: PaddleFormers changes the base",
+        "do_qat": "do_qat: the scales of quantization",
+        "merged": "is merged into its base; call unmerge()",
+        "quantized": "a quantized base",
+        "nothing": "no tensor of the model is trained",
+    }
+    assert {way: said[way] in text for way, text in found.items()} == dict.fromkeys(said, True), found
+
+
+def test_adapters_of_experts_are_refused_where_upstream_would_average_those_of_different_experts(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    """Expert parallelism: PaddleFormers marks the weights of experts as those of a rank, and not their adapters."""
+    job = {"layout": EP2.to_json(), "output_dir": str(tmp_path), "arguments": {"max_steps": 1}, **ERNIE}
+    made = {"experts": {**job, "adapters": {}}, "attention": {**job, "adapters": ATTENTION}}
+    results = ranks.run(f"{JOBS}:attempts", 2, {"output_dir": str(tmp_path), "made": made})
+    for found in results.values:
+        assert "expert parallelism: PaddleFormers does not mark adapters of experts" in found["experts"]
+        assert found["attention"] == ""
+
+
+def test_a_script_saves_and_loads_adapters(ranks: ForkServer, tmp_path: Path) -> None:
+    (found,) = ranks.run(f"{JOBS}:save_and_load_in_a_script", 1, {"output_dir": str(tmp_path)}).values
+    assert found["equal"]
+
+
+def test_the_digest_of_a_base_does_not_depend_on_the_layout(ranks: ForkServer, tmp_path: Path) -> None:
+    found = set()
+    for layout in (SINGLE, TP2, PP2):
+        job = {"layout": layout.to_json(), "output_dir": str(tmp_path), **ERNIE}
+        found.update(ranks.run(f"{JOBS}:base_of", layout.nproc, job).values)
+    assert len(found) == 1
