@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
+from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
@@ -268,7 +268,18 @@ class HuggingFaceWriter(ExportWriter):
     marks = (INDEX_NAME, SINGLE_NAME)
 
     def rules(self, checkpoint: OpenedCheckpoint) -> None:
-        """Return None: open weights are canonical tensors."""
+        """Return None: open weights are canonical tensors.
+
+        Raises:
+            OptionError: the checkpoint contains adapters, and not the model that they are for.
+        """
+        if checkpoint.known.adapters is not None:
+            raise OptionError(
+                "The checkpoint contains adapters without their base, which is not a model.",
+                where=str(checkpoint.catalog.root),
+                evidence=[f"the base: {checkpoint.known.adapters.base.location or 'not read from files'}"],
+                next_step="Resume it with the same base and adapters; exports of adapters are not supported yet.",
+            )
 
     def files(self, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the weights into files, in natural order."""
