@@ -4,6 +4,7 @@ Every byte of both sides is read and compared; no recorded checksum takes the pl
 store (:mod:`paddleformers_fc.plan.pairing`) are read in pieces into two buffers. Where a box is one run of bytes on
 both sides, it is compared as it lies in the files, and neighbours are read together: a few system calls for thousands
 of small tensors. Only boxes that one side stores strided or transposed, or in another dtype, go through read items.
+Stored tensors of two checkpoints with equal boxes are compared without a plan (:func:`differing_stored`).
 
 Memory: two buffers of ``COMPARE_BYTES`` and scratch memory for each thread, whatever the size of a tensor.
 """
@@ -11,7 +12,7 @@ Memory: two buffers of ``COMPARE_BYTES`` and scratch memory for each thread, wha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 
 from paddleformers_fc.execute.read_jobs import Key, Memory, batch_jobs, dtype_of, flat_start, read_jobs, region_of
 from paddleformers_fc.execute.read_pool import ReadJob, ReadOptions, ReadPool
+from paddleformers_fc.formats.catalog import Catalog, StoredForm
 from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.pairing import PairedBox, paired_boxes, read_item
 from paddleformers_fc.storage.files import memory_at
@@ -73,6 +75,35 @@ def differing_tensors(
     unclear = [box for group in groups if group.run[5] in work.differing for box in group.boxes]
     pool.run(batch_jobs(_box_jobs(work, unclear, pool.options)))
     return {keys[number] for number in work.differing if number < len(keys)}
+
+
+def differing_stored(pool: ReadPool, left: Catalog, right: Catalog, names: Mapping[str, Collection[str]]) -> set[Key]:
+    """Return the stored tensors whose bytes differ, by role and name.
+
+    Args:
+        pool: the threads, with the identities of both checkpoints.
+        left: the stored tensors of one checkpoint.
+        right: those of the other, in equal boxes.
+        names: the tensors to compare, by role.
+    Raises:
+        Corrupt, StorageError: a file cannot be read.
+    """
+    keys = [(role, name) for role, found in names.items() for name in found]
+    sizes: dict[StoredForm, list[int]] = {}
+    runs: list[_Run] = []
+    for number, (role, name) in enumerate(keys):
+        tensor = left.roles[role][name]
+        lengths = sizes.get(tensor.form)
+        if lengths is None:
+            width = dtype_of(tensor.form.dtype).itemsize
+            lengths = sizes[tensor.form] = [box.volume * width for box in tensor.form.boxes]
+        offsets = zip(tensor.offsets, right.roles[role][name].offsets, lengths, strict=True)
+        runs += [(file, begin, other, start, size, number) for (file, begin), (other, start), size in offsets if size]
+    runs.sort()
+    pool.expect(_run_regions(left, right, runs))
+    work = _Work(left.root, right.root, _Buffers(COMPARE_BYTES))
+    pool.run(batch_jobs(_run_jobs(work, runs)))
+    return {keys[number] for number in work.differing}
 
 
 _Run = tuple[str, int, str, int, int, int]
@@ -183,6 +214,13 @@ def _regions(left: ComparedSide, right: ComparedSide, keys: Sequence[Key]) -> It
         for key in keys:
             for item in side.items[key]:
                 yield region_of(side.root, item.stored)
+
+
+def _run_regions(left: Catalog, right: Catalog, runs: Sequence[_Run]) -> Iterator[Region]:
+    for side, place in ((left, 0), (right, 2)):
+        for run in runs:
+            size = (run[4],)
+            yield Region(side.root / str(run[place]), int(run[place + 1]), size, (0,), size, np.dtype(np.uint8))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,25 +4,29 @@ The stored bytes of both sides are read and compared in pieces (:mod:`.compare`)
 for its md5, in pieces too. So memory does not depend on the size of tensors. Tensors that only one side has, or with
 another shape or dtype, are not compared. Only roles that both formats can contain are compared, so that beside open
 weights the states of the optimizer, most of a checkpoint's bytes, are not read.
+
+If both sides store equal boxes under equal rules, they are proved once and their stored tensors are compared first.
+Only canonical tensors that read a differing one are planned on both sides.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.compare import ComparedSide, differing_tensors
+from paddleformers_fc.execute.compare import ComparedSide, differing_stored, differing_tensors
 from paddleformers_fc.execute.digest import digest_tensors, items_by_tensor, require_plan
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.read_pool import ReadPool
 from paddleformers_fc.formats import OpenedCheckpoint
+from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
 from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan import ReadItem, ReadSource, canonical_layout, canonical_source
+from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_names, canonical_source
 from paddleformers_fc.plan.build import Planner
 from paddleformers_fc.text import natural
 
@@ -121,7 +125,9 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
     started = time.monotonic()
     both = (a, b)
     roles = _compared_roles(both, role)
-    first, second = (_prepared(side, roles) for side in both)
+    first = _prepared(a, roles)
+    alike = _is_stored_alike(a, b)
+    second = first.over(b.catalog) if alike else _prepared(b, roles)
     present = [name for name in roles if any(key[0] == name for key in (*first.tensors, *second.tensors))]
     if not present:
         raise OptionError(
@@ -129,7 +135,7 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
             where=f"{a.catalog.root} and {b.catalog.root}",
             next_step="Leave out --role; inspect shows which roles a checkpoint has.",
         )
-    forms = _differing_forms(first, second)
+    forms = _differing_forms(first, second, alike)
     found = {name: _role_difference(name, first, second, forms) for name in present}
     left_out = [] if role is not None else [name for name in _stored_roles(both) if name not in roles]
     equal = all(one.same for one in found.values())
@@ -138,38 +144,90 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
 
 @dataclass(frozen=True)
 class _Prepared:
-    """One side, proved and planned.
+    """One side, proved.
 
     Args:
         source: from the checkpoint to the canonical space.
         tensors: its canonical tensors, by role and name.
-        items: how each is read.
     """
 
     source: ReadSource
     tensors: Mapping[Key, Shard]
-    items: Mapping[Key, Sequence[ReadItem]]
+
+    def over(self, catalog: Catalog) -> _Prepared:
+        """Return the same side over a catalog of equal stored tensors."""
+        return replace(self, source=replace(self.source, catalog=catalog))
+
+    def plan(self, keys: Iterable[Key]) -> LoadPlan:
+        """Return the reads of some canonical tensors; see :func:`require_plan`."""
+        layout: dict[str, dict[str, Shard]] = {}
+        for role, name in keys:
+            layout.setdefault(role, {})[name] = self.tensors[role, name]
+        return require_plan(Planner(self.source), self.source, layout)
 
 
 def _prepared(checkpoint: OpenedCheckpoint, roles: Sequence[str]) -> _Prepared:
     source = canonical_source(checkpoint)
-    layout = {role: shards for role, shards in canonical_layout(source).items() if role in roles}
-    items = items_by_tensor(require_plan(Planner(source), source, layout))
-    tensors = {(role, name): shard for role, shards in layout.items() for name, shard in shards.items()}
-    return _Prepared(source, tensors, items)
+    layout = canonical_layout(source)
+    tensors = {(role, name): shard for role in roles for name, shard in layout.get(role, {}).items()}
+    return _Prepared(source, tensors)
 
 
-def _differing_forms(first: _Prepared, second: _Prepared) -> dict[Key, tuple[Form, Form]]:
-    """The tensors of both sides that are not the same, with their digests."""
+def _is_stored_alike(a: OpenedCheckpoint, b: OpenedCheckpoint) -> bool:
+    """Whether both store equal boxes of the same tensors under the same rules, so that a plan of one fits the other."""
+    if a.format is not b.format or a.config != b.config or a.catalog.roles.keys() != b.catalog.roles.keys():
+        return False
+    if not a.format.canonical and (a.model, a.preferred, a.rules) != (b.model, b.preferred, b.rules):
+        return False
+    return all(_has_equal_forms(tensors, b.catalog.roles[role]) for role, tensors in a.catalog.roles.items())
+
+
+def _has_equal_forms(one: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    known: dict[StoredForm, StoredForm] = {}
+    for name, tensor in one.items():
+        form, theirs = tensor.form, other[name].form
+        if known.get(form) is not theirs:
+            if (form.dtype, form.shape, form.boxes) != (theirs.dtype, theirs.shape, theirs.boxes):
+                return False
+            known[form] = theirs
+    return True
+
+
+def _differing_forms(first: _Prepared, second: _Prepared, alike: bool) -> dict[Key, tuple[Form, Form]]:
+    """The tensors of both sides that are not the same, with their digests.
+
+    Args:
+        first: one side.
+        second: the other.
+        alike: whether a plan of one fits the other.
+    """
     common = [key for key in first.tensors if key in second.tensors]
-    alike = {key: first.tensors[key].dtype for key in common if first.tensors[key] == second.tensors[key]}
-    left, right = (ComparedSide(side.source.catalog.root, side.items) for side in (first, second))
+    same = {key: first.tensors[key].dtype for key in common if first.tensors[key] == second.tensors[key]}
     identities = {**first.source.catalog.identities, **second.source.catalog.identities}
     with ReadPool(identities=identities) as pool:
-        unequal = differing_tensors(pool, left, right, {key: alike[key] for key in alike if first.tensors[key].size})
-    keys = [key for key in common if key in unequal or key not in alike]
-    one, other = (_forms(side, keys) for side in (first, second))
-    return {key: (one[key], other[key]) for key in keys}
+        wanted = [key for key in same if first.tensors[key].size]
+        left = first.plan(first.tensors)
+        if alike and not left.checks:
+            suspects = _suspects(pool, first, second, left)
+            wanted = [key for key in wanted if key in suspects]
+            left = first.plan(wanted)
+        right = second.plan(wanted if alike else second.tensors)
+        one, other = (
+            ComparedSide(side.source.catalog.root, items_by_tensor(plan))
+            for side, plan in ((first, left), (second, right))
+        )
+        unequal = differing_tensors(pool, one, other, {key: same[key] for key in wanted})
+    keys = [key for key in common if key in unequal or key not in same]
+    ours, theirs = (_forms(side, keys) for side in (first, second))
+    return {key: (ours[key], theirs[key]) for key in keys}
+
+
+def _suspects(pool: ReadPool, first: _Prepared, second: _Prepared, plan: LoadPlan) -> set[Key]:
+    """The canonical tensors that read a stored tensor whose bytes differ."""
+    differing = differing_stored(pool, first.source.catalog, second.source.catalog, plan.touched)
+    return {(role, one) for role, name in differing for one in canonical_names(first.source, role, name)}
 
 
 def _forms(side: _Prepared, keys: Sequence[Key]) -> dict[Key, Form]:

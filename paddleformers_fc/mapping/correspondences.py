@@ -57,6 +57,10 @@ class TensorSources(msgspec.Struct, frozen=True, eq=False, gc=False):
     names: tuple[str, ...]
 
 
+_Part = tuple[Template, int]
+"""A template, and the position of a source in it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Mapping:
     """Box correspondences from a source space onto a target space.
@@ -117,28 +121,44 @@ class Mapping:
     @cached_property
     def read(self) -> dict[str, TensorSources]:
         """The targets of every source that is read."""
-        # The templates of the targets that read a source, and its place in each. Most sources have one reader.
-        only: dict[str, tuple[Template, int, str]] = {}
-        several: dict[str, list[tuple[Template, int, str]]] = {}
-        for target, made in self.made.items():
-            template = made.template
-            for place, source in enumerate(made.names):
-                reader = (template, place, target)
-                first = only.setdefault(source, reader)
-                if first is not reader:
-                    several.setdefault(source, [first]).append(reader)
-        known: dict[tuple[object, ...], Template] = {}
+        # The parts of the targets' templates that read a source. Most sources have one reader.
+        only: dict[str, _Part] = {}
+        several: dict[str, list[_Part]] = {}
+        parts: dict[Template, list[_Part]] = {}
+        for made in self.made.values():
+            known = parts.setdefault(made.template, [])
+            while len(known) < len(made.names):
+                known.append((made.template, len(known)))
+            for part, source in zip(known, made.names, strict=False):
+                if source in only:
+                    several.setdefault(source, [only[source]]).append(part)
+                else:
+                    only[source] = part
+        templates: dict[tuple[object, ...], Template] = {}
         read: dict[str, TensorSources] = {}
-        for source, reader in only.items():
-            readers = several.get(source) or (reader,)
+        for source, targets in self.readers.items():
             spec = self.sources.get(source)
             dtype = None if spec is None else spec.dtype
-            key = (dtype, *[(template, place) for template, place, _ in readers])
-            found = known.get(key)
-            if found is None:
-                found = known[key] = inverted([(template, place) for template, place, _ in readers], dtype)
-            read[source] = TensorSources(found, tuple([target for _, _, target in readers]))
+            group = several.get(source) or [only[source]]
+            key = (dtype, *group)
+            template = templates.get(key)
+            if template is None:
+                template = templates[key] = inverted(group, dtype)
+            read[source] = TensorSources(template, targets)
         return read
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[str, ...]]:
+        """The names of the targets of every source that is read, in the order of the targets."""
+        only: dict[str, str] = {}
+        several: dict[str, list[str]] = {}
+        for target, made in self.made.items():
+            for source in made.names:
+                if source in only:
+                    several.setdefault(source, [only[source]]).append(target)
+                else:
+                    only[source] = target
+        return {source: tuple(several[source]) if source in several else (one,) for source, one in only.items()}
 
     def reversed(self) -> Mapping:
         """Return the mapping from the targets onto the sources: the same boxes with inverted casts."""

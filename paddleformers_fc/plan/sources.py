@@ -28,7 +28,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSources, TensorSpec, prove
 from paddleformers_fc.mapping.agreement import disagreements, require_agreement
-from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import identity
 from paddleformers_fc.plan.build import ReadSource
@@ -234,17 +234,27 @@ def canonical_layout(source: ReadSource) -> dict[str, dict[str, Shard]]:
     Optimizer states have the name of their canonical parameter with their suffix.
     """
     wanted: dict[str, dict[str, Shard]] = {}
-    owners = source.stored_aliases
+    owners, readers, targets = source.stored_aliases, source.mapping.readers, source.mapping.targets
+    boxes: dict[Shape, Box] = {}
     for role, tensors in source.catalog.roles.items():
         for tensor in tensors.values():
             state = split_state_name(role, tensor.name)
             parameter = owners.get(state.parameter, state.parameter)
-            made = source.mapping.read.get(parameter)
-            for target in () if made is None else made.names:
+            for target in readers.get(parameter, ()):
                 name = target + state.suffix
-                shape = tensor.shape if state.scalar else source.mapping.targets[target].shape
-                wanted.setdefault(role, {})[name] = Shard(name, tensor.dtype, shape, whole(shape))
+                shape = tensor.shape if state.scalar else targets[target].shape
+                box = boxes.get(shape)
+                if box is None:
+                    box = boxes[shape] = whole(shape)
+                wanted.setdefault(role, {})[name] = Shard(name, tensor.dtype, shape, box)
     return wanted
+
+
+def canonical_names(source: ReadSource, role: str, name: str) -> list[str]:
+    """Return the names of the canonical tensors that read a stored one."""
+    state = split_state_name(role, name)
+    parameter = source.stored_aliases.get(state.parameter, state.parameter)
+    return [target + state.suffix for target in source.mapping.readers.get(parameter, ())]
 
 
 def _aliases(rules: RuleSet) -> dict[str, str]:

@@ -14,6 +14,7 @@ import pytest
 
 from paddleformers_fc.execute import compare, export_batches
 from paddleformers_fc.execute.compare import ComparedSide, differing_tensors
+from paddleformers_fc.execute.difference import compare_checkpoints
 from paddleformers_fc.execute.digest import canonical_digests, digest_tensors, items_by_tensor, require_plan
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.read_pool import ReadPool
@@ -137,4 +138,8 @@ def test_a_flipped_bit_at_any_place_is_found_in_the_tensor_whose_md5_it_changes(
         changed = {(one.role, one.name) for one in after if one != before[one.name]}
         assert len(changed) == 1
         assert compared(tmp_path / "flipped", second, piece_bytes) == changed
+        found = compare_checkpoints(
+            open_checkpoint(tmp_path / "flipped", "off"), open_checkpoint(second), "model_state"
+        )
+        assert {("model_state", one.name) for one in found.roles["model_state"].different} == changed
         content[place] ^= 4
