@@ -128,20 +128,20 @@ def export_opened(
         raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
     source = checkpoint.catalog.root
 
-    def prepare() -> tuple[ReadSource, Layout]:
+    def prepare() -> tuple[ReadSource, Layout, tuple[OutputFile, ...]]:
         _refuse_checkpoint(target)
         if checkpoint.format.canonical:
             raise not_a_flex_checkpoint(checkpoint.format, source, checkpoints_advice(source))
         if checkpoint.unread and checkpoint.commit_record is not None and not checkpoint.catalog.seen_by:
             verify_files(source, checkpoint.commit_record, "full")
         wanted = _source(checkpoint, writer)
-        return wanted, canonical_layout(wanted)
+        layout = canonical_layout(wanted)
+        return wanted, layout, writer.files(layout, max_shard_bytes)
 
-    wanted, layout = run_on_all(channel, f"preparing an export to {target.name}", prepare)
+    wanted, layout, files = run_on_all(channel, f"preparing an export to {target.name}", prepare)
     if checkpoint.unread and checkpoint.catalog.seen_by:
         compare_unread(checkpoint, channel)
     _refuse_untied(wanted, layout, channel)
-    files = writer.files(layout, max_shard_bytes)
     documents = {**_model_files(checkpoint, channel), **writer.documents(files)}
     with staging_beside(target, channel, _nothing, staging_parent) as staged:
         mine = _files_of_rank(files, staged.disks, channel.rank)
