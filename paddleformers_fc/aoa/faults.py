@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from paddleformers_fc.errors import MappingError
+from paddleformers_fc.text import count_text
 
 _WIDTH = 110
 _BEFORE = 40
@@ -110,7 +111,7 @@ class Faults:
             for key, text in sorted(self._shown.items(), key=lambda entry: entry[0][0])
         ]
         raise MappingError(
-            f"Invalid AOA statements: {len(evidence)} fault{'s' if len(evidence) > 1 else ''}.",
+            f"Invalid AOA statements: {count_text(len(evidence), 'fault')}.",
             where="aoa_statements",
             evidence=evidence[:_MOST] + ([f"and {len(evidence) - _MOST} more"] if len(evidence) > _MOST else []),
             next_step="Correct the statements; docs/aoa.md describes every form. No tensor was read or written.",

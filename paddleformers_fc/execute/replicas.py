@@ -27,6 +27,7 @@ from paddleformers_fc.execute.memory import HostPieces
 from paddleformers_fc.execute.replica_assignment import Replica
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.files import byte_view
+from paddleformers_fc.text import count_text
 
 WHOLE_BYTES = 1024 * 1024
 """Replicas up to this size are always hashed as a whole."""
@@ -106,8 +107,8 @@ def refuse_different(lines: Sequence[str]) -> None:
     """
     if lines:
         raise MismatchError(
-            f"Ranks that hold the same part of a tensor hold different numbers. {len(lines)} kinds of tensors differ, "
-            "and nothing was saved.",
+            "Ranks that hold the same part of a tensor hold different numbers: "
+            f"{count_text(len(lines), 'kind')} of tensors. Nothing was saved.",
             where="the live weights and optimizer states",
             evidence=lines,
             next_step="Training has gone apart on these ranks; resume from an older checkpoint and look for the cause, "

@@ -46,6 +46,7 @@ from paddleformers_fc.storage.files import (
     read_range,
 )
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import count_text
 
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that is read or written, in bytes; the safetensors library has the same bound."""
@@ -509,7 +510,7 @@ def _check_cover(path: AnyPath, ordered: dict[str, TensorEntry], data_begin: int
 
 def _cut_tensors(ordered: dict[str, TensorEntry], file_size: int) -> list[str]:
     cut = [name for name, entry in ordered.items() if entry.end > file_size]
-    return [f"{len(cut)} tensors are cut off, {cut[0]!r} first"] if cut else []
+    return [f"{count_text(len(cut), 'tensor')} cut off, {cut[0]!r} first"] if cut else []
 
 
 def _check_text(path: AnyPath, text: str) -> None:

@@ -209,7 +209,7 @@ def test_a_file_truncated_anywhere_is_corrupt(tmp_path: Path) -> None:
 def test_the_tensors_that_a_truncation_cut_are_named(tmp_path: Path) -> None:
     document = {"s": tensor(), "t": tensor(offsets=[4, 8]), "u": tensor(offsets=[8, 12])}
     (tmp_path / "x").write_bytes(header_bytes(document) + b"123456")
-    with pytest.raises(Corrupt, match="2 tensors are cut off, 't' first"):
+    with pytest.raises(Corrupt, match="2 tensors cut off, 't' first"):
         read_header(tmp_path / "x")
 
 

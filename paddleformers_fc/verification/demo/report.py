@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from paddleformers_fc.text import count_text
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -95,8 +97,8 @@ class LossComparison:
                 )
             if line.unequal_tensors:
                 found.append(
-                    f"{self.model}, {line.layout}: {len(line.unequal_tensors)} tensors are not as saved, the first "
-                    f"is {line.unequal_tensors[0]}."
+                    f"{self.model}, {line.layout}: {count_text(len(line.unequal_tensors), 'tensor')} not as saved, "
+                    f"the first is {line.unequal_tensors[0]}."
                 )
             if line.export_md5 != self.reference.export_md5:
                 found.append(f"{self.model}, {line.layout}: the export of what was loaded is not md5-equal.")
