@@ -24,6 +24,7 @@ _HOME = {
     "FlexTrainingArguments": "paddleformers_fc.trainer.arguments",
     "install": "paddleformers_fc.trainer.install",
     "load_open_weights": "paddleformers_fc.trainer.pretrained",
+    "register_optimizer": "paddleformers_fc.layout.roles",
 }
 
 _PACKAGES = ("cpu_runtime", "trainer")
@@ -42,6 +43,7 @@ __all__ = [
     "load",
     "load_open_weights",
     "open",
+    "register_optimizer",
     "save",
 ]
 

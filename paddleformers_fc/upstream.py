@@ -55,6 +55,7 @@ _MODELS = "paddleformers.transformers.model_utils"
 _LOADING = "paddle.distributed.flex_checkpoint.dcp.load_state_dict:"
 _CONFIG = "paddleformers.transformers.configuration_utils:PretrainedConfig"
 _SHARDING = "paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer"
+_FUSION = "paddle.distributed.fleet.utils.tensor_fusion_helper"
 _STAGE2 = "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2:GroupShardedOptimizerStage2"
 _STAGE2_MODEL = "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2:GroupShardedStage2"
 _STAGE3 = "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3:GroupShardedStage3"
@@ -227,20 +228,24 @@ TRAINER = (
     Hook(f"{_LOADING}is_sharded_state_dict", "(state_dict, use_dist=True, process_group=None)"),
     Hook(f"{_MODELS}:faster_set_state_dict", "(model, state_dict, model_state_dict=None, strict_dtype=True)"),
     # The optimizer and its wrappers.
-    Hook("paddle.optimizer:AdamW.__init__", names=("_amsgrad", "_param_groups", "_parameter_list")),
+    Hook("paddle.optimizer:AdamW.__init__", names=("_param_groups", "_parameter_list")),
     Hook("paddle.optimizer:AdamW._create_accumulators", "(self, block, parameters)", ("_add_moments_pows",)),
-    Hook("paddle.optimizer:AdamW.sharded_state_dict", "(self, model_sharded_state_dict)"),
     Hook("paddle.optimizer:AdamW.state_dict", "(self)", ("master_weights", "LR_Scheduler")),
+    Hook("paddle.optimizer:Optimizer._add_accumulator"),
     Hook("paddle.optimizer:AdamW.clear_grad", "(self, set_to_zero=True)"),
     Hook("paddle.optimizer:Optimizer._gen_master_weight_var_name", "(self, param)", ("_fp32_master",)),
     Hook("paddleformers.utils.optimizer:AdamWCustom"),
     Hook("paddleformers.utils.optimizer:AdamWMini"),
     Hook(
-        "paddleformers.trainer.trainer_utils:init_optimizer",
-        "(optimizer, model_sharded_state_dict, state_dict_metadata)",
+        f"{_SHARDING}:DygraphShardingOptimizer.__init__",
+        names=("_inner_opt", "_rank2params", "_sharding_rank", "tensor_fusion", "fuse_optimizer"),
     ),
-    Hook(f"{_SHARDING}:DygraphShardingOptimizer.__init__", names=("_inner_opt", "tensor_fusion", "fuse_optimizer")),
-    Hook(f"{_SHARDING}:DygraphShardingOptimizerV2.__init__", names=("_inner_opt",)),
+    Hook(f"{_SHARDING}:DygraphShardingOptimizerV2.__init__", names=("_inner_opt", "_comm_buffer_list")),
+    Hook(
+        f"{_FUSION}:ShardingGradView.__init__",
+        names=("_param", "_param_buffer", "_index", "_param_begin", "_param_end"),
+    ),
+    Hook(f"{_FUSION}:FusedCommBuffer.__init__", names=("_sharding_param_grad_view",)),
     Hook(
         "paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer:"
         "HybridParallelOptimizer.__init__",
@@ -347,9 +352,9 @@ CPU_RUNTIME = (
     Hook("paddle.device:synchronize"),
     Hook("paddle.device.cuda:synchronize"),
     Hook("paddle.distributed.parallel:ParallelEnv.device_id", names=("_device_id",)),
-    Hook("paddle.distributed.fleet.utils.tensor_fusion_helper:alignment"),
+    Hook(f"{_FUSION}:alignment"),
     Hook(
-        "paddle.distributed.fleet.utils.tensor_fusion_helper:get_current_device_type",
+        f"{_FUSION}:get_current_device_type",
         names=("__current_device_type__", "alignment"),
     ),
     Hook("paddle.distributed.fleet.utils.hybrid_parallel_util:broadcast_input_data", "(hcg, *inputs, **kwargs)"),

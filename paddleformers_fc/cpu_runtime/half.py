@@ -4,7 +4,8 @@ Training in bfloat16 with float32 master weights (O2) is what real checkpoints c
 lacks four kernels of it: ``linear``, ``matmul``, ``c_embedding`` and ``adamw_``. The first three get their bfloat16
 operands widened to float32, and what they return stays float32, so that activations are wider than on an
 accelerator; parameters, their gradients before accumulation, and everything that is saved have the dtypes they have
-there. ``adamw_`` updates the master weight, in float32 as on an accelerator, and rounds it into the parameter.
+there. ``adamw_`` updates the master weight, in float32 as on an accelerator, and rounds it into the parameter. Without
+a master weight it computes in float32 and rounds the parameter and its states.
 
 Time: one widened copy of each operand per call. Memory: that copy, until the backward has used it.
 """
@@ -18,8 +19,8 @@ import paddle
 from paddle import _C_ops
 
 _WIDENED = ("linear", "matmul", "c_embedding")
-# Positions behind parameter and gradient in Paddle's call of adamw_.
-_MASTER_WEIGHT, _MULTI_PRECISION = 6, 16
+# Positions of the states, and of others, behind parameter and gradient in Paddle's call of adamw_.
+_STATES, _MASTER_WEIGHT, _MULTI_PRECISION = slice(1, 6), 6, 16
 
 
 def widen(value: Any) -> Any:
@@ -38,12 +39,19 @@ def widened(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _master_weight_update(adamw_: Callable[..., Any]) -> Callable[..., Any]:
-    """``adamw_`` that also takes a bfloat16 parameter, if it comes with a master weight."""
+    """``adamw_`` that also takes a bfloat16 parameter."""
 
     def update(param: Any, grad: Any, *others: Any) -> Any:
         master_weight = others[_MASTER_WEIGHT]
-        if param.dtype != paddle.bfloat16 or master_weight is None:
+        if param.dtype != paddle.bfloat16:
             return adamw_(param, grad, *others)
+        if master_weight is None:
+            wide = [widen(one) for one in (param, *others)]
+            result = adamw_(wide[0], widen(grad), *wide[1:])
+            for own, updated in zip((param, *others[_STATES]), (wide[0], *wide[1:][_STATES]), strict=True):
+                if own is not None and own is not updated:
+                    paddle.assign(updated.astype(own.dtype), own)
+            return result
         # To the kernel the master weight is an ordinary float32 parameter.
         changed = list(others)
         changed[_MASTER_WEIGHT], changed[_MULTI_PRECISION] = None, False

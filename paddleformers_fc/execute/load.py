@@ -39,6 +39,7 @@ from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_rea
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.cache import CachedPlan, PlanCache, fits, plan_key
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
+from paddleformers_fc.plan.shard_numbers import regrouped
 from paddleformers_fc.storage.export_checksums import restore_or_delete
 from paddleformers_fc.storage.file_checksums import is_document
 from paddleformers_fc.storage.identity import same_bytes_key
@@ -200,6 +201,8 @@ def prepare_load(
             if model.rules is None and (not aoa_config or headed_names(family_for(model.config), source.mapping.made)):
                 for line in _head_count_difference(checkpoint.known, model):
                     report.add("shape", line)
+            for line in regrouped(source):
+                report.add("shape", line)
             unwanted = source.mapping.dropped if aoa_config else frozenset(checkpoint.rules.fresh)
             planned = CachedPlan(plan_reads(source, shards), unwanted)
             report = planned.plan.report.merge([report])

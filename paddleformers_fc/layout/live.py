@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.layout.roles import MODEL_STATE, StateShape, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted
 
@@ -124,12 +124,15 @@ def describe_roles(roles: Roles) -> dict[str, dict[str, Shard]]:
         if role == MODEL_STATE:
             continue
         for name, shard in shards.items():
-            state = split_state_name(role, name)
+            state = split_state_name(role, name, shard.global_shape)
             parameter = parameters.get(state.parameter)
-            if parameter is not None and not state.scalar and parameter.global_shape != shard.global_shape:
-                faults.append(
-                    f"{name}: shape {list(shard.global_shape)} is not its parameter's {list(parameter.global_shape)}"
-                )
+            if parameter is None or state.scalar:
+                continue
+            wanted, whose = parameter.global_shape, "its parameter's"
+            if state.shape is StateShape.SHARD_NUMBER:
+                wanted, whose = parameter.cuts, "the number of its parameter's shards"
+            if wanted != shard.global_shape:
+                faults.append(f"{name}: shape {list(shard.global_shape)} is not {whose} {list(wanted)}")
     if faults:
         raise MismatchError(
             f"{len(faults)} live shards contradict themselves.",

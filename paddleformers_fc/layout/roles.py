@@ -1,22 +1,31 @@
 """The roles of a checkpoint and the supported optimizers with their states: one table that every other module reads.
 
-Paddle names the states of a parameter ``p`` as ``p.w_0`` (master weight), ``p.moment1_0``, ``p.moment2_0`` and
-``p.beta1_pow_acc_0``, ``p.beta2_pow_acc_0`` (``paddle/optimizer/adamw.py``, ``sharded_state_dict``). A state with the
-shape of its parameter follows the mapping of the parameter.
+The states of a parameter ``p`` are named ``p.w_0`` (master weight), ``p.moment1_0``, ``p.beta1_pow_acc_0``: the name of
+Paddle's accumulator and ``_0``, as in Paddle's FlexCheckpoint (``paddle/optimizer/adamw.py``, ``sharded_state_dict``).
+A state with the shape of its parameter follows the mapping of the parameter.
+
+:func:`register_optimizer` adds an optimizer in this process. Readers of its checkpoints need no registration: a state
+whose suffix is not in the table is one number if its shape is ``(1,)``, otherwise it has the shape of its parameter.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import msgspec
+
+from paddleformers_fc.errors import OptionError
 
 MODEL_STATE = "model_state"
 MASTER_WEIGHT = "master_weight"
 OPTIMIZER_STATE = "optimizer_state"
 EMA_STATE = "ema_state"
+
+NUMBER_SHAPE = (1,)
+"""Shape of a state that is one number per parameter."""
 
 
 class StateShape(enum.Enum):
@@ -24,6 +33,8 @@ class StateShape(enum.Enum):
 
     PARAMETER = "as the parameter"
     NUMBER = "one number"
+    SHARD_NUMBER = "one number per shard"
+    """A tensor with one element per box that the parameter is cut into, cut as the parameter."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,8 @@ class StateDescriptor:
         shape: relation to the shape of the parameter.
         dtype: numpy name of the element type; empty for that of the parameter.
         half_only: whether it exists only for parameters with elements of two bytes.
+        accumulator: Paddle's name of it, if that differs from the suffix without ``_0``.
+        sometimes: whether it exists only under an argument of the optimizer, or for some parameters.
     """
 
     role: str
@@ -43,6 +56,13 @@ class StateDescriptor:
     shape: StateShape = StateShape.PARAMETER
     dtype: str = ""
     half_only: bool = False
+    accumulator: str = ""
+    sometimes: bool = False
+
+    @property
+    def paddle_name(self) -> str:
+        """Paddle's name of the accumulator."""
+        return self.accumulator or self.suffix.removeprefix(".").removesuffix("_0")
 
 
 @dataclass(frozen=True)
@@ -50,56 +70,73 @@ class OptimizerDescriptor:
     """An optimizer whose states a checkpoint can contain.
 
     Args:
-        name: its class in ``paddle.optimizer``; subclasses have the same states.
+        name: module and name of its class.
         states: the states of a parameter.
         option: the value of PaddleFormers' ``optim`` that selects it; empty if only a script can.
-        variants: names of subclasses with other states.
-        flags: arguments of the class under which it has other states.
+        unavailable: why a run cannot use it, as the end of a sentence; empty if it can.
     """
 
     name: str
     states: tuple[StateDescriptor, ...]
     option: str = ""
-    variants: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
+    unavailable: str = ""
+
+    @property
+    def short_name(self) -> str:
+        """The name of its class."""
+        return self.name.rpartition(".")[2]
 
 
 MASTER = StateDescriptor(MASTER_WEIGHT, ".w_0", dtype="float32", half_only=True)
+_MOMENT1 = StateDescriptor(OPTIMIZER_STATE, ".moment1_0", dtype="float32")
+_MOMENT2 = StateDescriptor(OPTIMIZER_STATE, ".moment2_0", dtype="float32")
+_MOMENT2_MAX = StateDescriptor(OPTIMIZER_STATE, ".moment2_max_0", dtype="float32", sometimes=True)
+_SHARD_MOMENT2 = StateDescriptor(
+    OPTIMIZER_STATE, ".moment2_of_shard_0", StateShape.SHARD_NUMBER, "float32", accumulator="moment2"
+)
+_POWERS = tuple(
+    StateDescriptor(OPTIMIZER_STATE, f".beta{index}_pow_acc_0", StateShape.NUMBER, "float32") for index in (1, 2)
+)
 
 OPTIMIZERS = (
     OptimizerDescriptor(
-        "AdamW",
-        (
-            StateDescriptor(OPTIMIZER_STATE, ".moment1_0", dtype="float32"),
-            StateDescriptor(OPTIMIZER_STATE, ".moment2_0", dtype="float32"),
-            StateDescriptor(OPTIMIZER_STATE, ".beta1_pow_acc_0", StateShape.NUMBER, "float32"),
-            StateDescriptor(OPTIMIZER_STATE, ".beta2_pow_acc_0", StateShape.NUMBER, "float32"),
-            MASTER,
-        ),
-        option="adamw",
-        variants=("AdamWMini", "AdamWCustom"),
-        flags=("amsgrad",),
+        "paddle.optimizer.adamw.AdamW", (_MOMENT1, _MOMENT2, _MOMENT2_MAX, *_POWERS, MASTER), option="adamw"
+    ),
+    OptimizerDescriptor(
+        "paddleformers.utils.optimizer.AdamWCustom", (_MOMENT1, _MOMENT2, *_POWERS, MASTER), option="adamw_custom"
+    ),
+    OptimizerDescriptor(
+        "paddleformers.utils.optimizer.AdamWMini", (_MOMENT1, _SHARD_MOMENT2, *_POWERS, MASTER), option="adamw_mini"
+    ),
+    # As Paddle's development branch defines it: matrices have moment1 alone, other parameters the states of AdamW.
+    OptimizerDescriptor(
+        "paddle.optimizer.muon.Muon",
+        (_MOMENT1, *(replace(state, sometimes=True) for state in (_MOMENT2, *_POWERS)), MASTER),
+        option="muon",
+        unavailable="Paddle 3.3.1 has no Muon",
     ),
 )
-"""The supported optimizers; the first one is assumed if a checkpoint has no optimizer states."""
+"""The optimizers that this package declares; the first one is assumed if a checkpoint has no optimizer states."""
 
 STATES = (
     StateDescriptor(MODEL_STATE),
     MASTER,
-    *(state for optimizer in OPTIMIZERS for state in optimizer.states),
-    # Checkpoints of other writers contain these.
-    StateDescriptor(OPTIMIZER_STATE, ".moment2_max_0", dtype="float32"),
+    *dict.fromkeys(replace(state, sometimes=False) for optimizer in OPTIMIZERS for state in optimizer.states),
+    # Checkpoints of other writers contain it.
     StateDescriptor(OPTIMIZER_STATE, ".velocity_0", dtype="float32"),
     StateDescriptor(EMA_STATE),
 )
-"""Every state that a checkpoint may contain."""
+"""Every state that this package declares."""
 
 ROLES = tuple(dict.fromkeys(state.role for state in STATES))
 
 _BY_SUFFIX = {state.suffix: state for state in STATES if state.suffix}
 STATE_SUFFIXES = tuple(_BY_SUFFIX)
+SHARD_NUMBER_SUFFIXES = tuple(one.suffix for one in STATES if one.shape is StateShape.SHARD_NUMBER)
 _STATE_ROLES = frozenset(state.role for state in _BY_SUFFIX.values())
-_SCALAR = {suffix: state.shape is StateShape.NUMBER for suffix, state in _BY_SUFFIX.items()}
+_SHAPES = {suffix: state.shape for suffix, state in _BY_SUFFIX.items()}
+_registered: dict[str, OptimizerDescriptor] = {}
+_ACCUMULATOR = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class StateName(msgspec.Struct, frozen=True, gc=False):
@@ -108,12 +145,17 @@ class StateName(msgspec.Struct, frozen=True, gc=False):
     Args:
         parameter: the parameter that the state belongs to.
         suffix: follows the parameter's name; empty for the parameter itself.
-        scalar: whether the state is one number instead of a tensor of the parameter's shape.
+        shape: relation of its shape to that of the parameter.
     """
 
     parameter: str
     suffix: str
-    scalar: bool
+    shape: StateShape = StateShape.PARAMETER
+
+    @property
+    def scalar(self) -> bool:
+        """Whether the state is one number instead of a tensor of the parameter's shape."""
+        return self.shape is StateShape.NUMBER
 
 
 def parameter_of(role: str, name: str) -> str:
@@ -126,26 +168,88 @@ def parameter_of(role: str, name: str) -> str:
     return split_state_name(role, name).parameter if role in _STATE_ROLES else name
 
 
-def split_state_name(role: str, name: str) -> StateName:
+def split_state_name(role: str, name: str, shape: Iterable[int] = ()) -> StateName:
     """Split the name of a state into parameter and suffix.
 
     Args:
         role: one of :data:`ROLES`; names of ``model_state`` have no suffix.
         name: the full name.
+        shape: of the whole tensor; it decides what a state of an undeclared suffix is.
     """
     if role in _STATE_ROLES:
         parameter, dot, last = name.rpartition(".")
-        scalar = _SCALAR.get(dot + last)
-        if scalar is not None:
-            return StateName(parameter, dot + last, scalar)
-    return StateName(name, "", False)
+        known = _SHAPES.get(dot + last)
+        if known is not None:
+            return StateName(parameter, dot + last, known)
+        if dot:
+            number = tuple(shape) == NUMBER_SHAPE
+            return StateName(parameter, dot + last, StateShape.NUMBER if number else StateShape.PARAMETER)
+    return StateName(name, "")
 
 
-def optimizer_of(states: Iterable[str]) -> OptimizerDescriptor:
-    """Return the optimizer that has most of the kinds of states in a checkpoint.
+def register_optimizer(optimizer: type, like_parameter: Iterable[str] = (), numbers: Iterable[str] = ()) -> None:
+    """Declare an optimizer, so that checkpoints contain its states. Every process of a job must call it.
+
+    Master weights need no declaration.
+
+    Example:
+        >>> register_optimizer(paddle.optimizer.Momentum, like_parameter=["velocity"])  # doctest: +SKIP
 
     Args:
-        states: full names of stored optimizer states.
+        optimizer: its class; a subclass with states of its own needs a declaration of its own.
+        like_parameter: names of the accumulators that have the shape of their parameter, as in ``_add_accumulator``.
+        numbers: names of the accumulators that are one number per parameter, equal for all parts of the parameter.
+
+    Raises:
+        OptionError: a name is invalid, is declared twice, or means another state in this package.
     """
-    suffixes = {name[name.rfind(".") :] for name in states}
-    return max(OPTIMIZERS, key=lambda one: sum(state.suffix in suffixes for state in one.states))
+    shapes = [(one, StateShape.PARAMETER) for one in like_parameter] + [(one, StateShape.NUMBER) for one in numbers]
+    states = tuple(StateDescriptor(OPTIMIZER_STATE, f".{name}_0", shape) for name, shape in shapes)
+    faults = [f"{name}: invalid name of an accumulator" for name, _ in shapes if not _ACCUMULATOR.fullmatch(name)]
+    names = [name for name, _ in shapes]
+    faults += [f"{name}: declared twice" for name in sorted(set(names)) if names.count(name) > 1]
+    faults += [
+        f"{state.paddle_name}: {_SHAPES[state.suffix].value} in this package, declared as {state.shape.value}"
+        for state in states
+        if _SHAPES.get(state.suffix, state.shape) is not state.shape
+    ]
+    name = qualified_name(optimizer)
+    if faults:
+        raise OptionError(
+            f"Invalid declaration of the optimizer {name}.",
+            where="register_optimizer",
+            evidence=faults,
+            next_step="Name each accumulator once, as _create_accumulators of the class does.",
+        )
+    _registered[name] = OptimizerDescriptor(name, (*states, MASTER))
+
+
+def qualified_name(kind: type) -> str:
+    """Return module and name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def declared_optimizer(kind: type) -> OptimizerDescriptor | None:
+    """Return the declaration of a class, without those of its bases; None if there is none."""
+    name = qualified_name(kind)
+    return _registered.get(name) or next((one for one in OPTIMIZERS if one.name == name), None)
+
+
+def stored_optimizer(states: Mapping[str, tuple[str, tuple[int, ...]]]) -> OptimizerDescriptor:
+    """Return the kinds of states that a checkpoint contains as an optimizer.
+
+    Args:
+        states: dtype and shape of the stored optimizer states by full name; without any, the first optimizer's.
+    """
+    if not states:
+        return OPTIMIZERS[0]
+    found: dict[str, tuple[StateShape, set[str]]] = {}
+    for name, (dtype, shape) in states.items():
+        state = split_state_name(OPTIMIZER_STATE, name, shape)
+        found.setdefault(state.suffix, (state.shape, set()))[1].add(dtype)
+    kinds = (
+        # States of several types have those of their parameters.
+        StateDescriptor(OPTIMIZER_STATE, suffix, shape, next(iter(dtypes)) if len(dtypes) == 1 else "")
+        for suffix, (shape, dtypes) in found.items()
+    )
+    return OptimizerDescriptor("stored", (*kinds, MASTER))

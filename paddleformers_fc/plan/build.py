@@ -22,7 +22,7 @@ from operator import attrgetter
 import msgspec
 
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
-from paddleformers_fc.layout.roles import MODEL_STATE, StateName, split_state_name
+from paddleformers_fc.layout.roles import MODEL_STATE, StateName, StateShape, split_state_name
 from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping import Mapping, Shape
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
@@ -180,7 +180,7 @@ class Planner:
 
     def filling(self, role: str, shard: Shard) -> ShardFill | None:
         """Return how one shard is filled; None if it keeps its values or does not fit."""
-        state = split_state_name(role, shard.name)
+        state = split_state_name(role, shard.name, shard.global_shape)
         parameter = self._source.wanted_aliases.get(state.parameter, state.parameter)
         made = self._made.get(parameter)
         if made is None:
@@ -191,7 +191,7 @@ class Planner:
         if tensors is None:
             return None
         template = made.template
-        if state.scalar:
+        if state.shape is not StateShape.PARAMETER:
             if not self._agree(shard, tensors):
                 return None
             template, tensors = self._number(shard.global_shape), tensors[:1]
@@ -213,7 +213,7 @@ class Planner:
         return ShardFill(pattern, tensors)
 
     def _number(self, shape: Shape) -> Template:
-        """Return the template of a state that is one number per parameter."""
+        """Return the template of a state that is one number per parameter, or per shard of it."""
         if shape not in self._numbers:
             self._numbers[shape] = identity(shape)
         return self._numbers[shape]
@@ -230,7 +230,7 @@ class Planner:
                 continue
             touched.add(tensor.name)
             shape = tensor.form.shape
-            if shape == self._sources[name].shape or state.scalar:
+            if shape == self._sources[name].shape or state.shape is not StateShape.PARAMETER:
                 found.append(tensor)
             else:
                 self._misfit(shard, f"stored {list(shape)}", self._sources[name].shape)

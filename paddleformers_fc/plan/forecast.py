@@ -24,11 +24,18 @@ from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import require_format
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
-from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, optimizer_of, split_state_name
+from paddleformers_fc.layout.roles import (
+    MASTER_WEIGHT,
+    MODEL_STATE,
+    OPTIMIZER_STATE,
+    split_state_name,
+    stored_optimizer,
+)
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.build import FillPattern, Planner, ReadSource, ShardFill
 from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.report import Report
+from paddleformers_fc.plan.shard_numbers import regrouped
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, states_of, stored_model
 from paddleformers_fc.plan.sources import described_model, huggingface_source, resume_source
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
@@ -158,7 +165,8 @@ class _Costs:
 
     def __init__(self, source: ReadSource) -> None:
         self._roles = source.catalog.roles
-        self._optimizer = optimizer_of(self._roles.get(OPTIMIZER_STATE, ()))
+        states = self._roles.get(OPTIMIZER_STATE, {})
+        self._optimizer = stored_optimizer({name: (one.dtype, one.shape) for name, one in states.items()})
         self._known: dict[tuple[object, ...], Cost] = {}
         self._patterns: dict[tuple[FillPattern, str], Cost] = {}
         self._weights: dict[tuple[int, ...], Cost] = {}
@@ -370,6 +378,8 @@ def forecast_load(checkpoint: OpenedCheckpoint, grid: ParallelGrid, dtype: str |
         return forecast(source, model, report, lambda untouched: optional.missed(untouched, stored)), used
     model = stored_model(family, described, grid, checkpoint.rules.targets, dtype)
     source, report = resume_source(checkpoint, model.rules)
+    for line in regrouped(source):
+        report.add("shape", line)
     fresh = frozenset(checkpoint.rules.fresh)
 
     def unexpected(untouched: Sequence[str]) -> list[str]:

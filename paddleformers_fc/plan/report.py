@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import msgspec
 
 from paddleformers_fc.errors import MismatchError, PeerError, cut
-from paddleformers_fc.layout.roles import MASTER, STATE_SUFFIXES
+from paddleformers_fc.layout.roles import MASTER, SHARD_NUMBER_SUFFIXES, STATE_SUFFIXES
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text, natural
 
@@ -34,6 +34,10 @@ HEADINGS = {
 OPEN_WEIGHTS = "open weights"
 _OPEN_WEIGHTS_STEP = "Name the directory of this model's weights, or correct the config.json beside them."
 _MODEL_STEP = "Resume with the model this checkpoint was saved from, or name another checkpoint."
+_CUTS_STEP = (
+    "Resume with the tensor parallel degree of the run that saved it: the optimizer keeps one number per local tensor, "
+    "which is exact only while tensors are cut in the same way."
+)
 _DTYPE_STEP = (
     "Resume in the precision of the run that saved it: the same compute_type (or bf16, fp16), fp16_opt_level and "
     "amp_master_grad."
@@ -94,6 +98,9 @@ class Report:
 
     def _step(self) -> str:
         """Return the next step: with another precision, master weights are missing or left over as well."""
+        shapes = self.lines["shape"]
+        if shapes and all(any(suffix in line for suffix in SHARD_NUMBER_SUFFIXES) for line in shapes):
+            return _CUTS_STEP
         found = {kind for kind, lines in self.lines.items() if lines}
         masters_only = all(MASTER.suffix in line for line in self.lines["missing"] | self.lines["unexpected"])
         precision = "dtype" in found and found <= {"dtype", "missing", "unexpected"} and masters_only

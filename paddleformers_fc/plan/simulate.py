@@ -36,10 +36,16 @@ from paddleformers_fc.layout.partition import (
     uniform_bounds,
     whole_owners,
 )
-from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZERS, OptimizerDescriptor, StateShape
+from paddleformers_fc.layout.roles import (
+    MODEL_STATE,
+    NUMBER_SHAPE,
+    OPTIMIZERS,
+    OptimizerDescriptor,
+    StateShape,
+)
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet, TensorSpec
-from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 
@@ -261,10 +267,25 @@ def states_of(parameter: Shard, optimizer: OptimizerDescriptor) -> Iterator[tupl
     """Yield role and shard of every state that an optimizer keeps of a parameter's shard."""
     for state in optimizer.states:
         name, dtype = parameter.name + state.suffix, state.dtype or parameter.dtype
+        if state.sometimes:
+            continue
         if state.shape is StateShape.NUMBER:
-            yield state.role, Shard(name, dtype, (1,), whole((1,)))
+            yield state.role, Shard(name, dtype, NUMBER_SHAPE, whole(NUMBER_SHAPE))
+        elif state.shape is StateShape.SHARD_NUMBER:
+            yield state.role, _shard_number(parameter, name, dtype)
         elif not state.half_only or _width(parameter.dtype) == 2:
             yield state.role, msgspec.structs.replace(parameter, name=name, dtype=dtype)
+
+
+def _shard_number(parameter: Shard, name: str, dtype: str) -> Shard:
+    if parameter.flat is not None:
+        raise OptionError(
+            f"{name} is one number of each shard of a tensor, and this grid divides tensors into ranges.",
+            next_step="Choose a grid without split=true and without stage=3, or another optimizer.",
+        )
+    part = parameter.box.shape
+    place = tuple(low // own if own else 0 for low, own in zip(parameter.box.lo, part, strict=True))
+    return Shard(name, dtype, parameter.cuts, shifted((1,) * len(part), place))
 
 
 def built_order(names: Iterable[str], last_parts: Sequence[str] = ()) -> list[str]:

@@ -24,7 +24,7 @@ from paddleformers_fc.families.sizes import value_at
 from paddleformers_fc.families.stored import STRIPPED, completed
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, OpenedCheckpoint
-from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.layout.roles import MODEL_STATE, StateShape, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSources, TensorSpec, prove
 from paddleformers_fc.mapping.agreement import disagreements, require_agreement
@@ -238,11 +238,11 @@ def canonical_layout(source: ReadSource) -> dict[str, dict[str, Shard]]:
     boxes: dict[Shape, Box] = {}
     for role, tensors in source.catalog.roles.items():
         for tensor in tensors.values():
-            state = split_state_name(role, tensor.name)
+            state = split_state_name(role, tensor.name, tensor.shape)
             parameter = owners.get(state.parameter, state.parameter)
             for target in readers.get(parameter, ()):
                 name = target + state.suffix
-                shape = tensor.shape if state.scalar else targets[target].shape
+                shape = targets[target].shape if state.shape is StateShape.PARAMETER else tensor.shape
                 box = boxes.get(shape)
                 if box is None:
                     box = boxes[shape] = whole(shape)

@@ -1,25 +1,36 @@
-"""Refuse unsupported optimizers before a step runs and before anything is loaded.
+"""Find the declaration of an optimizer, and refuse others before a step runs and before anything is loaded.
 
-A checkpoint contains the states of :data:`~paddleformers_fc.layout.roles.OPTIMIZERS` by parameter. Another optimizer
-has states of other names or shapes, and would fail at the first save. An optimizer whose parameters sharding has fused
-has states of the fused buffers. It would also resume without an error, with loaded states that it does not use.
+A checkpoint contains the states that :mod:`~paddleformers_fc.layout.roles` declares for the optimizer's class, by
+parameter. An undeclared optimizer has states of other names or shapes, and would fail at the first save. An optimizer
+whose parameters sharding has fused has states of the fused buffers. It would also resume without an error, with loaded
+states that it does not use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import paddle
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
     DygraphShardingOptimizer,
+    DygraphShardingOptimizerV2,
 )
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.layout.roles import OPTIMIZERS, OptimizerDescriptor
+from paddleformers_fc.layout.roles import (
+    OPTIMIZERS,
+    OptimizerDescriptor,
+    StateShape,
+    declared_optimizer,
+    qualified_name,
+)
+from paddleformers_fc.trainer import slices
 
 _WRAPPED = ("_inner_opt", "_optim")
 """Where Paddle's wrappers keep what they wrap."""
+
+_CREATING = frozenset({"_create_accumulators", "_add_moments_pows", "_add_accumulator"})
+"""Methods that decide which states an optimizer has."""
 
 
 def refuse_unsupported(optimizer: Any) -> None:
@@ -29,19 +40,43 @@ def refuse_unsupported(optimizer: Any) -> None:
         optimizer: the optimizer with whatever wrappers the Trainer has put around it; None if there is none yet.
 
     Raises:
-        OptionError: its class or an argument of it is not supported, or its parameters are fused.
+        OptionError: its class is not declared, or its parameters are fused or divided in a way that its states do not
+            allow.
     """
     if optimizer is None:
         return
-    wrappers = list(_unwrapped(optimizer))
-    _refuse_unknown_states(wrappers[-1])
-    for wrapper in wrappers:
+    descriptor = descriptor_of(optimizer)
+    if any(state.shape is StateShape.SHARD_NUMBER for state in descriptor.states):
+        _refuse_ranges(optimizer, descriptor)
+    for wrapper in unwrapped(optimizer):
         if isinstance(wrapper, DygraphShardingOptimizer):
             _refuse_fused(wrapper)
 
 
-def _unwrapped(optimizer: Any) -> Iterator[Any]:
-    """The optimizer, what it wraps, and so on; the last one is the optimizer itself.
+def descriptor_of(optimizer: Any) -> OptimizerDescriptor:
+    """Return the declaration of an optimizer's class, or of the base class that decides which states it has.
+
+    Raises:
+        OptionError: there is none, or Paddle does not have the optimizer yet.
+    """
+    kind = type(innermost(optimizer))
+    for one in kind.__mro__:
+        found = declared_optimizer(one)
+        if found is not None and not found.unavailable:
+            return found
+        if not _CREATING.isdisjoint(vars(one)):
+            break
+    raise _undeclared(kind)
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer without its wrappers."""
+    *_, last = unwrapped(optimizer)
+    return last
+
+
+def unwrapped(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizer, the one that it wraps, and so on.
 
     Wrappers delegate missing attributes, so only their own are read; and an optimizer of stage 3 names itself as the
     wrapped one.
@@ -50,27 +85,47 @@ def _unwrapped(optimizer: Any) -> Iterator[Any]:
     own = vars(optimizer)
     wrapped = next((own[name] for name in _WRAPPED if own.get(name) is not None), optimizer)
     if wrapped is not optimizer:
-        yield from _unwrapped(wrapped)
+        yield from unwrapped(wrapped)
 
 
-def _refuse_unknown_states(optimizer: Any) -> None:
-    kind, names = type(optimizer).__name__, {one.__name__ for one in type(optimizer).__mro__}
-    rows = [one for one in OPTIMIZERS if isinstance(optimizer, getattr(paddle.optimizer, one.name))]
-    if rows and names.isdisjoint(rows[0].variants):
-        set_flags = [flag for flag in rows[0].flags if getattr(optimizer, f"_{flag}")]
-        if not set_flags:
-            return
-        kind += f"({', '.join(f'{flag}=True' for flag in set_flags)})"
-    raise OptionError(
-        f"flex_checkpoint: true does not support the optimizer {kind}, only {' or '.join(map(_text, OPTIMIZERS))}.",
-        where="optimizer of the Trainer",
-        next_step=f"Train with {' or '.join(one.name for one in OPTIMIZERS)}; or set ignore_save_lr_and_optim: true to "
-        "save weights alone; or remove flex_checkpoint.",
+def sharding_with_ranges(optimizer: Any) -> Any:
+    """Return the wrapper of sharding stage 1 with ``split_param``; None if there is none."""
+    return next((one for one in unwrapped(optimizer) if isinstance(one, DygraphShardingOptimizerV2)), None)
+
+
+def _undeclared(kind: type) -> OptionError:
+    names = sorted({value for one in kind.__mro__ for key, value in vars(one).items() if key.endswith("_acc_str")})
+    declared = [one.short_name for one in OPTIMIZERS if not one.unavailable]
+    accumulators = f"its class names the accumulators {', '.join(names)}" if names else "its class names no accumulator"
+    return OptionError(
+        f"flex_checkpoint: true does not support the optimizer {kind.__name__}, which is not declared.",
+        where=qualified_name(kind),
+        evidence=[f"declared are {', '.join(declared)} and the optimizers of register_optimizer", accumulators],
+        next_step=f"If every state has the shape of its parameter or is one number, declare them at the start of the "
+        f"script: paddleformers_fc.register_optimizer({kind.__name__}, like_parameter=[...], numbers=[...]); see "
+        "docs/optimizers.md. Or train with AdamW; or set ignore_save_lr_and_optim: true to save weights alone.",
     )
 
 
-def _text(optimizer: OptimizerDescriptor) -> str:
-    return f"paddle.optimizer.{optimizer.name}" + "".join(f" without {flag}" for flag in optimizer.flags)
+def _refuse_ranges(optimizer: Any, descriptor: OptimizerDescriptor) -> None:
+    """Refuse sharding that cuts parameters into ranges: one number of a range cannot be restored for another one."""
+    parameters: Iterable[Any] = getattr(innermost(optimizer), "_parameter_list", None) or ()
+    if sharding_with_ranges(optimizer) is not None:
+        key = "split_param: true"
+    elif any(slices.is_sliced(parameter) for parameter in parameters):
+        key = "sharding: stage3"
+    else:
+        return
+    states = [state.paddle_name for state in descriptor.states if state.shape is StateShape.SHARD_NUMBER]
+    raise OptionError(
+        "flex_checkpoint: true contradicts another option.",
+        where="training arguments",
+        evidence=[
+            f"flex_checkpoint: true and {key} with {descriptor.short_name}: its {', '.join(states)} is one number per "
+            "local tensor, here of a range of elements that belongs to this number of ranks alone"
+        ],
+        next_step="Use sharding stage 1 without split_param, or stage 2; or another optimizer.",
+    )
 
 
 def _refuse_fused(optimizer: Any) -> None:

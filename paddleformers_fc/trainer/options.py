@@ -309,6 +309,10 @@ def _is_not(*values: Any) -> Callable[[Any], bool]:
     return lambda found: getattr(found, "value", found) not in values
 
 
+def _is(value: Any) -> Callable[[Any], bool]:
+    return lambda found: getattr(found, "value", found) == value
+
+
 def _given(found: Any) -> bool:
     return found is not None
 
@@ -334,7 +338,6 @@ def _is_offloaded(found: Any) -> bool:
 
 _OTHER_FORMAT = "the second asks for another checkpoint format"
 _NOT_YET = "not supported yet"
-_OPTIMIZERS = [optimizer.option for optimizer in OPTIMIZERS if optimizer.option]
 _SAVES_ITSELF = "both would save the same state, each in its own way"
 
 CONFLICTS = (
@@ -368,7 +371,8 @@ CONFLICTS = (
         _is_several,
     ),
     Conflict("sharding", f"offloaded parameters are {_NOT_YET}", _is_offloaded),
-    Conflict("optim", f"optimizers other than {' and '.join(_OPTIMIZERS)} are {_NOT_YET}", _is_not(*_OPTIMIZERS)),
+    *(Conflict("optim", one.unavailable, _is(one.option)) for one in OPTIMIZERS if one.unavailable),
+    Conflict("optim", "checkpoints have no states of it", _is_not(*[one.option for one in OPTIMIZERS])),
     Conflict("tensorwise_offload_optimizer", f"offloaded optimizer states are {_NOT_YET}", _is_on),
     Conflict("using_sonic_moe", f"its interleaved expert weights are {_NOT_YET}", _is_on),
     Conflict("replicate_saved_into_local", f"copies of checkpoints on disks of single nodes are {_NOT_YET}", _is_on),

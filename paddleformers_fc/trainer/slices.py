@@ -14,17 +14,14 @@ Time and memory: a view and a description per parameter and state; no copy and n
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import paddle
 from paddle.base.framework import EagerParamBase
 from paddle.distributed import ShardedWeight, fleet
 
-from paddleformers_fc.layout.roles import MASTER, OPTIMIZER_STATE, STATES, split_state_name
-
-_PREFIX = "slice@"
-_MASTER = "_fp32_master_0"
+PREFIX = "slice@"
+"""How the names of slices begin."""
 
 
 def is_sliced(parameter: Any) -> bool:
@@ -48,9 +45,9 @@ def cut(weights: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, weight in weights.items():
         held = getattr(weight.local_tensor, "fw_storage", None)
-        piece = weight if held is None else _piece(name, held, weight)
-        if piece is not None:
-            found[name] = piece
+        own = weight if held is None else piece(name, held, weight)
+        if own is not None:
+            found[name] = own
     return found
 
 
@@ -79,100 +76,15 @@ def drop_gradients(weights: Mapping[str, Any]) -> None:
                 gradient.zero_()
 
 
-def states(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer states of these parameters by name, as ``ShardedWeight``.
-
-    Args:
-        optimizer: the optimizer under stage 3.
-        weights: name -> ``ShardedWeight`` over the parameter, each parameter under one name.
-    Returns:
-        the states of parameters of which this rank has a shard.
-    Raises:
-        KeyError: a state of a parameter that is not among the weights.
-        ValueError: an unknown state.
-    """
-    names = {weight.local_tensor.name: name for name, weight in weights.items()}
-    held = cut(weights)
-    found: dict[str, Any] = {}
-    for state, parameter, tensor in _tensors(optimizer, names):
-        if names[parameter] in held:
-            found[state] = _state(state, tensor, weights[names[parameter]])
-    return found
-
-
-def in_place(states: Mapping[str, Any], optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return states of sharding stage 1 as views of the optimizer's tensors.
-
-    Paddle describes the states of a padded parameter by a slice without padding. Without strided kernels
-    (``FLAGS_use_stride_kernel=0``) the slice is a copy, and a load into it would be lost.
-
-    Args:
-        states: the states as the optimizer describes them.
-        optimizer: the optimizer.
-        weights: name -> ``ShardedWeight`` over the parameter.
-    """
-    flat = {name for name, state in states.items() if state.is_flattened}
-    if not flat:
-        return dict(states)
-    names: dict[str, str] = {}
-    for name in sorted(weights):
-        names.setdefault(weights[name].local_tensor.name, name)
-    for name, _, tensor in _tensors(optimizer, names):
-        if name in flat and tensor.data_ptr() != states[name].local_tensor.data_ptr():
-            length = math.prod(states[name].local_tensor.shape)
-            states[name].local_tensor = tensor._slice(0, length).detach()
-    return dict(states)
-
-
-def _state(name: str, tensor: Any, weight: Any) -> Any:
-    if split_state_name(OPTIMIZER_STATE, name).scalar:
-        return ShardedWeight(name, tensor, (1,), (1,), (0,))
-    if is_sliced(weight.local_tensor):
-        return _piece(name, tensor, weight)
-    return ShardedWeight(name, tensor, weight.local_shape, weight.global_shape, weight.global_offset)
-
-
-def create_states(optimizer: Any, weights: Mapping[str, Any], parameters: Collection[str]) -> None:
-    """Create optimizer states of these parameters, in slices.
-
-    Args:
-        optimizer: the optimizer under stage 3.
-        weights: name -> ``ShardedWeight`` over the parameter.
-        parameters: names of the parameters that get states.
-    """
-    chosen = [weight.local_tensor for name, weight in weights.items() if name in parameters]
-    stand_ins = [_stand_in(parameter) if is_sliced(parameter) else parameter for parameter in chosen]
-    optimizer._create_accumulators(paddle.base.framework.default_main_program().global_block(), stand_ins)
-
-
-def _stand_in(parameter: Any) -> Any:
+def updated(parameter: Any) -> Any:
     """Return a tensor with the name and shape that the optimizer receives from stage 3 in place of the parameter."""
+    if not is_sliced(parameter):
+        return parameter
     storage = parameter.fw_storage
-    return EagerParamBase(shape=storage.shape, dtype=storage.dtype, name=_PREFIX + parameter.name)
+    return EagerParamBase(shape=storage.shape, dtype=storage.dtype, name=PREFIX + parameter.name)
 
 
-def _tensors(optimizer: Any, names: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield state name, static name of the parameter, and tensor of every state."""
-    held = dict(optimizer.state_dict())
-    held.pop("LR_Scheduler", None)
-    for static, tensor in held.pop("master_weights", {}).items():
-        parameter = static.removeprefix(_PREFIX)
-        yield names[parameter] + MASTER.suffix, parameter, tensor
-    for static, tensor in held.items():
-        parameter, suffix = _split(static.removeprefix(_PREFIX))
-        yield names[parameter] + suffix, parameter, tensor
-
-
-def _split(static: str) -> tuple[str, str]:
-    """Return ``linear_0.w_0`` and ``.moment1_0`` of ``linear_0.w_0_moment1_0``, or of its master weight's moment."""
-    for state in STATES:
-        ending = "_" + state.suffix[1:]
-        if state.role == OPTIMIZER_STATE and static.endswith(ending):
-            return static[: -len(ending)].removesuffix(_MASTER), state.suffix
-    raise ValueError(f"{static}: unknown optimizer state")
-
-
-def _piece(name: str, storage: Any, weight: Any) -> Any:
+def piece(name: str, storage: Any, weight: Any) -> Any:
     """Return this rank's range of a parameter or state without padding; None if it is all padding."""
     size, length = math.prod(weight.local_shape), int(storage.shape[0])
     begin = min(size, length * fleet.get_hybrid_communicate_group().get_sharding_parallel_rank())

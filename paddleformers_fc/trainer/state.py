@@ -6,20 +6,17 @@ creates optimizer states in the first step, so a load creates them first; its va
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
-import paddle
 from paddle.distributed import ShardedWeight
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
-from paddleformers.trainer.trainer_utils import init_optimizer
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.declarations import TiedName
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE
-from paddleformers_fc.trainer import lora, slices
+from paddleformers_fc.trainer import lora, optimizer_states, slices
 from paddleformers_fc.trainer.description import describe
 
 LiveRoles = dict[str, dict[str, Any]]
@@ -86,7 +83,7 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
     roles: LiveRoles = {MODEL_STATE: slices.cut(weights)}
     try:
         states = _states(optimizer, _owners(model, weights))
-    except (KeyError, ValueError) as error:
+    except KeyError as error:
         raise MismatchError(
             "The optimizer has a state of no parameter of the model.",
             where=type(optimizer).__name__,
@@ -99,9 +96,7 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
 
 
 def _states(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    if slices.any_sliced(weights):
-        return slices.states(optimizer, weights)
-    found = slices.in_place(optimizer.sharded_state_dict(weights), optimizer, weights)
+    found = optimizer_states.describe(optimizer, weights)
     if isinstance(optimizer, GroupShardedOptimizerStage2):
         own = _own_parameters(optimizer, weights)
         return {name: state for name, state in found.items() if _parameter_of(name) in own}
@@ -129,16 +124,7 @@ def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:
         stored: names of stored states, such as ``model.norm.weight.moment1_0``.
     """
     weights = _owners(model, _parameters(model))
-    stored = _with_aliases(model, stored)
-    groups = getattr(optimizer, "_param_groups", None) or ()
-    if slices.any_sliced(weights):
-        slices.create_states(optimizer, weights, {_parameter_of(state) for state in stored})
-    elif isinstance(optimizer, GroupShardedOptimizerStage2):
-        _create(optimizer._optim, optimizer._segment_params()[optimizer._rank], weights, stored)
-    elif any(isinstance(group, dict) for group in groups):
-        _create(optimizer, itertools.chain.from_iterable(group["params"] for group in groups), weights, stored)
-    else:
-        init_optimizer(optimizer, weights, stored)
+    optimizer_states.create(optimizer, weights, {_parameter_of(state) for state in _with_aliases(model, stored)})
 
 
 def trained_without_states(model: Any, stored: Collection[str]) -> list[str]:
@@ -182,14 +168,6 @@ def _tied(model: Any) -> tuple[TiedName, ...]:
     if not described.config.get("tie_word_embeddings") or not is_known(described.config):
         return ()
     return family_for(described.config).tied
-
-
-def _create(optimizer: Any, parameters: Iterable[Any], weights: dict[str, Any], stored: Collection[str]) -> None:
-    """Create states in ``optimizer``. PaddleFormers' function fails under stage 2 and with groups of parameters."""
-    names = {weights[name].local_tensor.name: name for name in sorted(weights, reverse=True)}
-    known = {_parameter_of(state) for state in stored}
-    wanted = [one for one in parameters if names.get(one.name) in known]
-    optimizer._create_accumulators(paddle.base.framework.default_main_program().global_block(), wanted)
 
 
 def _parameter_of(state: str) -> str:

@@ -320,7 +320,7 @@ def _weight(shard: Shard, whole: Array) -> SimulatedWeight:
 
 def value_of(role: str, shard: Shard) -> Array:
     """Return a tensor of random numbers that depend on its name alone; powers of beta are equal for all parameters."""
-    state = split_state_name(role, shard.name)
+    state = split_state_name(role, shard.name, shard.global_shape)
     seed = zlib.crc32((state.suffix if state.scalar else shard.name).encode())
     numbers = np.random.default_rng(seed).standard_normal(shard.global_shape)
     return numbers.astype(to_numpy(to_safetensors(shard.dtype)))

@@ -36,7 +36,7 @@ def model(grid: str) -> SimulatedModel:
 
 def numbers(role: str, shard: Shard) -> np.ndarray[Any, Any]:
     """Integers that depend on the name and the position; powers of beta are equal for all parameters."""
-    state = split_state_name(role, shard.name)
+    state = split_state_name(role, shard.name, shard.global_shape)
     seed = zlib.crc32((state.suffix if state.scalar else shard.name).encode())
     found = (np.arange(math.prod(shard.global_shape), dtype=np.int64) * 31 + seed) % 251
     return found.reshape(shard.global_shape).astype(to_numpy(to_safetensors(shard.dtype)))

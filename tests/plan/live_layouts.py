@@ -28,9 +28,9 @@ def describe(model_type: str, layout: Mapping[str, Any], model: Mapping[str, Any
     trainer.train()
     weights = built.sharded_state_dict()
     if tiny.layout_from(layout).stage == 3:
-        from paddleformers_fc.trainer import slices
+        from paddleformers_fc.trainer import optimizer_states, slices
 
-        states = slices.states(trainer.optimizer, weights)
+        states = optimizer_states.describe(trainer.optimizer, weights)
         roles: dict[str, dict[str, Any]] = {"model_state": slices.cut(weights)}
     else:
         states = trainer.optimizer.sharded_state_dict(weights)
