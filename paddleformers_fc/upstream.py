@@ -228,7 +228,7 @@ TRAINER = (
     Hook(f"{_LOADING}is_sharded_state_dict", "(state_dict, use_dist=True, process_group=None)"),
     Hook(f"{_MODELS}:faster_set_state_dict", "(model, state_dict, model_state_dict=None, strict_dtype=True)"),
     # The optimizer and its wrappers.
-    Hook("paddle.optimizer:AdamW.__init__", names=("_param_groups", "_parameter_list")),
+    Hook("paddle.optimizer:AdamW.__init__", names=("_use_lowprecision_moment", "_param_groups", "_parameter_list")),
     Hook("paddle.optimizer:AdamW._create_accumulators", "(self, block, parameters)", ("_add_moments_pows",)),
     Hook("paddle.optimizer:AdamW.state_dict", "(self)", ("master_weights", "LR_Scheduler")),
     Hook("paddle.optimizer:Optimizer._add_accumulator"),

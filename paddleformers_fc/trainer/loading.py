@@ -175,7 +175,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         reporter.on_checkpoint_loaded(args, loaded)
     if progress is None:
         warn(args, changes.changes_text(checkpoint.manifest.step, run.changes))
-    elif args.aoa_config is None:
+    elif args.aoa_config is None and optimizers.has_states(trainer.optimizer):
         _warn_of_unfrozen(trainer, checkpoint, channel)
 
 

@@ -18,6 +18,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.layout.roles import (
+    OPTIMIZER_STATE,
     OPTIMIZERS,
     OptimizerDescriptor,
     StateShape,
@@ -67,6 +68,11 @@ def descriptor_of(optimizer: Any) -> OptimizerDescriptor:
         if not _CREATING.isdisjoint(vars(one)):
             break
     raise _undeclared(kind)
+
+
+def has_states(optimizer: Any) -> bool:
+    """Return whether a supported optimizer has states other than master weights."""
+    return any(state.role == OPTIMIZER_STATE for state in descriptor_of(optimizer).states)
 
 
 def innermost(optimizer: Any) -> Any:

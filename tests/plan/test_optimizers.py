@@ -1,82 +1,93 @@
-"""An optimizer is one row of a table: with it alone its states are planned, and its class and option pass.
-
-The row is added to a copy of the package, in a process of its own.
-"""
+"""States that nothing declares are planned by their names and shapes; numbers of shards only under equal cuts."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+import pytest
 
-import paddleformers_fc
-
-PACKAGE = Path(paddleformers_fc.__file__).parent
-ROW = """OPTIMIZERS = (
-    OptimizerDescriptor(
-        "Momentum",
-        (StateDescriptor(OPTIMIZER_STATE, ".velocity_of_test_0", dtype="float32"), MASTER),
-        option="momentum",
-        flags=("use_nesterov",),
-    ),
-"""
-JOB = """
-import paddle
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
-from paddleformers_fc.layout.roles import OPTIMIZERS, split_state_name
+from paddleformers_fc.layout.roles import (
+    MASTER,
+    OPTIMIZER_STATE,
+    OPTIMIZERS,
+    OptimizerDescriptor,
+    StateDescriptor,
+    StateShape,
+    split_state_name,
+)
 from paddleformers_fc.plan import plan_reads, resume_source
-from paddleformers_fc.plan.forecast import forecast
-from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.trainer.optimizers import refuse_unsupported
-from paddleformers_fc.trainer.options import FlexFields, check_options
+from paddleformers_fc.plan.forecast import forecast, forecast_load
+from paddleformers_fc.plan.shard_numbers import regrouped
+from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from tests.plan.stored import checkpoint_of
 
-config = {**family_for({"model_type": "llama"}).tiny, "model_type": "llama"}
-momentum, _ = OPTIMIZERS
-
-def laid_out(grid):
-    return declared_model(family_for(config), ModelDescription(config), parse_grid(grid), "bfloat16")
-
-wanted = laid_out("tp=2,pp=2")
-checkpoint = checkpoint_of(laid_out("sharding=2,split=true"), momentum)
-source, report = resume_source(checkpoint, wanted.rules)
-found = forecast(source, wanted, report)
-for rank in found.ranks:
-    roles = wanted.roles(rank.rank, momentum)
-    plan = plan_reads(source, roles)
-    assert plan.report.empty and rank.items == len(plan.items)
-    states = [split_state_name("optimizer_state", name) for name in roles["optimizer_state"]]
-    assert {(one.suffix, one.scalar) for one in states} == {(".velocity_of_test_0", False)}
-    assert len(states) == len(roles["master_weight"]) == len(roles["model_state"])
-assert not found.dropped and not found.fresh
-
-FlexFields.optim = "momentum"
-check_options(FlexFields(flex_checkpoint=True))
-parameters = [paddle.create_parameter([2], "float32")]
-refuse_unsupported(paddle.optimizer.Momentum(parameters=parameters))
-nesterov = paddle.optimizer.Momentum(parameters=parameters, use_nesterov=True)
-for other in (paddle.optimizer.SGD(parameters=parameters), nesterov):
-    try:
-        refuse_unsupported(other)
-    except OptionError as error:
-        print(error.what)
-"""
+CONFIG = {**family_for({"model_type": "llama"}).tiny, "model_type": "llama"}
+UNKNOWN = OptimizerDescriptor(
+    "somewhere.Unknown",
+    (
+        StateDescriptor(OPTIMIZER_STATE, ".velocity_of_test_0", dtype="bfloat16"),
+        StateDescriptor(OPTIMIZER_STATE, ".count_of_test_0", StateShape.NUMBER, "float32"),
+        MASTER,
+    ),
+)
+(MINI,) = (one for one in OPTIMIZERS if one.option == "adamw_mini")
 
 
-def test_an_optimizer_is_one_row(tmp_path: Path) -> None:
-    shutil.copytree(PACKAGE, tmp_path / "paddleformers_fc", ignore=shutil.ignore_patterns("__pycache__"))
-    table = tmp_path / "paddleformers_fc" / "layout" / "roles.py"
-    table.write_text(table.read_text(encoding="utf-8").replace("OPTIMIZERS = (\n", ROW, 1), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    command = [sys.executable, "-c", JOB]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    only = "only paddle.optimizer.Momentum without use_nesterov or paddle.optimizer.AdamW without amsgrad."
-    assert done.stdout.splitlines() == [
-        f"flex_checkpoint: true does not support the optimizer {kind}, {only}"
-        for kind in ("SGD", "Momentum(use_nesterov=True)")
-    ]
+def laid_out(grid: str, **config: object) -> SimulatedModel:
+    return declared_model(family_for(CONFIG), ModelDescription({**CONFIG, **config}), parse_grid(grid), "bfloat16")
+
+
+def test_states_without_a_declaration_are_planned_under_another_layout() -> None:
+    wanted = laid_out("tp=2,pp=2")
+    source, report = resume_source(checkpoint_of(laid_out("sharding=2,split=true"), UNKNOWN), wanted.rules)
+    found = forecast(source, wanted, report)
+    for rank in found.ranks:
+        roles = wanted.roles(rank.rank, UNKNOWN)
+        plan = plan_reads(source, roles)
+        assert plan.report.empty
+        assert rank.items == len(plan.items)
+        states = [split_state_name("optimizer_state", *one) for one in _shapes(roles["optimizer_state"])]
+        assert {(one.suffix, one.scalar) for one in states} == {
+            (".velocity_of_test_0", False),
+            (".count_of_test_0", True),
+        }
+        assert len(states) == 2 * len(roles["master_weight"]) == 2 * len(roles["model_state"])
+    assert not found.dropped
+    assert not found.fresh
+
+
+def _shapes(shards: object) -> list[tuple[str, tuple[int, ...]]]:
+    assert isinstance(shards, dict)
+    return [(shard.name, shard.global_shape) for shard in shards.values()]
+
+
+def test_numbers_of_shards_are_planned_under_every_layout_that_cuts_tensors_alike() -> None:
+    checkpoint = checkpoint_of(laid_out("tp=2,sharding=2"), MINI)
+    found, _ = forecast_load(checkpoint, parse_grid("tp=2,pp=2"))
+    assert not found.dropped
+    assert not found.fresh
+
+
+def test_numbers_of_shards_are_refused_where_tensors_are_cut_in_another_way() -> None:
+    with pytest.raises(MismatchError) as refused:
+        forecast_load(checkpoint_of(laid_out("tp=2"), MINI), parse_grid("tp=1"))
+    text = refused.value.render()
+    assert "moment2_of_shard_0: stored [1, 2], wanted [1, 1]" in text
+    assert "Resume with the tensor parallel degree of the run that saved it" in text
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_numbers_of_shards_are_refused_where_tensors_are_fused_in_another_way(fused: bool) -> None:
+    stored, wanted = laid_out("tp=1", fuse_attention_qkv=fused), laid_out("tp=1", fuse_attention_qkv=not fused)
+    source, _ = resume_source(checkpoint_of(stored, MINI), wanted.rules)
+    lines = list(regrouped(source))
+    assert lines
+    assert all("self_attn" in line and "elements are at other positions" in line for line in lines)
+    same, _ = resume_source(checkpoint_of(stored, MINI), stored.rules)
+    assert not list(regrouped(same))
+
+
+def test_numbers_of_shards_are_refused_where_tensors_are_divided_into_ranges() -> None:
+    with pytest.raises(OptionError, match="this grid divides tensors into ranges"):
+        forecast_load(checkpoint_of(laid_out("tp=2"), MINI), parse_grid("tp=2,sharding=2,split=true"))

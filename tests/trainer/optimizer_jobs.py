@@ -32,7 +32,7 @@ class Choice:
 
 
 _REGISTER = "paddleformers_fc.register_optimizer(paddle.optimizer"
-_MADE = "parameters=model.parameters(), learning_rate=lr"
+_MADE = "parameters=model.parameters(), learning_rate=lr, grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0)"
 LAMB = f'{_REGISTER}.Lamb, like_parameter=["moment1", "moment2"], numbers=["beta1_pow_acc", "beta2_pow_acc"])'
 
 CHOICES = {
@@ -41,9 +41,7 @@ CHOICES = {
     "amsgrad-half": Choice(
         "AdamW, amsgrad, bf16 O2", f"paddle.optimizer.AdamW({_MADE}, amsgrad=True, multi_precision=True)", half=True
     ),
-    "low": Choice(
-        "AdamW, 16-bit moments", f"paddle.optimizer.AdamW({_MADE}, use_lowprecision_moment=True)", half=True
-    ),
+    "low": Choice("AdamW, 16-bit moments", f"paddle.optimizer.AdamW({_MADE}, use_lowprecision_moment=True)", half=True),
     "custom": Choice("AdamWCustom", arguments={"optim": "adamw_custom"}),
     "custom-low": Choice(
         "AdamWCustom, 16-bit moments, bf16 O2",
@@ -51,6 +49,7 @@ CHOICES = {
         half=True,
     ),
     "mini": Choice("AdamWMini", arguments={"optim": "adamw_mini"}),
+    "mini-script": Choice("AdamWMini of a script", f"AdamWMini({_MADE})"),
     "sgd": Choice("SGD", f"paddle.optimizer.SGD({_MADE})", f"{_REGISTER}.SGD)"),
     "momentum": Choice(
         "Momentum", f"paddle.optimizer.Momentum({_MADE})", f'{_REGISTER}.Momentum, like_parameter=["velocity"])'
@@ -62,12 +61,13 @@ CHOICES = {
 def trainer_of(key: str, layout: Mapping[str, Any], output_dir: str, **arguments: Any) -> Any:
     """A Trainer with the optimizer of a choice."""
     import paddle
+    from paddleformers.utils.optimizer import AdamWMini
 
     import paddleformers_fc
     from paddleformers_fc import FlexTrainer
 
     choice = CHOICES[key]
-    names = {"paddle": paddle, "paddleformers_fc": paddleformers_fc}
+    names = {"paddle": paddle, "paddleformers_fc": paddleformers_fc, "AdamWMini": AdamWMini}
     if choice.declared:
         exec(choice.declared, names)
 
