@@ -230,8 +230,9 @@ TRAINER = (
     # The optimizer and its wrappers.
     Hook("paddle.optimizer:AdamW.__init__", names=("_use_lowprecision_moment", "_param_groups", "_parameter_list")),
     Hook("paddle.optimizer:AdamW._create_accumulators", "(self, block, parameters)", ("_add_moments_pows",)),
-    Hook("paddle.optimizer:AdamW.state_dict", "(self)", ("master_weights", "LR_Scheduler")),
-    Hook("paddle.optimizer:Optimizer._add_accumulator"),
+    Hook("paddle.optimizer:Optimizer._add_accumulator", names=("_accumulators", "_accumulators_holder", "_name")),
+    Hook("paddle.optimizer:Optimizer._create_master_weight", "(self, param)", ("_master_weights",)),
+    Hook("paddleformers.trainer.utils.offload_optimizer:offload", "(tensor)", ("to_device",)),
     Hook("paddle.optimizer:AdamW.clear_grad", "(self, set_to_zero=True)"),
     Hook("paddle.optimizer:Optimizer._gen_master_weight_var_name", "(self, param)", ("_fp32_master",)),
     Hook("paddleformers.utils.optimizer:AdamWCustom"),

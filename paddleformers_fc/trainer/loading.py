@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import paddle.distributed as dist
+from paddleformers.trainer.utils.offload_optimizer import offload
 from paddleformers.utils.log import logger
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
@@ -350,7 +351,9 @@ def _roles_to_fill(trainer: Any, checkpoint: OpenedCheckpoint, continued: bool) 
     optimizers.refuse_unsupported(trainer.optimizer)
     # A new run from the weights of a checkpoint starts with all digits of its master weights.
     states = stored.get(OPTIMIZER_STATE, {}) if continued else {}
-    state.create_states(trainer.model, trainer.optimizer, {*masters, *states})
+    # Accumulators are offloaded when they are created, master weights after the first step.
+    place_master = offload if trainer.args.tensorwise_offload_optimizer else None
+    state.create_states(trainer.model, trainer.optimizer, {*masters, *states}, place_master)
     live = state.run_roles(trainer.model, trainer.optimizer)
     wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE) if continued else (MODEL_STATE, MASTER_WEIGHT)
     # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names. Under

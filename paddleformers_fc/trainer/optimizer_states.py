@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import paddle
@@ -20,7 +20,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
 )
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 
-from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.layout.roles import (
     MASTER,
     NUMBER_SHAPE,
@@ -29,11 +29,12 @@ from paddleformers_fc.layout.roles import (
     StateDescriptor,
     StateShape,
 )
+from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import slices
-from paddleformers_fc.trainer.optimizers import descriptor_of, sharding_with_ranges, unwrapped
+from paddleformers_fc.trainer.optimizers import descriptor_of, innermost, sharding_with_ranges, unwrapped
 
-_MASTER = "_fp32_master_0"
-_COUNTER = re.compile(r"_\d+$")
+_MASTER_NAME = re.compile(r"_fp32_master_\d+$")
+"""How the names of master weights end, under which their accumulators are."""
 
 
 def describe(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,8 +47,8 @@ def describe(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
         the states of parameters of which this rank has a shard.
     Raises:
         KeyError: a state of a parameter that is not among the weights.
-        OptionError: the optimizer is not declared.
-        MismatchError: a state is not declared.
+        OptionError: the optimizer or a state of it is not declared.
+        MismatchError: states wait for the first step.
     """
     names = _names(weights)
     held, ranges = slices.cut(weights), _ranges(optimizer)
@@ -62,18 +63,31 @@ def describe(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def create(optimizer: Any, weights: Mapping[str, Any], parameters: Collection[str]) -> None:
+def create(
+    optimizer: Any,
+    weights: Mapping[str, Any],
+    parameters: Collection[str],
+    place_master: Callable[[Any], object] | None = None,
+) -> None:
     """Create the states of these parameters, as the first step would. Existing states stay.
+
+    They are created one parameter after the other, so that an offloaded optimizer has those of one on the device.
 
     Args:
         optimizer: the optimizer with the Trainer's wrappers.
         weights: name -> ``ShardedWeight`` over the parameter.
         parameters: names of the parameters that get states.
+        place_master: moves a master weight in place to where the run keeps it between steps.
     """
     names = _names(weights)
-    chosen = [one for one in _updated(optimizer, weights) if names.get(_static(one.name)) in parameters]
     inner = optimizer._optim if isinstance(optimizer, GroupShardedOptimizerStage2) else optimizer
-    inner._create_accumulators(paddle.base.framework.default_main_program().global_block(), chosen)
+    block = paddle.base.framework.default_main_program().global_block()
+    for one in _updated(optimizer, weights):
+        if names.get(_static(one.name)) in parameters:
+            inner._create_accumulators(block, [one])
+            master = None if place_master is None else getattr(inner, "_master_weights", {}).get(one.name)
+            if place_master is not None and master is not None:
+                place_master(master)
 
 
 def _names(weights: Mapping[str, Any]) -> dict[str, str]:
@@ -128,27 +142,39 @@ def _ranges(optimizer: Any) -> dict[str, slice]:
 
 def _tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
     """Yield declaration, static name of the parameter, and tensor of every state."""
-    descriptor = descriptor_of(optimizer)
-    held = dict(optimizer.state_dict())
-    held.pop("LR_Scheduler", None)
-    for static, tensor in held.pop("master_weights", {}).items():
+    descriptor, inner = descriptor_of(optimizer), innermost(optimizer)
+    for static, tensor in getattr(inner, "_master_weights", {}).items():
         yield MASTER, _static(static), tensor
-    for static, tensor in held.items():
-        state, parameter = _split(_static(static), descriptor)
-        yield state, parameter, tensor
+    if inner._accumulators_holder and not inner._accumulators:
+        _refuse_waiting(inner)
+    prefix = "" if inner._name is None else f"{inner._name}_"
+    for accumulator, tensors in inner._accumulators.items():
+        # A tensor's own name is no help: one that was moved to page-locked memory has another one.
+        state = _declaration(accumulator.removeprefix(prefix), descriptor) if tensors else MASTER
+        for static, tensor in tensors.items():
+            yield state, _MASTER_NAME.sub("", _static(static)), tensor
 
 
-def _split(static: str, descriptor: OptimizerDescriptor) -> tuple[StateDescriptor, str]:
-    """Return the state and ``linear_0.w_0`` of ``linear_0.w_0_moment1_0``, or of its master weight's moment."""
-    name = _COUNTER.sub("", static)
+def _declaration(accumulator: str, descriptor: OptimizerDescriptor) -> StateDescriptor:
     for state in descriptor.states:
-        if state.role == OPTIMIZER_STATE and name.endswith("_" + state.paddle_name):
-            return state, name[: -len(state.paddle_name) - 1].removesuffix(_MASTER)
-    raise MismatchError(
-        f"The optimizer has a state that is not declared: {static}.",
+        if state.role == OPTIMIZER_STATE and state.paddle_name == accumulator:
+            return state
+    raise OptionError(
+        f"The optimizer has states that are not declared: {accumulator}.",
         where=descriptor.name,
         evidence=[f"declared are {', '.join(one.paddle_name for one in descriptor.states if one is not MASTER)}"],
         next_step="Declare all accumulators of the optimizer with paddleformers_fc.register_optimizer.",
+    )
+
+
+def _refuse_waiting(optimizer: Any) -> None:
+    """Refuse states that ``set_state_dict`` has set and the first step will give to the accumulators."""
+    waiting = sorted(optimizer._accumulators_holder)
+    raise MismatchError(
+        f"{count_text(len(waiting), 'state')} of the optimizer wait for the first step.",
+        where=f"{type(optimizer).__name__}.set_state_dict",
+        evidence=waiting,
+        next_step="Save after a step, or load with paddleformers_fc.load.",
     )
 
 

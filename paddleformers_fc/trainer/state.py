@@ -6,7 +6,7 @@ creates optimizer states in the first step, so a load creates them first; its va
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from paddle.distributed import ShardedWeight
@@ -113,7 +113,9 @@ def _own_parameters(optimizer: GroupShardedOptimizerStage2, weights: dict[str, A
     return {name for name, weight in weights.items() if weight.local_tensor.name in own}
 
 
-def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:
+def create_states(
+    model: Any, optimizer: Any, stored: Collection[str], place_master: Callable[[Any], object] | None = None
+) -> None:
     """Create optimizer states of those parameters of this rank that have stored states.
 
     Other parameters, which were frozen or never had a gradient, get none.
@@ -122,9 +124,11 @@ def create_states(model: Any, optimizer: Any, stored: Collection[str]) -> None:
         model: the model as it was built.
         optimizer: the optimizer with the Trainer's wrappers.
         stored: names of stored states, such as ``model.norm.weight.moment1_0``.
+        place_master: moves a master weight in place to where the run keeps it between steps.
     """
     weights = _owners(model, _parameters(model))
-    optimizer_states.create(optimizer, weights, {_parameter_of(state) for state in _with_aliases(model, stored)})
+    parameters = {_parameter_of(state) for state in _with_aliases(model, stored)}
+    optimizer_states.create(optimizer, weights, parameters, place_master)
 
 
 def trained_without_states(model: Any, stored: Collection[str]) -> list[str]:

@@ -38,7 +38,6 @@ CONTRADICTIONS: dict[str, Any] = {
     "load_from_hf": True,
     "sharding": "stage3 offload",
     "optim": "muon",
-    "tensorwise_offload_optimizer": True,
     "using_sonic_moe": True,
     "replicate_saved_into_local": True,
     "pdc_download_ckpt": True,
