@@ -241,7 +241,13 @@ TRAINER = (
         f"{_SHARDING}:DygraphShardingOptimizer.__init__",
         names=("_inner_opt", "_rank2params", "_sharding_rank", "tensor_fusion", "fuse_optimizer"),
     ),
-    Hook(f"{_SHARDING}:DygraphShardingOptimizerV2.__init__", names=("_inner_opt", "_comm_buffer_list")),
+    Hook(f"{_SHARDING}:DygraphShardingOptimizerV2.__init__", names=("_inner_opt", "_comm_buffer_list", "pp_overlap")),
+    Hook(f"{_SHARDING}:DygraphShardingOptimizerV2._collect_comm_buffers", "(self)", ("comm_buffer_ref",)),
+    Hook(
+        "paddle.distributed.fleet.meta_parallel.pipeline_parallel:PipelineParallel.register_sharding_comm_overlap_hook",
+        "(self, optimizer)",
+        ("_chunk_2_comm_buffers",),
+    ),
     Hook(
         f"{_FUSION}:ShardingGradView.__init__",
         names=("_param", "_param_buffer", "_index", "_param_begin", "_param_end"),

@@ -9,7 +9,7 @@ exchange makes sure that no rank trains on when another could not read.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -21,7 +21,7 @@ from paddleformers_fc.distributed.channel import Channel, ConsistencyFacts, all_
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
 from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_parts
-from paddleformers_fc.execute.memory import slots_of
+from paddleformers_fc.execute.memory import dtype_name, slots_of
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadOptions
 from paddleformers_fc.execute.reading import Slot
@@ -33,7 +33,7 @@ from paddleformers_fc.families.changes import OPTION, Change, config_changes, of
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.live import Roles, describe_roles
-from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
+from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, statements_source
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
@@ -46,6 +46,9 @@ from paddleformers_fc.storage.identity import same_bytes_key
 from paddleformers_fc.storage.manifest import manifest_seal
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
+
+ALLOW_CASTS = "flex_allow_casts"
+"""The option that lets the precision differ."""
 
 Stored = tuple[str, str]
 """Role and name of a stored tensor."""
@@ -68,6 +71,7 @@ class LoadReport:
         bytes_hashed: bytes of blocks whose checksums this rank compared while it read.
         known_plan: whether this rank had its plan from before.
         changes: where the configuration of the model differs from the stored one.
+        casts: the tensors of this rank that were cast or read from another role, one line per role.
     """
 
     directory: AnyPath
@@ -79,6 +83,7 @@ class LoadReport:
     bytes_hashed: int = 0
     known_plan: bool = False
     changes: tuple[Change, ...] = ()
+    casts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,7 @@ def prepare_load(
     aoa_config: Mapping[str, object] | None = None,
     plans: PlanCache = PLANS,
     may_change: Collection[str] = (),
+    may_cast: bool = False,
 ) -> PreparedLoad:
     """Do everything of a load that changes no weight: plan, and compare the copies of tied tensors.
 
@@ -177,6 +183,7 @@ def prepare_load(
         aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
         plans: where this plan may be known from before, and is kept.
         may_change: keys of the configuration that may differ although they change what the weights mean.
+        may_cast: whether the precision may differ from that of the run that saved the checkpoint.
     Raises:
         CheckpointError: the same on every rank: the checkpoint is damaged.
         FlexError: the same on every rank: the checkpoint does not fit the model.
@@ -184,12 +191,13 @@ def prepare_load(
     started = time.monotonic()
     facts = {"manifest": manifest_seal(checkpoint.manifest), "checks": checkpoint.unread}
     facts |= {"aoa_config": aoa_config or {}, "flex_tied": checkpoint.tied, OPTION: sorted(may_change)}
+    facts |= {ALLOW_CASTS: may_cast}
     consistency = _consistency_check(checkpoint.catalog.root, model, facts)
     tensors = _whole_model(roles, channel, consistency) if aoa_config else {}
 
     def preflight() -> _Preflight:
         shards = describe_roles(roles)
-        key = plan_key(checkpoint, model, shards, aoa_config, tensors)
+        key = plan_key(checkpoint, model, shards, aoa_config, tensors, may_cast)
         planned, report = plans.find(key, lambda found: fits(found, shards, checkpoint.files)), Report()
         known = planned is not None
         if planned is None:
@@ -204,7 +212,7 @@ def prepare_load(
             for line in regrouped(source):
                 report.add("shape", line)
             unwanted = source.mapping.dropped if aoa_config else frozenset(checkpoint.rules.fresh)
-            planned = CachedPlan(plan_reads(source, shards), unwanted)
+            planned = CachedPlan(plan_reads(replace(source, may_cast=may_cast), shards), unwanted)
             report = planned.plan.report.merge([report])
             if report.empty:
                 plans.keep(key, planned)
@@ -404,10 +412,36 @@ def _prepared(
         fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)
         seconds = time.monotonic() - started
         return LoadReport(
-            catalog.root, traffic.read, seconds, fresh, dropped, traffic.received, traffic.hashed, own.known
+            catalog.root,
+            traffic.read,
+            seconds,
+            fresh,
+            dropped,
+            traffic.received,
+            traffic.hashed,
+            own.known,
+            casts=tuple(cast_lines(plan, roles)),
         )
 
     return PreparedLoad(plan, fill)
+
+
+def cast_lines(plan: LoadPlan, roles: Roles) -> Iterator[str]:
+    """Yield a line per role and kind of cast, such as ``master_weight from model_state: 39 tensors``.
+
+    Args:
+        plan: the plan of a flex checkpoint, whose files lie in directories of their roles.
+        roles: the live tensors.
+    """
+    found: dict[tuple[str, str, str, str], set[str]] = {}
+    for item in plan.items:
+        wanted, stored = dtype_name(roles[item.role][item.name].local_tensor), item.stored
+        source = stored.file.partition("/")[0]
+        if stored.dtype != wanted or (source in ROLES and source != item.role):
+            found.setdefault((item.role, source, stored.dtype, wanted), set()).add(item.name)
+    for (role, source, held, wanted), names in sorted(found.items()):
+        origin = f" from {source}" if source in ROLES and source != role else ""
+        yield f"{role}{origin} {held} to {wanted}: {count_text(len(names), 'tensor')}"
 
 
 def _compare_copies(

@@ -22,7 +22,7 @@ from operator import attrgetter
 import msgspec
 
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
-from paddleformers_fc.layout.roles import MODEL_STATE, StateName, StateShape, split_state_name
+from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, StateName, StateShape, split_state_name
 from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping import Mapping, Shape
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
@@ -31,6 +31,9 @@ from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPa
 from paddleformers_fc.plan.report import Report
 
 Wanted = MappingABC[str, MappingABC[str, Shard]]
+
+CAST = frozenset({"float32", "bfloat16"})
+"""Element types between which ``may_cast`` casts, rounding to the nearest even number as Paddle does."""
 
 _in_file = attrgetter("stored.begin")
 
@@ -45,6 +48,8 @@ class ReadSource:
         stored_aliases: stored alias -> stored owner, for tied parameters.
         wanted_aliases: wanted alias -> wanted owner.
         preferred: stored owner -> the names of all copies; the first one is read. Copies of other owners must be equal.
+        may_cast: whether the precision may differ. Then numbers are cast between :data:`CAST`, a weight of another
+            type is read from its master weight, and a master weight that is not stored from its weight.
     """
 
     catalog: Catalog
@@ -52,6 +57,7 @@ class ReadSource:
     stored_aliases: MappingABC[str, str] = field(default_factory=dict)
     wanted_aliases: MappingABC[str, str] = field(default_factory=dict)
     preferred: MappingABC[str, tuple[str, ...]] = field(default_factory=dict)
+    may_cast: bool = False
 
 
 class PatternPiece(msgspec.Struct, frozen=True, gc=False):
@@ -220,11 +226,13 @@ class Planner:
 
     def _tensors(self, role: str, shard: Shard, names: tuple[str, ...], state: StateName) -> list[StoredTensor] | None:
         """Return the stored states of some parameters; None if one is missing or has another shape than mapped."""
-        stored, touched = self._source.catalog.roles.get(role, {}), self.touched[role]
+        touched = self.touched[role]
         found: list[StoredTensor] = []
         for name in names:
             full = name + state.suffix
-            tensor = self._under_an_alias(role, name, state.suffix) if name in self._aliases else stored.get(full)
+            tensor = self._stored(role, name, state.suffix)
+            if self._source.may_cast:
+                tensor = self._in_the_best_precision(role, name, tensor, shard.dtype)
             if tensor is None:
                 self.report.add("missing", f"{shard.name}: needs {full}")
                 continue
@@ -235,6 +243,35 @@ class Planner:
             else:
                 self._misfit(shard, f"stored {list(shape)}", self._sources[name].shape)
         return found if len(found) == len(names) else None
+
+    def _stored(self, role: str, parameter: str, suffix: str) -> StoredTensor | None:
+        if parameter in self._aliases:
+            return self._under_an_alias(role, parameter, suffix)
+        return self._source.catalog.roles.get(role, {}).get(parameter + suffix)
+
+    def _in_the_best_precision(
+        self, role: str, parameter: str, tensor: StoredTensor | None, wanted: str
+    ) -> StoredTensor | None:
+        """Return the stored tensor with most digits for a weight or a master weight of another precision.
+
+        Args:
+            role: role of the wanted tensor.
+            parameter: the stored parameter.
+            tensor: what is stored under the wanted role.
+            wanted: the wanted dtype.
+        """
+        other = None
+        if role == MODEL_STATE and tensor is not None and tensor.dtype != wanted:
+            other = self._stored(MASTER_WEIGHT, parameter, MASTER.suffix)
+        elif role == MASTER_WEIGHT and tensor is None:
+            other = self._stored(MODEL_STATE, parameter, "")
+        if other is None:
+            return tensor
+        self.touched[MASTER_WEIGHT if role == MODEL_STATE else MODEL_STATE].add(other.name)
+        if tensor is not None:
+            # The master weight is read in its place.
+            self.touched[role].add(tensor.name)
+        return other
 
     def _misfit(self, shard: Shard, what: str, wanted: Shape) -> None:
         self.report.add("shape", f"{shard.name}: {what}, wanted {list(wanted)}")
@@ -252,7 +289,7 @@ class Planner:
     def _agree(self, shard: Shard, tensors: list[StoredTensor]) -> bool:
         """Return whether several stored numbers fit one wanted number, and add checks that they are equal."""
         for tensor in tensors:
-            if tensor.dtype != shard.dtype:
+            if tensor.dtype != shard.dtype and not self._casts(tensor.dtype, shard.dtype):
                 self.report.add("dtype", f"{shard.name}: stored {tensor.dtype}, wanted {shard.dtype}")
                 return False
             if tensor.shape != shard.global_shape:
@@ -273,15 +310,19 @@ class Planner:
             self.checks[key] = EqualCheck(f"{other.name} = {owner.name}", left, right, tied)
 
     def _have_the_dtype(self, role: str, shard: Shard, template: Template, tensors: list[StoredTensor]) -> bool:
-        """Return whether every link has the shard's dtype, as stored or by a cast; states are never cast."""
+        """Return whether every link has the shard's dtype, as stored or by a cast; states are cast on request only."""
         wrong = dict.fromkeys(
             tensors[link.source].dtype
             for link in template.links
             if tensors[link.source].dtype != shard.dtype and (role != MODEL_STATE or link.cast != shard.dtype)
+            if not self._casts(tensors[link.source].dtype, shard.dtype)
         )
         for dtype in wrong:
             self.report.add("dtype", f"{shard.name}: stored {dtype}, wanted {shard.dtype}")
         return not wrong
+
+    def _casts(self, stored: str, wanted: str) -> bool:
+        return self._source.may_cast and {stored, wanted} <= CAST
 
     def _covers(self, shard: Shard, pattern: FillPattern) -> bool:
         """Return whether every element of the shard is written exactly once."""

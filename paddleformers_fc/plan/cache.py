@@ -70,7 +70,7 @@ class PlanKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         rules: the rules of the stored model.
         models: both model descriptions, and the declarations of their families.
         wanted: role, name, dtype, global shape, box and range of every shard, in order.
-        statements: ``aoa_config`` and the live tensors that it can name.
+        statements: ``aoa_config`` and the live tensors that it can name, and whether the precision may differ.
         tied: which copy of a tied tensor is read.
     """
 
@@ -104,6 +104,7 @@ def plan_key(
     wanted: Mapping[str, Mapping[str, Shard]],
     aoa_config: Mapping[str, object] | None = None,
     tensors: Mapping[str, AoaTensor] | None = None,
+    may_cast: bool = False,
 ) -> PlanKey:
     """Return the key of one rank's plan.
 
@@ -113,8 +114,10 @@ def plan_key(
         wanted: role -> full name -> the shard to fill.
         aoa_config: statements from stored names to names of the model.
         tensors: all tensors of the live model on all ranks, if there are statements.
+        may_cast: whether the precision may differ.
     """
     models = [checkpoint.known, model]
+    statements = _json([aoa_config and dict(aoa_config), may_cast])
     families = [repr(family_for(one.config)) for one in models if is_known(one.config)]
     return PlanKey(
         format=FORMAT,
@@ -126,7 +129,7 @@ def plan_key(
             _json([[[dict(one.config), one.is_fleet, one.adapters] for one in models], families, *_stated(model)])
         ),
         wanted=_digest(msgspec.msgpack.encode([(role, list(one), list(one.values())) for role, one in wanted.items()])),
-        statements=_digest(_json(aoa_config and dict(aoa_config)) + msgspec.msgpack.encode(tensors)),
+        statements=_digest(statements + msgspec.msgpack.encode(tensors)),
         tied=checkpoint.tied,
     )
 

@@ -40,7 +40,7 @@ _CUTS_STEP = (
 )
 _DTYPE_STEP = (
     "Resume in the precision of the run that saved it: the same compute_type (or bf16, fp16), fp16_opt_level and "
-    "amp_master_grad."
+    "amp_master_grad. Or set flex_allow_casts: true to change between float32 and bfloat16."
 )
 
 

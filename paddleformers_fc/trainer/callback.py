@@ -35,6 +35,7 @@ class CheckpointReport:
         known_plan: after a load, whether this rank had its plan from before, from ``flex_plan_cache`` or this process.
         layouts: after a load, the layouts of the run that saved it and of this one, such as ``("dp=2", "tp=2")``.
         transfers: copies between host and devices on this rank.
+        casts: after a load with ``flex_allow_casts``, one line per role of which this rank has cast tensors.
     """
 
     step: int
@@ -46,6 +47,7 @@ class CheckpointReport:
     diverged_ties: tuple[str, ...] = ()
     layouts: tuple[str, str] | None = None
     transfers: TransferFigures = field(default_factory=TransferFigures)
+    casts: tuple[str, ...] = ()
 
 
 class FlexCheckpointCallback(TrainerCallback):
@@ -93,8 +95,12 @@ class FlexCheckpointCallback(TrainerCallback):
             logger.info(
                 f"{done} step {report.step}{layouts} {where} {report.directory}: "
                 f"{size_text(report.bytes)} in {report.seconds:.2f} s{known}"
-                f"{_transfers_text(report.transfers)}"
+                f"{_transfers_text(report.transfers)}{_casts_text(report.casts)}"
             )
+
+
+def _casts_text(casts: tuple[str, ...]) -> str:
+    return f"; precision changed on this rank: {'; '.join(casts)}" if casts else ""
 
 
 def _transfers_text(transfers: TransferFigures) -> str:

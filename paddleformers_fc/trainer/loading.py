@@ -27,7 +27,7 @@ from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import REFUSE
-from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.storage.files import real_path
@@ -41,6 +41,7 @@ from paddleformers_fc.trainer import (
     documents,
     inherited,
     lineage,
+    optimizer_states,
     optimizers,
     origin,
     position,
@@ -171,6 +172,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         known_plan=report.known_plan,
         layouts=(degrees_text(checkpoint.manifest.parallel), degrees_text(parallel_degrees(args))),
         transfers=transfers,
+        casts=report.casts,
     )
     for reporter in reporters(trainer):
         reporter.on_checkpoint_loaded(args, loaded)
@@ -301,8 +303,10 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
     model, options = describe(trainer.model), read_options(args)
     with _verifying():
-        may_change = args.flex_allow_config_changes
-        load = prepare_load(checkpoint, roles, model, channel, options, args.aoa_config, _plans(args), may_change)
+        may_change, may_cast = args.flex_allow_config_changes, args.flex_allow_casts
+        load = prepare_load(
+            checkpoint, roles, model, channel, options, args.aoa_config, _plans(args), may_change, may_cast
+        )
     return _PreparedLoad(checkpoint, progress, generators, generation, load)
 
 
@@ -346,18 +350,21 @@ def _roles_to_fill(trainer: Any, checkpoint: OpenedCheckpoint, continued: bool) 
     stored = checkpoint.catalog.roles
     masters = stored.get(MASTER_WEIGHT, {})
     state.make_room(trainer.model)
-    if not (continued or masters):
+    if not (continued or masters or trainer.args.flex_allow_casts):
         return state.model_roles(trainer.model)
     optimizers.refuse_unsupported(trainer.optimizer)
     # A new run from the weights of a checkpoint starts with all digits of its master weights.
-    states = stored.get(OPTIMIZER_STATE, {}) if continued else {}
+    created = {*masters, *(stored.get(OPTIMIZER_STATE, {}) if continued else {})}
+    wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE) if continued else (MODEL_STATE, MASTER_WEIGHT)
+    if trainer.args.flex_allow_casts and not created:
+        # Master weights of a bfloat16 run are filled from weights.
+        created, wanted = {name + MASTER.suffix for name in stored[MODEL_STATE]}, (MODEL_STATE, MASTER_WEIGHT)
+    optimizer_states.build_buffers(trainer.model_wrapped, trainer.optimizer)
     # Accumulators are offloaded when they are created, master weights after the first step.
     place_master = offload if trainer.args.tensorwise_offload_optimizer else None
-    state.create_states(trainer.model, trainer.optimizer, {*masters, *states}, place_master)
+    state.create_states(trainer.model, trainer.optimizer, created, place_master)
     live = state.run_roles(trainer.model, trainer.optimizer)
-    wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE) if continued else (MODEL_STATE, MASTER_WEIGHT)
-    # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names. Under
-    # overlaps of a pipeline Paddle creates no states before the first step, and a run would continue with new ones.
+    # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
     return {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
 
 

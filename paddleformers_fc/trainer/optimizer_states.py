@@ -90,6 +90,22 @@ def create(
                 place_master(master)
 
 
+def build_buffers(model: Any, optimizer: Any) -> None:
+    """Build the fused buffers of ``split_param`` that an overlapped pipeline builds in its first step.
+
+    Without them the optimizer has no ranges, and no states can be created before the first step.
+
+    Args:
+        model: the model with its parallel wrappers.
+        optimizer: the optimizer with the Trainer's wrappers.
+    """
+    sharding = sharding_with_ranges(optimizer)
+    if sharding is None or not sharding.pp_overlap or sharding._comm_buffer_list:
+        return
+    model.register_sharding_comm_overlap_hook(optimizer)
+    sharding._collect_comm_buffers()
+
+
 def _names(weights: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of parameters by Paddle's static names; of several names the first in order."""
     return {weights[name].local_tensor.name: name for name in sorted(weights, reverse=True)}

@@ -95,6 +95,11 @@ class FlexFields:
             "change the meaning of its weights, such as [rope_theta]. Default: none."
         },
     )
+    flex_allow_casts: bool = _option(
+        False,
+        "Resume in another precision than the run that saved the checkpoint, float32 or bfloat16: weights are read "
+        "from master weights where they exist, and master weights are filled from float32 weights. Default: false.",
+    )
     flex_timeout: int = _option(
         1800,
         "Timeout in seconds for ranks that wait for each other, 1 to 604800. Default: 1800.",
@@ -241,7 +246,7 @@ def parse_size(text: str) -> int:
 
 def _range_faults(options: Any) -> list[str]:
     faults = []
-    for name in ("flex_checkpoint", "flex_accept_model"):
+    for name in ("flex_checkpoint", "flex_accept_model", "flex_allow_casts"):
         if not isinstance(getattr(options, name), bool):
             faults.append(f"{name}: {getattr(options, name)!r} is neither true nor false")
     for name, ways in _MAY_BE_OFF.items():

@@ -499,16 +499,17 @@ def test_states_of_fused_parameters_are_refused_before_training_and_before_a_loa
     assert all(found["error"] == "OptionError" and not found["changed"] for found in result.values)
 
 
-def test_states_that_do_not_exist_before_the_first_step_are_not_left_out_of_a_resume(
-    ranks: ForkServer, saved_bf16: Saved, tmp_path: Path
+@pytest.mark.slow
+def test_states_that_do_not_exist_before_the_first_step_are_created_before_a_load(
+    ranks: ForkServer, tmp_path: Path
 ) -> None:
     overlapped = {**SIX_STEPS, "pp_sharding_comm_overlap": True}
-    layout = bf16(PP2SD2V2)
-    result = ranks.run(f"{JOBS}:refused", 4, settings(layout, tmp_path, saved_bf16.third, **overlapped))
-    for found in result.values:
-        assert found["error"] == "MismatchError"
-        assert "UNEXPECTED: stored, and wanted by no rank" in found["text"]
-        assert not found["changed"]
+    whole = ranks.run(f"{JOBS}:run", 4, settings(bf16(PP2SD2V2), tmp_path / "whole", **overlapped)).values
+    resume = tmp_path / "whole" / "checkpoint-3"
+    again = ranks.run(f"{JOBS}:run", 4, settings(bf16(PP2SD2V2), tmp_path / "again", resume, **overlapped)).values
+    assert again[0]["losses"] == whole[0]["losses"][3:]
+    last = [list(canonical_digests(tmp_path / name / "checkpoint-6")) for name in ("whole", "again")]
+    assert last[0] == last[1]
 
 
 def test_gradients_may_be_fused_while_they_travel(ranks: ForkServer, saved_bf16: Saved, tmp_path: Path) -> None:

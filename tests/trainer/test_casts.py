@@ -1,0 +1,97 @@
+"""Resuming in another precision under ``flex_allow_casts``: what every tensor is read from, and how it rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import paddle
+import pytest
+
+import paddleformers_fc
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.execute.digest import canonical_digests
+from tests.harness.tiny import SD2V2, SINGLE, TP2, MatrixLayout
+
+JOBS = "tests.trainer.jobs"
+HALF = replace(SINGLE, name="single-bf16", bf16=True)
+
+
+def given(layout: MatrixLayout, output_dir: Path, resume: Path | None = None, **arguments: Any) -> dict[str, Any]:
+    settings = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": {"max_steps": 2, **arguments}}
+    return settings if resume is None else {**settings, "resume": str(resume)}
+
+
+@pytest.fixture(scope="module")
+def full(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float32 checkpoint."""
+    directory = tmp_path_factory.mktemp("full")
+    ranks.run(f"{JOBS}:run", 1, given(SINGLE, directory, save_steps=2))
+    return directory / "checkpoint-2"
+
+
+@pytest.fixture(scope="module")
+def half(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bfloat16 checkpoint with master weights."""
+    directory = tmp_path_factory.mktemp("half")
+    ranks.run(f"{JOBS}:run", 1, given(HALF, directory, save_steps=2))
+    return directory / "checkpoint-2"
+
+
+def tensors(checkpoint: Path) -> dict[tuple[str, str], np.ndarray[Any, Any]]:
+    opened = paddleformers_fc.open(checkpoint)
+    return {(one.role, one.name): opened.read(one.name, role=one.role) for one in opened.tensors()}
+
+
+def same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+def test_a_bfloat16_run_fills_master_weights_from_float32_weights_and_rounds_its_weights_as_paddle_does(
+    ranks: ForkServer, full: Path, tmp_path: Path
+) -> None:
+    layout = replace(SD2V2, name="sd2v2-bf16", bf16=True)
+    result = ranks.run(
+        f"{JOBS}:resume_and_save_again", 2, given(layout, tmp_path / "half", full, flex_allow_casts=True)
+    )
+    before, after = tensors(full), tensors(tmp_path / "half" / "checkpoint-2")
+    weights = {name: one for (role, name), one in before.items() if role == "model_state"}
+    for name, weight in weights.items():
+        rounded = after["model_state", name]
+        assert same(rounded, weight.astype(ml_dtypes.bfloat16))
+        assert same(rounded, paddle.to_tensor(weight).astype("bfloat16").numpy().view(ml_dtypes.bfloat16))
+        assert same(after["master_weight", f"{name}.w_0"], weight)
+    states = {key: one for key, one in before.items() if key[0] == "optimizer_state"}
+    assert all(same(after[key], one) for key, one in states.items())
+    assert len(after) == 2 * len(weights) + len(states)
+    log = result.logs[0].read_text(errors="replace")
+    assert "precision changed on this rank: master_weight from model_state float32 to float32: " in log
+    assert "model_state float32 to bfloat16: " in log
+    # Back again: not a digit is lost, because the weights are read from the master weights.
+    back = given(TP2, tmp_path / "back", tmp_path / "half" / "checkpoint-2", flex_allow_casts=True)
+    result = ranks.run(f"{JOBS}:resume_and_save_again", 2, back)
+    assert list(canonical_digests(tmp_path / "back" / "checkpoint-2")) == list(canonical_digests(full))
+    assert "model_state from master_weight float32 to float32: " in result.logs[0].read_text(errors="replace")
+
+
+def test_a_run_that_changes_its_precision_trains_on(ranks: ForkServer, half: Path, tmp_path: Path) -> None:
+    on = {"max_steps": 4, "save_steps": 4}
+    whole = ranks.run(f"{JOBS}:run", 1, given(HALF, tmp_path / "whole", half, **on)).values[0]
+    again = ranks.run(f"{JOBS}:run", 1, given(SINGLE, tmp_path / "full", half, flex_allow_casts=True, **on)).values[0]
+    assert again["consumed"] == whole["consumed"]
+    assert again["losses"] == pytest.approx(whole["losses"], abs=0.01)
+    assert again["losses"] != whole["losses"]
+
+
+@pytest.mark.parametrize("to_half", [True, False], ids=["to bfloat16", "to float32"])
+def test_another_precision_is_refused_without_the_option(
+    ranks: ForkServer, full: Path, half: Path, tmp_path: Path, to_half: bool
+) -> None:
+    layout, checkpoint = (HALF, full) if to_half else (SINGLE, half)
+    (found,) = ranks.run(f"{JOBS}:refused", 1, given(layout, tmp_path, checkpoint)).values
+    assert found["error"] == "MismatchError"
+    assert "set flex_allow_casts: true" in found["text"]
+    assert not found["changed"]
