@@ -9,6 +9,8 @@ LEVELS = ("ours", "ours size", "ours off")
 """This package under each value of ``flex_verify``; ``ours`` is the default, ``full``. They read the same files."""
 LOADERS = ("raw", *LEVELS, "safetensors", "stock", "stock safetensors", "dcp")
 RESHARDERS = ("raw", *LEVELS, "stock", "stock safetensors", "dcp")
+CHECKS = ("verify", "diff")
+"""Verbs that read a checkpoint and fill no tensor."""
 STORAGE_RATE = 10**9
 """Bytes a second of the storage that is simulated."""
 
@@ -19,7 +21,8 @@ class Case:
 
     Args:
         name: what a reader sees.
-        verb: ``save``, ``load`` (from a checkpoint), ``start`` (from open weights) or ``export``.
+        verb: ``save``, ``load`` (from a checkpoint), ``start`` (from open weights), ``export``, ``verify`` or ``diff``
+            (of a checkpoint and its copy).
         model: a name of :data:`.models.MODELS`.
         ranks: how many take part.
         layout: theirs.
@@ -89,8 +92,14 @@ CASES: tuple[Case, ...] = (
     Case("open weights to tp 2, transposed", "start", "large", 2, "tp=2", ("raw", "ours", "safetensors", "stock")),
     Case("two layers of 7B to tp 2, transposed", "start", "7b", 2, "pp=16,tp=2", ("raw", "ours", "safetensors")),
     Case("export", "export", "large", 1, "", ("safetensors", "ours"), "tp=4", 4),
+    *(
+        Case(f"{verb}, {size}", verb, model, 1, "", ("raw", "ours"))
+        for verb in CHECKS
+        for size, model in (("65 tensors", "large"), ("20,000 tensors", "small"), ("100,000 tensors", "many"))
+    ),
 )
-"""Every case, in the order of the report. Of ``export`` the baseline is ``safetensors.save_file``."""
+"""Every case, in the order of the report. Of ``export`` the baseline is ``safetensors.save_file``, of ``verify`` and
+``diff`` a read of as many bytes through a buffer of 4 MiB."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,7 @@ def targets() -> tuple[Target, ...]:
         Target("save, 20,000 tensors", "save, 1 rank", 0.4),
         Target("load, same layout, 20,000 tensors", "load, same layout, 1 rank", 0.4),
     ]
+    made += [Target(case.name, "raw", 0.7) for case in CASES if case.verb in CHECKS]
     for name in ("same layout, 1 rank", "same layout, 2 ranks", "same layout, 20,000 tensors", "tp 4 to tp 2"):
         made.append(Target(f"load, {name}", "ours off", 0.8))
     for name in ("same layout, 2 ranks", "20,000 tensors", "tp 4 to tp 2"):

@@ -18,9 +18,10 @@ import numpy as np
 import safetensors.numpy
 from safetensors import safe_open
 
-from benchmarks.performance.files import FILE, is_transposed
+from benchmarks.performance.files import FILE, copy_of, is_transposed
 from benchmarks.performance.models import MODELS, Array
 from paddleformers_fc.distributed.channel import Channel
+from paddleformers_fc.execute.difference import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import host_view, slots_of
@@ -29,7 +30,9 @@ from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS
 from paddleformers_fc.execute.reading import execute_reads
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.execute.save_plan import model_rules
+from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for
+from paddleformers_fc.formats import open_checkpoint
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
@@ -38,6 +41,7 @@ from paddleformers_fc.plan import huggingface_source, plan_reads
 from paddleformers_fc.storage.files import byte_view
 
 EXPORTED_FILE_BYTES = 5 * 10**9
+_CHECKED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,13 @@ def _memory(weight: Any) -> Array:
     if view is None:
         raise RuntimeError(f"{weight.key} is not in main memory")
     return view
+
+
+class Checker(Protocol):
+    """One way of reading all bytes of what was saved."""
+
+    def check(self, verb: str, directory: Path) -> None:
+        """Carry out ``verify``, or ``diff`` with the copy of what was saved (:func:`copy_of`)."""
 
 
 class Contender(Protocol):
@@ -121,6 +132,17 @@ class Raw:
     def export(self, source: Path, target: Path, held: Held) -> None:
         """The tensors from memory into one file."""
         self.save(target, held)
+
+    def check(self, verb: str, directory: Path) -> None:
+        """Every file, piece by piece into one buffer; for ``diff`` twice."""
+        buffer = memoryview(bytearray(_CHECKED_BYTES))
+        for path in sorted(directory.glob("*.raw")) * (2 if verb == "diff" else 1):
+            descriptor, position = os.open(path, os.O_RDONLY), 0
+            try:
+                while count := os.preadv(descriptor, [buffer], position):
+                    position += count
+            finally:
+                os.close(descriptor)
 
 
 class Safetensors:
@@ -247,6 +269,16 @@ class Ours:
         """``export_checkpoint``."""
         export_checkpoint(source / "checkpoint-1", target / "exported", EXPORTED_FILE_BYTES)
 
+    def check(self, verb: str, directory: Path) -> None:
+        """``paddleformers-fc verify`` or ``diff``, without the start of a process."""
+        saved = directory / "checkpoint-1"
+        if verb == "diff":
+            equal = compare_checkpoints(open_checkpoint(saved), open_checkpoint(copy_of(saved))).equal
+        else:
+            equal = verify_checkpoint(saved, "full")[1] is None
+        if not equal:
+            raise RuntimeError(f"{verb} has found a fault in {saved}")
+
 
 CONTENDERS: Mapping[str, Contender] = {
     "raw": Raw(),
@@ -258,3 +290,6 @@ CONTENDERS: Mapping[str, Contender] = {
     "ours off": Ours("off"),
 }
 """By the names of the cases."""
+
+CHECKERS: Mapping[str, Checker] = {"raw": Raw(), "ours": Ours("full")}
+"""Those that take part in cases that fill no tensor."""

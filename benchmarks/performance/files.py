@@ -1,4 +1,4 @@
-"""Directories of open weights that the cases start from, made without this package's executors.
+"""Directories of open weights that the cases start from, made without this package's executors, and places of copies.
 
 A canonical linear weight is the model's, transposed; so what a load must have filled its targets with is known without
 asking the mapping that is measured.
@@ -80,3 +80,8 @@ def write_open_weights(model: str, directory: Path, stage: str = "") -> None:
         for name in filled:
             file.seek(begin + header[name]["data_offsets"][0])
             file.write(canonical(shards[name]).tobytes())
+
+
+def copy_of(saved: Path) -> Path:
+    """Where the copy of a checkpoint is that ``diff`` reads."""
+    return saved.with_name(f"{saved.name}-copy")

@@ -1,8 +1,8 @@
 """What is saved and loaded: models of given sizes, laid over ranks, with numbers that depend on their names alone.
 
-Three models: 1 GiB in 65 matrices of 16 MiB (a Llama of nine square layers), 1 GiB in some 20,000 tensors (a mixture
-with 9,728 small experts, two tensors each), and Llama-2-7B, of which two layers have bytes and the rest is a hole in a
-sparse file.
+Four models: 1 GiB in 65 matrices of 16 MiB (a Llama of nine square layers), 1 GiB in some 20,000 tensors (a mixture
+with 9,728 small experts, two tensors each), 1.2 GiB in some 100,000 (the same with 48,640 experts), and Llama-2-7B, of
+which two layers have bytes and the rest is a hole in a sparse file.
 """
 
 from __future__ import annotations
@@ -59,26 +59,29 @@ def _llama(layers: int, hidden: int, **other: Any) -> dict[str, Any]:
     }
 
 
+def _mixture(layers: int, expert: int) -> dict[str, Any]:
+    """A mixture with 128 experts a layer, two tensors each, of this intermediate size."""
+    return {
+        "model_type": "qwen3_moe",
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 512,
+        "num_experts": 128,
+        "moe_intermediate_size": expert,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    }
+
+
 MODELS: Mapping[str, Model] = {
     "large": Model("1 GiB in 65 matrices", _llama(9, 2048)),
     "quarter": Model("256 MiB in 16 matrices", {**_llama(2, 2048), "vocab_size": 4096}),
-    "small": Model(
-        "1 GiB in 20,000 tensors",
-        {
-            "model_type": "qwen3_moe",
-            "hidden_size": 128,
-            "intermediate_size": 128,
-            "num_hidden_layers": 76,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "vocab_size": 512,
-            "num_experts": 128,
-            "moe_intermediate_size": 72,
-            "mlp_only_layers": [],
-            "tie_word_embeddings": False,
-        },
-    ),
+    "small": Model("1 GiB in 20,000 tensors", _mixture(76, 72)),
+    "many": Model("1.2 GiB in 100,000 tensors", _mixture(380, 16)),
     "7b": Model(
         "two layers of Llama-2-7B",
         _llama(

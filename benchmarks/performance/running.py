@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.performance.cases import LEVELS, Case
-from benchmarks.performance.files import write_open_weights
+from benchmarks.performance.cases import CHECKS, LEVELS, Case
+from benchmarks.performance.files import copy_of, write_open_weights
 from benchmarks.performance.pool import Pool, Round
 
 PADDLE = "benchmarks.performance.with_paddle"
@@ -136,6 +136,9 @@ def _prepared(case: Case, places: dict[str, Path], logs: Path) -> dict[str, str]
     left = [name for name in places if name not in ("raw", *LEVELS[1:])]
     while left:
         left = _saved(case, left, places, logs, failures)
+    if case.verb == "diff":
+        saved = places["ours"] / "checkpoint-1"
+        shutil.copytree(saved, copy_of(saved))
     return failures
 
 
@@ -166,7 +169,7 @@ def _rounds(case: Case, contenders: list[str], rounds: int, places: dict[str, Pa
     with _pools(contenders, case.ranks, logs) as pools:
         built = {pool: pool.run(do="build", model=case.model, layout=case.layout) for pool in set(pools.values())}
         nbytes = sum(answer["bytes"] for answer in next(iter(built.values())).answers)
-        if "raw" in contenders and case.verb in ("load", "start"):
+        if "raw" in contenders and case.verb in ("load", "start", *CHECKS):
             for left in places["raw"].glob("*.raw"):
                 left.unlink()
             pools["raw"].run(do="save", contender="raw", places=[str(places["raw"])])
@@ -197,6 +200,8 @@ def _turn(case: Case, name: str, pool: Pool, place: Path, check: bool) -> Round:
         done = pool.run(do=case.verb, contender=name, places=places)
         shutil.rmtree(target)
         return done
+    if case.verb in CHECKS:
+        return pool.run(do=case.verb, contender=name, places=[str(place)])
     pool.run(do="zero")
     verb = "load" if name == "raw" else case.verb
     source = place if name == "raw" or case.verb == "load" else place / "open"

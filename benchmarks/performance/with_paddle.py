@@ -11,7 +11,8 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from benchmarks.performance.contenders import CONTENDERS, Held
+from benchmarks.performance.cases import CHECKS
+from benchmarks.performance.contenders import CHECKERS, CONTENDERS, Held
 from benchmarks.performance.models import Array
 from benchmarks.performance.serving import Roles, serve
 from paddleformers_fc import cpu_runtime
@@ -47,7 +48,10 @@ class PaddleRank:
         return found
 
     def work(self, verb: str, contender: str, places: list[Path]) -> int:
-        """Save, load, start or export."""
+        """Save, load, start, export or check."""
+        if verb in CHECKS:
+            CHECKERS[contender].check(verb, places[0])
+            return -1
         chosen = CONTENDERS[contender]
         if verb == "save":
             chosen.save(places[0], self._now)

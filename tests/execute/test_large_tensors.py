@@ -48,6 +48,7 @@ EXPORT = (
     CHILD[: CHILD.index("one, other")]
     + """
 import numpy as np
+from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
@@ -62,8 +63,10 @@ held = simulate_ranks.filled({"model_state": model.roles(0)["model_state"]},
 largest = max(weight.local_tensor.array.nbytes for weight in held["model_state"].values())
 simulate_ranks.save(root / "c", [held], model)
 del held
+(_, problem), verified = risen(lambda: verify_checkpoint(root / "c", "full"))
+assert problem is None
 _, memory = risen(lambda: export.export_checkpoint(root / "c", root / "hf"))
-print(json.dumps({"export": memory, "largest": largest}))
+print(json.dumps({"export": memory, "verify": verified, "largest": largest}))
 """
 )
 
@@ -104,12 +107,13 @@ def test_a_diff_of_one_tensor_of_1536_mib_takes_at_most_128_mib(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("vocabulary", "intermediate"), [(400 * 1024, 256), (256, 200 * 1024)])
-def test_an_export_of_tensors_of_200_mib_and_more_takes_at_most_128_mib(
+def test_verify_and_an_export_of_tensors_of_200_mib_and_more_take_at_most_128_mib(
     vocabulary: int, intermediate: int, tmp_path: Path
 ) -> None:
     """The embeddings are stored as in the export, the weights of the feed-forward transposed."""
     found = child(EXPORT, tmp_path, str(vocabulary), str(intermediate))
     assert found["largest"] >= 200 * MEBI
+    assert found["verify"] <= 128 * MEBI
     assert found["export"] <= 128 * MEBI
 
 
@@ -128,3 +132,14 @@ def test_20000_small_tensors_are_compared_in_a_hundred_reads(tmp_path: Path) -> 
     before = read_calls()
     assert compare_checkpoints(*sides).equal
     assert read_calls() - before <= 100
+
+
+def test_a_diff_of_20000_small_tensors_takes_at_most_128_mib(tmp_path: Path) -> None:
+    for name, last in (("a", 0), ("b", 1)):
+        (tmp_path / name).mkdir()
+        numbers = {f"layers.{index}.w": np.full(1024, index, np.float32) for index in range(20_000)}
+        numbers["layers.19999.w"][-1] += last
+        save_file(numbers, tmp_path / name / "model.safetensors")
+    found = child(CHILD, tmp_path / "a", tmp_path / "b", tmp_path)
+    assert len(found["different"]) == 1
+    assert found["diff"] <= 128 * MEBI
