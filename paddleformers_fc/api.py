@@ -21,10 +21,13 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.difference import Difference, compare_checkpoints
 from paddleformers_fc.execute.digest import read_canonical
 from paddleformers_fc.execute.export import ExportReport, export_opened, refuse_target
+from paddleformers_fc.execute.merging import refuse_other_base
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
-from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
+from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
+from paddleformers_fc.formats.peft import require_adapters
+from paddleformers_fc.formats.registry import default_writer, writer_of
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import canonical_layout, canonical_source
@@ -227,6 +230,9 @@ class Checkpoint:
         verify: str = "full",
         replace: bool = False,
         tied: str = "refuse",
+        format: str = "",
+        base: Location | None = None,
+        accept_base: bool = False,
     ) -> ExportReport:
         """Write the weights as Hugging Face files.
 
@@ -236,6 +242,9 @@ class Checkpoint:
             verify: ``full`` compares the checksum of every byte of the checkpoint first.
             replace: replace a model in the target.
             tied: the copy of a tied tensor that is exported where copies differ: ``first`` or ``last`` stage.
+            format: ``huggingface``, ``peft`` or ``paddleformers-lora``; by default PEFT's for a checkpoint of adapters.
+            base: open weights into which the adapters are merged; the export is then a whole model.
+            accept_base: whether ``base`` may be other files than those that the adapters were trained on.
         Raises:
             OptionError: the target contains a model or is inside a checkpoint.
             CheckpointError: the checkpoint is damaged, or is open weights already.
@@ -245,9 +254,13 @@ class Checkpoint:
             21
         """
         target = Path(directory)
-        refuse_target(target, self._opened.model_files, replace)
+        writer = writer_of(format) if format else default_writer(self._opened)
+        merged = None if base is None else _base_of(self._opened, base, verify, accept_base)
+        if merged is not None:
+            writer = writer_of("huggingface")
+        refuse_target(target, self._opened.model_files, replace, writer)
         chosen = dataclasses.replace(self._opened, tied=tied, unread=verify == "full")
-        return export_opened(chosen, target, max_shard_bytes)
+        return export_opened(chosen, target, max_shard_bytes, writer=writer, base=merged)
 
 
 def open(path_or_url: Location, verify: str = "size") -> Checkpoint:
@@ -266,6 +279,14 @@ def open(path_or_url: Location, verify: str = "size") -> Checkpoint:
     """
     location = path_or_url if isinstance(path_or_url, RemotePath) else parse_path(expand_user(str(path_or_url)))
     return Checkpoint(open_checkpoint(location, verify))
+
+
+def _base_of(adapters: OpenedCheckpoint, base: Location, verify: str, accept: bool) -> OpenedCheckpoint:
+    """Return the opened base of a checkpoint of adapters."""
+    opened = open_huggingface(base if isinstance(base, RemotePath) else parse_path(expand_user(str(base))), verify)
+    if not accept:
+        refuse_other_base(require_adapters(adapters), opened.catalog.root, opened.files)
+    return opened
 
 
 def _box_of(tensor: Shard, box: Sequence[slice]) -> Box:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,23 +47,52 @@ class Exported(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def export(source: AnyPath, target: Path, max_shard_bytes: int, verify: str, replace: bool, tied: str) -> Exported:
+@dataclass(frozen=True)
+class Choices:
+    """The options of an export.
+
+    Args:
+        max_shard_bytes: bound on the tensors of one file, in bytes.
+        verify: how the source is checked first: ``off``, ``size`` or ``full``.
+        replace: whether a model that is in the target may be replaced.
+        tied: which copy of a tied tensor is exported: ``refuse``, ``first`` or ``last``.
+        format: the name of the format; empty for the default of the checkpoint.
+        base: open weights into which adapters are merged; empty for none.
+        accept_base: whether ``base`` may be other files than those of the training.
+    """
+
+    max_shard_bytes: int
+    verify: str
+    replace: bool
+    tied: str
+    format: str = ""
+    base: str = ""
+    accept_base: bool = False
+
+
+def export(source: AnyPath, target: Path, choices: Choices) -> Exported:
     """Export a checkpoint.
 
     Args:
         source: a finished flex checkpoint, or one of Paddle with a ``config.json`` in it.
         target: the directory to write; other files in it are kept.
-        max_shard_bytes: bound on the tensors of one file, in bytes.
-        verify: how the source is checked first: ``off``, ``size`` or ``full``.
-        replace: whether a model that is in the target may be replaced.
-        tied: which copy of a tied tensor is exported: ``refuse``, ``first`` or ``last``.
+        choices: the options.
     Raises:
         OptionError: the target is a checkpoint, or holds a model that may not be replaced.
         FlexError: the source cannot be opened, proved or read, or the target not be written.
     """
     started = time.monotonic()
-    checkpoint = paddleformers_fc.open(source, "size" if verify == "full" else verify)
-    report = checkpoint.export(target, max_shard_bytes=max_shard_bytes, verify=verify, replace=replace, tied=tied)
+    checkpoint = paddleformers_fc.open(source, "size" if choices.verify == "full" else choices.verify)
+    report = checkpoint.export(
+        target,
+        max_shard_bytes=choices.max_shard_bytes,
+        verify=choices.verify,
+        replace=choices.replace,
+        tied=choices.tied,
+        format=choices.format,
+        base=choices.base or None,
+        accept_base=choices.accept_base,
+    )
     return Exported(
         source=str(source),
         path=str(target),

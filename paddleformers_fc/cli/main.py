@@ -228,6 +228,16 @@ def export(
     tied: Annotated[
         Tied, typer.Option(help="Which copy of a tied tensor is exported, by pipeline stage, where copies differ.")
     ] = Tied.refuse,
+    as_format: Annotated[
+        str,
+        typer.Option("--format", help="huggingface, peft or paddleformers-lora; by default peft for adapters."),
+    ] = "",
+    base: Annotated[
+        str, typer.Option("--base", help="Open weights into which the adapters of the checkpoint are merged.")
+    ] = "",
+    accept_base: Annotated[
+        bool, typer.Option("--accept-base", help="Merge into a base that the adapters were not trained on.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Write a checkpoint's weights as Hugging Face files; prints them and one md5, the same for every layout."""
@@ -239,7 +249,9 @@ def export(
     if target.exists() and not target.is_dir():
         raise typer.BadParameter(f"Directory {directory!r} is a file.")
     with output.working(f"exporting {source}"):
-        found = exporting.export(source, target, parse_size(max_shard_size), verify.value, replace, tied.value)
+        size = parse_size(max_shard_size)
+        choices = exporting.Choices(size, verify.value, replace, tied.value, as_format, base, accept_base)
+        found = exporting.export(source, target, choices)
     _present(found, exporting.show, as_json)
     return OK
 

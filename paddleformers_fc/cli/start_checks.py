@@ -315,29 +315,6 @@ def _stage(settings: Mapping[str, Any]) -> str:
     return str(settings.get("stage", "SFT"))
 
 
-def refuse_adapters(settings: Mapping[str, Any]) -> None:
-    """Refuse LoRA with flex checkpoints, including PaddleFormers' default.
-
-    Raises:
-        OptionError: with the configured key.
-    """
-    if not settings.get("flex_checkpoint") or _stage(settings) not in _TEXT_STAGES or not settings.get(_PATH):
-        return
-    written = settings.get("fine_tuning", "LoRA")
-    said, change = "", "Set fine_tuning: full"
-    if settings.get("lora"):
-        said, change = f"lora: {str(settings['lora']).lower()}", "Remove lora"
-    elif str(written).lower() == "lora":
-        said = f"fine_tuning: {written}" if "fine_tuning" in settings else "no fine_tuning, which means LoRA"
-    if said:
-        raise OptionError(
-            "flex_checkpoint: true contradicts another option.",
-            where="training arguments",
-            evidence=[f"flex_checkpoint: true and {said}: adapters are not supported yet"],
-            next_step=f"{change}, or remove flex_checkpoint.",
-        )
-
-
 def refuse_model(settings: Mapping[str, Any]) -> None:
     """Refuse a model that every rank would refuse: its configuration, or its tensor parallel degree.
 

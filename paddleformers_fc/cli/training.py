@@ -181,7 +181,6 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     start_checks.refuse_resume(settings, node.count > 1)
     start_checks.refuse_resume_without_the_key(settings)
     if own is None:  # A registration file of the user may replace the model.
-        start_checks.refuse_adapters(settings)
         start_checks.refuse_model(settings)
     device = _device(settings.get("device"))
     added, environment = _registration(settings.get(REGISTER_KEY))

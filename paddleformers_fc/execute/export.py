@@ -25,6 +25,7 @@ from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.export_batches import batch_bytes
 from paddleformers_fc.execute.export_files import ExportJob, write_files
+from paddleformers_fc.execute.merging import Merge, read_merge
 from paddleformers_fc.execute.opening import compare_unread, open_on_all_ranks, own_file
 from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
@@ -39,7 +40,7 @@ from paddleformers_fc.formats.checkpoint import (
     not_a_flex_checkpoint,
 )
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, RUN_ARGUMENTS
-from paddleformers_fc.formats.registry import EXPORTED, checkpoints_advice
+from paddleformers_fc.formats.registry import EXPORTED, checkpoints_advice, default_writer
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import shard_bytes
 from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source, plan_reads
@@ -111,7 +112,8 @@ def export_opened(
     target: Path,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     channel: Channel = ALONE,
-    writer: ExportWriter = EXPORTED.writer,
+    writer: ExportWriter | None = None,
+    base: OpenedCheckpoint | None = None,
 ) -> ExportReport:
     """Write the tensors of an opened checkpoint as a directory of another format.
 
@@ -120,7 +122,8 @@ def export_opened(
         target: as in :func:`export_checkpoint`.
         max_shard_bytes: as in :func:`export_checkpoint`.
         channel: the ranks that share the work; every rank must call.
-        writer: of the format.
+        writer: of the format; by default open weights, and PEFT's for adapters.
+        base: the open weights into which the adapters of the checkpoint are merged, if any.
     Raises:
         FlexError: the same on every rank; older weights in the target are untouched.
     """
@@ -128,24 +131,26 @@ def export_opened(
         raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
     source = checkpoint.catalog.root
 
-    def prepare() -> tuple[ReadSource, Layout, tuple[OutputFile, ...]]:
+    def prepare() -> tuple[ReadSource, Layout, tuple[OutputFile, ...], ExportWriter, Merge | None]:
         _refuse_checkpoint(target)
         if checkpoint.format.canonical:
             raise not_a_flex_checkpoint(checkpoint.format, source, checkpoints_advice(source))
         if checkpoint.unread and checkpoint.commit_record is not None and not checkpoint.catalog.seen_by:
             verify_files(source, checkpoint.commit_record, "full")
-        wanted = _source(checkpoint, writer)
+        merge = None if base is None else read_merge(checkpoint, base)
+        chosen = EXPORTED.writer if merge is not None else writer or default_writer(checkpoint)
+        wanted = _source(checkpoint, chosen) if base is None else canonical_source(base)
         layout = canonical_layout(wanted)
-        return wanted, layout, writer.files(layout, max_shard_bytes)
+        return wanted, layout, chosen.files(checkpoint, layout, max_shard_bytes), chosen, merge
 
-    wanted, layout, files = run_on_all(channel, f"preparing an export to {target.name}", prepare)
+    wanted, layout, files, writer, merge = run_on_all(channel, f"preparing an export to {target.name}", prepare)
     if checkpoint.unread and checkpoint.catalog.seen_by:
         compare_unread(checkpoint, channel)
     _refuse_untied(wanted, layout, channel)
-    documents = {**_model_files(checkpoint, channel), **writer.documents(files)}
+    documents = {**_model_files(checkpoint, channel), **writer.documents(checkpoint, files)}
     with staging_beside(target, channel, _nothing, staging_parent) as staged:
         mine = _files_of_rank(files, staged.disks, channel.rank)
-        job = ExportJob(staged.path, wanted, writer, mine, batch_bytes(wanted, max_shard_bytes))
+        job = ExportJob(staged.path, wanted, writer, mine, batch_bytes(wanted, max_shard_bytes), merge)
         written = write_files(job, channel)
 
         def finish() -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.execute.export_batches import Batch, batch_memory, plan_batches
+from paddleformers_fc.execute.merging import Merge
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadPool, run_workers
 from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
 from paddleformers_fc.execute.redistribute import ReadContext, read_redistributed
@@ -45,6 +46,7 @@ class ExportJob:
         writer: the format of the files.
         files: the files of this rank.
         batch_bytes: bound on the bytes of a batch.
+        merge: what changes the tensors that are read, if anything.
     """
 
     staging: Path
@@ -52,6 +54,13 @@ class ExportJob:
     writer: ExportWriter
     files: tuple[OutputFile, ...]
     batch_bytes: int
+    merge: Merge | None = None
+
+    def merged(self, batch: Batch, memory: np.ndarray[Any, Any]) -> None:
+        """Change what was read of a batch."""
+        if self.merge is not None:
+            for one, values in zip(batch.ranges, batch.carved(memory).values(), strict=True):
+                self.merge.apply(one.tensor.name, one.begin, values)
 
 
 def write_files(job: ExportJob, channel: Channel) -> list[FileChecksum]:
@@ -87,6 +96,7 @@ def _write_own(job: ExportJob) -> list[FileChecksum]:
         with output.stopping(), ReadPool(options, job.source.catalog.identities) as pool:
             while (batch := draw()) is not None:
                 total += fill_arrays(pool, root, batch.items, batch.carved(memory))
+                job.merged(batch, memory)
                 if not output.write(batch, memory):
                     break
         return total
@@ -113,6 +123,8 @@ def _write_together(job: ExportJob, channel: Channel) -> list[list[FileChecksum]
             reads = LoadPlan(tuple(item for batch in own for item in batch.items), (), {}, Report())
             slots = {key: ArraySlot(array) for batch in own for key, array in batch.carved(memory).items()}
             read_redistributed(reads, storage, slots, channel)
+            for batch in own:
+                job.merged(batch, memory)
             run_on_all(channel, "exporting", partial(output.write_all, own, memory))
         return all_gather_checked(channel, "collecting checksums", lambda: output.checksums, list[FileChecksum])
 

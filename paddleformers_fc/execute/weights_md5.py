@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from paddleformers_fc.formats.huggingface import open_huggingface
+from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.ranges import RangeReader
@@ -34,7 +34,7 @@ def weights_md5(directory: Path) -> str:
     """
     digest = hashlib.md5()
     buffer = memoryview(bytearray(_READ_BYTES))
-    tensors = open_huggingface(directory).catalog.roles[MODEL_STATE]
+    tensors = open_checkpoint(directory).catalog.roles[MODEL_STATE]
     with RangeReader() as reader:
         for name in sorted(tensors):
             digest.update(name.encode())

@@ -24,6 +24,7 @@ from typing import Annotated
 import msgspec
 
 from paddleformers_fc.families.declarations import Family, Geometry, Statement, Statements, TargetIndex
+from paddleformers_fc.mapping import RuleSet
 
 A, B = "lora_A", "lora_B"
 """The last part of the name of an adapter's tensor in a model."""
@@ -108,6 +109,17 @@ def changed_outside(family: Family, names: Iterable[str]) -> frozenset[str]:
     """Return those tensors that no optimizer updates and that training changes, such as biases of a router."""
     index = TargetIndex((one, one.trained) for one in family.statements)
     return frozenset(name for name in names if (found := index.find(name)[0]) and not all(found))
+
+
+def shared_inputs(rules: RuleSet) -> dict[str, tuple[str, ...]]:
+    """Return the canonical ``lora_A`` of every fused layer, and the names that it would have in each of its parts."""
+    sources = {rule.targets[0]: rule.sources for rule in rules.rules}
+    found: dict[str, tuple[str, ...]] = {}
+    for target, parts in sources.items():
+        inputs = sources.get(f"{target.removesuffix(B)}{A}") if target.endswith(f".{B}") and len(parts) > 1 else None
+        if inputs is not None:
+            found[inputs[0]] = tuple(f"{part.removesuffix(f'{B}{_WEIGHT}')}{A}{_WEIGHT}" for part in parts)
+    return found
 
 
 def _of_layer(layer: Statement, rank: str) -> Statements:

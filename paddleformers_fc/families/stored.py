@@ -158,7 +158,8 @@ def _candidates(family: Family, model: ModelDescription, tensors: Sequence[Model
     for values in itertools.product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
         is_fleet = chosen.pop(IS_FLEET, model.is_fleet)
-        yield ModelDescription({**config, **chosen}, None if is_fleet is None else bool(is_fleet))
+        known_class = None if is_fleet is None else bool(is_fleet)
+        yield dataclasses.replace(model, config={**config, **chosen}, is_fleet=known_class)
 
 
 def _first_layer(family: Family, tensors: Sequence[ModelTensor]) -> int:

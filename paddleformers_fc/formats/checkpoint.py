@@ -96,15 +96,16 @@ class ExportWriter(Writer, Protocol):
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet | None:
         """Return the rules of the tensors that this format contains; None for canonical tensors."""
 
-    def files(self, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the tensors that this format contains into files.
 
         Args:
+            checkpoint: what is exported.
             layout: every tensor of the checkpoint, whole; tensors of other formats' roles are omitted.
             max_file_bytes: bound on the tensors of one file, in bytes; a larger tensor has a file of its own.
         """
 
-    def documents(self, files: Sequence[OutputFile]) -> dict[str, bytes]:
+    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         """Return the files beside those with tensors, such as an index, by path relative to the directory."""
 
     def owns(self, path: str) -> bool:

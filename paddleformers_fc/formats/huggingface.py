@@ -278,10 +278,10 @@ class HuggingFaceWriter(ExportWriter):
                 "The checkpoint contains adapters without their base, which is not a model.",
                 where=str(checkpoint.catalog.root),
                 evidence=[f"the base: {checkpoint.known.adapters.base.location or 'not read from files'}"],
-                next_step="Resume it with the same base and adapters; exports of adapters are not supported yet.",
+                next_step="Export the adapters, or name their base to export the merged model.",
             )
 
-    def files(self, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the weights into files, in natural order."""
         weights = layout.get(MODEL_STATE, {})
         groups: list[list[Shard]] = []
@@ -307,7 +307,7 @@ class HuggingFaceWriter(ExportWriter):
         entries = [(one.name, to_safetensors(one.dtype), one.global_shape) for one in shards]
         return layout_file(path, entries, {"format": "pt"})
 
-    def documents(self, files: Sequence[OutputFile]) -> dict[str, bytes]:
+    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         """Return the index, if there are several files."""
         if len(files) < 2:
             return {}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from paddleformers_fc.errors import NotACheckpoint, OptionError
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, Format, OpenedCheckpoint
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, ExportWriter, Format, OpenedCheckpoint
 from paddleformers_fc.formats.flex import FLEX
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
+from paddleformers_fc.formats.paddleformers_lora import PADDLEFORMERS_LORA
+from paddleformers_fc.formats.peft import PEFT
 from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.names import parse_step
@@ -17,7 +19,7 @@ from paddleformers_fc.storage.paths import AnyPath
 SAVED, EXPORTED = FLEX, HUGGINGFACE
 """The formats that a save and, by default, an export write."""
 
-FORMATS: tuple[Format, ...] = (FLEX, HUGGINGFACE, PADDLE_DISTCP)
+FORMATS: tuple[Format, ...] = (FLEX, HUGGINGFACE, PADDLE_DISTCP, PADDLEFORMERS_LORA, PEFT)
 """Every format; the first that recognises a directory opens it."""
 
 _NAME_A_CHECKPOINT = "Name a finished checkpoint-N directory, or a directory with safetensors files and their index."
@@ -30,6 +32,29 @@ def format_of(directory: AnyPath) -> Format | None:
         StorageError: the directory cannot be listed.
     """
     return next((one for one in FORMATS if one.recognises(directory)), None)
+
+
+def writer_of(name: str) -> ExportWriter:
+    """Return the writer of a format of exports.
+
+    Raises:
+        OptionError: there is no such format, or exports do not write it.
+    """
+    writers = {one.name: one.writer for one in FORMATS if one is not SAVED and one.writer is not None}
+    if name not in writers:
+        raise OptionError(f"Unknown format of an export: {name!r}.", evidence=[f"known: {', '.join(writers)}"])
+    return cast(ExportWriter, writers[name])
+
+
+def default_writer(checkpoint: OpenedCheckpoint) -> ExportWriter:
+    """Return the format of an export for which none is named: that of open weights, or of PEFT for adapters.
+
+    Raises:
+        FlexError: the checkpoint does not describe its model.
+    """
+    if checkpoint.format is FLEX and checkpoint.known.adapters is not None:
+        return PEFT.writer
+    return EXPORTED.writer
 
 
 def require_format(directory: AnyPath) -> Format:

@@ -499,31 +499,10 @@ def test_a_size_that_the_file_or_the_command_line_gives_is_enough(
     assert run("train", path, "--dry-run", *overrides).code == 0
 
 
-def test_the_key_lora_alone_is_refused_by_its_name(tmp_path: Path, on: Any) -> None:
-    outcome = run("train", config(tmp_path, model_name_or_path=model_of(tmp_path / "model"), lora=True, **FULL))
-    assert outcome.code == 2
-    assert "flex_checkpoint: true and lora: true: adapters" in outcome.err
-    assert "next: Remove lora, or remove flex_checkpoint." in outcome.err
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"fine_tuning": "lora"}, "flex_checkpoint: true and fine_tuning: lora: adapters"),
-        ({"fine_tuning": "LoRA", "stage": "SFT"}, "flex_checkpoint: true and fine_tuning: LoRA: adapters"),
-        ({}, "flex_checkpoint: true and no fine_tuning, which means LoRA: adapters"),
-    ],
-)
-def test_adapters_are_refused_before_anything_starts_by_the_key_that_is_written(
-    tmp_path: Path, on: Any, keys: dict[str, Any], said: str
-) -> None:
-    model = model_of(tmp_path / "model")
-    outcome = run("train", config(tmp_path, model_name_or_path=model, **keys))
-    assert outcome.code == 2
-    assert said in outcome.err
-    assert "next: Set fine_tuning: full, or remove flex_checkpoint." in outcome.err
-    off = config(tmp_path, model_name_or_path=model, **{"device": "cpu", **keys, "flex_checkpoint": False})
-    assert prepare(off, 1, []).ranks == 1
+@pytest.mark.parametrize("keys", [{"fine_tuning": "LoRA"}, {"lora": True}, {}])
+def test_adapters_are_trained_as_paddleformers_does_by_default(tmp_path: Path, on: Any, keys: dict[str, Any]) -> None:
+    path = config(tmp_path, model_name_or_path=model_of(tmp_path / "model"), **keys)
+    assert run("train", path, "--dry-run").code == 0
 
 
 @pytest.mark.parametrize("verb", [["train", "--dry-run"], ["train"], ["demo"]])

@@ -33,7 +33,7 @@ class WholeState(ExportWriter):
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
         return checkpoint.rules
 
-    def files(self, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
         return tuple(
             OutputFile(self.names(role, 0, 1)[0], role, tuple(layout[role][name] for name in sorted(layout[role])))
             for role in sorted(layout)
@@ -45,7 +45,7 @@ class WholeState(ExportWriter):
     def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
         return layout_file(path, [(one.name, to_safetensors(one.dtype), one.global_shape) for one in shards], {})
 
-    def documents(self, files: Sequence[OutputFile]) -> dict[str, bytes]:
+    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         return {"roles.json": json.dumps({file.role: len(file.tensors) for file in files}).encode()}
 
     def owns(self, path: str) -> bool:
@@ -57,7 +57,7 @@ class AttentionOnly(HuggingFaceWriter):
 
     marks = ("adapter_model.safetensors",)
 
-    def files(self, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
         weights = layout["model_state"]
         chosen = tuple(weights[name] for name in sorted(weights) if ".self_attn." in name)
         return (OutputFile("adapter_model.safetensors", "model_state", chosen),)
@@ -66,7 +66,7 @@ class AttentionOnly(HuggingFaceWriter):
         entries = [(f"base_model.{one.name}", to_safetensors(one.dtype), one.global_shape) for one in shards]
         return layout_file(path, entries, {})
 
-    def documents(self, files: Sequence[OutputFile]) -> dict[str, bytes]:
+    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         return {"adapter_config.json": b"{}"}
 
 

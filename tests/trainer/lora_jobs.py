@@ -151,3 +151,36 @@ def unsupported(output_dir: str) -> dict[str, str]:
         except OptionError as error:
             found[way] = error.render()
     return found
+
+
+def train_and_export(output_dir: str, base: str, target: str, **settings: Any) -> None:
+    """Train adapters on a base of files, export them by the Trainer, and write the model's logits beside them."""
+    import numpy as np
+    import paddle
+
+    trainer = trainer_of(output_dir=output_dir, base=base, **settings)
+    trainer.train()
+    trainer.save_model(target)
+    if paddle.distributed.get_rank() == 0 and settings["layout"].get("nproc", 1) == 1:
+        trainer.model.eval()
+        tokens = paddle.to_tensor(np.arange(1, tiny.SEQUENCE + 1)[None])
+        logits = trainer.model(tokens)
+        np.save(
+            f"{target}.npy", (logits[0] if isinstance(logits, tuple) else getattr(logits, "logits", logits)).numpy()
+        )
+
+
+def read_by_paddleformers(output_dir: str, base: str, adapters: str, resume: str) -> dict[str, bool]:
+    """Whether PaddleFormers' own reader of adapters gives a model the weights of a checkpoint."""
+    from paddleformers.peft import LoRAModel
+
+    from paddleformers_fc import FlexTrainingArguments
+
+    layout = tiny.SINGLE.to_json()
+    trainer = trainer_of(layout, output_dir, {"max_steps": 2}, base=base)
+    initial = weights_of(trainer.model)
+    trainer.train(resume_from_checkpoint=resume)
+    args = tiny.training_arguments(layout, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
+    read = LoRAModel.from_pretrained(from_files(base, layout, args), adapters)
+    expected = weights_of(trainer.model)
+    return {"equal": weights_of(read) == expected, "initially": initial == expected}

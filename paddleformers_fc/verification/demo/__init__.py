@@ -4,8 +4,8 @@ Two tiny models on a real text, two ranks over gloo, no accelerator needed. For 
 ranks with a checkpoint at step 3; from there again as tensor parallel, pipeline parallel and sharded (version 2).
 Each resumed run first writes down what it loaded, which is compared bit for bit with the checkpoint and exported;
 then it trains on, and its losses are compared with the uninterrupted run's. One export is trained from, with stock
-PaddleFormers. For ERNIE 4.5 MoE: data parallel to tensor parallel, once through this package and once with
-PaddleFormers' own FlexCheckpoint.
+PaddleFormers. LoRA adapters of Llama: data parallel to tensor parallel. For ERNIE 4.5 MoE: data parallel to tensor
+parallel, once through this package and once with PaddleFormers' own FlexCheckpoint.
 
 The output directory holds everything: the YAML, log and checkpoints of each run, the exports, ``summary.json`` and
 ``losses.png``. This package imports no Paddle; the trainings are processes of their own.
@@ -34,6 +34,7 @@ from paddleformers_fc.verification.demo.report import LossComparison, LossLine, 
 from paddleformers_fc.verification.demo.settings import (
     DP2,
     GLOBAL_BATCH,
+    LORA,
     PP2,
     RESUME_AT,
     SHARDING2V2,
@@ -91,7 +92,7 @@ def demo(output: Path = DEFAULT_OUTPUT, as_json: bool = False) -> int:
     progress = console(stderr=True)
     started = time.monotonic()
     place = _prepare(output, progress.print)
-    comparisons = [compare_llama(place), compare_ernie(place)]
+    comparisons = [compare_llama(place), compare_lora(place), compare_ernie(place)]
     draw(comparisons, place.root / PICTURE)
     faults = [fault for comparison in comparisons for fault in comparison.faults()]
     seconds = time.monotonic() - started
@@ -118,6 +119,13 @@ def compare_llama(place: Workplace) -> LossComparison:
     return LossComparison("Llama", RESUME_AT, reference, lines, reloaded)
 
 
+def compare_lora(place: Workplace) -> LossComparison:
+    """Adapters of Llama: from data parallel to tensor parallel. Checkpoints and exports contain the adapters alone."""
+    model, corpus = place.assets.models["llama"], place.assets.corpus
+    whole = place.train(DemoRun("llama_lora-dp2", model, corpus, DP2, options=LORA))
+    return LossComparison("Llama, LoRA", RESUME_AT, _reference(place, whole), (_resumed(place, whole, TP2),))
+
+
 def compare_ernie(place: Workplace) -> LossComparison:
     """ERNIE 4.5 MoE: from data parallel to tensor parallel, with this package and without it."""
     model, corpus = place.assets.models["ernie_moe"], place.assets.corpus
@@ -135,7 +143,8 @@ def _resumed(place: Workplace, whole: Trained, layout: DemoLayout) -> LossLine:
     """Go on from the uninterrupted run's checkpoint under another layout; export and digest what was loaded."""
     family = whole.run.name.partition("-")[0]
     saved = _checkpoint(whole, RESUME_AT)
-    run = DemoRun(f"{family}-{layout.name}", whole.run.model, whole.run.corpus, layout, resume=saved)
+    name, options = f"{family}-{layout.name}", whole.run.options
+    run = DemoRun(name, whole.run.model, whole.run.corpus, layout, resume=saved, options=options)
     trained = place.train(run)
     loaded = trained.output / AS_LOADED
     return LossLine(

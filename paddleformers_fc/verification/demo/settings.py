@@ -1,7 +1,7 @@
 """The settings of the demo's trainings: one set that every run shares, and the keys of each parallel layout.
 
-They are the keys of a PaddleFormers YAML. ``recipes/llama_pt.yaml`` and ``recipes/ernie_moe_pt.yaml`` are the same
-settings with a comment on each; a test compares them.
+They are the keys of a PaddleFormers YAML. The files in ``recipes`` are the same settings with a
+comment on each; a test compares them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class DemoLayout:
             ranks *= self.options.get(degree, 1)
         return ranks
 
+
+LORA: Mapping[str, Any] = {"fine_tuning": "LoRA", "lora_rank": 8}
+"""Keys of a training of adapters."""
 
 SINGLE = DemoLayout("single")
 DP2 = DemoLayout("dp2", replicas=2)

@@ -13,6 +13,7 @@ from paddleformers_fc.verification.demo.jobs import DemoRun
 from paddleformers_fc.verification.demo.settings import (
     DP2,
     GLOBAL_BATCH,
+    LORA,
     PP2,
     SHARDING2V2,
     SINGLE,
@@ -29,6 +30,12 @@ def test_a_recipe_is_the_demos_settings_and_one_key(name: str) -> None:
     recipe = yaml.safe_load((RECIPES / f"{name}_pt.yaml").read_text())
     shown = settings(f"./demo_out/assets/{name}", "./demo_out/assets/corpus.jsonl", f"./out/{name}", DP2)
     assert recipe == shown | {"flex_checkpoint": True}
+
+
+def test_the_recipe_of_adapters_is_that_of_the_demo_and_one_key() -> None:
+    recipe = yaml.safe_load((RECIPES / "llama_lora.yaml").read_text())
+    shown = settings("./demo_out/assets/llama", "./demo_out/assets/corpus.jsonl", "./out/llama_lora", DP2)
+    assert recipe == shown | LORA | {"flex_checkpoint": True}
 
 
 @pytest.mark.parametrize("layout", [SINGLE, DP2, TP2, PP2, SHARDING2V2], ids=lambda layout: layout.name)

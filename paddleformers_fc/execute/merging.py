@@ -1,0 +1,159 @@
+"""Merge adapters into their base while it is exported: ``weight + lora_B @ lora_A * scaling``.
+
+Each piece of a weight is computed in float32 and cast once to the dtype of the base, so that a merged model does not
+depend on the layout that trained the adapters. Tensors of the base that were trained themselves replace those of the
+base. Memory: the adapters, in float32, and such tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.errors import MismatchError, OptionError
+from paddleformers_fc.execute.digest import read_canonical
+from paddleformers_fc.families.adapters import A, Adapters, B, is_adapter, shared_inputs
+from paddleformers_fc.formats import OpenedCheckpoint
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.plan import canonical_layout, canonical_source
+from paddleformers_fc.storage.block_checksums import digest_of
+from paddleformers_fc.storage.paths import AnyPath
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The change of one weight.
+
+    Args:
+        inputs: ``lora_A`` [r, in], float32.
+        outputs: ``lora_B`` [out, r], float32, times the scaling.
+    """
+
+    inputs: Array
+    outputs: Array
+
+    def rows(self, first: int, last: int) -> Array:
+        """Return the change of some rows of the weight."""
+        return np.asarray(self.outputs[first:last] @ self.inputs)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What changes the tensors of a base.
+
+    Args:
+        deltas: changes of weights, by canonical name.
+        trained: tensors of the base that were trained, by canonical name.
+    """
+
+    deltas: Mapping[str, Delta]
+    trained: Mapping[str, Array]
+
+    def apply(self, name: str, begin: int, values: Array) -> None:
+        """Change successive elements of a tensor of the base in place.
+
+        Args:
+            name: the tensor.
+            begin: index of the first element.
+            values: the elements, in the dtype of the base.
+        """
+        if name in self.trained:
+            values[:] = self.trained[name][begin : begin + values.size]
+        delta = self.deltas.get(name)
+        if delta is not None and values.size:
+            width = delta.inputs.shape[1]
+            first, last = begin // width, -(-(begin + values.size) // width)
+            change = delta.rows(first, last).reshape(-1)[begin - first * width :][: values.size]
+            values[:] = (values.astype(np.float32) + change).astype(values.dtype)
+
+
+def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:
+    """Read the adapters of a checkpoint, and compare them with the tensors of a base.
+
+    Args:
+        checkpoint: a flex checkpoint of adapters.
+        base: open weights.
+    Raises:
+        OptionError: the checkpoint contains no adapters.
+        MismatchError: the base lacks a tensor, or has one of another shape or dtype.
+    """
+    adapters = checkpoint.known.adapters
+    if adapters is None:
+        raise OptionError(
+            "The checkpoint contains a whole model, which has no base to be merged into.",
+            where=str(checkpoint.catalog.root),
+            next_step="Leave out the base.",
+        )
+    source = canonical_source(checkpoint)
+    layout = {MODEL_STATE: canonical_layout(source)[MODEL_STATE]}
+    held = {one.name: array.reshape(one.global_shape) for _, one, array in read_canonical(source, layout)}
+    shared = {copy: name for name, copies in shared_inputs(checkpoint.rules).items() for copy in copies}
+    merge = Merge(
+        {f"{layer}.weight": delta for layer, delta in _deltas(held, shared, adapters)},
+        {name: array.reshape(-1) for name, array in held.items() if not is_adapter(name)},
+    )
+    _refuse_unlike(merge, {name: held[name] for name in merge.trained}, base)
+    return merge
+
+
+def refuse_other_base(adapters: Adapters, base: AnyPath, files: frozenset[str]) -> None:
+    """Refuse a base whose files are not those that the adapters were trained on.
+
+    Args:
+        adapters: the adapters.
+        base: the directory of the base.
+        files: its files with weights.
+    Raises:
+        MismatchError: with every file that differs; or the base was not read from files when it was trained.
+    """
+    recorded = adapters.base.files
+    names = sorted(files | recorded.keys()) if isinstance(base, Path) and recorded else []
+    found = {name: digest_of(base / name) for name in names if name in files and isinstance(base, Path)}
+    faults = [
+        f"{name}: {found.get(name, 'missing')}, trained on {recorded.get(name, 'none of this name')}"
+        for name in names
+        if found.get(name) != recorded.get(name)
+    ]
+    if faults or not names:
+        raise MismatchError(
+            "The adapters were trained on another base."
+            if faults
+            else "The base cannot be compared with the one that the adapters were trained on.",
+            where=str(base),
+            evidence=fold(faults) or [f"recorded: {adapters.base.location or 'a base that was not read from files'}"],
+            next_step="Name the base of the training; or add --accept-base to merge into this one.",
+        )
+
+
+def _deltas(held: Mapping[str, Array], shared: Mapping[str, str], adapters: Adapters) -> Iterator[tuple[str, Delta]]:
+    for name, outputs in held.items():
+        layer = name.removesuffix(f".{B}.weight")
+        if layer != name:
+            own = f"{layer}.{A}.weight"
+            inputs = held[shared.get(own, own)].astype(np.float32)
+            yield layer, Delta(inputs, outputs.astype(np.float32) * np.float32(adapters.scaling))
+
+
+def _refuse_unlike(merge: Merge, trained: Mapping[str, Array], base: OpenedCheckpoint) -> None:
+    stored = base.catalog.roles[MODEL_STATE]
+    wanted: dict[str, tuple[int, ...]] = {name: array.shape for name, array in trained.items()}
+    wanted |= {name: (delta.outputs.shape[0], delta.inputs.shape[1]) for name, delta in merge.deltas.items()}
+    faults = [
+        f"{name}: {'missing' if name not in stored else list(stored[name].shape)}, wanted {list(shape)}"
+        for name, shape in wanted.items()
+        if name not in stored or stored[name].shape != shape
+    ]
+    if faults:
+        raise MismatchError(
+            "The adapters do not fit the base.",
+            where=str(base.catalog.root),
+            evidence=fold(faults),
+            next_step="Name the base that they were trained on.",
+        )

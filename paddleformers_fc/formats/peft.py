@@ -1,0 +1,351 @@
+"""Adapters as Hugging Face PEFT stores them: ``adapter_model.safetensors`` and ``adapter_config.json``.
+
+PEFT's names are the canonical names behind ``base_model.model.``; tensors are [r, in] and [out, r] in both. A
+canonical ``lora_A`` of a fused layer, such as ``qkv_proj``, is written once for each part, under the name of the part.
+A read takes the copies for copies of one tensor, which must be equal: adapters that were trained apart cannot be put
+into a fused layer. Biases and other tensors of the base that were trained are stored beside the adapters, as PEFT does.
+
+Variants of LoRA that PaddleFormers does not have (DoRA, ranks per layer and others) are refused by the key that
+requests them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paddleformers_fc.errors import FormatError, MappingError, NotACheckpoint, OptionError
+from paddleformers_fc.families import family_for
+from paddleformers_fc.families.adapters import A, Adapters, B, Base, is_adapter, shared_inputs
+from paddleformers_fc.families.bind import bind
+from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.enumerate import enumerate_tensors
+from paddleformers_fc.formats.catalog import Catalog, gather_shards
+from paddleformers_fc.formats.checkpoint import (
+    CONFIG_NAME,
+    ExportWriter,
+    Format,
+    Layout,
+    OpenedCheckpoint,
+    OutputFile,
+    StoredModel,
+    StoredShard,
+    stored_boxes,
+)
+from paddleformers_fc.formats.checks import CheckList
+from paddleformers_fc.formats.huggingface import HUGGINGFACE
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie
+from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums, read_exported, verify_export
+from paddleformers_fc.storage.files import exists
+from paddleformers_fc.storage.identity import identities_of
+from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.safetensors import FileLayout, layout_file, read_header
+from paddleformers_fc.text import count_text, natural
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+
+_PREFIX, _BASE, _WEIGHT = "base_model.model.", ".base_layer.", ".weight"
+_BIASES = {None: "none", "lora": "lora_only", "all": "all"}
+_UNSUPPORTED = (
+    *("use_dora", "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication", "megatron_config"),
+    *("alora_invocation_tokens", "trainable_token_indices", "target_parameters", "arrow_config", "velora_config"),
+    *("monteclora_config", "use_bdlora"),
+)
+"""Keys of variants that change the meaning of the stored tensors, and that PaddleFormers' adapters do not have."""
+
+
+def open_peft(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
+    """Open adapters in PEFT's format, with their tensors in canonical names.
+
+    Args:
+        directory: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        verify: how files are compared with ``flex_checksums.json``, as for open weights.
+    Raises:
+        NotACheckpoint: a file is missing.
+        OptionError: a variant of LoRA that PaddleFormers does not have.
+        FormatError, Corrupt: a file is malformed or damaged.
+    """
+    if not exists(directory / WEIGHTS_NAME):
+        raise NotACheckpoint(
+            f"{directory} has {ADAPTER_CONFIG_NAME} and no {WEIGHTS_NAME}.",
+            where=str(directory),
+            next_step="Save the adapters again with PEFT, in safetensors format.",
+        )
+    checksums = read_checksums(directory)
+    if checksums is not None and verify != "off":
+        verify_export(directory, checksums, verify, needed=[WEIGHTS_NAME, ADAPTER_CONFIG_NAME])
+    adapters = _adapters(parse_json_object(directory, ADAPTER_CONFIG_NAME), directory)
+    identities = identities_of([directory / WEIGHTS_NAME])
+    header = read_header(directory / WEIGHTS_NAME)
+    faults = [name for name in header.tensors if not name.startswith(_PREFIX) or _strange(name)]
+    if faults:
+        raise FormatError(
+            f"{count_text(len(faults), 'tensor')} of {WEIGHTS_NAME} are not of LoRA adapters.",
+            where=str(directory / WEIGHTS_NAME),
+            evidence=faults[:8],
+            next_step="Name adapters of peft_type LORA, without magnitudes, embeddings or biases of their own.",
+        )
+    shards = [
+        (
+            Shard(canonical_name(name), from_safetensors(entry.dtype), entry.shape, whole(entry.shape)),
+            WEIGHTS_NAME,
+            entry.begin,
+            item_size(entry.dtype),
+        )
+        for name, entry in header.tensors.items()
+    ]
+    tensors, contradictions = gather_shards(shards)
+    if contradictions:
+        raise FormatError("Tensors contradict each other.", where=str(directory), evidence=contradictions)
+    recorded = {WEIGHTS_NAME: checksums[WEIGHTS_NAME]} if checksums is not None and WEIGHTS_NAME in checksums else {}
+    config = HUGGINGFACE.read_config(directory)
+    model = StoredModel(RuleSet({}, ()), ModelDescription(config, adapters=adapters))
+    return OpenedCheckpoint(
+        PEFT, Catalog(directory, {MODEL_STATE: tensors}, identities), config, lambda: model, recorded
+    )
+
+
+def parse_json_object(directory: AnyPath, name: str) -> dict[str, Any]:
+    """Return a small JSON file beside adapters.
+
+    Raises:
+        FormatError: it is not a JSON object.
+        Corrupt, StorageError: it does not match its checksum, or cannot be read.
+    """
+    raw = read_exported(directory, read_checksums(directory), name, MAX_DOCUMENT_BYTES)
+    try:
+        values = parse_json(raw)
+    except ValueError as error:
+        raise FormatError(f"{name} is not JSON.", where=str(directory / name), evidence=[str(error)]) from error
+    if not isinstance(values, dict):
+        raise FormatError(f"{name} is not a JSON object.", where=str(directory / name))
+    return values
+
+
+def _adapters(values: Mapping[str, Any], directory: AnyPath) -> Adapters:
+    kind = str(values.get("peft_type"))
+    found = [f"peft_type: {kind}"] if kind.upper() != "LORA" else []
+    found += [f"{key}: {values[key]!r}"[:200] for key in _UNSUPPORTED if values.get(key)]
+    if found:
+        raise OptionError(
+            "PaddleFormers has no such adapters.",
+            where=str(directory / ADAPTER_CONFIG_NAME),
+            evidence=found,
+            next_step="Use adapters of peft_type LORA with one rank and one scaling for all layers.",
+        )
+    biases = {text: ours for ours, text in _BIASES.items()}
+    targets = values.get("target_modules")
+    given = {
+        "r": values.get("r"),
+        "alpha": values.get("lora_alpha"),
+        "rslora": values.get("use_rslora") or False,
+        "target_modules": [targets] if isinstance(targets, str) else targets or [],
+        "trainable_modules": values.get("modules_to_save") or [],
+        "trainable_bias": biases.get(str(values.get("bias") or "none")),
+        "dropout": values.get("lora_dropout") or 0.0,
+        "base": Base(str(values.get("base_model_name_or_path") or "")),
+    }
+    try:
+        return msgspec.convert(given, Adapters)
+    except msgspec.ValidationError as error:
+        where = str(directory / ADAPTER_CONFIG_NAME)
+        raise FormatError("Invalid configuration of adapters.", where=where, evidence=[str(error)]) from error
+
+
+def _strange(name: str) -> bool:
+    """Return whether a tensor belongs to a variant of LoRA: a magnitude, an embedding, or a bias of an adapter."""
+    return "lora_" in name and not name.endswith((f".{A}{_WEIGHT}", f".{B}{_WEIGHT}"))
+
+
+def canonical_name(name: str) -> str:
+    """Return the canonical name of a tensor of PEFT's."""
+    return name.removeprefix(_PREFIX).replace(_BASE, ".")
+
+
+def _peft_name(name: str, adapted: Collection[str]) -> str:
+    """Return PEFT's name of a canonical tensor: tensors of the base of an adapter are in ``base_layer``."""
+    module, _, last = name.rpartition(".")
+    inside = not is_adapter(name) and module in adapted
+    return f"{_PREFIX}{module}{_BASE}{last}" if inside else f"{_PREFIX}{name}"
+
+
+class PeftWriter(ExportWriter):
+    """The files of adapters for PEFT: the tensors in one file, and their configuration."""
+
+    marks = (ADAPTER_CONFIG_NAME, WEIGHTS_NAME)
+
+    def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
+        """Return the rules of PEFT's tensors: the canonical ones, those that layers share once for each layer.
+
+        Raises:
+            OptionError: the checkpoint contains no adapters.
+        """
+        require_adapters(checkpoint)
+        shared, sources = shared_inputs(checkpoint.rules), checkpoint.rules.mapping().sources
+        adapted = _adapted(checkpoint.rules)
+        targets: dict[str, TensorSpec] = {}
+        rules: list[Rule] = []
+        ties: list[Tie] = []
+        for name, spec in sources.items():
+            owner, *copies = (_peft_name(copy, adapted) for copy in shared.get(name, (name,)))
+            targets |= dict.fromkeys((owner, *copies), spec)
+            rank = len(spec.shape)
+            rules.append(Rule((name,), (owner,), (spec.shape[-1],), rank - 1, tuple(range(rank))))
+            ties.extend(Tie(owner, copy) for copy in copies)
+        return RuleSet(targets, tuple(rules), tuple(ties))
+
+    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+        """Return the one file that PEFT reads, whatever its size."""
+        weights = dict(layout.get(MODEL_STATE, {}))
+        copies = ((tie.alias, weights[tie.owner]) for tie in self.rules(checkpoint).ties)
+        weights |= {name: msgspec.structs.replace(owner, name=name) for name, owner in copies}
+        tensors = tuple(weights[name] for name in sorted(weights, key=natural))
+        return (OutputFile(WEIGHTS_NAME, MODEL_STATE, tensors),)
+
+    def names(self, role: str, rank: int, count: int) -> list[str]:
+        """Return the name of the file."""
+        return [WEIGHTS_NAME]
+
+    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
+        """Return the header of the file."""
+        entries = [(one.name, to_safetensors(one.dtype), one.global_shape) for one in shards]
+        return layout_file(path, entries, {"format": "pt"})
+
+    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
+        """Return the configuration of the adapters."""
+        names = [canonical_name(one.name) for file in files for one in file.tensors]
+        values = _configuration(require_adapters(checkpoint), names, _layers(checkpoint))
+        return {ADAPTER_CONFIG_NAME: (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()}
+
+    def owns(self, path: str) -> bool:
+        """Return whether a file is the weights, the configuration or the checksums of an older export."""
+        return path in (*self.marks, CHECKSUMS_NAME)
+
+
+def require_adapters(checkpoint: OpenedCheckpoint) -> Adapters:
+    """Return the adapters of a checkpoint.
+
+    Raises:
+        OptionError: it contains none.
+    """
+    adapters = checkpoint.known.adapters
+    if adapters is None:
+        raise OptionError(
+            "The checkpoint contains a whole model and no adapters.",
+            where=str(checkpoint.catalog.root),
+            next_step="Export it as a model.",
+        )
+    return adapters
+
+
+def _adapted(rules: RuleSet) -> set[str]:
+    """Return the canonical layers that have adapters."""
+    ending = f".{B}{_WEIGHT}"
+    return {name.removesuffix(ending) for rule in rules.rules for name in rule.sources if name.endswith(ending)}
+
+
+def _layers(checkpoint: OpenedCheckpoint) -> dict[str, set[str]]:
+    """Return the canonical tensors of the whole model by module; none if its configuration lacks a size."""
+    model = checkpoint.known
+    try:
+        family = family_for(model.config)
+        tensors = [one.under(tp=1) for one in enumerate_tensors(family, model)]
+        names = bind(family, model, tensors).mapping().sources
+    except MappingError:
+        return {}
+    found: dict[str, set[str]] = {}
+    for name in names:
+        module, _, last = name.rpartition(".")
+        found.setdefault(module, set()).add(last)
+    return found
+
+
+def _configuration(adapters: Adapters, names: Iterable[str], layers: Mapping[str, set[str]]) -> dict[str, Any]:
+    """Return the content of ``adapter_config.json``."""
+    names = list(names)
+    ending = f".{B}{_WEIGHT}"
+    adapted = {name.removesuffix(ending) for name in names if name.endswith(ending)}
+    others: dict[str, set[str]] = {}
+    for name in names:
+        if not is_adapter(name):
+            module, _, last = name.rpartition(".")
+            others.setdefault(module, set()).add(last)
+    # PEFT stores modules that are trained as a whole; it needs all of their tensors.
+    saved = sorted(module for module in others.keys() - adapted if others[module] == layers.get(module))
+    integral = adapters.alpha == int(adapters.alpha)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapters.base.location or None,
+        "inference_mode": True,
+        "r": adapters.r,
+        "lora_alpha": int(adapters.alpha) if integral else adapters.alpha,
+        "lora_dropout": adapters.dropout,
+        "use_rslora": adapters.rslora,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "bias": _BIASES.get(adapters.trainable_bias, "none"),
+        "target_modules": sorted(_targets(adapted, layers)),
+        "modules_to_save": saved or None,
+    }
+
+
+def _targets(adapted: set[str], layers: Mapping[str, set[str]]) -> Iterator[str]:
+    """Yield the names by which PEFT finds the layers: the last part where all layers of that name have adapters."""
+    by_leaf: dict[str, set[str]] = {}
+    for module in adapted:
+        by_leaf.setdefault(module.rpartition(".")[2], set()).add(module)
+    for leaf, modules in by_leaf.items():
+        every = {module for module in layers if module.rpartition(".")[2] == leaf}
+        yield from [leaf] if every == modules else sorted(modules)
+
+
+class PeftFormat(Format):
+    """Adapters of PEFT."""
+
+    name = "peft"
+    title = "adapters (Hugging Face PEFT)"
+    predicate = "holds adapters"
+    roles = (MODEL_STATE,)
+    canonical = True
+    loadable = False
+    advice = "Start from them: lora_path in the YAML, or load_open_weights(model, directory) of a model with adapters."
+    checks = ("checksums", "tensors")
+    writer = PeftWriter()
+
+    def recognises(self, directory: AnyPath) -> bool:
+        """Return whether there is a configuration of adapters, and no model beside it."""
+        return exists(directory / ADAPTER_CONFIG_NAME)
+
+    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
+        """As :func:`open_peft`."""
+        return open_peft(directory, verify)
+
+    def read_config(self, directory: AnyPath) -> dict[str, Any]:
+        """Return the ``config.json`` of the base, which exports of this package contain."""
+        return HUGGINGFACE.read_config(directory) if exists(directory / CONFIG_NAME) else {}
+
+    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+        """Check the recorded checksums of an export, and the names of the tensors."""
+        return checks.check(
+            "tensors",
+            lambda: open_peft(directory, level),
+            lambda found: f"{count_text(found.catalog.count, 'tensor')} of adapters",
+        )
+
+    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
+        """Yield whole tensors."""
+        return stored_boxes(checkpoint.catalog, role, names)
+
+
+PEFT = PeftFormat()

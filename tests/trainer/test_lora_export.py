@@ -1,0 +1,157 @@
+"""Exports of adapters: for PEFT, merged into their base, and for PaddleFormers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import paddleformers_fc
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.errors import MismatchError, OptionError
+from tests.harness.tiny import SINGLE, TP2, MatrixLayout
+from tests.trainer.test_pretrained import weights_of
+
+JOBS = "tests.trainer.lora_jobs"
+PREFIX = "base_model.model."
+
+
+class Exported:
+    """Adapters that were trained on a base of files, and exported by the Trainer."""
+
+    def __init__(self, ranks: ForkServer, directory: Path, layout: MatrixLayout, kind: str, **settings: Any) -> None:
+        self.base = weights_of(ranks, directory / "base", kind, {})
+        self.directory = directory
+        self.adapter = directory / "adapter"
+        self.checkpoint = directory / "run/checkpoint-2"
+        job = {
+            "layout": layout.to_json(),
+            "output_dir": str(directory / "run"),
+            "base": str(self.base),
+            "target": str(self.adapter),
+            "arguments": {"max_steps": 2, "save_steps": 2},
+        }
+        ranks.run(f"{JOBS}:train_and_export", layout.nproc, {**job, **settings})
+
+
+@pytest.fixture(scope="module")
+def llama(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return Exported(ranks, tmp_path_factory.mktemp("llama"), SINGLE, "llama")
+
+
+@pytest.fixture(scope="module")
+def ernie(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return Exported(ranks, tmp_path_factory.mktemp("ernie"), TP2, "ernie4_5_moe")
+
+
+def test_the_trainer_exports_adapters_as_peft_names_and_turns_them(llama: Exported, tmp_path: Path) -> None:
+    config = json.loads((llama.adapter / "adapter_config.json").read_text())
+    assert {key: config[key] for key in ("peft_type", "r", "lora_alpha", "use_rslora", "bias", "fan_in_fan_out")} == {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+    }
+    assert config["base_model_name_or_path"] == str(llama.base)
+    assert config["target_modules"] == [f"{name}_proj" for name in ("down", "gate", "k", "o", "q", "up", "v")]
+    tensors = load_file(llama.adapter / "adapter_model.safetensors")
+    layer = f"{PREFIX}model.layers.3.self_attn.k_proj"
+    assert len(tensors) == 4 * 7 * 2
+    assert (tensors[f"{layer}.lora_A.weight"].shape, tensors[f"{layer}.lora_B.weight"].shape) == ((4, 64), (32, 4))
+    report = paddleformers_fc.open(llama.checkpoint).export(tmp_path / "again")
+    (digest,) = report.digests().values()
+    again = json.loads((llama.adapter / "flex_checksums.json").read_text())["files"]
+    assert digest in [one["digest"] for one in again]
+
+
+def test_adapters_of_fused_layers_are_exported_per_part_under_any_layout(
+    ranks: ForkServer, ernie: Exported, tmp_path: Path
+) -> None:
+    tensors = load_file(ernie.adapter / "adapter_model.safetensors")
+    scope = f"{PREFIX}model.layers.1.self_attn."
+    shared = [tensors[f"{scope}{part}_proj.lora_A.weight"].tobytes() for part in "qkv"]
+    assert len(set(shared)) == 1
+    assert not any("qkv_proj" in name or "up_gate_proj" in name for name in tensors)
+    job = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path), "model_type": "ernie4_5_moe"}
+    settings = {**job, "base": str(ernie.base), "arguments": {"max_steps": 2}, "resume": str(ernie.checkpoint)}
+    ranks.run(f"{JOBS}:run_saving_what_was_loaded", 1, settings)
+    paddleformers_fc.open(tmp_path / "checkpoint-2").export(tmp_path / "adapter")
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "adapter" / name).read_bytes() == (ernie.adapter / name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["llama", "ernie"])
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 3000])
+def test_a_merged_export_is_the_base_with_the_product_of_its_adapters(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, max_shard_bytes: int
+) -> None:
+    trained: Exported = request.getfixturevalue(kind)
+    checkpoint = paddleformers_fc.open(trained.checkpoint)
+    report = checkpoint.export(tmp_path / "merged", base=trained.base, max_shard_bytes=max_shard_bytes)
+    found: dict[str, Any] = {}
+    for file in report.files:
+        found |= load_file(tmp_path / "merged" / file)
+    base = load_file(trained.base / "model.safetensors")
+    adapters = load_file(trained.adapter / "adapter_model.safetensors")
+    assert found.keys() == base.keys()
+    changed = 0
+    for name, values in found.items():
+        product = adapters.get(f"{PREFIX}{name.removesuffix('weight')}lora_B.weight")
+        if product is None:
+            assert values.tobytes() == base[name].tobytes()
+            continue
+        changed += 1
+        inputs = adapters[f"{PREFIX}{name.removesuffix('weight')}lora_A.weight"]
+        np.testing.assert_allclose(values, base[name] + 2 * product @ inputs, atol=1e-6)
+        assert np.abs(values - base[name]).max() > 1e-3
+    assert changed == len(adapters) // 2
+
+
+def test_adapters_are_merged_into_their_own_base_only(llama: Exported, tmp_path: Path) -> None:
+    checkpoint = paddleformers_fc.open(llama.checkpoint)
+    other = tmp_path / "other"
+    paddleformers_fc.open(llama.checkpoint).export(other, base=llama.base)
+    with pytest.raises(MismatchError, match="trained on another base") as refused:
+        checkpoint.export(tmp_path / "merged", base=other)
+    assert "model.safetensors" in refused.value.render()
+    checkpoint.export(tmp_path / "merged", base=other, accept_base=True)
+    with pytest.raises(OptionError, match="adapters without their base"):
+        checkpoint.export(tmp_path / "model", format="huggingface")
+    with pytest.raises(OptionError, match="Unknown format"):
+        checkpoint.export(tmp_path / "model", format="onnx")
+
+
+@pytest.mark.parametrize("kind", ["llama", "ernie"])
+def test_an_export_for_paddleformers_is_read_by_paddleformers(
+    ranks: ForkServer, request: pytest.FixtureRequest, tmp_path: Path, kind: str
+) -> None:
+    trained: Exported = request.getfixturevalue(kind)
+    checkpoint = paddleformers_fc.open(trained.checkpoint)
+    checkpoint.export(tmp_path / "adapters", format="paddleformers-lora")
+    assert paddleformers_fc.open(tmp_path / "adapters").diff(checkpoint, role="model_state").equal
+    job = {"output_dir": str(tmp_path / "out"), "base": str(trained.base), "adapters": str(tmp_path / "adapters")}
+    given = {**job, "resume": str(trained.checkpoint)}
+    (found,) = ranks.run(f"{JOBS}:read_by_paddleformers", 1, given).values
+    assert found == {"equal": True, "initially": False}
+
+
+def test_peft_computes_the_logits_of_paddleformers(llama: Exported, tmp_path: Path) -> None:
+    """Runs where PyTorch and PEFT are installed: ``pip install torch==2.13.0 peft``."""
+    pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    paddleformers_fc.open(llama.checkpoint).export(tmp_path / "merged", base=llama.base)
+    paths = [llama.base, llama.adapter, tmp_path / "merged"]
+    program = [sys.executable, "-m", "tests.trainer.peft_logits", *map(str, paths), str(tmp_path / "logits.npz")]
+    subprocess.run(program, check=True)
+    expected, found = np.load(f"{llama.adapter}.npy"), np.load(tmp_path / "logits.npz")
+    assert np.abs(found["base"] - expected).max() > 0.1
+    assert np.abs(found["adapter"] - expected).max() <= 1e-5
+    assert np.abs(found["merged"] - expected).max() <= 1e-5
