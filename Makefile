@@ -18,7 +18,7 @@ unexport PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu stats matrix lint guarantees optimizers mutants soak bench bench-mapping bench-planning derive-table format install clean
+.PHONY: help demo test test-all test-gpu stats matrix verification-long lint guarantees optimizers mutants soak bench bench-mapping bench-planning derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-gpu the tests of device memory on a GPU, by an environment that has one: PYTHON=python"
 	@echo "make stats    lines of code, tests and documents by package, and the imports between packages"
 	@echo "make matrix   the verification matrices again: tables and pictures in docs/verification"
+	@echo "make verification-long  50 steps, then 200 under other layouts: losses, exports, a picture"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
 	@echo "make optimizers  write the table of docs/optimizers.md from what the tests of optimizers see"
@@ -51,6 +52,10 @@ demo: $(STAMP)
 # Resumes at the first cell without a result; `rm -rf out/matrix` starts again. The exit code is that of the last failure.
 matrix: $(STAMP)
 	@code=0; for recipe in recipes/verification/*.yaml; do $(BIN)/paddleformers-fc matrix $$recipe || code=$$?; done; exit $$code
+
+# Resumes at the first run without a result; `rm -rf out/long_run` starts again.
+verification-long: $(STAMP)
+	@$(BIN)/python -m paddleformers_fc.verification.long_run docs/verification out/long_run
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -1,0 +1,25 @@
+"""``python -m paddleformers_fc.verification.long_run``: run what is left, and write the page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from paddleformers_fc.verification.long_run.report import PAGE, PICTURE, draw, page
+from paddleformers_fc.verification.long_run.running import EXPERIMENTS, run
+
+
+def main(arguments: list[str]) -> None:
+    """Write the page.
+
+    Args:
+        arguments: the directory of the page, and that of the runs; both optional.
+    """
+    target, root = (Path(one) for one in (*arguments, *("docs/verification", "out/long_run")[len(arguments) :]))
+    findings = [run(experiment, root, lambda line: print(line, flush=True)) for experiment in EXPERIMENTS]
+    (target / PAGE).write_text(page(findings), encoding="utf-8")
+    draw(findings, target / PICTURE)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
