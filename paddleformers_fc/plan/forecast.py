@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping as MappingABC, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,6 +27,7 @@ from paddleformers_fc.layout.roles import (
     MASTER_WEIGHT,
     MODEL_STATE,
     OPTIMIZER_STATE,
+    REFERENCE_MODEL,
     split_state_name,
     stored_optimizer,
 )
@@ -179,7 +179,9 @@ class _Costs:
         place = model.grid.coordinates(rank)
         key = (place.pp, place.tp, place.ep, place.sharding if model.grid.stage == 3 else 0)
         if key not in self._weights:
-            self._weights[key] = sum(map(partial(self._of, MODEL_STATE), model.weights(rank).values()), Cost())
+            models = [role for role in (MODEL_STATE, REFERENCE_MODEL) if role in self._roles]
+            weights = model.weights(rank).values()
+            self._weights[key] = sum((self._of(role, shard) for role in models for shard in weights), Cost())
         cost = self._weights[key]
         if len(self._roles) > 1:
             for parameter in model.owned(rank).values():

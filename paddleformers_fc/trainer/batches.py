@@ -8,6 +8,7 @@ Cost: a sampler skips by index. A stream, which has no index, is read up to the 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from paddleformers.utils.batch_sampler import (
     MappingDistributedBatchSampler,
 )
 
-from paddleformers_fc.trainer.position import Position, SampleOrder, Start, pace_of
+from paddleformers_fc.trainer.position import Pace, Position, SampleOrder, Start, pace_of, passes_of
 
 _SKIPPING = (MappingBatchSampler, MappingDistributedBatchSampler, DistributedBatchSampler)
 _NOTHING = object()
@@ -34,11 +35,12 @@ def order_of(loader: Any) -> SampleOrder:
     """
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, MappingDistributedBatchSampler):
-        return SampleOrder(True, sampler.total_size, bool(sampler.shuffle), sampler.base_seed if sampler.shuffle else 0)
+        seed = sampler.base_seed if sampler.shuffle else 0
+        return SampleOrder(True, sampler.total_size, bool(sampler.shuffle), seed, len(sampler.dataset))
     if isinstance(sampler, MappingBatchSampler):
         source = sampler.sampler
-        shuffled = hasattr(source, "base_seed")
-        return SampleOrder(True, len(source.data_source), shuffled, source.base_seed if shuffled else 0)
+        shuffled, length = hasattr(source, "base_seed"), len(source.data_source)
+        return SampleOrder(True, length, shuffled, source.base_seed if shuffled else 0, length)
     if isinstance(sampler, DistributedBatchSampler):
         return SampleOrder(True, sampler.total_size, False, 0)
     return SampleOrder(False, 0, False, 0)
@@ -62,6 +64,7 @@ class ResumedBatches:
         loader: the data loader.
         start: the position at which the run continues.
         indexed: whether samples are skipped by index, by this rank or by the one that sends its batches.
+        pace: batch sizes of this run.
         on_first_batch: called after the first batch was read and before it is trained. Shuffling draws from the global
             random generators, so they are restored then.
         on_epoch_over: called if the first epoch has no batch left, and the next one replaces it. The end of a stream is
@@ -74,6 +77,7 @@ class ResumedBatches:
         loader: Any,
         start: Start,
         indexed: bool,
+        pace: Pace,
         on_first_batch: Callable[[], None],
         on_epoch_over: Callable[[], None],
         keep_waiting: Callable[[Any], None],
@@ -84,6 +88,8 @@ class ResumedBatches:
         self._samples = start.position.samples
         self._passes = start.passes
         self._waiting = start.position.waiting
+        self._length = start.length
+        self._pace = pace
         self._on_first_batch = on_first_batch
         self._is_first = True
         self._on_epoch_over = on_epoch_over
@@ -114,20 +120,51 @@ class ResumedBatches:
         self._is_first = True
 
     def _begin_epoch(self) -> Iterator[Any]:
-        epoch, samples, passes, waiting = self._epoch, self._samples, self._passes, self._waiting
-        self._epoch, self._samples, self._passes, self._waiting = epoch + 1, 0, 0, 0
+        epoch, samples, passes, waiting, length = (
+            self._epoch,
+            self._samples,
+            self._passes,
+            self._waiting,
+            self._length,
+        )
+        self._epoch, self._samples, self._passes, self._waiting, self._length = epoch + 1, 0, 0, 0, 0
         if waiting:
             samples -= waiting * (samples // passes)
             passes -= waiting
         sampler = getattr(self._loader, "batch_sampler", None)
         if isinstance(sampler, _SKIPPING):
             sampler.set_epoch(epoch, samples)
-        iterator: Iterator[Any] = iter(self._loader)
+        iterator: Iterator[Any] = self._in_order_of(length, passes, sampler) if length else iter(self._loader)
         for _ in range(0 if self._indexed else passes):
             next(iterator, None)
         for batch in itertools.islice(iterator, waiting):
             self._keep_waiting(batch)
         return iterator
+
+    def _in_order_of(self, length: int, passes: int, sampler: Any) -> Iterator[Any]:
+        """Yield the rest of an epoch in the order of a permutation of another length.
+
+        A length that the ranks do not divide would give some of them a batch more, for which others would wait.
+        """
+        with _permuting(sampler, length):
+            yield from itertools.islice(iter(self._loader), passes_of(length, self._pace) - passes)
+
+
+@contextlib.contextmanager
+def _permuting(sampler: Any, length: int) -> Iterator[None]:
+    """Let a sampler permute as many samples."""
+    owner, name = (sampler, "total_size") if isinstance(sampler, MappingDistributedBatchSampler) else (None, "")
+    if isinstance(sampler, MappingBatchSampler):
+        owner, name = sampler.sampler, "data_source"
+    if owner is None:  # The batches come from another rank.
+        yield
+        return
+    kept = getattr(owner, name)
+    setattr(owner, name, length if owner is sampler else range(length))
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
 
 
 class PositionTracker(TrainerCallback):
@@ -163,13 +200,15 @@ class PositionTracker(TrainerCallback):
             epochs: number of epochs of the whole run.
             on_made_up: called after the passes at the end of an epoch that the saved run had made already.
         """
-        self.order, self._passes, self._resumed, self._epochs = order, passes, resumed, epochs
+        self._own_order, self._passes, self._resumed, self._epochs = order, passes, resumed, epochs
+        self.order = replace(order, length=start.length) if start.length else order
         self._on_made_up = on_made_up
         self._epochs_begun = self._step_at_epoch_begin = 0
         self.position = self._epoch_begin = start.position
 
     def begin_next_epoch(self) -> None:
         """Replace the resumed epoch, which has no batch left, by the next one."""
+        self.order = self._own_order
         self.position = self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -181,6 +220,7 @@ class PositionTracker(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Set the position at the begin of an epoch: its first sample, except for the resumed one."""
         if self._epochs_begun > 0:
+            self.order = self._own_order
             self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
         self._epochs_begun += 1
         self._step_at_epoch_begin = state.global_step

@@ -6,6 +6,7 @@
 ``trainer/scheduler.json``            the learning-rate scheduler
 ``trainer/scaler.json``               the loss scaler of float16 runs
 ``trainer/data.json``                 the position of the run in its data (:mod:`.position`)
+``trainer/reference.json``            the reference model of preference training (:mod:`.reference`)
 ``trainer/arguments.json``            the training arguments, for a reader
 ``trainer/rng-00000.json``            the random generators of one process (:mod:`.rng`)
 ====================================  ================================================================================
@@ -46,6 +47,7 @@ STATE = "trainer/state.json"
 SCHEDULER = "trainer/scheduler.json"
 SCALER = "trainer/scaler.json"
 DATA = "trainer/data.json"
+REFERENCE = "trainer/reference.json"
 ARGUMENTS = "trainer/arguments.json"
 
 # What PaddleFormers' pipeline and expert-parallel models write into their configuration when they are built.
@@ -188,6 +190,9 @@ def read_arguments(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
         return {}
 
 
+_OF_PROGRESS = (STATE, SCHEDULER, DATA, SCALER, REFERENCE)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingProgress:
     """The state of a Trainer in a checkpoint.
@@ -197,12 +202,14 @@ class TrainingProgress:
         scheduler: state of the learning-rate scheduler.
         scaler: state of the loss scaler; None if the saved run had none.
         data: the position in the data, see :mod:`.position`.
+        reference: what is known of the reference model, see :mod:`.reference`; None if the saved run had none.
     """
 
     state: TrainerState
     scheduler: dict[str, Any]
     scaler: dict[str, Any] | None
     data: dict[str, Any]
+    reference: dict[str, Any] | None = None
 
 
 def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingProgress:
@@ -228,7 +235,7 @@ def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingPro
                 evidence=[f"missing: {name}" for name in missing],
                 next_step="Set ignore_load_lr_and_optim: true to start a new run from its weights, or use another one.",
             )
-        mine = [name for name in (STATE, SCHEDULER, DATA, SCALER) if checkpoint.catalog.reader(name) == channel.rank]
+        mine = [name for name in _OF_PROGRESS if checkpoint.catalog.reader(name) == channel.rank]
         raws = {name: checkpoint.document(name, _MAX_BYTES) for name in mine if name in listed}
         for name, raw in raws.items():
             codecs.decode_object(raw, str(directory / name))
@@ -243,6 +250,7 @@ def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingPro
         scheduler=documents[SCHEDULER],
         scaler=documents.get(SCALER),
         data=documents[DATA],
+        reference=documents.get(REFERENCE),
     )
 
 

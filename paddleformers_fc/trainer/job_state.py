@@ -28,6 +28,7 @@ from paddleformers_fc.trainer import batches, documents, optimizers
 from paddleformers_fc.trainer.best import BestCheckpoint
 from paddleformers_fc.trainer.callback import FlexCheckpointCallback
 from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size
+from paddleformers_fc.trainer.reference import ReferenceRecord
 
 Native = Callable[..., Any]
 """A method of PaddleFormers' own."""
@@ -63,6 +64,7 @@ class JobState:
         disks: which processes share the disk that they save on; known after the first save.
         differences_logged: whether the log contains the warning about replicas that differ.
         has_trained: whether the loop has run before; it may have left an unfinished step.
+        reference: the reference model of preference training.
     """
 
     tracker: batches.PositionTracker
@@ -81,6 +83,7 @@ class JobState:
     disks: DiskLeaders | None = None
     differences_logged: bool = False
     has_trained: bool = False
+    reference: ReferenceRecord = field(default_factory=ReferenceRecord)
 
     def warn_once(self, args: Any, line: str) -> None:
         """Log a warning on every node, once per run."""

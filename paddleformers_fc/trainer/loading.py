@@ -27,7 +27,7 @@ from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import REFUSE
-from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, REFERENCE_MODEL
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.storage.files import real_path
@@ -46,6 +46,7 @@ from paddleformers_fc.trainer import (
     origin,
     position,
     preflight,
+    reference,
     resume,
     rng,
     state,
@@ -86,7 +87,7 @@ def train(
     """
     preflight.check(trainer, channel_of(trainer.args))
     run = job_state_of(trainer)
-    run_on_all(channel_of(trainer.args), "comparing the reference model", lambda: _refuse_other_reference(trainer))
+    run_on_all(channel_of(trainer.args), "looking at the reference model", lambda: _refuse_reference(trainer))
     run.resumed_from = run.progress = run.generators = run.saved = run.record = None
     run.ran, run.warned = {"train"}, set()
     run.chosen, run.named = _choose(trainer.args, resume_from_checkpoint, partial(run.warn_once, trainer.args))
@@ -96,10 +97,12 @@ def train(
     return native(None if run.chosen is None else str(run.chosen), ignore_keys_for_eval)
 
 
-def _refuse_other_reference(trainer: Any) -> None:
+def _refuse_reference(trainer: Any) -> None:
     # PaddleFormers' preference training sets it after Trainer.__init__.
-    reference = getattr(trainer, "ref_model", None)
-    origin.refuse_other_reference(reference, trainer.model, trainer.args.flex_accept_model)
+    reference.refuse_unsupported(trainer)
+    if not job_state_of(trainer).has_trained:
+        model = reference.model_of(trainer)
+        origin.refuse_other_reference(model, trainer.model, trainer.args.flex_accept_model)
 
 
 def _warn_of_leftovers(args: Any) -> None:
@@ -163,6 +166,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     run.ran.add("_load_flex_checkpoint")
     if progress is not None:
         _restore_progress(trainer, progress)
+        _restore_reference(trainer, run, checkpoint, progress)
         _locate_best(trainer, directory, channel)
     loaded = CheckpointReport(
         step=checkpoint.manifest.step,
@@ -294,6 +298,7 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     progress = documents.read_progress(checkpoint, channel) if continued else None
     if progress is not None:
         _refuse_unlike(trainer, progress, directory)
+        _compare_reference(trainer, progress, directory, channel)
     generators = documents.read_generators(checkpoint, channel) if continued else None
     handed = own_file(checkpoint, channel, lambda rank: inherited.GENERATION)
 
@@ -365,7 +370,9 @@ def _roles_to_fill(trainer: Any, checkpoint: OpenedCheckpoint, continued: bool) 
     state.create_states(trainer.model, trainer.optimizer, created, place_master)
     live = state.run_roles(trainer.model, trainer.optimizer)
     # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
-    return {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
+    found = {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
+    # A reference model that is not stored is the base, which has been compared.
+    return {**found, **reference.role_to_fill(trainer)} if continued and stored.get(REFERENCE_MODEL) else found
 
 
 def _refuse_unlike(trainer: Any, progress: documents.TrainingProgress, directory: AnyPath) -> None:
@@ -376,12 +383,36 @@ def _refuse_unlike(trainer: Any, progress: documents.TrainingProgress, directory
         documents.refuse_unlike(progress.scaler, trainer.scaler.state_dict(), directory / documents.SCALER)
 
 
+def _compare_reference(
+    trainer: Any, progress: documents.TrainingProgress, directory: AnyPath, channel: Channel
+) -> None:
+    """Compare the reference model with that of the saved run, unless the checkpoint fills it."""
+    model, record = reference.model_of(trainer), job_state_of(trainer).reference
+    if model is None or progress.reference is None:
+        return
+    saved = reference.from_document(progress.reference, directory / documents.REFERENCE)
+    if saved.contents:
+        record.contents = record.contents or reference.contents_of(model, channel)
+        reference.refuse_other(saved, record.contents, directory, trainer.args.flex_allow_casts)
+
+
 def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> None:
     """Restore scheduler, scaler and state of the run that is continued."""
     trainer.lr_scheduler.set_state_dict(progress.scheduler)
     if trainer.do_grad_scaling and progress.scaler is not None:
         trainer.scaler.load_state_dict(progress.scaler)
     trainer.state = progress.state
+
+
+def _restore_reference(
+    trainer: Any, run: JobState, checkpoint: OpenedCheckpoint, progress: documents.TrainingProgress
+) -> None:
+    """Continue the updates of the reference model."""
+    if reference.model_of(trainer) is None or progress.reference is None:
+        return
+    run.reference.loaded = bool(checkpoint.catalog.roles.get(REFERENCE_MODEL))
+    saved = reference.from_document(progress.reference, checkpoint.catalog.root / documents.REFERENCE)
+    reference.restore(trainer, saved, position.pace_of(trainer.args))
 
 
 def _drop_unfinished_step(trainer: Any, run: JobState) -> None:
@@ -439,6 +470,7 @@ def inner_training_loop(
             train_dataloader,
             start,
             order.indexed,
+            position.pace_of(args),
             on_first_batch=lambda: trainer._load_rng_state(str(run.resumed_from)),
             on_epoch_over=run.tracker.begin_next_epoch,
             keep_waiting=getattr(trainer, WAITING).append,

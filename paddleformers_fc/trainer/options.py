@@ -326,10 +326,6 @@ def _is_on(found: Any) -> bool:
     return bool(found)
 
 
-def _is_positive(found: Any) -> bool:
-    return isinstance(found, int) and found > 0
-
-
 def _is_several(found: Any) -> bool:
     try:
         return float(found) > 1
@@ -381,8 +377,6 @@ CONFLICTS = (
     Conflict("using_sonic_moe", f"its interleaved expert weights are {_NOT_YET}", _is_on),
     Conflict("replicate_saved_into_local", f"copies of checkpoints on disks of single nodes are {_NOT_YET}", _is_on),
     Conflict("pdc_download_ckpt", f"fetching a checkpoint before resuming is {_NOT_YET}", _is_on),
-    # A resumed run would begin with the reference model of its first step, and with other losses.
-    Conflict("ref_model_update_steps", f"saving a reference model that changes is {_NOT_YET}", _is_positive),
 )
 """What is refused."""
 

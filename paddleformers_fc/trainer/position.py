@@ -7,7 +7,8 @@ samples of it)``: a checkpoint contains it, and a resumed run skips those sample
 Skipping by samples is correct because every sampler of PaddleFormers takes batches from the front of one order: after k
 batches, the first ``k * micro batch * data ranks`` samples have been trained, on any ranks. That order must be the same
 before and after. It is a permutation of a length that the number of data ranks divides, seeded with ``seed`` and the
-epoch. If seed or length differ, the trained samples are unknown, and resuming is refused.
+epoch. Another number of data ranks may round the length differently; the rest of the epoch is then read in the saved
+order. If seed or data differ, the trained samples are unknown, and resuming is refused.
 
 Nothing here imports Paddle; :mod:`.batches` follows a training loop and starts one in the middle of an epoch.
 """
@@ -35,15 +36,17 @@ class SampleOrder:
 
     Args:
         indexed: whether samples have indices, so that a sampler can skip them.
-        length: number of ordered samples; 0 for a stream.
+        length: number of ordered samples, which the number of data ranks divides; 0 for a stream.
         shuffled: whether they are permuted.
         seed: seed of the permutation, to which the epoch is added; 0 without a permutation.
+        samples: number of samples of the data, before it is rounded; 0 if unknown.
     """
 
     indexed: bool
     length: int
     shuffled: bool
     seed: int
+    samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,10 @@ def to_document(position: Position, pace: Pace, order: SampleOrder) -> dict[str,
     usual = asdict(Position())
     optional = ("waiting", "ended")
     where = {name: value for name, value in asdict(position).items() if name not in optional or value != usual[name]}
-    return {"position": where, "pace": asdict(pace), "order": asdict(order)}
+    ordered = asdict(order)
+    if order.samples in (0, order.length):
+        del ordered["samples"]
+    return {"position": where, "pace": asdict(pace), "order": ordered}
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -131,7 +137,7 @@ def from_document(document: dict[str, Any], where: str) -> tuple[Position, Pace,
         read = msgspec.convert(document, type=_Document)
     except ValueError as error:
         raise FormatError("Invalid position in the data.", where=where, evidence=[str(error)]) from error
-    numbers = [*asdict(read.position).values(), *asdict(read.pace).values(), read.order.length]
+    numbers = [*asdict(read.position).values(), *asdict(read.pace).values(), read.order.length, read.order.samples]
     if min(numbers) < 0:
         raise FormatError("Invalid position in the data: negative number.", where=where, evidence=[str(read)])
     if read.position.waiting * read.pace.per_pass > read.position.samples:
@@ -148,10 +154,12 @@ class Start:
     Args:
         position: the position; ``samples`` is 0 if the saved epoch is finished.
         passes: number of forward passes of the epoch before it, the last ``position.waiting`` of them still to make.
+        length: length of the permutation in which the rest of the epoch is read; 0 for that of this run.
     """
 
     position: Position
     passes: int
+    length: int = 0
 
 
 def start_after(
@@ -181,6 +189,10 @@ def start_after(
         position = _without_waiting(position, old_pace)
     if position.samples == 0:
         return Start(position, 0)
+    length = _saved_length(old_order, old_pace, order)
+    if length:
+        order = replace(order, length=length)
+        passes = passes_of(length, pace)
     faults = list(_order_faults(old_order, order))
     if position.samples % pace.per_pass:
         faults.append(
@@ -197,7 +209,23 @@ def start_after(
     done = position.samples // pace.per_pass
     if passes is not None and done - position.waiting >= passes:
         return Start(Position(position.epoch + 1, 0, position.consumed), 0)
-    return Start(position, done)
+    return Start(position, done, length)
+
+
+def passes_of(length: int, pace: Pace) -> int:
+    """Return the forward passes that every data rank can make in an epoch of an order of this length."""
+    return -(-(length // pace.ranks) // pace.micro_batch)
+
+
+def _saved_length(old: SampleOrder, old_pace: Pace, new: SampleOrder) -> int:
+    """Return the length of the saved permutation if it is another one of the same samples; 0 otherwise."""
+    shuffled = old.indexed and new.indexed and old.shuffled and new.shuffled
+    if not shuffled or old.length == new.length or not new.samples:
+        return 0
+    # Without a number of samples the length is that number, or was rounded to the ranks of the saved run.
+    rounded = new.samples // max(old_pace.ranks, 1) * old_pace.ranks
+    same = old.samples == new.samples if old.samples else old.length in (rounded, new.samples)
+    return old.length if same else 0
 
 
 def _without_waiting(position: Position, pace: Pace) -> Position:

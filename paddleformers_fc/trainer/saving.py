@@ -27,7 +27,7 @@ from paddleformers_fc.formats.huggingface import RUN_ARGUMENTS
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.paths import require_local
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer import documents, lineage, position, rng, rotation, state, undefined
+from paddleformers_fc.trainer import codecs, documents, lineage, position, reference, rng, rotation, state, undefined
 from paddleformers_fc.trainer.bypass import refuse_other_loop
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.description import describe
@@ -69,8 +69,10 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
         _update_best(trainer, metrics, directory)
         if args.ignore_save_lr_and_optim:
             return state.model_roles(trainer.model), _files(trainer, channel)
-        return state.run_roles(trainer.model, trainer.optimizer), _files(trainer, channel)
+        live = {**state.run_roles(trainer.model, trainer.optimizer), **reference.roles(trainer, run.reference)}
+        return live, _files(trainer, channel)
 
+    _look_at_reference(trainer, channel)
     roles, files = run_on_all(channel, "preparing a checkpoint", prepare, consistency)
     run.record = run.record or lineage.new_run()
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args), run.record)
@@ -100,6 +102,13 @@ def _save(trainer: Any, metrics: dict[str, float] | None) -> None:
     for reporter in reporters(trainer):
         reporter.on_checkpoint_saved(args, saved)
     trainer._rotate_checkpoints(output_dir=args.output_dir)
+
+
+def _look_at_reference(trainer: Any, channel: Channel) -> None:
+    """Before the first save, look at a reference model that stays the base; every rank must call."""
+    model, record = reference.model_of(trainer), job_state_of(trainer).reference
+    if model is not None and record.contents is None and not reference.is_state(trainer, record):
+        record.contents = reference.contents_of(model, channel)
 
 
 def _warn_of_differences(run: JobState, args: Any, directory: Path, differences: tuple[str, ...]) -> None:
@@ -137,6 +146,9 @@ def _files(trainer: Any, channel: Channel) -> dict[str, bytes]:
     if channel.rank == 0:
         data = position.to_document(tracker.position, position.pace_of(args), tracker.order)
         files |= {**documents.model_files(trainer), **documents.trainer_files(trainer, data)}
+        if reference.model_of(trainer) is not None:
+            about = reference.document(trainer, job_state_of(trainer).reference, position.pace_of(args))
+            files[documents.REFERENCE] = codecs.encode(about, "reference model")
     return files
 
 

@@ -343,14 +343,18 @@ def known_samples() -> dict[tuple[int, ...], int]:
     return {tuple(samples[index]["input_ids"].tolist()): index for index in range(len(samples))}
 
 
-def every_sample() -> list[int]:
-    """What an epoch trains, sorted."""
+def every_sample(count: int = tiny.SAMPLES) -> list[int]:
+    """What an epoch over the first samples trains, sorted."""
     known, samples = known_samples(), tiny.Samples()
-    return sorted(known[tuple(samples[index]["input_ids"].tolist())] for index in range(len(samples)))
+    return sorted(known[tuple(samples[index]["input_ids"].tolist())] for index in range(count))
 
 
-def run_and_watch_samples(resume: str | None = None, **settings: Any) -> list[int]:
-    """Train; the indices of the samples that this rank trained, in order."""
+def run_and_watch_samples(resume: str | None = None, count: int = tiny.SAMPLES, **settings: Any) -> list[int]:
+    """Train; the indices of the samples that this rank trained, in order.
+
+    Args:
+        count: only so many samples are the data.
+    """
     from paddleformers.trainer import TrainerCallback
 
     known = known_samples()
@@ -361,7 +365,11 @@ def run_and_watch_samples(resume: str | None = None, **settings: Any) -> list[in
             if state.global_step < state.max_steps:
                 trained.extend(known[tuple(row)] for row in inputs["input_ids"].tolist())
 
-    flex_trainer(**settings, callbacks=[WatchSamples()]).train(resume_from_checkpoint=resume)
+    class Fewer(tiny.Samples):
+        def __len__(self) -> int:
+            return count
+
+    flex_trainer(**settings, callbacks=[WatchSamples()], train_dataset=Fewer()).train(resume_from_checkpoint=resume)
     return trained
 
 

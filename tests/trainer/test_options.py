@@ -41,7 +41,6 @@ CONTRADICTIONS: dict[str, Any] = {
     "using_sonic_moe": True,
     "replicate_saved_into_local": True,
     "pdc_download_ckpt": True,
-    "ref_model_update_steps": 2,
 }
 """For every option that is refused, a value that is."""
 
@@ -54,7 +53,7 @@ HARMLESS: dict[str, Any] = {
     "sharding": "stage1",
     "optim": "adamw",
     "flash_device_save_steps": 0,
-    "ref_model_update_steps": -1,
+    "ref_model_update_steps": 2,
 }
 
 

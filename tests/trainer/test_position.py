@@ -131,6 +131,43 @@ def test_data_that_comes_otherwise_is_refused(pace: Pace, order: SampleOrder, ev
     assert "ignore_data_skip: true" in caught.value.next_step
 
 
+ODD = replace(SHUFFLED, length=66, samples=67)
+
+
+def test_the_rest_of_an_epoch_is_read_in_the_saved_order_if_other_ranks_round_its_length_otherwise() -> None:
+    alone, four = Pace(8, 1, 1), Pace(2, 1, 4)
+    now = replace(ODD, length=67)
+    start = start_after((HALFWAY, DP2, ODD), alone, now, 9)
+    assert start == Start(HALFWAY, 3, length=66)
+    # A third layout resumes the same epoch, of which the second one wrote the length that it read.
+    saved = from_document(to_document(HALFWAY, alone, replace(now, length=start.length)), "data.json")
+    assert start_after(saved, four, replace(ODD, length=64), 8) == Start(HALFWAY, 3, length=66)
+    # The first one may have had every sample.
+    saved = from_document(to_document(HALFWAY, DP2, now), "data.json")
+    assert start_after(saved, four, replace(ODD, length=64), 8) == Start(HALFWAY, 3, length=67)
+
+
+def test_an_epoch_in_the_saved_order_is_over_when_no_rank_has_a_pass_left() -> None:
+    last, fifth = Position(epoch=1, samples=64, consumed=128), Pace(1, 1, 5)
+    assert start_after((last, Pace(8, 1, 1), replace(ODD, length=67)), Pace(32, 1, 2), ODD, 3).passes == 1
+    with pytest.raises(OptionError):
+        start_after((last, Pace(8, 1, 1), replace(ODD, length=67)), fifth, replace(ODD, length=65), 13)
+
+
+@pytest.mark.parametrize("samples", [0, 68, 69])
+def test_data_of_another_size_is_refused_though_its_length_is_rounded(samples: int) -> None:
+    now = replace(ODD, length=64, samples=samples)
+    with pytest.raises(OptionError, match="do not fit"):
+        start_after((HALFWAY, DP2, ODD), Pace(2, 1, 4), now, 8)
+
+
+def test_a_document_of_before_is_of_the_same_data_if_its_length_is_rounded_to_its_own_ranks() -> None:
+    before = replace(ODD, samples=0)
+    assert start_after((HALFWAY, DP2, before), Pace(8, 1, 1), replace(ODD, length=67), 9).length == 66
+    with pytest.raises(OptionError, match="do not fit"):
+        start_after((HALFWAY, DP2, before), Pace(8, 1, 1), replace(ODD, length=68, samples=68), 9)
+
+
 def test_unshuffled_data_may_have_grown() -> None:
     ordered = SampleOrder(True, 64, False, 0)
     assert start_after((HALFWAY, DP2, ordered), DP2, replace(ordered, length=80), 10) == Start(HALFWAY, 3)

@@ -3,13 +3,16 @@
 The text is the beginning of Shakespeare's *Coriolanus* (public domain), shipped with the package, so that everything
 derived from it is the same on every machine and needs no network. :func:`prepare` writes::
 
-    assets/corpus.jsonl     one record per sample, {"text": ["..."]}, as PaddleFormers' stage PT reads it
-    assets/llama/           config.json, model.safetensors, tokenizer.json, ...
-    assets/ernie_moe/       the same for a mixture of experts
+    assets/corpus.jsonl       one record per sample, {"text": ["..."]}, as PaddleFormers' stage PT reads it
+    assets/dialogues.jsonl    one to three turns, {"src": ["..."], "tgt": ["..."]}, for the stage SFT
+    assets/preferences.jsonl  a speech with a better and a worse answer, for the stage DPO
+    assets/llama/             config.json, model.safetensors, tokenizer.json, ...
+    assets/ernie_moe/         the same for a mixture of experts
 
 Idea: two parallel layouts can only be compared by their losses if they see the same tokens with the same weights. So
 
-* every record is longer than a sample: the loader cuts it, and no sample is ever padded or shorter than another;
+* every record of the corpus is longer than a sample: the loader cuts it, and none is padded or shorter than others;
+* every dialogue and preference is shorter than :data:`DIALOGUE_LENGTH`, so that none is left out;
 * neither token 0 nor the padding token occurs: Paddle embeds ``padding_idx`` as zero, but not in tensor parallel;
 * two key-value heads and four layers: tensor parallel 2 and pipeline parallel 2, 4 both divide them.
 
@@ -22,8 +25,9 @@ Time: below a second. Memory: below 20 MiB.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -36,6 +40,11 @@ if TYPE_CHECKING:
 
 SEQUENCE_LENGTH = 64
 """Tokens per sample. Every record of the corpus has at least one more."""
+
+DIALOGUE_LENGTH = 128
+"""``max_seq_len`` for dialogues and preferences. Their own tokens are at most :data:`_SPOKEN`; a template adds some."""
+
+_SPOKEN = 88
 
 VOCABULARY = 512
 SPECIAL_TOKENS = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -52,11 +61,15 @@ class Assets:
     """Where :func:`prepare` put things.
 
     Args:
-        corpus: the JSONL file.
+        corpus: the JSONL file for pre-training.
+        dialogues: the JSONL file for fine-tuning.
+        preferences: the JSONL file for preference training.
         models: by name (``llama``, ``ernie_moe``), a Hugging Face directory each.
     """
 
     corpus: Path
+    dialogues: Path
+    preferences: Path
     models: Mapping[str, Path]
 
 
@@ -72,13 +85,15 @@ def prepare(directory: Path) -> Assets:
     text = (files(__package__) / "text" / "coriolanus.txt").read_text(encoding="utf-8")
     tokenizer = _tokenizer(text)
     directory.mkdir(parents=True, exist_ok=True)
-    corpus = directory / "corpus.jsonl"
-    corpus.write_text("".join(_records(text, tokenizer)), encoding="utf-8")
+    written = {"corpus": _records, "dialogues": _dialogues, "preferences": _preferences}
+    data = {name: directory / f"{name}.jsonl" for name in written}
+    for name, records in written.items():
+        data[name].write_text("".join(records(text, tokenizer)), encoding="utf-8")
     models = {name: directory / name for name in MODELS}
     for name, (config, shapes) in MODELS.items():
         _write_model(models[name], config, shapes)
         _write_tokenizer(models[name], tokenizer)
-    return Assets(corpus, models)
+    return Assets(**data, models=models)
 
 
 def _tokenizer(text: str) -> Tokenizer:
@@ -106,6 +121,41 @@ def _records(text: str, tokenizer: Tokenizer) -> Iterator[str]:
         if len(tokenizer.encode(record).ids) > SEQUENCE_LENGTH:
             yield json.dumps({"text": [record]}) + "\n"
             record = ""
+
+
+def _speeches(text: str, tokenizer: Tokenizer) -> list[str]:
+    """Return what the characters say, without their names, as far as two speeches fit into a dialogue."""
+    spoken = (part.partition(":\n")[2].strip() for part in text.split("\n\n"))
+    return [one for one in spoken if one and len(tokenizer.encode(one).ids) <= _SPOKEN // 2]
+
+
+def _dialogues(text: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """Lines of JSON: successive speeches as the turns of a user and an assistant; one, two and three turns by turns."""
+    speeches = iter(_speeches(text, tokenizer))
+    turns: list[tuple[str, str]] = []
+    for number, pair in enumerate(zip(speeches, speeches, strict=False)):
+        together = "".join(itertools.chain.from_iterable([*turns, pair]))
+        if turns and len(tokenizer.encode(together).ids) > _SPOKEN:
+            yield _dialogue(turns)
+            turns = []
+        turns.append(pair)
+        if len(turns) > number % 3:
+            yield _dialogue(turns)
+            turns = []
+
+
+def _dialogue(turns: Sequence[tuple[str, str]]) -> str:
+    return json.dumps({"src": [asked for asked, _ in turns], "tgt": [said for _, said in turns]}) + "\n"
+
+
+def _preferences(text: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """Lines of JSON: a speech, the next one as the better answer, and the beginning of the first as the worse one."""
+    speeches = iter(_speeches(text, tokenizer))
+    for asked, said in zip(speeches, speeches, strict=False):
+        worse = asked[: len(asked) // 2].strip() or asked
+        if len(tokenizer.encode(asked + said + worse).ids) <= _SPOKEN:
+            record = {"src": [asked], "tgt": [], "response": [[said], [worse]], "sort": [1, 0]}
+            yield json.dumps(record) + "\n"
 
 
 def _common_config(architecture: str, model_type: str) -> dict[str, Any]:

@@ -1,0 +1,238 @@
+"""The reference model of preference training: saved if it changes, otherwise compared by its contents.
+
+PaddleFormers' preference training compares the trained model with a second one, which begins as a copy of the base.
+With ``ref_model_update_steps`` it takes over the trained weights at every so many forward passes. It is then state of
+the run, with a role of its own. Otherwise a checkpoint contains its *contents*: per tensor a sum over its elements,
+which is the same under every layout. A resume with another base is refused.
+
+A sum does not depend on the order of elements, because fused tensors are ordered by the tensor-parallel degree.
+
+Time: one pass over the reference model per run, about a second per gigabyte and rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked
+from paddleformers_fc.errors import FormatError, MismatchError, OptionError
+from paddleformers_fc.execute.memory import host_pieces
+from paddleformers_fc.families import family_for
+from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.layout.roles import MODEL_STATE, REFERENCE_MODEL
+from paddleformers_fc.mapping.boxes import Box
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.trainer import state
+from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.position import Pace
+
+PASSES = "train_step_count"
+"""PaddleFormers' attribute of a Trainer: its forward passes, at multiples of which the reference model is updated."""
+
+_PIECE = 1 << 18
+_MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
+_COUNT = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+@dataclass
+class ReferenceRecord:
+    """What is known of a Trainer's reference model.
+
+    Args:
+        contents: see :func:`contents_of`; None before they are needed.
+        loaded: whether a checkpoint has filled it, so that it is no longer the base.
+    """
+
+    contents: Mapping[str, str] | None = None
+    loaded: bool = False
+
+
+class ReferenceDocument(msgspec.Struct, forbid_unknown_fields=True):
+    """``trainer/reference.json``.
+
+    Args:
+        passes: forward passes of the run.
+        pass_samples: samples of a pass on all ranks.
+        contents: per tensor its dtype, number of elements and sum; empty if the checkpoint contains the model.
+    """
+
+    passes: _COUNT
+    pass_samples: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    contents: dict[str, str] = {}
+
+
+def model_of(trainer: Any) -> Any:
+    """Return the reference model of a Trainer; None if it has none."""
+    return getattr(trainer, "ref_model", None)
+
+
+def is_state(trainer: Any, record: ReferenceRecord) -> bool:
+    """Return whether the reference model is no longer the base, or will not be."""
+    return model_of(trainer) is not None and (record.loaded or _updates(trainer))
+
+
+def _updates(trainer: Any) -> bool:
+    return getattr(getattr(trainer, "dpo_config", None), "ref_model_update_steps", 0) > 0
+
+
+def refuse_unsupported(trainer: Any) -> None:
+    """Refuse updates of a reference model that PaddleFormers does not make, or makes in part.
+
+    Raises:
+        OptionError: with the option that contradicts ``ref_model_update_steps``.
+    """
+    args = trainer.args
+    if not _updates(trainer) or trainer.dpo_config.reference_free:
+        return
+    reasons = []
+    if model_of(trainer) is None:
+        reasons.append("lora: true: without adapters the trained model is the reference model, which has no updates")
+    if args.pipeline_model_parallel_size > 1:
+        size = args.pipeline_model_parallel_size
+        reasons.append(f"pipeline_model_parallel_size: {size}: PaddleFormers never updates it in a pipeline")
+    if "stage3" in str(args.sharding):
+        reasons.append("sharding: stage3: PaddleFormers copies the slices of one rank and leaves the rest")
+    if reasons:
+        raise OptionError(
+            "ref_model_update_steps contradicts another option.",
+            where="training arguments",
+            evidence=[
+                f"ref_model_update_steps: {trainer.dpo_config.ref_model_update_steps} and {one}" for one in reasons
+            ],
+            next_step="Remove one of the two keys.",
+        )
+
+
+def roles(trainer: Any, record: ReferenceRecord) -> state.LiveRoles:
+    """Return the role of a reference model that is state; no role otherwise."""
+    return role_to_fill(trainer) if is_state(trainer, record) else {}
+
+
+def role_to_fill(trainer: Any) -> state.LiveRoles:
+    """Return the weights of the reference model in their role; no role if there is none."""
+    model = model_of(trainer)
+    return {} if model is None else {REFERENCE_MODEL: state.model_roles(model)[MODEL_STATE]}
+
+
+def document(trainer: Any, record: ReferenceRecord, pace: Pace) -> dict[str, Any]:
+    """Return the content of ``trainer/reference.json``."""
+    contents = {} if is_state(trainer, record) else dict(record.contents or {})
+    about = ReferenceDocument(int(getattr(trainer, PASSES, 0)), pace.per_pass, contents)
+    return dict(msgspec.to_builtins(about))
+
+
+def from_document(values: Mapping[str, Any], where: AnyPath) -> ReferenceDocument:
+    """Read the content of ``trainer/reference.json``.
+
+    Raises:
+        FormatError: the document is damaged.
+    """
+    try:
+        return msgspec.convert(values, type=ReferenceDocument)
+    except ValueError as error:
+        what = "Invalid description of the reference model."
+        raise FormatError(what, where=str(where), evidence=[str(error)]) from error
+
+
+def refuse_other(
+    saved: ReferenceDocument, contents: Mapping[str, str], directory: AnyPath | Path, casts: bool = False
+) -> None:
+    """Refuse a reference model with other numbers than that of the saved run.
+
+    Args:
+        saved: the document of the checkpoint.
+        contents: of the live model, see :func:`contents_of`.
+        directory: the checkpoint.
+        casts: whether this run may have another precision, in which contents cannot be compared.
+
+    Raises:
+        MismatchError: with every tensor that differs.
+    """
+    apart = list(_differences(saved.contents, contents, casts)) if saved.contents else []
+    if apart:
+        raise MismatchError(
+            "The reference model differs from that of the run that saved.",
+            where=str(directory),
+            evidence=fold(apart),
+            next_step="Name the base of that run in model_name_or_path. To train against another reference model, set "
+            "ignore_load_lr_and_optim: true, which starts a new run from these weights.",
+        )
+
+
+def _differences(saved: Mapping[str, str], now: Mapping[str, str], casts: bool) -> Iterator[str]:
+    for name in sorted({*saved, *now}):
+        old, new = saved.get(name, "absent"), now.get(name, "absent")
+        if casts and old.partition(" ")[0] != new.partition(" ")[0]:
+            old, new = (one.partition(" ")[2].partition(" ")[0] for one in (old, new))  # Numbers of elements.
+        if old != new:
+            yield f"{name}: saved {old}, now {new}"
+
+
+def restore(trainer: Any, saved: ReferenceDocument, pace: Pace) -> None:
+    """Set the number of forward passes: those in which this run would have trained the same samples."""
+    setattr(trainer, PASSES, saved.passes * saved.pass_samples // pace.per_pass)
+
+
+class _Part(msgspec.Struct):
+    """The elements of one box of a tensor."""
+
+    name: str
+    box: Box
+    dtype: str
+    elements: int
+    total: int
+
+
+def contents_of(model: Any, channel: Channel) -> dict[str, str]:
+    """Return per tensor its dtype, number of elements, and a sum over their bits. Every rank must call.
+
+    Args:
+        model: the reference model as it was built.
+        channel: all ranks of the job.
+    """
+
+    def work() -> list[_Part]:
+        weights = state.model_roles(model)[MODEL_STATE]
+        shards = describe_roles({MODEL_STATE: weights})[MODEL_STATE]
+        left_out = _aliases(model)
+        return [
+            _Part(name, shard.box, shard.dtype, shard.size, _total(weights[name].local_tensor, shard.size))
+            for name, shard in shards.items()
+            if name not in left_out
+        ]
+
+    everyone = all_gather_checked(channel, "comparing the reference model", work, list[_Part])
+    boxes = {(part.name, part.box): part for parts in everyone for part in parts}
+    whole: dict[str, tuple[str, int, int]] = {}
+    for part in boxes.values():
+        _, elements, total = whole.get(part.name, ("", 0, 0))
+        whole[part.name] = (part.dtype, elements + part.elements, (total + part.total) % 2**64)
+    return {name: f"{dtype} {elements} {total:016x}" for name, (dtype, elements, total) in sorted(whole.items())}
+
+
+def _aliases(model: Any) -> set[str]:
+    """Return the names of tied copies, which only some layouts have."""
+    described = describe(model)
+    tied = family_for(described.config).tied if described.config.get("tie_word_embeddings") else ()
+    return {one.alias for one in tied}
+
+
+def _total(tensor: Any, elements: int) -> int:
+    """Return a sum over the mixed bits of every element, modulo 2**64."""
+    total = 0
+    for part in host_pieces(tensor, 0, elements):
+        for start in range(0, part.size, _PIECE):
+            piece = part[start : start + _PIECE]
+            bits = piece.view(f"u{piece.itemsize}").astype(np.uint64)
+            for multiplier in _MULTIPLIERS:
+                bits *= np.uint64(multiplier)
+                bits ^= bits >> np.uint64(32)
+            total += int(bits.sum(dtype=np.uint64))
+    return total % 2**64

@@ -1,0 +1,166 @@
+"""PaddleFormers' workflows by the recipes: stopped and resumed under another layout, each trains what it would have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file, save_file
+
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.trainer.register import PATH
+from paddleformers_fc.verification.demo.assets import Assets, prepare
+from tests.cli.support import run
+from tests.harness.fixtures import PATIENT
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = "tests.trainer.workflow_jobs"
+COMMAND_LINE = ("paddleformers.cli.launcher", "paddleformers.cli.train.tuner")
+
+DP2 = {"gradient_accumulation_steps": 2}
+TP2 = {"gradient_accumulation_steps": 4, "tensor_model_parallel_size": 2}
+PP2 = {"gradient_accumulation_steps": 4, "pipeline_model_parallel_size": 2}
+SD2 = {"gradient_accumulation_steps": 2, "sharding": "stage1", "sharding_parallel_size": 2, "split_param": True}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Losses and sorted digests of the trained samples, both by step."""
+
+    losses: dict[int, float]
+    samples: dict[int, list[str]]
+
+    @property
+    def all_samples(self) -> list[str]:
+        return [one for samples in self.samples.values() for one in samples]
+
+
+class Workflows:
+    """Trains recipes on ranks that have imported the command line."""
+
+    def __init__(self, server: ForkServer, assets: Assets) -> None:
+        self.server, self.assets = server, assets
+
+    def write(self, recipe: str, output_dir: Path, keys: dict[str, Any]) -> Path:
+        """A recipe with other keys, and with its data where it is here."""
+        values = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text())
+        root = str(self.assets.corpus.parent)
+        here = {
+            key: value.replace("./demo_out/assets", root) for key, value in values.items() if isinstance(value, str)
+        }
+        path = output_dir.with_suffix(".yaml")
+        path.write_text(
+            yaml.safe_dump({**values, **here, "custom_register_path": str(PATH), "output_dir": str(output_dir), **keys})
+        )
+        return path
+
+    def train(self, recipe: str, output_dir: Path, **keys: Any) -> Watched:
+        """Train a recipe on two ranks; samples that both see count once."""
+        path = self.write(recipe, output_dir, keys)
+        values = self.server.run(f"{JOBS}:train", 2, {"config": str(path)}).values
+        model_parallel = {"tensor_model_parallel_size", "pipeline_model_parallel_size"} & keys.keys()
+        samples: dict[int, list[str]] = {}
+        for one in values[:1] if model_parallel else values:
+            for step, digests in one["samples"]:
+                samples[step] = sorted([*samples.get(step, []), *digests])
+        return Watched(dict(map(tuple, values[0]["losses"])), samples)
+
+    def refused(self, recipe: str, output_dir: Path, **keys: Any) -> str:
+        """Train a recipe, which must fail on both ranks; the log of the first one."""
+        path = self.write(recipe, output_dir, keys)
+        result = self.server.attempt(f"{JOBS}:train", 2, {"config": str(path)})
+        assert not result.ok
+        return result.logs[0].read_text()
+
+
+@pytest.fixture(scope="module")
+def workflows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workflows]:
+    with ForkServer((*PATIENT, *COMMAND_LINE)) as server:
+        yield Workflows(server, prepare(tmp_path_factory.mktemp("assets")))
+
+
+def resume_and_compare(workflows: Workflows, recipe: str, directory: Path, layout: dict[str, Any], **keys: Any) -> None:
+    """Train six steps with data parallelism; resume at the third under a layout; compare losses and samples."""
+    whole = workflows.train(recipe, directory / "whole", **{**DP2, **keys})
+    resume = {"resume_from_checkpoint": str(directory / "whole/checkpoint-3")}
+    resumed = workflows.train(recipe, directory / "resumed", **{**keys, **layout, **resume})
+    assert sorted(whole.losses) == [1, 2, 3, 4, 5, 6]
+    assert resumed.losses == pytest.approx({step: whole.losses[step] for step in (4, 5, 6)}, abs=2e-6)
+    assert resumed.samples == {step: whole.samples[step] for step in (4, 5, 6)}
+    assert len(set(whole.all_samples)) == len(whole.all_samples) >= 24
+
+
+def test_fine_tuning_on_packed_dialogues_resumes_with_tensor_parallelism(workflows: Workflows, tmp_path: Path) -> None:
+    resume_and_compare(workflows, "llama_sft", tmp_path, TP2)
+
+
+def test_preference_training_resumes_with_the_reference_model_that_was_updated(
+    workflows: Workflows, tmp_path: Path
+) -> None:
+    resume_and_compare(workflows, "llama_dpo", tmp_path, {**TP2, "ref_model_update_steps": 8})
+    saved = tmp_path / "whole/checkpoint-3"
+    digests = {role: {one.name: one.md5 for one in canonical_digests(saved) if one.role == role} for role in ROLES}
+    assert digests["reference_model"].keys() == digests["model_state"].keys()
+    assert digests["reference_model"] != digests["model_state"]
+    again = {one.name: one.md5 for one in canonical_digests(tmp_path / "resumed/checkpoint-6") if one.role == ROLES[0]}
+    assert again != digests["reference_model"]  # It was updated once more.
+    assert json.loads((saved / "trainer/reference.json").read_text())["contents"] == {}
+    assert run("plan", saved, "--to", "tp=2,pp=2,sharding=2").code == 0
+    assert run("verify", saved).code == 0
+
+
+ROLES = ("reference_model", "model_state")
+
+
+def test_a_resume_with_another_base_as_reference_model_is_refused(workflows: Workflows, tmp_path: Path) -> None:
+    keys = {"ref_model_update_steps": -1, "max_steps": 3}
+    workflows.train("llama_dpo", tmp_path / "out", **keys)
+    base = shutil.copytree(workflows.assets.models["llama"], tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] = np.nextafter(weights["model.norm.weight"], 2, dtype="float32")
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    resume = {**keys, "max_steps": 4, "resume_from_checkpoint": str(tmp_path / "out/checkpoint-3")}
+    log = workflows.refused("llama_dpo", tmp_path / "other", **resume, model_name_or_path=str(base))
+    assert "The reference model differs from that of the run that saved." in log
+    assert "model.norm.weight: saved float32 64 " in log
+    assert "model.layers" not in log.partition("The reference model differs")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "layout", "keys"),
+    [
+        ("llama_pt", PP2, {}),
+        ("llama_pt", TP2, {"packing": True}),
+        ("ernie_moe_pt", TP2, {}),
+        ("llama_sft", PP2, {"packing": False}),
+        ("llama_sft", SD2, {"greedy_intokens": False}),
+        ("llama_sft", TP2, {"binpacking": True, "packing_interval": 16}),
+        ("llama_sft", TP2, {"packing": False, "dataset_type": "map"}),
+        ("llama_sft", TP2, {"binpacking": True, "packing_interval": 16, "dataset_type": "map"}),
+        ("llama_dpo", PP2, {"ref_model_update_steps": -1, "clear_every_step_cache": True}),
+        ("llama_dpo", TP2, {"ref_model_update_steps": -1, "packing": True, "max_seq_len": 192}),
+        ("llama_dpo", SD2, {}),
+    ],
+    ids=lambda one: one if isinstance(one, str) else None,
+)
+def test_a_workflow_trains_on_as_if_it_had_not_been_interrupted(
+    workflows: Workflows, tmp_path: Path, recipe: str, layout: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    resume_and_compare(workflows, recipe, tmp_path, layout, **keys)
+
+
+def test_updates_of_a_reference_model_that_paddleformers_does_not_make_are_refused(workflows: Workflows) -> None:
+    (found,) = workflows.server.run(f"{JOBS}:refused_updates", 1).values
+    assert "pipeline_model_parallel_size: 2: PaddleFormers never updates it in a pipeline" in found["pipeline"]
+    assert "sharding: stage3: PaddleFormers copies the slices of one rank" in found["stage 3"]
+    assert "lora: true" in found["adapters"]
+    assert found["supported"] == found["reference free"] == ""
