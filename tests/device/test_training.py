@@ -103,3 +103,28 @@ def test_a_save_and_a_load_copy_what_they_must_and_no_more(
         assert rank["uploaded by the save"] == 0
         assert rank["loaded"] == rank["late"] == rank["wanted"], "all of it on a side stream"
         assert rank["downloaded by the load"] == 0
+
+
+@pytest.mark.skipif(device() != FAKE, reason="a real accelerator counts no bytes")
+@pytest.mark.parametrize("bf16", [True, False], ids=["bfloat16", "float32"])
+def test_offloaded_states_are_saved_from_the_host_and_loaded_to_the_host(
+    device_ranks: Ranks, tmp_path: Path, bf16: bool
+) -> None:
+    def train(name: str, on: str, resume: Path | None = None) -> dict[str, Any]:
+        job = {"output_dir": str(tmp_path / name), "on": on, "bf16": bf16, "resume": resume and str(resume)}
+        (found,) = device_ranks.run("tests.device.training_jobs:train_offloaded", 1, job).values
+        return dict(found)
+
+    saved = train("saved", FAKE)
+    resumed = train("resumed", FAKE, tmp_path / "saved" / "checkpoint-3")
+    assert resumed["losses"] == saved["losses"][3:]
+    last = [list(canonical_digests(tmp_path / name / "checkpoint-6")) for name in ("saved", "resumed")]
+    assert last[0] == last[1]
+    on_cpu = train("cpu", "cpu")
+    assert on_cpu["losses"] == saved["losses"]
+    states = {"optimizer_state", "master_weight"} if bf16 else {"optimizer_state"}
+    for places in (saved["kept"], resumed["loaded"], resumed["kept"]):
+        assert {role for role, found in places.items() if found == ["Place(cpu)"]} == states
+    # The weights are the only tensors on the device, so they alone are copied.
+    assert resumed["load"] == [resumed["weights"], 0]
+    assert resumed["save"] == saved["save"] == [0, saved["weights"]]

@@ -148,3 +148,55 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
         "wanted": sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors),
         "downloaded by the load": loaded.to_host,
     }
+
+
+def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = None) -> dict[str, Any]:
+    """Train with ``tensorwise_offload_optimizer`` and checkpoints at steps 3 and 6.
+
+    Args:
+        output_dir: of this training.
+        on: name of the device that holds the model.
+        bf16: whether weights are bfloat16, with master weights.
+        resume: a checkpoint.
+    Returns:
+        the losses, where weights and states live after the load and at the end, and the bytes copied by the load, by
+        the creation of the states before it, and by the last save.
+    """
+    import paddle
+    from paddleformers.trainer import TrainerCallback
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.execute import load
+    from paddleformers_fc.trainer import saving, state
+
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 6, "save_steps": 3, "device": on}
+    paddle.set_device(on)
+    layout = {**tiny.SINGLE.to_json(), "bf16": bf16}
+    args = tiny.training_arguments(layout, output_dir, **settings, tensorwise_offload_optimizer=True)
+    found: dict[str, Any] = {}
+
+    def places() -> dict[str, list[str]]:
+        roles = state.run_roles(trainer.model, trainer.optimizer)
+        return {role: sorted({str(one.local_tensor.place) for one in names.values()}) for role, names in roles.items()}
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            found["loaded"] = places() if resume is not None else {}
+
+    def counted(what: str, function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            before = copied()
+            result = function(*arguments, **named)
+            found[what] = [(copied() - before).to_device, (copied() - before).to_host]
+            return result
+
+        return call
+
+    trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=FlexTrainer, callbacks=[Watch()])
+    load.read_redistributed = counted("load", load.read_redistributed)
+    saving.save_checkpoint = counted("save", saving.save_checkpoint)
+    state.create_states = counted("create", state.create_states)
+    trainer.train(resume_from_checkpoint=resume)
+    weights = [one.local_tensor for one in trainer.model.sharded_state_dict().values()]
+    found["weights"] = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in weights)
+    return {**found, "losses": trainer.losses, "kept": places()}
