@@ -239,7 +239,7 @@ TRAINER = (
     Hook("paddleformers.utils.optimizer:AdamWMini"),
     Hook(
         f"{_SHARDING}:DygraphShardingOptimizer.__init__",
-        names=("_inner_opt", "_rank2params", "_sharding_rank", "tensor_fusion", "fuse_optimizer"),
+        names=("_inner_opt", "_rank2fused", "_rank2params", "_sharding_rank", "tensor_fusion", "fuse_optimizer"),
     ),
     Hook(f"{_SHARDING}:DygraphShardingOptimizerV2.__init__", names=("_inner_opt", "_comm_buffer_list", "pp_overlap")),
     Hook(f"{_SHARDING}:DygraphShardingOptimizerV2._collect_comm_buffers", "(self)", ("comm_buffer_ref",)),

@@ -8,6 +8,7 @@ exchange makes sure that no rank trains on when another could not read.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,11 +34,12 @@ from paddleformers_fc.families.changes import OPTION, Change, config_changes, of
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.live import Roles, describe_roles
-from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
+from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, ROLES, parameter_of
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, statements_source
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.cache import CachedPlan, PlanCache, fits, plan_key
+from paddleformers_fc.plan.items import EqualCheck, ReadItem
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.plan.shard_numbers import regrouped
 from paddleformers_fc.storage.export_checksums import restore_or_delete
@@ -221,7 +223,7 @@ def prepare_load(
         def unexpected(untouched: Sequence[Stored]) -> list[str]:
             return [name for role, name in untouched if parameter_of(role, name) not in may_be_left]
 
-        return _Preflight(planned.plan, report, unexpected, known)
+        return _Preflight(with_shared_numbers(planned.plan, roles), report, unexpected, known)
 
     files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
     recorded = RecordedBlocks(files, checkpoint.compared) if checkpoint.unread else NO_BLOCKS
@@ -424,6 +426,29 @@ def _prepared(
         )
 
     return PreparedLoad(plan, fill)
+
+
+def with_shared_numbers(plan: LoadPlan, roles: Roles) -> LoadPlan:
+    """Add checks that stored numbers are equal if they fill the same memory.
+
+    Parameters that an optimizer updates as one buffer share their powers of beta.
+
+    Args:
+        plan: the plan.
+        roles: the live tensors.
+    """
+    shared: dict[int, list[ReadItem]] = {}
+    for item in plan.items:
+        if item.role != MODEL_STATE and item.shape == NUMBER_SHAPE:
+            tensor = roles[item.role][item.name].local_tensor
+            if math.prod(tensor.shape) == 1:
+                shared.setdefault(int(tensor.data_ptr()), []).append(item)
+    checks = (
+        EqualCheck(f"{other.name} = {first.name}", first.stored, other.stored)
+        for first, *others in shared.values()
+        for other in others
+    )
+    return replace(plan, checks=(*plan.checks, *checks))
 
 
 def cast_lines(plan: LoadPlan, roles: Roles) -> Iterator[str]:

@@ -37,6 +37,6 @@ def regrouped(source: ReadSource) -> Iterator[str]:
 
 
 def _stays(made: TensorSources) -> bool:
-    return len(made.names) == 1 and all(
-        link.source_box == link.target_box and link.axes == tuple(range(len(link.axes))) for link in made.template.links
-    )
+    """Return whether every element has its position; of several sources at least one has not."""
+    links = made.template.links
+    return all(link.source_box == link.target_box and link.axes == tuple(range(len(link.axes))) for link in links)

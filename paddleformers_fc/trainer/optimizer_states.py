@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -31,7 +32,13 @@ from paddleformers_fc.layout.roles import (
 )
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import slices
-from paddleformers_fc.trainer.optimizers import descriptor_of, innermost, sharding_with_ranges, unwrapped
+from paddleformers_fc.trainer.optimizers import (
+    descriptor_of,
+    has_fused_states,
+    innermost,
+    sharding_with_ranges,
+    unwrapped,
+)
 
 _MASTER_NAME = re.compile(r"_fp32_master_\d+$")
 """How the names of master weights end, under which their accumulators are."""
@@ -51,15 +58,17 @@ def describe(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
         MismatchError: states wait for the first step.
     """
     names = _names(weights)
-    held, ranges = slices.cut(weights), _ranges(optimizer)
+    fused = _fused(optimizer)
+    held, ranges = slices.cut(weights), _ranges(optimizer, fused)
     found: dict[str, Any] = {}
-    for state, static, tensor in _tensors(optimizer):
-        parameter = names[static]
-        if parameter not in held:
-            continue
-        shard = _shard(parameter + state.suffix, state, tensor, weights[parameter], ranges.get(static))
-        if shard is not None:
-            found[shard.key] = shard
+    for state, buffer, whole in _tensors(optimizer):
+        for static, tensor in _parts(state, buffer, whole, fused):
+            parameter = names[static]
+            if parameter not in held:
+                continue
+            shard = _shard(parameter + state.suffix, state, tensor, weights[parameter], ranges.get(static))
+            if shard is not None:
+                found[shard.key] = shard
     return found
 
 
@@ -79,11 +88,12 @@ def create(
         parameters: names of the parameters that get states.
         place_master: moves a master weight in place to where the run keeps it between steps.
     """
-    names = _names(weights)
+    names, fused = _names(weights), _fused(optimizer)
     inner = optimizer._optim if isinstance(optimizer, GroupShardedOptimizerStage2) else optimizer
     block = paddle.base.framework.default_main_program().global_block()
     for one in _updated(optimizer, weights):
-        if names.get(_static(one.name)) in parameters:
+        static = _static(one.name)
+        if any(names.get(own.name) in parameters for own in fused.get(static, ())) or names.get(static) in parameters:
             inner._create_accumulators(block, [one])
             master = None if place_master is None else getattr(inner, "_master_weights", {}).get(one.name)
             if place_master is not None and master is not None:
@@ -126,7 +136,8 @@ def _updated(optimizer: Any, weights: Mapping[str, Any]) -> Any:
         return _slices_of_buffers(ranges)
     for wrapper in unwrapped(optimizer):
         if isinstance(wrapper, DygraphShardingOptimizer):
-            return wrapper._rank2params[wrapper._sharding_rank]
+            own = wrapper._rank2fused if has_fused_states(wrapper) else wrapper._rank2params
+            return own[wrapper._sharding_rank]
     groups = getattr(optimizer, "_param_groups", None) or ()
     if any(isinstance(group, dict) for group in groups):
         return itertools.chain.from_iterable(group["params"] for group in groups)
@@ -144,10 +155,55 @@ def _slices_of_buffers(optimizer: Any) -> Iterator[Any]:
                 yield part
 
 
-def _ranges(optimizer: Any) -> dict[str, slice]:
-    """Return this rank's range of each parameter under ``split_param`` without padding, by static name."""
+@dataclass(frozen=True)
+class _FusedParameter:
+    """A parameter in a buffer that the optimizer updates as one parameter (``stage1_tensor_fusion``).
+
+    Args:
+        name: its static name.
+        begin: index of its first element in the buffer.
+        size: number of its elements.
+    """
+
+    name: str
+    begin: int
+    size: int
+
+
+def _fused(optimizer: Any) -> dict[str, list[_FusedParameter]]:
+    """Return the parameters of every fused buffer of this rank, by the buffer's static name.
+
+    Paddle keeps no list of them, but parameters share the memory of their buffer.
+    """
+    found: dict[str, list[_FusedParameter]] = {}
+    for wrapper in unwrapped(optimizer):
+        if not isinstance(wrapper, DygraphShardingOptimizer) or not has_fused_states(wrapper):
+            continue
+        for buffer in wrapper._rank2fused[wrapper._sharding_rank]:
+            width, total = buffer.element_size(), math.prod(buffer.shape)
+            for parameter in wrapper._rank2params[wrapper._sharding_rank]:
+                begin, rest = divmod(parameter.data_ptr() - buffer.data_ptr(), width)
+                if 0 <= begin < total and not rest and parameter.dtype == buffer.dtype:
+                    size = math.prod(parameter.shape)
+                    found.setdefault(buffer.name, []).append(_FusedParameter(parameter.name, begin, size))
+    return found
+
+
+def _parts(
+    state: StateDescriptor, static: str, tensor: Any, fused: Mapping[str, Sequence[_FusedParameter]]
+) -> Iterator[tuple[str, Any]]:
+    """Yield static names of parameters and their parts of a state; the parameters of a buffer share its numbers."""
+    if static not in fused:
+        yield static, tensor
+    for one in fused.get(static, ()):
+        number = state.shape is StateShape.NUMBER
+        yield one.name, tensor if number else tensor._slice(one.begin, one.begin + one.size).detach()
+
+
+def _ranges(optimizer: Any, fused: Mapping[str, Sequence[_FusedParameter]]) -> dict[str, slice]:
+    """Return this rank's range of each parameter in a fused buffer without padding, by static name."""
     sharding = sharding_with_ranges(optimizer)
-    found: dict[str, slice] = {}
+    found = {one.name: slice(0, one.size) for parameters in fused.values() for one in parameters}
     for buffer in () if sharding is None else sharding._comm_buffer_list:
         for static, view in buffer._sharding_param_grad_view.items():
             first, size = view._index, math.prod(view._param.shape)

@@ -1,9 +1,7 @@
 """Find the declaration of an optimizer, and refuse others before a step runs and before anything is loaded.
 
 A checkpoint contains the states that :mod:`~paddleformers_fc.layout.roles` declares for the optimizer's class, by
-parameter. An undeclared optimizer has states of other names or shapes, and would fail at the first save. An optimizer
-whose parameters sharding has fused has states of the fused buffers. It would also resume without an error, with loaded
-states that it does not use.
+parameter. An undeclared optimizer has states of other names or shapes, and would fail at the first save.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ def refuse_unsupported(optimizer: Any) -> None:
         optimizer: the optimizer with whatever wrappers the Trainer has put around it; None if there is none yet.
 
     Raises:
-        OptionError: its class is not declared, or its parameters are fused or divided in a way that its states do not
+        OptionError: its class is not declared, or sharding fuses or divides parameters in a way that its states do not
             allow.
     """
     if optimizer is None:
@@ -49,9 +47,6 @@ def refuse_unsupported(optimizer: Any) -> None:
     descriptor = descriptor_of(optimizer)
     if any(state.shape is StateShape.SHARD_NUMBER for state in descriptor.states):
         _refuse_ranges(optimizer, descriptor)
-    for wrapper in unwrapped(optimizer):
-        if isinstance(wrapper, DygraphShardingOptimizer):
-            _refuse_fused(wrapper)
 
 
 def descriptor_of(optimizer: Any) -> OptimizerDescriptor:
@@ -94,6 +89,12 @@ def unwrapped(optimizer: Any) -> Iterator[Any]:
         yield from unwrapped(wrapped)
 
 
+def has_fused_states(sharding: DygraphShardingOptimizer) -> bool:
+    """Return whether the optimizer within sharding stage 1 updates fused buffers (``stage1_tensor_fusion``)."""
+    # Where only communication is fused, Paddle steps with the parameters themselves.
+    return bool(sharding.tensor_fusion and sharding.fuse_optimizer)
+
+
 def sharding_with_ranges(optimizer: Any) -> Any:
     """Return the wrapper of sharding stage 1 with ``split_param``; None if there is none."""
     return next((one for one in unwrapped(optimizer) if isinstance(one, DygraphShardingOptimizerV2)), None)
@@ -114,12 +115,14 @@ def _undeclared(kind: type) -> OptionError:
 
 
 def _refuse_ranges(optimizer: Any, descriptor: OptimizerDescriptor) -> None:
-    """Refuse sharding that cuts parameters into ranges: one number of a range cannot be restored for another one."""
+    """Refuse sharding that cuts or fuses parameters: one number of such a part cannot be restored for another one."""
     parameters: Iterable[Any] = getattr(innermost(optimizer), "_parameter_list", None) or ()
     if sharding_with_ranges(optimizer) is not None:
         key = "split_param: true"
     elif any(slices.is_sliced(parameter) for parameter in parameters):
         key = "sharding: stage3"
+    elif any(isinstance(one, DygraphShardingOptimizer) and has_fused_states(one) for one in unwrapped(optimizer)):
+        key = "stage1_tensor_fusion: true"
     else:
         return
     states = [state.paddle_name for state in descriptor.states if state.shape is StateShape.SHARD_NUMBER]
@@ -128,23 +131,7 @@ def _refuse_ranges(optimizer: Any, descriptor: OptimizerDescriptor) -> None:
         where="training arguments",
         evidence=[
             f"flex_checkpoint: true and {key} with {descriptor.short_name}: its {', '.join(states)} is one number per "
-            "local tensor, here of a range of elements that belongs to this number of ranks alone"
+            "local tensor, here of elements that belong together under this layout alone"
         ],
-        next_step="Use sharding stage 1 without split_param, or stage 2; or another optimizer.",
-    )
-
-
-def _refuse_fused(optimizer: Any) -> None:
-    """States of fused buffers, which sharding stage 1 can make in its first version, are in no checkpoint."""
-    # Where only communication is fused, Paddle steps with the parameters themselves.
-    if not (optimizer.tensor_fusion and optimizer.fuse_optimizer):
-        return
-    raise OptionError(
-        "flex_checkpoint: true contradicts another option.",
-        where="training arguments",
-        evidence=[
-            "flex_checkpoint: true and stage1_tensor_fusion: true: the optimizer then works with states of fused "
-            "parameters, which are not supported yet"
-        ],
-        next_step="Remove one of the two keys.",
+        next_step="Use sharding stage 1 without these keys, or stage 2; or another optimizer.",
     )

@@ -371,7 +371,12 @@ CONFLICTS = (
         "context parallelism is not supported: PaddleFormers 1.2.0 does not train it with Paddle 3.3.1",
         _is_several,
     ),
-    Conflict("sharding", f"offloaded parameters are {_NOT_YET}", _is_offloaded),
+    Conflict(
+        "sharding",
+        "PaddleFormers 1.2.0 itself warns that offload is not supported; tensorwise_offload_optimizer offloads the"
+        " optimizer",
+        _is_offloaded,
+    ),
     *(Conflict("optim", one.unavailable, _is(one.option)) for one in OPTIMIZERS if one.unavailable),
     Conflict("optim", "checkpoints have no states of it", _is_not(*[one.option for one in OPTIMIZERS])),
     Conflict("using_sonic_moe", f"its interleaved expert weights are {_NOT_YET}", _is_on),

@@ -5,6 +5,7 @@ The table of the page is made of what these tests measure. ``make optimizers`` w
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,6 +108,15 @@ def test_muon_is_refused_because_paddle_does_not_have_it() -> None:
     assert (muon.option, muon.unavailable) == ("muon", "Paddle 3.3.1 has no Muon")
     # When this fails: compare the declared states with the class, train it in this file, and remove `unavailable`.
     assert not hasattr(paddle.optimizer, "Muon")
+
+
+def test_offloaded_parameters_and_adamw_mini_under_tensor_parallelism_are_refused_by_paddleformers() -> None:
+    from paddleformers.trainer import TrainingArguments
+
+    # When this fails: PaddleFormers trains them; support them, and correct docs/optimizers.md.
+    source = inspect.getsource(TrainingArguments.__post_init__)
+    assert source.count('warnings.warn("`offload` is not supported NOW!")') == 2
+    assert "AdamW Mini currently doesn't support tensor parallelism." in source
 
 
 # ---- The table of the page.

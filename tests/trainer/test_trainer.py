@@ -502,17 +502,23 @@ def test_any_optimizer_may_train_weights_that_are_saved_alone(ranks: ForkServer,
     assert not (tmp_path / "checkpoint-2" / "optimizer_state").exists()
 
 
-def test_states_of_fused_parameters_are_refused_before_training_and_before_a_load(
-    ranks: ForkServer, saved: Saved, tmp_path: Path
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_states_of_fused_parameters_are_saved_and_loaded_by_parameter(
+    ranks: ForkServer, saved: Saved, saved_bf16: Saved, tmp_path: Path, half: bool
 ) -> None:
-    fused = {"max_steps": 4, "save_steps": 4, "stage1_tensor_fusion": True}
-    result = ranks.run(f"{JOBS}:refused", 2, settings(SD2V1, tmp_path / "resumed", saved.third, **fused))
-    for found in result.values:
-        assert found["error"] == "OptionError"
-        assert "flex_checkpoint: true and stage1_tensor_fusion: true" in found["text"]
-        assert not found["changed"]
-    result = ranks.run(f"{JOBS}:refused", 2, settings(SD2V1, tmp_path / "begun", False, **fused))
-    assert all(found["error"] == "OptionError" and not found["changed"] for found in result.values)
+    layout, unfused = (bf16(SD2V1), saved_bf16) if half else (SD2V1, saved)
+    fused = {**SIX_STEPS, "stage1_tensor_fusion": True}
+    whole = ranks.run(f"{JOBS}:run", 2, settings(layout, tmp_path / "whole", **fused)).values
+    third = tmp_path / "whole" / "checkpoint-3"
+    again = ranks.run(f"{JOBS}:run", 2, settings(layout, tmp_path / "again", third, **fused)).values
+    assert again[0]["losses"] == whole[0]["losses"][3:]
+    last = [list(canonical_digests(tmp_path / name / "checkpoint-6")) for name in ("whole", "again")]
+    assert last[0] == last[1]
+    # Into fused buffers and back again.
+    for name, source, arguments in (("in", unfused.third, fused), ("out", tmp_path / "in" / "checkpoint-3", {})):
+        given = settings(layout, tmp_path / name, source, **{**arguments, "max_steps": 3})
+        ranks.run(f"{JOBS}:resume_and_save_again", 2, given)
+        assert list(canonical_digests(tmp_path / name / "checkpoint-3")) == list(canonical_digests(unfused.third))
 
 
 @pytest.mark.slow
