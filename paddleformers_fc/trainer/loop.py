@@ -27,7 +27,7 @@ from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stated import bind_model, model_ties, refuse_recut, rules_by_name, without_family
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.live import Roles
-from paddleformers_fc.layout.roles import MASTER_WEIGHT, OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.paths import RemotePath, expand_user, parse_path, require_local
@@ -63,7 +63,7 @@ def save(
     Args:
         directory: the checkpoint, usually ``checkpoint-N`` with the step as N; an older one is replaced in one step.
         model: a layer with ``sharded_state_dict``, or its parallel wrapper.
-        optimizer: PaddleFormers' or Paddle's AdamW over its parameters; None saves the weights alone.
+        optimizer: a declared optimizer over its parameters; None saves the weights alone.
         step: optimizer steps done.
         consumed_samples: training samples seen.
         parallel: degree per parallel axis, for a reader; a load does not need it.
@@ -108,6 +108,7 @@ def load(
     config: Config | None = None,
     mapping: RuleSet | None = None,
     aoa_config: Mapping[str, object] | None = None,
+    allow_casts: bool = False,
 ) -> LoadReport:
     """Fill a model, and its optimizer, from a flex checkpoint, whatever the two layouts are. Every rank must call.
 
@@ -121,6 +122,8 @@ def load(
         config: as for :func:`save`.
         mapping: as for :func:`save`; canonical names of a checkpoint without a family are those of its tensors.
         aoa_config: statements from stored names to the model's, for tensors that have another name or layout now.
+        allow_casts: whether the model may be float32 where the stored one is bfloat16, or the reverse. The ``casts`` of
+            the report list what was cast.
     Raises:
         Corrupt: the same on every rank: a checksum does not match. Those of headers and documents are compared before
             anything changes. Those of tensors are compared while they are filled; then the error states that tensors
@@ -149,14 +152,21 @@ def load(
         checkpoint, description = _aligned(opened, description, _is_by_name(described), aoa_config)
         stored = checkpoint.catalog.roles
         states = {*stored.get(MASTER_WEIGHT, {}), *stored.get(OPTIMIZER_STATE, {})}
+        weights_alone = allow_casts and not states
+        if weights_alone:
+            # Master weights of a bfloat16 model are filled from weights.
+            states = {name + MASTER.suffix for name in stored[MODEL_STATE]}
         source.prepare(_with_aliases(description, states))
         live = source.roles()
+        if weights_alone:
+            live = {role: tensors for role, tensors in live.items() if role != OPTIMIZER_STATE}
         # A stored role that this rank does not have is reported as missing.
         wanted = stored if optimizer is not None else ()
         return checkpoint, description, {role: live.get(role, {}) for role in {**live, **dict.fromkeys(wanted)}}
 
     checkpoint, description, roles = run_on_all(channel, "preparing the optimizer", prepare)
-    load = prepare_load(checkpoint, roles, description, channel, ReadOptions(threads=threads), aoa_config)
+    options = ReadOptions(threads=threads)
+    load = prepare_load(checkpoint, roles, description, channel, options, aoa_config, may_cast=allow_casts)
     with undefined.until_filled(source.model, path):
         return load.fill()
 

@@ -142,3 +142,47 @@ def train_undeclared(kind: str, output_dir: str) -> str:
         assert not trainer.losses
         return error.render()
     return ""
+
+
+def load_in_float32(output_dir: str) -> dict[str, Any]:
+    """Save a bfloat16 model with master weights, and load it into a float32 model, without a Trainer.
+
+    Returns:
+        the error without ``allow_casts``, the lines of the report with it, and the weights that are not the master
+        weights.
+    """
+    import paddle
+
+    import paddleformers_fc
+    from paddleformers_fc.errors import FlexError
+
+    args = tiny.training_arguments(tiny.SINGLE, f"{output_dir}/out")
+    half = tiny.build("llama", {**tiny.SINGLE.to_json(), "bf16": True}, args)
+    optimizer = paddle.optimizer.AdamW(parameters=half.parameters(), multi_precision=True)
+    block = paddle.base.framework.default_main_program().global_block()
+    optimizer._create_accumulators(block, half.parameters())
+    for master in optimizer._master_weights.values():
+        master.set_value(master + 1e-4)  # Digits that bfloat16 does not have.
+    paddleformers_fc.save(f"{output_dir}/checkpoint-1", half, optimizer, step=1)
+    masters = {
+        name: optimizer._master_weights[one.local_tensor.name] for name, one in half.sharded_state_dict().items()
+    }
+    full = tiny.build("llama", tiny.SINGLE, args)
+    other = paddle.optimizer.AdamW(parameters=full.parameters())
+    refused = ""
+    try:
+        paddleformers_fc.load(f"{output_dir}/checkpoint-1", full, other)
+    except FlexError as error:
+        refused = error.render()
+    report = paddleformers_fc.load(f"{output_dir}/checkpoint-1", full, other, allow_casts=True)
+    weights = {name: one.local_tensor for name, one in full.sharded_state_dict().items()}
+    wrong = [name for name, weight in weights.items() if weight.numpy().tobytes() != masters[name].numpy().tobytes()]
+    # Weights alone give a bfloat16 model all digits of its master weights.
+    paddleformers_fc.save(f"{output_dir}/checkpoint-2", full, step=2)
+    third = tiny.build("llama", {**tiny.SINGLE.to_json(), "bf16": True}, args)
+    last = paddle.optimizer.AdamW(parameters=third.parameters(), multi_precision=True)
+    paddleformers_fc.load(f"{output_dir}/checkpoint-2", third, last, allow_casts=True)
+    for name, one in third.sharded_state_dict().items():
+        if last._master_weights[one.local_tensor.name].numpy().tobytes() != masters[name].numpy().tobytes():
+            wrong.append(name)
+    return {"refused": refused, "casts": report.casts, "tensors": len(weights), "wrong": wrong}

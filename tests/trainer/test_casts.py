@@ -95,3 +95,10 @@ def test_another_precision_is_refused_without_the_option(
     assert found["error"] == "MismatchError"
     assert "set flex_allow_casts: true" in found["text"]
     assert not found["changed"]
+
+
+def test_a_script_loads_in_another_precision_on_request(ranks: ForkServer, tmp_path: Path) -> None:
+    (found,) = ranks.run("tests.trainer.optimizer_jobs:load_in_float32", 1, {"output_dir": str(tmp_path)}).values
+    assert "DTYPE: stored and wanted differ" in found["refused"]
+    assert found["casts"] == [f"model_state from master_weight float32 to float32: {found['tensors']} tensors"]
+    assert not found["wrong"]
