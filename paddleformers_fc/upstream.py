@@ -317,6 +317,11 @@ COMMAND_LINE = (
     Hook("paddleformers.cli.train.sft.workflow:run_sft", names=("from_pretrained", "model_name_or_path")),
     Hook("paddleformers.cli.train.dpo.workflow:run_dpo", names=("from_pretrained", "model_name_or_path")),
     Hook("paddleformers.cli.train.dpo.dpo_trainer:DPOTrainer.__init__", names=("ref_model", "train_step_count")),
+    Hook("paddleformers.data.causal_dataset:GPTDataset.__getitem__", names=("shuffle_idx", "sample_idx", "doc_idx")),
+    Hook(
+        "paddleformers.data.blendable_dataset:BlendableDataset.__getitem__",
+        names=("datasets", "dataset_index", "dataset_sample_index"),
+    ),
     Hook(
         "paddleformers.cli.train.dpo.dpo_trainer:DPOTrainer.compute_loss",
         names=("dpo_config", "ref_model_update_steps", "train_step_count", "reference_free", "ref_model"),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import paddle
 from paddleformers.trainer import TrainerCallback
 from paddleformers.utils.batch_sampler import (
     DistributedBatchSampler,
@@ -21,7 +22,7 @@ from paddleformers.utils.batch_sampler import (
     MappingDistributedBatchSampler,
 )
 
-from paddleformers_fc.trainer.position import Pace, Position, SampleOrder, Start, pace_of, passes_of
+from paddleformers_fc.trainer.position import Position, SampleOrder, Start, pace_of
 
 _SKIPPING = (MappingBatchSampler, MappingDistributedBatchSampler, DistributedBatchSampler)
 _NOTHING = object()
@@ -64,7 +65,6 @@ class ResumedBatches:
         loader: the data loader.
         start: the position at which the run continues.
         indexed: whether samples are skipped by index, by this rank or by the one that sends its batches.
-        pace: batch sizes of this run.
         on_first_batch: called after the first batch was read and before it is trained. Shuffling draws from the global
             random generators, so they are restored then.
         on_epoch_over: called if the first epoch has no batch left, and the next one replaces it. The end of a stream is
@@ -77,7 +77,6 @@ class ResumedBatches:
         loader: Any,
         start: Start,
         indexed: bool,
-        pace: Pace,
         on_first_batch: Callable[[], None],
         on_epoch_over: Callable[[], None],
         keep_waiting: Callable[[Any], None],
@@ -88,8 +87,7 @@ class ResumedBatches:
         self._samples = start.position.samples
         self._passes = start.passes
         self._waiting = start.position.waiting
-        self._length = start.length
-        self._pace = pace
+        self._order = start.order
         self._on_first_batch = on_first_batch
         self._is_first = True
         self._on_epoch_over = on_epoch_over
@@ -120,51 +118,64 @@ class ResumedBatches:
         self._is_first = True
 
     def _begin_epoch(self) -> Iterator[Any]:
-        epoch, samples, passes, waiting, length = (
-            self._epoch,
-            self._samples,
-            self._passes,
-            self._waiting,
-            self._length,
-        )
-        self._epoch, self._samples, self._passes, self._waiting, self._length = epoch + 1, 0, 0, 0, 0
+        epoch, samples, passes, waiting = self._epoch, self._samples, self._passes, self._waiting
+        order, self._order = self._order, None
+        self._epoch, self._samples, self._passes, self._waiting = epoch + 1, 0, 0, 0
         if waiting:
             samples -= waiting * (samples // passes)
             passes -= waiting
         sampler = getattr(self._loader, "batch_sampler", None)
         if isinstance(sampler, _SKIPPING):
             sampler.set_epoch(epoch, samples)
-        iterator: Iterator[Any] = self._in_order_of(length, passes, sampler) if length else iter(self._loader)
+        with contextlib.ExitStack() as stack:
+            if order is not None and isinstance(sampler, MappingBatchSampler | MappingDistributedBatchSampler):
+                stack.enter_context(_sampled_by(self._loader, _Batches(sampler, order, epoch, samples)))
+            iterator: Iterator[Any] = iter(self._loader)
         for _ in range(0 if self._indexed else passes):
             next(iterator, None)
         for batch in itertools.islice(iterator, waiting):
             self._keep_waiting(batch)
         return iterator
 
-    def _in_order_of(self, length: int, passes: int, sampler: Any) -> Iterator[Any]:
-        """Yield the rest of an epoch in the order of a permutation of another length.
-
-        A length that the ranks do not divide would give some of them a batch more, for which others would wait.
-        """
-        with _permuting(sampler, length):
-            yield from itertools.islice(iter(self._loader), passes_of(length, self._pace) - passes)
-
 
 @contextlib.contextmanager
-def _permuting(sampler: Any, length: int) -> Iterator[None]:
-    """Let a sampler permute as many samples."""
-    owner, name = (sampler, "total_size") if isinstance(sampler, MappingDistributedBatchSampler) else (None, "")
-    if isinstance(sampler, MappingBatchSampler):
-        owner, name = sampler.sampler, "data_source"
-    if owner is None:  # The batches come from another rank.
-        yield
-        return
-    kept = getattr(owner, name)
-    setattr(owner, name, length if owner is sampler else range(length))
+def _sampled_by(loader: Any, sampler: Any) -> Iterator[None]:
+    """Let an iterator of a loader take its batches from a sampler; other iterators keep their own."""
+    own, loader.batch_sampler = loader.batch_sampler, sampler
     try:
         yield
     finally:
-        setattr(owner, name, kept)
+        loader.batch_sampler = own
+
+
+class _Batches:
+    """The rest of an epoch in another order than that of a sampler.
+
+    Args:
+        sampler: of this rank.
+        order: whose parts are permuted as the samplers of PaddleFormers permute an epoch.
+        epoch: added to the seed.
+        samples: of the epoch, on all ranks, that are left out.
+    """
+
+    def __init__(self, sampler: Any, order: SampleOrder, epoch: int, samples: int) -> None:
+        ranks, rank = getattr(sampler, "nranks", 1), getattr(sampler, "local_rank", 0)
+        indices: list[int] = []
+        for end in order.ends:
+            paddle.seed(order.seed + epoch)
+            begin = len(indices)
+            indices += [begin + index for index in paddle.randperm(end - begin).tolist()]
+        mine = indices[: len(indices) // ranks * ranks][rank::ranks][samples // ranks :]
+        self.batch_size = sampler.batch_size
+        whole = len(mine) // self.batch_size * self.batch_size
+        stop = whole if sampler.drop_last else len(mine)
+        self._batches = [mine[start : start + self.batch_size] for start in range(0, stop, self.batch_size)]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches)
 
 
 class PositionTracker(TrainerCallback):
@@ -201,7 +212,7 @@ class PositionTracker(TrainerCallback):
             on_made_up: called after the passes at the end of an epoch that the saved run had made already.
         """
         self._own_order, self._passes, self._resumed, self._epochs = order, passes, resumed, epochs
-        self.order = replace(order, length=start.length) if start.length else order
+        self.order = start.order or order
         self._on_made_up = on_made_up
         self._epochs_begun = self._step_at_epoch_begin = 0
         self.position = self._epoch_begin = start.position

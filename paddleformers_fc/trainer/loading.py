@@ -38,6 +38,7 @@ from paddleformers_fc.text import count_text, natural
 from paddleformers_fc.trainer import (
     batches,
     changes,
+    corpus,
     documents,
     inherited,
     lineage,
@@ -459,18 +460,18 @@ def inner_training_loop(
     run = job_state_of(trainer)
     # The optimizer and its sharding wrappers are known only now.
     run_on_all(channel_of(args), "looking at the model and the optimizer", lambda: _refuse_to_train(trainer))
-    order, passes = _data(args, train_dataloader, len_dataloader)
+    saved = _saved_data(run)
+    order, passes = _data(args, train_dataloader, len_dataloader, saved)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     on_made_up = None
     if run.progress is not None:
-        start = _start(trainer, order, passes)
+        start = _start(trainer, saved, order, passes)
         done = trainer.state.global_step >= max_steps
         epochs = position.epochs_left(start, num_train_epochs, args.max_steps > 0, done)
         loader = batches.ResumedBatches(
             train_dataloader,
             start,
             order.indexed,
-            position.pace_of(args),
             on_first_batch=lambda: trainer._load_rng_state(str(run.resumed_from)),
             on_epoch_over=run.tracker.begin_next_epoch,
             keep_waiting=getattr(trainer, WAITING).append,
@@ -502,12 +503,29 @@ def _refuse_to_train(trainer: Any) -> None:
     refuse_optimizer(trainer)
 
 
-def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.SampleOrder, int | None]:
+_SavedData = tuple[position.Position, position.Pace, position.SampleOrder]
+
+
+def _saved_data(run: JobState) -> _SavedData | None:
+    """Return the position of the checkpoint that is resumed."""
+    if run.progress is None or run.resumed_from is None:
+        return None
+    return position.from_document(run.progress.data, f"{run.resumed_from}/{documents.DATA}")
+
+
+def _data(
+    args: Any, loader: Any, passes: int | None, saved: _SavedData | None
+) -> tuple[position.SampleOrder, int | None]:
     """Return the order of the data, and the passes of an epoch if they are known.
 
     Ranks that receive their batches from others receive both from a rank that reads the data.
     """
-    own = batches.order_of(loader), passes
+    order = batches.order_of(loader)
+    if saved is not None:
+        order = replace(
+            order, corpus=corpus.digest(getattr(loader, "dataset", None), position.covered(saved[0], saved[2]))
+        )
+    own = order, passes
     if not args.distributed_dataloader:
         return own
     reads = not batches.is_handed_its_batches(loader)
@@ -520,11 +538,10 @@ def _data(args: Any, loader: Any, passes: int | None) -> tuple[position.SampleOr
     return next(order for orders in everyone for order in orders)
 
 
-def _start(trainer: Any, order: position.SampleOrder, passes: int | None) -> position.Start:
-    run, args = job_state_of(trainer), trainer.args
-    if run.progress is None or run.resumed_from is None:
+def _start(trainer: Any, saved: _SavedData | None, order: position.SampleOrder, passes: int | None) -> position.Start:
+    args = trainer.args
+    if saved is None:
         return position.Start(position.Position(), 0)
-    saved = position.from_document(run.progress.data, f"{run.resumed_from}/{documents.DATA}")
     pace = position.pace_of(args, passes)
     _warn_of_changes(trainer, saved, pace, order)
     if args.ignore_data_skip:

@@ -7,8 +7,9 @@ samples of it)``: a checkpoint contains it, and a resumed run skips those sample
 Skipping by samples is correct because every sampler of PaddleFormers takes batches from the front of one order: after k
 batches, the first ``k * micro batch * data ranks`` samples have been trained, on any ranks. That order must be the same
 before and after. It is a permutation of a length that the number of data ranks divides, seeded with ``seed`` and the
-epoch. Another number of data ranks may round the length differently; the rest of the epoch is then read in the saved
-order. If seed or data differ, the trained samples are unknown, and resuming is refused.
+epoch. Another number of data ranks may round the length differently, and another ``max_steps`` may lengthen an indexed
+corpus (:mod:`.corpus`). The rest of the epoch is then read in the saved order, and what was added after it. If seed or
+data differ, the trained samples are unknown, and resuming is refused.
 
 Nothing here imports Paddle; :mod:`.batches` follows a training loop and starts one in the middle of an epoch.
 """
@@ -40,6 +41,8 @@ class SampleOrder:
         shuffled: whether they are permuted.
         seed: seed of the permutation, to which the epoch is added; 0 without a permutation.
         samples: number of samples of the data, before it is rounded; 0 if unknown.
+        parts: if the data was lengthened within the epoch, the lengths before; each part is permuted by itself.
+        corpus: digest of the data, as far as :func:`covered` by this order; empty if unknown.
     """
 
     indexed: bool
@@ -47,6 +50,13 @@ class SampleOrder:
     shuffled: bool
     seed: int
     samples: int = 0
+    parts: tuple[int, ...] = ()
+    corpus: str = ""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The index behind each part that is permuted by itself."""
+        return (*self.parts, self.length)
 
 
 @dataclass(frozen=True)
@@ -113,9 +123,11 @@ def to_document(position: Position, pace: Pace, order: SampleOrder) -> dict[str,
     usual = asdict(Position())
     optional = ("waiting", "ended")
     where = {name: value for name, value in asdict(position).items() if name not in optional or value != usual[name]}
-    ordered = asdict(order)
-    if order.samples in (0, order.length):
-        del ordered["samples"]
+    ordered = asdict(replace(order, samples=0 if order.samples == order.length else order.samples))
+    ordered["parts"] = list(order.parts)
+    for name in ("samples", "parts", "corpus"):
+        if not ordered[name]:
+            del ordered[name]
     return {"position": where, "pace": asdict(pace), "order": ordered}
 
 
@@ -137,9 +149,12 @@ def from_document(document: dict[str, Any], where: str) -> tuple[Position, Pace,
         read = msgspec.convert(document, type=_Document)
     except ValueError as error:
         raise FormatError("Invalid position in the data.", where=where, evidence=[str(error)]) from error
-    numbers = [*asdict(read.position).values(), *asdict(read.pace).values(), read.order.length, read.order.samples]
+    order = read.order
+    numbers = [*asdict(read.position).values(), *asdict(read.pace).values(), *order.ends, order.samples]
     if min(numbers) < 0:
         raise FormatError("Invalid position in the data: negative number.", where=where, evidence=[str(read)])
+    if list(order.ends) != sorted(set(order.ends)):
+        raise FormatError("Invalid order of the data: parts overlap.", where=where, evidence=[str(read)])
     if read.position.waiting * read.pace.per_pass > read.position.samples:
         raise FormatError(
             "Invalid position in the data: more samples wait than were read.", where=where, evidence=[str(read)]
@@ -154,12 +169,12 @@ class Start:
     Args:
         position: the position; ``samples`` is 0 if the saved epoch is finished.
         passes: number of forward passes of the epoch before it, the last ``position.waiting`` of them still to make.
-        length: length of the permutation in which the rest of the epoch is read; 0 for that of this run.
+        order: the order in which the rest of the epoch is read; None for that of this run.
     """
 
     position: Position
     passes: int
-    length: int = 0
+    order: SampleOrder | None = None
 
 
 def start_after(
@@ -189,11 +204,10 @@ def start_after(
         position = _without_waiting(position, old_pace)
     if position.samples == 0:
         return Start(position, 0)
-    length = _saved_length(old_order, old_pace, order)
-    if length:
-        order = replace(order, length=length)
-        passes = passes_of(length, pace)
-    faults = list(_order_faults(old_order, order))
+    rest = _order_of_rest(old_order, old_pace, order)
+    if rest is not None:
+        passes = passes_of(rest.length, pace)
+    faults = list(_order_faults(old_order, order if rest is None else replace(order, length=old_order.length)))
     if position.samples % pace.per_pass:
         faults.append(
             f"{position.samples} samples of epoch {position.epoch} were trained; {pace.ranks} data ranks with "
@@ -209,7 +223,7 @@ def start_after(
     done = position.samples // pace.per_pass
     if passes is not None and done - position.waiting >= passes:
         return Start(Position(position.epoch + 1, 0, position.consumed), 0)
-    return Start(position, done, length)
+    return Start(position, done, rest)
 
 
 def passes_of(length: int, pace: Pace) -> int:
@@ -217,15 +231,30 @@ def passes_of(length: int, pace: Pace) -> int:
     return -(-(length // pace.ranks) // pace.micro_batch)
 
 
-def _saved_length(old: SampleOrder, old_pace: Pace, new: SampleOrder) -> int:
-    """Return the length of the saved permutation if it is another one of the same samples; 0 otherwise."""
+def covered(position: Position, order: SampleOrder) -> int:
+    """Return the number of first samples of the data that a checkpoint identifies: all that may have been trained."""
+    return order.length if order.shuffled else position.samples
+
+
+def _order_of_rest(old: SampleOrder, old_pace: Pace, new: SampleOrder) -> SampleOrder | None:
+    """Return the order of the rest of an epoch whose permutation is not that of this run; None if it is, or unknown."""
     shuffled = old.indexed and new.indexed and old.shuffled and new.shuffled
-    if not shuffled or old.length == new.length or not new.samples:
-        return 0
+    if not shuffled or old.ends == new.ends or not _same_samples(old, old_pace, new):
+        return None
+    length = max(old.length, new.length)
+    return replace(new, length=length, parts=tuple(end for end in old.ends if end < length))
+
+
+def _same_samples(old: SampleOrder, old_pace: Pace, new: SampleOrder) -> bool:
+    """Return whether the data begins with the samples that the saved run has permuted."""
+    if old.length > new.samples:  # Also a bound on the numbers of a document.
+        return False
+    if old.corpus:
+        return old.corpus == new.corpus
+    if old.samples:
+        return old.samples == new.samples
     # Without a number of samples the length is that number, or was rounded to the ranks of the saved run.
-    rounded = new.samples // max(old_pace.ranks, 1) * old_pace.ranks
-    same = old.samples == new.samples if old.samples else old.length in (rounded, new.samples)
-    return old.length if same else 0
+    return old.length in (new.samples // max(old_pace.ranks, 1) * old_pace.ranks, new.samples)
 
 
 def _without_waiting(position: Position, pace: Pace) -> Position:
@@ -243,6 +272,11 @@ def _order_faults(old: SampleOrder, new: SampleOrder) -> Iterator[str]:
         yield f"seed was {old.seed} and is {new.seed}, which shuffles the data differently"
     elif new.shuffled and old.length != new.length:
         yield f"{old.length} samples were shuffled and {new.length} are now, which gives another order"
+    if old.corpus and new.corpus != old.corpus:
+        yield (
+            "the corpus is distributed to other samples: by seed, sequence length, and the number of passes over it "
+            "that max_steps and the global batch need"
+        )
 
 
 def epochs_left(start: Start, epochs: int, bounded_by_steps: bool, done: bool) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,18 @@ from paddleformers_fc.formats.huggingface import RUN_ARGUMENTS
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.paths import require_local
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer import codecs, documents, lineage, position, reference, rng, rotation, state, undefined
+from paddleformers_fc.trainer import (
+    codecs,
+    corpus,
+    documents,
+    lineage,
+    position,
+    reference,
+    rng,
+    rotation,
+    state,
+    undefined,
+)
 from paddleformers_fc.trainer.bypass import refuse_other_loop
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.description import describe
@@ -144,7 +156,9 @@ def _files(trainer: Any, channel: Channel) -> dict[str, bytes]:
     if args.save_rng_states:
         files[documents.rng_name(channel.rank)] = rng.capture(args.world_size, args.use_hybrid_parallel)
     if channel.rank == 0:
-        data = position.to_document(tracker.position, position.pace_of(args), tracker.order)
+        identity = corpus.digest(trainer.train_dataset, position.covered(tracker.position, tracker.order))
+        order = replace(tracker.order, corpus=identity)
+        data = position.to_document(tracker.position, position.pace_of(args), order)
         files |= {**documents.model_files(trainer), **documents.trainer_files(trainer, data)}
         if reference.model_of(trainer) is not None:
             about = reference.document(trainer, job_state_of(trainer).reference, position.pace_of(args))

@@ -15,6 +15,7 @@ from paddleformers_fc.trainer.position import (
     Position,
     SampleOrder,
     Start,
+    covered,
     epochs_left,
     from_document,
     pace_of,
@@ -138,20 +139,68 @@ def test_the_rest_of_an_epoch_is_read_in_the_saved_order_if_other_ranks_round_it
     alone, four = Pace(8, 1, 1), Pace(2, 1, 4)
     now = replace(ODD, length=67)
     start = start_after((HALFWAY, DP2, ODD), alone, now, 9)
-    assert start == Start(HALFWAY, 3, length=66)
-    # A third layout resumes the same epoch, of which the second one wrote the length that it read.
-    saved = from_document(to_document(HALFWAY, alone, replace(now, length=start.length)), "data.json")
-    assert start_after(saved, four, replace(ODD, length=64), 8) == Start(HALFWAY, 3, length=66)
+    assert start == Start(HALFWAY, 3, replace(now, parts=(66,)))
+    # A third layout resumes the same epoch.
+    assert start.order is not None
+    saved = from_document(to_document(HALFWAY, alone, start.order), "data.json")
+    assert start_after(saved, four, replace(ODD, length=64), 8) == start
     # The first one may have had every sample.
     saved = from_document(to_document(HALFWAY, DP2, now), "data.json")
-    assert start_after(saved, four, replace(ODD, length=64), 8) == Start(HALFWAY, 3, length=67)
+    assert start_after(saved, four, replace(ODD, length=64), 8) == Start(HALFWAY, 3, now)
 
 
 def test_an_epoch_in_the_saved_order_is_over_when_no_rank_has_a_pass_left() -> None:
-    last, fifth = Position(epoch=1, samples=64, consumed=128), Pace(1, 1, 5)
-    assert start_after((last, Pace(8, 1, 1), replace(ODD, length=67)), Pace(32, 1, 2), ODD, 3).passes == 1
-    with pytest.raises(OptionError):
-        start_after((last, Pace(8, 1, 1), replace(ODD, length=67)), fifth, replace(ODD, length=65), 13)
+    last = Position(epoch=1, samples=64, consumed=128)
+    saved = (last, Pace(8, 1, 1), replace(ODD, length=67))
+    assert start_after(saved, Pace(32, 1, 2), ODD, 3).passes == 1
+    assert start_after(saved, Pace(64, 1, 1), replace(ODD, length=66), 1) == Start(last, 1, replace(ODD, length=67))
+    assert start_after(saved, Pace(1, 1, 64), replace(ODD, length=64), 1) == Start(Position(2, 0, 128), 0)
+
+
+INDEXED = SampleOrder(True, 64, True, 42, samples=64, corpus="of 64")
+
+
+def test_data_that_was_lengthened_is_trained_behind_the_rest_of_what_was_permuted() -> None:
+    longer = replace(INDEXED, length=100, samples=100)
+    start = start_after((HALFWAY, DP2, INDEXED), DP2, longer, 13)
+    assert start == Start(HALFWAY, 3, replace(longer, parts=(64,)))
+    # All of them may have been trained.
+    last = Position(epoch=0, samples=64, consumed=64)
+    assert start_after((last, DP2, INDEXED), DP2, longer, 13) == Start(last, 8, replace(longer, parts=(64,)))
+    assert start.order is not None
+    saved = from_document(to_document(HALFWAY, DP2, start.order), "data.json")
+    longest = replace(longer, length=120, samples=120)
+    again = start_after(saved, DP2, longest, 15)
+    assert again == Start(HALFWAY, 3, replace(longest, parts=(64, 100)))
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+@pytest.mark.parametrize("length", [64, 100])
+def test_a_corpus_that_is_distributed_to_other_samples_is_refused(shuffled: bool, length: int) -> None:
+    before = replace(INDEXED, shuffled=shuffled)
+    now = replace(before, length=length, samples=length, corpus="other")
+    with pytest.raises(OptionError) as caught:
+        start_after((HALFWAY, DP2, before), DP2, now, 13)
+    assert any(
+        "number of passes over it that max_steps and the global batch need" in line for line in caught.value.evidence
+    )
+
+
+def test_a_length_beyond_the_data_is_not_permuted() -> None:
+    forged = replace(ODD, length=2**60)
+    with pytest.raises(OptionError, match="do not fit"):
+        start_after((HALFWAY, DP2, forged), Pace(2, 1, 4), replace(ODD, length=64), 8)
+
+
+def test_unshuffled_data_needs_the_identity_of_what_was_trained_and_shuffled_data_of_all() -> None:
+    assert covered(HALFWAY, INDEXED) == 64
+    assert covered(HALFWAY, replace(INDEXED, shuffled=False)) == HALFWAY.samples
+
+
+def test_parts_of_an_order_that_overlap_are_refused() -> None:
+    document = to_document(HALFWAY, DP2, replace(INDEXED, parts=(70,)))
+    with pytest.raises(FormatError, match="parts overlap"):
+        from_document(document, "data.json")
 
 
 @pytest.mark.parametrize("samples", [0, 68, 69])
@@ -163,7 +212,8 @@ def test_data_of_another_size_is_refused_though_its_length_is_rounded(samples: i
 
 def test_a_document_of_before_is_of_the_same_data_if_its_length_is_rounded_to_its_own_ranks() -> None:
     before = replace(ODD, samples=0)
-    assert start_after((HALFWAY, DP2, before), Pace(8, 1, 1), replace(ODD, length=67), 9).length == 66
+    now = replace(ODD, length=67)
+    assert start_after((HALFWAY, DP2, before), Pace(8, 1, 1), now, 9).order == replace(now, parts=(66,))
     with pytest.raises(OptionError, match="do not fit"):
         start_after((HALFWAY, DP2, before), Pace(8, 1, 1), replace(ODD, length=68, samples=68), 9)
 

@@ -29,6 +29,7 @@ DP2 = {"gradient_accumulation_steps": 2}
 TP2 = {"gradient_accumulation_steps": 4, "tensor_model_parallel_size": 2}
 PP2 = {"gradient_accumulation_steps": 4, "pipeline_model_parallel_size": 2}
 SD2 = {"gradient_accumulation_steps": 2, "sharding": "stage1", "sharding_parallel_size": 2, "split_param": True}
+OF_PIPELINE = {"ref_model_update_steps": -1, "clear_every_step_cache": True}
 
 
 @dataclass(frozen=True)
@@ -141,14 +142,17 @@ def test_a_resume_with_another_base_as_reference_model_is_refused(workflows: Wor
         ("llama_pt", PP2, {}),
         ("llama_pt", TP2, {"packing": True}),
         ("ernie_moe_pt", TP2, {}),
-        ("llama_sft", PP2, {"packing": False}),
+        ("llama_sft", PP2, {}),
         ("llama_sft", SD2, {"greedy_intokens": False}),
         ("llama_sft", TP2, {"binpacking": True, "packing_interval": 16}),
         ("llama_sft", TP2, {"packing": False, "dataset_type": "map"}),
         ("llama_sft", TP2, {"binpacking": True, "packing_interval": 16, "dataset_type": "map"}),
-        ("llama_dpo", PP2, {"ref_model_update_steps": -1, "clear_every_step_cache": True}),
-        ("llama_dpo", TP2, {"ref_model_update_steps": -1, "packing": True, "max_seq_len": 192}),
+        ("llama_dpo", PP2, {**OF_PIPELINE, "packing": True, "max_seq_len": 192}),
+        ("llama_dpo", TP2, {"ref_model_update_steps": -1}),
         ("llama_dpo", SD2, {}),
+        ("llama_lora", PP2, {}),
+        ("llama_sft", TP2, {"fine_tuning": "LoRA", "lora_rank": 4}),
+        ("llama_dpo", TP2, {"fine_tuning": "LoRA", "lora_rank": 4, "ref_model_update_steps": -1}),
     ],
     ids=lambda one: one if isinstance(one, str) else None,
 )
@@ -156,6 +160,49 @@ def test_a_workflow_trains_on_as_if_it_had_not_been_interrupted(
     workflows: Workflows, tmp_path: Path, recipe: str, layout: dict[str, Any], keys: dict[str, Any]
 ) -> None:
     resume_and_compare(workflows, recipe, tmp_path, layout, **keys)
+
+
+@pytest.fixture(scope="module")
+def indexed(workflows: Workflows, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Keys of pre-training on an indexed corpus."""
+    prefix = tmp_path_factory.mktemp("indexed") / "corpus"
+    assets = workflows.assets
+    names = {"prefix": str(prefix), "model": str(assets.models["llama"]), "corpus": str(assets.corpus)}
+    workflows.server.run(f"{JOBS}:write_indexed", 1, names)
+    return {
+        "dataset_type": "pretrain",
+        "input_dir": f"1.0 {prefix}",
+        "split": "1,0,0",
+        "eval_iters": 1,
+        "eval_steps": 99,
+    }
+
+
+def test_more_steps_of_an_indexed_corpus_repeat_no_sample_and_leave_none_out(
+    workflows: Workflows, indexed: dict[str, Any], tmp_path: Path
+) -> None:
+    first = workflows.train("llama_pt", tmp_path / "out", **indexed, **DP2, max_steps=3)
+    resume = {"resume_from_checkpoint": str(tmp_path / "out/checkpoint-3")}
+    longer = workflows.train("llama_pt", tmp_path / "longer", **indexed, **TP2, **resume, max_steps=6)
+    whole = workflows.train("llama_pt", tmp_path / "whole", **indexed, **DP2, max_steps=6)
+    assert sorted([*first.all_samples, *longer.all_samples]) == sorted(whole.all_samples)
+    assert len(set(whole.all_samples)) == 24
+    more = {**indexed, **DP2, **resume, "max_steps": 400}
+    log = workflows.refused("llama_pt", tmp_path / "passes", **more)
+    assert "the corpus is distributed to other samples" in log
+
+
+@pytest.mark.slow
+def test_unshuffled_samples_of_an_indexed_corpus_are_continued_or_refused(
+    workflows: Workflows, indexed: dict[str, Any], tmp_path: Path
+) -> None:
+    keys = {**indexed, **DP2, "dataloader_shuffle": False}
+    first = workflows.train("llama_pt", tmp_path / "out", **keys, max_steps=6)
+    resume = {"resume_from_checkpoint": str(tmp_path / "out/checkpoint-3")}
+    shorter = workflows.train("llama_pt", tmp_path / "shorter", **{**keys, **SD2}, **resume, max_steps=5)
+    assert shorter.samples == {step: first.samples[step] for step in (4, 5)}
+    log = workflows.refused("llama_pt", tmp_path / "passes", **keys, **resume, max_steps=400)
+    assert "the corpus is distributed to other samples" in log
 
 
 def test_updates_of_a_reference_model_that_paddleformers_does_not_make_are_refused(workflows: Workflows) -> None:

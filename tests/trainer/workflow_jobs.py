@@ -31,7 +31,8 @@ def train(config: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     class Watch(TrainerCallback):
         def on_load_data_end(self, args: Any, state: Any, control: Any, inputs: Any = None, **_: Any) -> None:
             if state.global_step < state.max_steps:
-                samples.setdefault(state.global_step + 1, []).extend(known[_key(inputs)])
+                rows = [hashlib.md5(repr(row).encode()).hexdigest()[:8] for row in inputs["input_ids"].tolist()]
+                samples.setdefault(state.global_step + 1, []).extend(known.get(_key(inputs), rows))
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if logs and "loss" in logs:
@@ -87,3 +88,20 @@ def refused_updates() -> dict[str, str]:
         "stage 3": refused(sharding="stage3"),
         "adapters": refused(model=None),
     }
+
+
+def write_indexed(prefix: str, model: str, corpus: str) -> None:
+    """Write a corpus of JSON lines as the indexed files that ``dataset_type: pretrain`` reads."""
+    import json
+    from pathlib import Path
+
+    import numpy as np
+    from paddleformers.data.indexed_dataset import MMapIndexedDatasetBuilder
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
+    builder = MMapIndexedDatasetBuilder(f"{prefix}.bin", np.int32)
+    for line in Path(corpus).read_text().splitlines():
+        builder.add_item(tokenizer.encode(json.loads(line)["text"][0]).ids)
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
