@@ -29,10 +29,11 @@ from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed, read_redistributed
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
+from paddleformers_fc.families.adapters import Adapters, shared_inputs
 from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
 from paddleformers_fc.families.changes import OPTION, Change, config_changes, of_adapters, refuse_changes
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
-from paddleformers_fc.formats.huggingface import open_huggingface
+from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, ROLES, parameter_of
 from paddleformers_fc.mapping import Shape
@@ -316,14 +317,21 @@ def prepare_weights(
     """
     started = time.monotonic()
     consistency = _consistency_check(directory, model, {"verify": verify})
-    opened, recorded = _opened_weights(directory, channel, verify, options.threads, consistency)
+    kind = model.adapters is not None
+    opened, recorded = _opened_weights(directory, channel, verify, kind, options.threads, consistency)
     catalog = opened.catalog
 
     def preflight() -> _Preflight:
         family, shards = family_for(model.config), describe_roles(roles)
         beside = ModelDescription(opened.config)
         optional, aliases = OptionalNames(family, model), tied_sources(family, model)
-        source, report = huggingface_source(catalog, model_rules(model, shards[MODEL_STATE]), optional, aliases)
+        rules = model_rules(model, shards[MODEL_STATE])
+        if opened.format.canonical:
+            # Each part of a fused layer may have a copy of the inputs that the layer's adapter shares.
+            aliases |= {copy: name for name, copies in shared_inputs(rules).items() for copy in copies}
+            source, report = huggingface_source(catalog, rules, optional, aliases)
+        else:
+            source, report = resume_source(opened, rules)
         plan = plan_reads(source, shards)
         for line in [*_types_apart(beside, model), *_head_count_difference(beside, model)]:
             report.add("shape", line)
@@ -337,19 +345,39 @@ def prepare_weights(
     facts = {"open_weights": _header_facts(catalog), "checksums": checksums}
 
     def refuse(report: Report) -> None:
+        if model.adapters is not None:
+            _refuse_other_adapters(opened, model.adapters)
         report.refuse(str(directory), stored=OPEN_WEIGHTS)
 
     seen = _consistency_check(directory, model, facts)
     return _prepared(catalog, roles, channel, options, preflight, recorded, refuse, started, seen)
 
 
+def _refuse_other_adapters(opened: OpenedCheckpoint, wanted: Adapters) -> None:
+    """Refuse adapters of another rank or scaling than those of the model.
+
+    Raises:
+        MismatchError: with both values.
+    """
+    stored = opened.known.adapters or wanted
+    values = {"r": (stored.r, wanted.r), "scaling": (stored.scaling, wanted.scaling)}
+    faults = [f"{key}: stored {one}, wanted {other}" for key, (one, other) in values.items() if one != other]
+    if faults:
+        raise MismatchError(
+            "The adapters are not those of the model. No weight was changed.",
+            where=str(opened.catalog.root),
+            evidence=faults,
+            next_step="Give the model adapters of the stored rank and scaling.",
+        )
+
+
 def _opened_weights(
-    directory: AnyPath, channel: Channel, verify: str, threads: int, consistency: ConsistencyFacts
+    directory: AnyPath, channel: Channel, verify: str, adapters: bool, threads: int, consistency: ConsistencyFacts
 ) -> tuple[OpenedCheckpoint, RecordedBlocks]:
     """Return the opened weights, and the recorded checksums that the ranks compare while they read."""
 
     def work() -> tuple[bool, OpenedCheckpoint]:
-        opened = open_huggingface(directory, "size" if verify == "full" else verify)
+        opened = open_weights(directory, "size" if verify == "full" else verify, adapters)
         return bool(opened.recorded), opened
 
     recorded, weights = gather_and_keep(channel, f"opening {directory.name}", work, bool, consistency)

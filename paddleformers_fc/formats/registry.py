@@ -9,8 +9,8 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, Expor
 from paddleformers_fc.formats.flex import FLEX
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.paddleformers_lora import PADDLEFORMERS_LORA
-from paddleformers_fc.formats.peft import PEFT
+from paddleformers_fc.formats.paddleformers_lora import LORA_CONFIG_NAME, PADDLEFORMERS_LORA
+from paddleformers_fc.formats.peft import ADAPTER_CONFIG_NAME, PEFT
 from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.names import parse_step
@@ -55,6 +55,30 @@ def default_writer(checkpoint: OpenedCheckpoint) -> ExportWriter:
     if checkpoint.format is FLEX and checkpoint.known.adapters is not None:
         return PEFT.writer
     return EXPORTED.writer
+
+
+def open_weights(directory: AnyPath, verify: str, adapters: bool) -> OpenedCheckpoint:
+    """Open the weights that a live model starts from.
+
+    Args:
+        directory: open weights, or the files of adapters.
+        verify: as for open weights.
+        adapters: whether the model has adapters, which are then read in place of the model.
+    Raises:
+        NotACheckpoint: the directory contains neither.
+        CheckpointError: it is damaged or malformed.
+    """
+    if not adapters:
+        return HUGGINGFACE.open(directory, verify)
+    for one in (PADDLEFORMERS_LORA, PEFT):
+        if one.recognises(directory):
+            return one.open(directory, verify)
+    raise NotACheckpoint(
+        f"{directory} holds no adapters.",
+        where=str(directory),
+        evidence=[f"neither {ADAPTER_CONFIG_NAME} nor {LORA_CONFIG_NAME} is there"],
+        next_step="Name a directory of adapters; read the base into the model before it gets adapters.",
+    )
 
 
 def require_format(directory: AnyPath) -> Format:

@@ -191,6 +191,9 @@ def huggingface_source(
         MappingError: the rules of the model cannot be proved.
     """
     dtypes = {name: tensor.dtype for name, tensor in catalog.roles.get(MODEL_STATE, {}).items()}
+    for alias, owner in (aliases or {}).items():
+        if alias in dtypes:
+            dtypes.setdefault(owner, dtypes[alias])
     present = live.casting(dtypes)
     rules = present.rules if optional is None else _without_absent(present.rules, dtypes, optional)
     kept = {name for rule in rules for name in rule.targets}

@@ -92,20 +92,6 @@ def refuse_unsupported(model: LoRAModel) -> None:
         )
 
 
-def refuse_filled_base(model: Any) -> None:
-    """Refuse to fill the base of a model that has adapters already.
-
-    Raises:
-        OptionError: the model has adapters.
-    """
-    if isinstance(base := unwrap_model(model), LoRAModel):
-        raise OptionError(
-            "Open weights are read into a model before it gets adapters, and this one has adapters.",
-            where=type(base).__name__,
-            next_step="Call load_open_weights before LoRAModel(model, ...), or from_pretrained of the model's class.",
-        )
-
-
 def _faults(model: LoRAModel) -> Iterator[str]:
     config = model.lora_config
     quantization = getattr(model.config, "quantization_config", None)

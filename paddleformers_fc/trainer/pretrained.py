@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import paddle
+from paddleformers.peft import LoRAModel
 from paddleformers.transformers import PretrainedConfig
-from paddleformers.transformers.model_utils import get_common_folder
+from paddleformers.transformers.model_utils import get_common_folder, unwrap_model
 from paddleformers.utils.log import logger
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
@@ -26,7 +27,7 @@ from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families import family_for
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
-from paddleformers_fc.trainer import base, inherited, lora, origin, state, undefined
+from paddleformers_fc.trainer import base, inherited, origin, state, undefined
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.job_state import channel_of, job_communicator, read_options
 from paddleformers_fc.trainer.options import FlexFields
@@ -114,7 +115,8 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
 
 
 def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, verify: str) -> LoadReport:
-    lora.refuse_filled_base(model)
+    if isinstance(unwrap_model(model), LoRAModel):
+        return _fill_adapters(unwrap_model(model), source, channel, options, verify)
     described = run_on_all(channel, "reading what describes the model", lambda: inherited.read_documents(source))
     load = prepare_weights(source, state.model_roles(model), describe(model), channel, options, verify)
     with undefined.until_filled(model, source):
@@ -131,6 +133,15 @@ def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, v
         for name in fold(report.dropped):
             logger.warning(f"{name} is in {source} and the model has no place for it.")
     return report
+
+
+def _fill_adapters(
+    model: LoRAModel, source: AnyPath, channel: Channel, options: ReadOptions, verify: str
+) -> LoadReport:
+    """Fill the adapters of a model, and keep its base and everything that describes it."""
+    load = prepare_weights(source, state.model_roles(model), describe(model), channel, options, verify)
+    with undefined.until_filled(model, source):
+        return load.fill()
 
 
 def _refuse_arguments(cls: Any, keywords: dict[str, Any]) -> None:

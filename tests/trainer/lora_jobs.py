@@ -9,31 +9,6 @@ from tests.harness import tiny
 from tests.trainer.jobs import flex_trainer, outcome, weights_of
 from tests.trainer.open_weights_jobs import configured
 
-TARGETS = (".*qkv_proj", ".*(q|k|v|o)_proj", ".*(gate|up|down|up_gate|gate_up_fused)_proj")
-"""The linear layers of a Llama and of an ERNIE: patterns match the whole name of a layer."""
-
-
-def adapted(model: Any, **settings: Any) -> Any:
-    """A model with adapters, whose values are the same under every layout."""
-    import paddle
-    from paddleformers.peft import LoRAConfig, LoRAModel
-
-    made = LoRAModel(model, LoRAConfig(**{"target_modules": list(TARGETS), "r": 4, "lora_alpha": 8, **settings}))
-    tp = model.config.tensor_model_parallel_size
-    for name, shard in made.sharded_state_dict().items():
-        if ".lora_" in name:
-            split = list(shard.local_shape) != list(shard.global_shape)
-            # The parts of a fused layer share their inputs.
-            shared = name.endswith("lora_A")
-            parts = () if shared else (model.config, tp if split else 1)
-            whole = (tiny.weight if shared else tiny.model_weight)(name, shard.global_shape, *parts)
-            box = tuple(
-                slice(begin, begin + size) for begin, size in zip(shard.global_offset, shard.local_shape, strict=True)
-            )
-            tensor = shard.local_tensor
-            tensor.set_value(paddle.to_tensor(whole[box]).astype(tensor.dtype))
-    return made
-
 
 def trainer_of(
     layout: Mapping[str, Any],
@@ -51,7 +26,7 @@ def trainer_of(
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **(arguments or {})}
     args = tiny.training_arguments(layout, output_dir, **settings)
     plain = tiny.build(model_type, layout, args, **(model or {})) if base is None else from_files(base, layout, args)
-    return tiny.trainer(adapted(plain, **(adapters or {})), args, **{"cls": FlexTrainer, **trainer})
+    return tiny.trainer(tiny.adapted(plain, **(adapters or {})), args, **{"cls": FlexTrainer, **trainer})
 
 
 def from_files(base: str, layout: Mapping[str, Any], args: Any) -> Any:
@@ -142,7 +117,7 @@ def unsupported(output_dir: str) -> dict[str, str]:
     found = {}
     for way, (settings, change) in made.items():
         args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
-        model = adapted(tiny.build("llama", tiny.SINGLE, args), **settings)
+        model = tiny.adapted(tiny.build("llama", tiny.SINGLE, args), **settings)
         if change is not None:
             change(model)
         try:
@@ -184,3 +159,20 @@ def read_by_paddleformers(output_dir: str, base: str, adapters: str, resume: str
     read = LoRAModel.from_pretrained(from_files(base, layout, args), adapters)
     expected = weights_of(trainer.model)
     return {"equal": weights_of(read) == expected, "initially": initial == expected}
+
+
+def load_adapters(output_dir: str, base: str, directory: str, **settings: Any) -> str:
+    """Fill a model with adapters of files, save it, and return the error, if any."""
+    import paddleformers_fc
+    from paddleformers_fc.errors import FlexError
+
+    trainer = trainer_of(output_dir=output_dir, base=base, **settings)
+    for name, parameter in trainer.model.named_parameters():
+        if ".lora_" in name:
+            parameter.set_value(parameter * 0)
+    try:
+        paddleformers_fc.load_open_weights(trainer.model, directory)
+    except FlexError as error:
+        return f"{type(error).__name__}: {error.render()}"
+    paddleformers_fc.save(f"{output_dir}/checkpoint-1", trainer.model)
+    return ""

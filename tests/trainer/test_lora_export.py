@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
@@ -155,3 +155,56 @@ def test_peft_computes_the_logits_of_paddleformers(llama: Exported, tmp_path: Pa
     assert np.abs(found["base"] - expected).max() > 0.1
     assert np.abs(found["adapter"] - expected).max() <= 1e-5
     assert np.abs(found["merged"] - expected).max() <= 1e-5
+
+
+# ---- Starting from adapters.
+
+
+def load(ranks: ForkServer, trained: Exported, layout: MatrixLayout, directory: Path, out: Path, **changes: Any) -> str:
+    """The error of a load of adapters into a model on the same base."""
+    job = {"layout": layout.to_json(), "output_dir": str(out), "base": str(trained.base), "directory": str(directory)}
+    error: str = ranks.run(f"{JOBS}:load_adapters", layout.nproc, {**job, **changes}).values[0]
+    return error
+
+
+@pytest.mark.parametrize("format", ["peft", "paddleformers-lora"])
+@pytest.mark.parametrize(("kind", "layout"), [("ernie", SINGLE), ("llama", TP2), ("ernie", TP2)])
+def test_adapters_start_from_files_under_any_layout(
+    ranks: ForkServer, request: pytest.FixtureRequest, tmp_path: Path, kind: str, layout: MatrixLayout, format: str
+) -> None:
+    trained: Exported = request.getfixturevalue(kind)
+    checkpoint = paddleformers_fc.open(trained.checkpoint)
+    checkpoint.export(tmp_path / "adapters", format=format)
+    (tmp_path / "adapters/flex_checksums.json").unlink()  # Other programs write none.
+    assert load(ranks, trained, layout, tmp_path / "adapters", tmp_path / "out") == ""
+    found = paddleformers_fc.open(tmp_path / "out/checkpoint-1")
+    assert found.diff(checkpoint, role="model_state").equal
+
+
+def test_adapters_that_do_not_fit_are_refused_with_the_reason(
+    ranks: ForkServer, ernie: Exported, tmp_path: Path
+) -> None:
+    name = "adapter_model.safetensors"
+
+    def changed(key: str, value: object) -> Path:
+        directory = tmp_path / key
+        directory.mkdir()
+        config = json.loads((ernie.adapter / "adapter_config.json").read_text())
+        (directory / "adapter_config.json").write_text(json.dumps({**config, key: value}))
+        (directory / name).write_bytes((ernie.adapter / name).read_bytes())
+        return directory
+
+    apart = changed("lora_dropout", 0.0)
+    tensors = load_file(apart / name)
+    key = f"{PREFIX}model.layers.1.self_attn.k_proj.lora_A.weight"
+    save_file({**tensors, key: tensors[key] + 1}, apart / name)
+    said = {
+        changed("r", 8): "r: stored 8, wanted 4",
+        changed("lora_alpha", 32): "scaling: stored 8.0, wanted 2.0",
+        changed("use_dora", True): "use_dora: True",
+        changed("peft_type", "VERA"): "peft_type: VERA",
+        apart: "k_proj.lora_A.weight",
+        ernie.base: "holds no adapters",
+    }
+    for directory, text in said.items():
+        assert text in load(ranks, ernie, SINGLE, directory, tmp_path / "out"), directory

@@ -10,7 +10,7 @@ cores, growing with the ranks; memory: about 50 MB per rank beside the server.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Training:
         hold_predictions: the multi-token prediction layers are held and not trained.
         resume: a checkpoint to go on from.
         by_hand: overwrite what was loaded with numbers that no line of this package's loader has touched.
+        adapters: settings of LoRA adapters that are trained in place of the model; empty for none.
     """
 
     model_type: str
@@ -48,6 +49,7 @@ class Training:
     hold_predictions: bool = False
     resume: str | None = None
     by_hand: bool = False
+    adapters: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As the keyword arguments of :func:`run`."""
@@ -75,6 +77,7 @@ def run(training: dict[str, Any]) -> list[float]:
     }
     args = tiny.training_arguments(asked.layout, asked.output_dir, asked.micro_batch, **settings)
     model = tiny.build(asked.model_type, asked.layout, args, asked.hold_predictions, **asked.model)
+    model = tiny.adapted(model, **asked.adapters) if asked.adapters else model
     source = None if asked.resume is None else Path(asked.resume)
 
     class AsLoaded(TrainerCallback):

@@ -54,6 +54,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bf16: bfloat16 O2 with master weights in the place of float32.
         tolerance: the largest difference of a loss that needs no explanation.
         experiments: differences that are there without a checkpoint.
+        adapters: settings of LoRA adapters that are trained in place of the model; empty for none.
     """
 
     title: str
@@ -67,11 +68,13 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bf16: bool = False
     tolerance: float = 1e-6
     experiments: tuple[Experiment, ...] = ()
+    adapters: dict[str, Any] = {}
 
     @property
     def fingerprint(self) -> str:
         """Of everything that a cell's outcome depends on, apart from its two layouts."""
-        relevant = (self.model_type, self.model, self.arguments, self.micro_batch, self.bf16)
+        relevant: tuple[object, ...] = (self.model_type, self.model, self.arguments, self.micro_batch, self.bf16)
+        relevant += (self.adapters,) if self.adapters else ()
         return hashlib.sha256(msgspec.json.encode(relevant, order="sorted")).hexdigest()[:16]
 
 

@@ -253,6 +253,7 @@ class Workshop:
             micro_batch=recipe.micro_batch,
             hold_predictions=hold,
             resume=None if resume is None else str(resume),
+            adapters=recipe.adapters,
             **more,
         )
 

@@ -22,6 +22,8 @@ VOCABULARY = 128
 SEQUENCE = 16
 GLOBAL_BATCH = 8
 SAMPLES = 64
+LINEAR = (".*qkv_proj", ".*(q|k|v|o)_proj", ".*(gate|up|down|up_gate|gate_up_fused)_proj")
+"""The linear layers of the tiny models, as patterns of PaddleFormers."""
 SEGMENT = 1000
 """Stage 3 slices what has more elements: every matrix of the tiny models, and no vector."""
 
@@ -233,6 +235,30 @@ def initialise(model: Any, tp: int) -> None:
         )
         tensor = shard.local_tensor
         tensor.set_value(paddle.to_tensor(whole[box]).astype(tensor.dtype))
+
+
+def adapted(model: Any, **settings: Any) -> Any:
+    """A model with adapters on all linear layers, whose values are the same under every layout.
+
+    Args:
+        settings: of PaddleFormers' ``LoRAConfig``.
+    """
+    import paddle
+    from paddleformers.peft import LoRAConfig, LoRAModel
+
+    made = LoRAModel(model, LoRAConfig(**{"target_modules": list(LINEAR), "r": 4, "lora_alpha": 8, **settings}))
+    for name, shard in made.sharded_state_dict().items():
+        if name.endswith((".lora_A", ".lora_B")):
+            is_split = list(shard.local_shape) != list(shard.global_shape)
+            # The parts of a fused layer share their inputs.
+            parts = (model.config, model.config.tensor_model_parallel_size if is_split else 1)
+            shared = name.endswith("lora_A")
+            whole = weight(name, shard.global_shape) if shared else model_weight(name, shard.global_shape, *parts)
+            box = tuple(
+                slice(begin, begin + size) for begin, size in zip(shard.global_offset, shard.local_shape, strict=True)
+            )
+            shard.local_tensor.set_value(paddle.to_tensor(whole[box]).astype(shard.local_tensor.dtype))
+    return made
 
 
 class Samples:
