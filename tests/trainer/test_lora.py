@@ -63,6 +63,7 @@ def test_adapters_of_fused_layers_and_experts_resume_under_another_layout(
     Trained(ranks, TP2, tmp_path / "tp2", **ERNIE).resumes(ranks, layout, tmp_path / layout.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=lambda layout: layout.name)
 def test_trained_modules_and_biases_resume_beside_adapters(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
@@ -177,6 +178,7 @@ def test_a_script_saves_and_loads_adapters(ranks: ForkServer, tmp_path: Path) ->
     assert found["equal"]
 
 
+@pytest.mark.slow
 def test_the_digest_of_a_base_does_not_depend_on_the_layout(ranks: ForkServer, tmp_path: Path) -> None:
     found = set()
     for layout in (SINGLE, TP2, PP2):
