@@ -184,6 +184,7 @@ TRAINER = (
     Hook("paddleformers.data.dist_dataloader:DistDataLoader.__next__", names=("_need_data",)),
     # The model and its configuration.
     Hook("paddleformers.peft.lora.lora_model:LoRAModel"),
+    Hook("paddleformers.peft.lora.lora_model:LoRAModel.from_pretrained", "(model, lora_path, **kwargs)"),
     Hook(f"{_MODELS}:PretrainedModel.can_generate"),
     Hook(f"{_MODELS}:PretrainedModel.sharded_state_dict"),
     Hook(f"{_MODELS}:unwrap_model", "(model, *args, **kwargs)"),

@@ -14,12 +14,13 @@ from typing import Any
 import paddle
 from paddle.distributed.flex_checkpoint.dcp import load_state_dict as dcp
 from paddle.nn import Layer
+from paddleformers.peft import LoRAModel
 from paddleformers.transformers import model_utils
 from paddleformers.transformers.model_utils import PretrainedModel
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer import origin, pretrained, reader
+from paddleformers_fc.trainer import adapter_files, origin, pretrained, reader
 
 
 @functools.cache
@@ -34,6 +35,7 @@ def watch() -> None:
     PretrainedModel.from_pretrained = classmethod(
         _from_pretrained(PretrainedModel.__dict__["from_pretrained"].__func__)
     )
+    LoRAModel.from_pretrained = classmethod(_from_adapters(LoRAModel.__dict__["from_pretrained"].__func__))
     setting = _marking_layer(Layer.set_state_dict)
     Layer.set_state_dict = Layer.set_dict = Layer.load_dict = setting
     # Every way through Paddle's loader calls one of these two, also where it was imported before.
@@ -59,6 +61,17 @@ def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(model, Layer):
             origin.mark(model, f"{cls.__name__}.from_pretrained({str(pretrained_model_name_or_path)!r})")
         return model
+
+    return from_pretrained
+
+
+def _from_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, model: Any, lora_path: Any, **kwargs: Any) -> Any:
+        options = reader.options()
+        if options is None:
+            return original(cls, model, lora_path, **kwargs)
+        return adapter_files.from_pretrained(cls, model, lora_path, options, kwargs)
 
     return from_pretrained
 

@@ -135,6 +135,21 @@ def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, v
     return report
 
 
+def load_adapters(model: LoRAModel, directory: AnyPath, channel: Channel, options: FlexFields) -> None:
+    """Fill the adapters of a model from files. Every rank must call.
+
+    Args:
+        model: the model with adapters.
+        directory: the files of PEFT or of PaddleFormers.
+        channel: all ranks of the job.
+        options: how they are read.
+    Raises:
+        FlexError: the same on every rank, before any weight changes: the files do not fit the model.
+    """
+    verify = "off" if options.flex_verify == "off" else "full"
+    _fill_adapters(model, directory, channel, read_options(options), verify)
+
+
 def _fill_adapters(
     model: LoRAModel, source: AnyPath, channel: Channel, options: ReadOptions, verify: str
 ) -> LoadReport:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MismatchError, OptionError
-from tests.harness.tiny import SINGLE, TP2, MatrixLayout
+from tests.harness.tiny import PP2, SINGLE, TP2, MatrixLayout
 from tests.trainer.test_pretrained import weights_of
 
 JOBS = "tests.trainer.lora_jobs"
@@ -208,3 +208,14 @@ def test_adapters_that_do_not_fit_are_refused_with_the_reason(
     }
     for directory, text in said.items():
         assert text in load(ranks, ernie, SINGLE, directory, tmp_path / "out"), directory
+
+
+@pytest.mark.parametrize("format", ["peft", "paddleformers-lora"])
+def test_lora_path_is_read_by_this_package(ranks: ForkServer, ernie: Exported, tmp_path: Path, format: str) -> None:
+    checkpoint = paddleformers_fc.open(ernie.checkpoint)
+    checkpoint.export(tmp_path / "adapters", format=format)
+    job = {"layout": PP2.to_json(), "output_dir": str(tmp_path / "out"), "base": str(ernie.base)}
+    results = ranks.run(f"{JOBS}:start_from_lora_path", 2, {**job, "directory": str(tmp_path / "adapters")})
+    for found in results.values:
+        assert (found["r"], found["scaling"]) == (4, 2.0)
+    assert paddleformers_fc.open(tmp_path / "out/checkpoint-1").diff(checkpoint, role="model_state").equal
