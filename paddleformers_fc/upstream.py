@@ -185,6 +185,18 @@ TRAINER = (
     # The model and its configuration.
     Hook("paddleformers.peft.lora.lora_model:LoRAModel"),
     Hook("paddleformers.peft.lora.lora_model:LoRAModel.from_pretrained", "(model, lora_path, **kwargs)"),
+    Hook("paddleformers.peft.lora.lora_model:LoRAModel.__init__", names=("lora_config", "model", "quantized")),
+    Hook("paddleformers.peft.lora.lora_model:LoRAModel.sharded_state_dict", names=("model", "sharded_state_dict")),
+    Hook(
+        "paddleformers.peft.lora.lora_config:LoRAConfig",
+        names=(
+            *("r", "lora_alpha", "rslora", "target_modules", "trainable_modules", "trainable_bias", "lora_dropout"),
+            *("lora_plus_scale", "loraga", "do_qat", "dtype", "base_model_name_or_path", "from_pretrained"),
+        ),
+    ),
+    Hook("paddleformers.peft.lora.lora_layers:LoRAConv2D"),
+    Hook("paddleformers.peft.lora.lora_layers:LoRAMoeExperts"),
+    Hook("paddleformers.peft.lora.lora_quantization_layers:QuantizationLoRABaseLinear"),
     Hook(f"{_MODELS}:PretrainedModel.can_generate"),
     Hook(f"{_MODELS}:PretrainedModel.sharded_state_dict"),
     Hook(f"{_MODELS}:unwrap_model", "(model, *args, **kwargs)"),
