@@ -144,15 +144,14 @@ def _power(each: int, worker: int, directory: Path) -> Tally:
     stories += [power.exported(one) for one in exports.scenarios() if not one.live]
     for story in stories[worker::_WORKERS]:
         recording = power.record(story, directory)
-        count = sum(1 for _ in power.remains(recording))
-        picked = set(random.Random(1).sample(range(count), min(count, each or count)))
-        tally += Tally(1, count, len(picked))
-        for number, left in enumerate(power.remains(recording)):
-            if number in picked:
-                try:
-                    power.look(left, directory)
-                except worlds.Lost as error:
-                    tally.lost.append(f"{left}: {error}")
+        found = list(power.remains(recording))  # They share the bytes of their files.
+        picked = random.Random(1).sample(found, min(len(found), each or len(found)))
+        tally += Tally(1, len(found), len(picked))
+        for left in picked:
+            try:
+                power.look(left, directory)
+            except worlds.Lost as error:
+                tally.lost.append(f"{left}: {error}")
     return tally
 
 

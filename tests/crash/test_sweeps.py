@@ -31,7 +31,7 @@ class Usual:
     instants: int
 
 
-FEW = 3
+FEW = 1
 """Instants of each scenario in ``make test``."""
 
 USUAL = [

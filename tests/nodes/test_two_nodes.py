@@ -74,7 +74,13 @@ def checkpoints(node: Node) -> list[str]:
     return sorted(path.name for path in (node.disk / "out").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("start", [train, by_stock_command], ids=["paddleformers-fc", "paddleformers-cli"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(train, id="paddleformers-fc"),
+        pytest.param(by_stock_command, id="paddleformers-cli", marks=pytest.mark.slow),
+    ],
+)
 def test_two_nodes_train_and_each_disk_gets_its_part(nodes: list[Node], config: Path, start) -> None:
     ended = start(nodes, config)
     assert [one.code for one in ended] == [0, 0], "\n".join(one.output for one in ended)
