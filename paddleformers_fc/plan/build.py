@@ -226,11 +226,11 @@ class Planner:
 
     def _tensors(self, role: str, shard: Shard, names: tuple[str, ...], state: StateName) -> list[StoredTensor] | None:
         """Return the stored states of some parameters; None if one is missing or has another shape than mapped."""
-        touched = self.touched[role]
+        stored, touched = self._source.catalog.roles.get(role, {}), self.touched[role]
         found: list[StoredTensor] = []
         for name in names:
             full = name + state.suffix
-            tensor = self._stored(role, name, state.suffix)
+            tensor = self._under_an_alias(role, name, state.suffix) if name in self._aliases else stored.get(full)
             if self._source.may_cast:
                 tensor = self._in_the_best_precision(role, name, tensor, shard.dtype)
             if tensor is None:

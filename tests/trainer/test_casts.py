@@ -77,6 +77,7 @@ def test_a_bfloat16_run_fills_master_weights_from_float32_weights_and_rounds_its
     assert "model_state from master_weight float32 to float32: " in result.logs[0].read_text(errors="replace")
 
 
+@pytest.mark.slow
 def test_a_run_that_changes_its_precision_trains_on(ranks: ForkServer, half: Path, tmp_path: Path) -> None:
     on = {"max_steps": 4, "save_steps": 4}
     whole = ranks.run(f"{JOBS}:run", 1, given(HALF, tmp_path / "whole", half, **on)).values[0]
