@@ -11,6 +11,9 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 # Installed again when, and only when, what is to be installed changes.
 STAMP  := $(VENV)/.installed-$(shell cat setup.py constraints.txt | cksum | cut -d' ' -f1)
+# The environment of PaddleNLP, which cannot be that of PaddleFormers.
+NLP_VENV  := .venv-nlp
+NLP_STAMP := $(NLP_VENV)/.installed-$(shell cat setup.py constraints-nlp.txt | cksum | cut -d' ' -f1)
 
 # An interpreter's environment of the caller must not leak into .venv.
 unexport PYTHONPATH
@@ -18,13 +21,14 @@ unexport PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu stats matrix verification-long lint guarantees optimizers mutants soak bench bench-mapping bench-planning derive-table format install clean
+.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint guarantees optimizers mutants soak bench bench-mapping bench-planning derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
 	@echo "make test     all checks, and every test but the slow ones; of tests that start ranks, a third of the cases"
 	@echo "make test-all all checks and all tests"
 	@echo "make test-gpu the tests of device memory on a GPU, by an environment that has one: PYTHON=python"
+	@echo "make test-nlp the tests of PaddleNLP's Trainer, in $(NLP_VENV), which it makes (Python 3.11)"
 	@echo "make stats    lines of code, tests and documents by package, and the imports between packages"
 	@echo "make matrix   the verification matrices again: tables and pictures in docs/verification"
 	@echo "make verification-long  50 steps, then 200 under other layouts: losses, exports, a picture"
@@ -75,6 +79,14 @@ test-all: lint
 test-gpu:
 	@FLEX_TEST_DEVICE=gpu $(or $(PYTHON),$(BIN)/python) -m pytest -ra tests/device
 
+$(NLP_STAMP):
+	@PYTHON='$(or $(PYTHON),python3.11)' VENV='$(NLP_VENV)' STAMP='$(NLP_STAMP)' CONSTRAINTS=constraints-nlp.txt EXTRAS=nlp,nlptest sh tools/install.sh
+
+# Checkpoints are exchanged with PaddleFormers, in whose environment the other side runs. No other conftest.py is read:
+# those import what only that environment has.
+test-nlp: $(STAMP) $(NLP_STAMP)
+	@FLEX_FORMERS_PYTHON=$(BIN)/python $(NLP_VENV)/bin/python -m pytest --confcutdir tests/nlp tests/nlp
+
 stats: $(STAMP)
 	@$(BIN)/python tools/stats.py
 
@@ -113,5 +125,5 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) demo_out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(NLP_VENV) demo_out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

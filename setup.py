@@ -41,6 +41,9 @@ setup(
         "cpu": [f"paddlepaddle=={PADDLE}", PADDLEFORMERS],
         # Beside a GPU wheel of Paddle, which the public index does not have: it is installed from Paddle's own index.
         "formers": [PADDLEFORMERS],
+        # In an environment without PaddleFormers; with constraints-nlp.txt.
+        "nlp": [f"paddlepaddle=={PADDLE}", "paddlenlp==3.0.0b4", "aistudio-sdk==0.2.6", "pyarrow<23"],
+        "nlptest": ["pytest", "pytest-timeout"],
         "test": [
             "fsspec[http]",
             "hypothesis",

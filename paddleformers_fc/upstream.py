@@ -27,7 +27,7 @@ from typing import Any
 
 from paddleformers_fc.errors import EnvironmentMismatch
 
-VERSIONS = {"paddle": "3.3.1", "paddleformers": "1.2.0"}
+VERSIONS = {"paddle": "3.3.1", "paddleformers": "1.2.0", "paddlenlp": "3.0.0b4"}
 """The known versions, by the module that has them as ``__version__``. Builds for accelerators have the same."""
 
 
@@ -319,6 +319,115 @@ TRAINER = (
 )
 """What a Trainer with ``flex_checkpoint: true`` depends on."""
 
+_NLP = "paddlenlp.trainer.trainer:Trainer"
+_NLP_CALLBACKS = "paddlenlp.trainer.trainer_callback"
+_NLP_ARGUMENTS = "paddlenlp.trainer.training_args:TrainingArguments"
+_NLP_MODELS = "paddlenlp.transformers.model_utils"
+_NLP_CONFIG = "paddlenlp.transformers.configuration_utils"
+
+NLP_TRAINER = (
+    Hook(
+        f"{_NLP}.__init__",
+        "(self, model=None, criterion=None, args=None, data_collator=None, train_dataset=None, eval_dataset=None, "
+        "tokenizer=None, compute_metrics=None, callbacks=None, optimizers=(None, None), "
+        "preprocess_logits_for_metrics=None)",
+        ("args", "model", "optimizer", "lr_scheduler", "state", "do_grad_scaling", "callback_handler", "on_init_end")
+        + ("runtime_timer", "tokenizer", "train_dataset"),
+    ),
+    Hook(
+        f"{_NLP}.train",
+        "(self, resume_from_checkpoint=None, ignore_keys_for_eval=None)",
+        ("_load_from_checkpoint", "_wrap_model", "_load_optimizer_and_scheduler", "_inner_training_loop")
+        + ("create_optimizer_and_scheduler", "get_train_dataloader"),
+    ),
+    Hook(
+        f"{_NLP}._inner_training_loop",
+        "(self, args, model, train_dataloader, len_dataloader, max_steps, num_train_epochs, "
+        "num_update_steps_per_epoch, num_train_samples, resume_from_checkpoint, ignore_keys_for_eval)",
+        ("callback_handler", "on_train_begin", "on_epoch_begin", "on_step_end", "on_epoch_end", "set_epoch")
+        + ("_load_rng_state", "_maybe_log_save_evaluate", "load_best_model_at_end", "best_model_checkpoint"),
+    ),
+    Hook(f"{_NLP}._load_from_checkpoint", "(self, resume_from_checkpoint=None)"),
+    Hook(f"{_NLP}._load_optimizer_and_scheduler", "(self, checkpoint)"),
+    Hook(f"{_NLP}._get_train_sampler", "(self)", ("BatchSampler", "DistributedBatchSampler", "dataset_world_size")),
+    Hook(f"{_NLP}.get_train_dataloader", "(self)", ("_get_train_sampler", "distributed_dataloader")),
+    Hook(f"{_NLP}._load_rng_state", "(self, checkpoint)"),
+    Hook(f"{_NLP}._save_checkpoint", "(self, model, metrics=None)"),
+    Hook(f"{_NLP}.save_model", "(self, output_dir=None, merge_tensor_parallel=False)", ("_save",)),
+    Hook(f"{_NLP}._save", "(self, output_dir=None, state_dict=None, merge_tensor_parallel=False)"),
+    Hook(f"{_NLP}._sorted_checkpoints", "(self, output_dir=None, checkpoint_prefix='checkpoint', use_mtime=False)"),
+    Hook(f"{_NLP}._rotate_checkpoints", "(self, use_mtime=False, output_dir=None)"),
+    Hook(f"{_NLP}._maybe_log_save_evaluate", names=("should_save", "_save_checkpoint", "on_save")),
+    Hook(f"{_NLP}.training_pipeline_step", names=("_pp_data_buffer",)),
+    Hook(f"{_NLP}.add_callback", "(self, callback)"),
+    Hook(
+        f"{_NLP_CALLBACKS}:CallbackHandler.call_event", "(self, event, args, state, control, **kwargs)", ("callbacks",)
+    ),
+    *(
+        Hook(f"{_NLP_CALLBACKS}:CallbackHandler.{event}", "(self, args, state, control)", ("call_event", event))
+        for event in ("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_step_end", "on_save")
+    ),
+    *(
+        Hook(f"{_NLP_CALLBACKS}:TrainerCallback.{event}", "(self, args, state, control, **kwargs)")
+        for event in ("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_step_end", "on_save")
+    ),
+    Hook(
+        f"{_NLP_CALLBACKS}:TrainerState",
+        names=("epoch", "global_step", "consumed_samples", "max_steps", "num_train_epochs", "total_flos", "log_history")
+        + ("best_metric", "best_model_checkpoint", "is_local_process_zero", "is_world_process_zero", "trial_name")
+        + ("trial_params",),
+    ),
+    Hook(f"{_NLP_CALLBACKS}:TrainerControl", names=("should_evaluate", "should_save")),
+    Hook(
+        _NLP_ARGUMENTS,
+        names=(
+            *("dataset_world_size", "distributed_dataloader", "gradient_accumulation_steps", "greater_is_better"),
+            *("ignore_data_skip", "ignore_load_lr_and_optim", "ignore_save_lr_and_optim", "load_best_model_at_end"),
+            *("max_steps", "metric_for_best_model", "output_dir", "per_device_train_batch_size", "should_log"),
+            *("tensor_parallel_degree", "pipeline_parallel_degree", "sharding_parallel_degree", "to_dict", "seed"),
+            *("resume_from_checkpoint", "save_total_limit", "sharding", "world_size", "overwrite_output_dir"),
+            # Compared with flex_checkpoint. A renamed option would no longer be refused.
+            *("unified_checkpoint", "save_sharded_model", "load_sharded_model", "ckpt_quant_stage", "use_async_save"),
+            *("enable_auto_parallel", "auto_parallel_resume_form_hybrid_parallel", "pdc_download_ckpt", "optim"),
+            *("sep_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "use_expert_parallel"),
+            *("sharding_parallel_config", "pipeline_parallel_config", "offload_optim", "force_reshard_pp", "to_static"),
+        ),
+    ),
+    Hook(f"{_NLP_ARGUMENTS}.__post_init__", names=("use_hybrid_parallel",)),
+    Hook("paddlenlp.trainer.trainer_utils:ShardingOption", names=("FULL_SHARD", "SHARD_OP")),
+    Hook("paddlenlp.trainer.trainer_utils:PREFIX_CHECKPOINT_DIR"),
+    Hook("paddlenlp.trainer.plugins.timer:RuntimeTimer.start", "(self, name)"),
+    Hook("paddlenlp.trainer.plugins.timer:RuntimeTimer.stop", "(self)"),
+    Hook("paddlenlp.utils.log:logger"),
+    Hook("paddlenlp.utils.batch_sampler:DistributedBatchSampler.set_epoch", "(self, epoch=0, consumed_samples=0)"),
+    Hook("paddlenlp.utils.batch_sampler:DistributedBatchSampler.__init__", names=("total_size",)),
+    Hook("paddlenlp.data.dist_dataloader:DistDataLoader.__init__", names=("_need_data",)),
+    Hook("paddlenlp.peft:LoRAModel"),
+    Hook("paddlenlp.quantization.quantization_config:QuantizationConfig.to_dict"),
+    Hook("paddlenlp.generation.configuration_utils:GenerationConfig.__init__", names=("_from_model_config",)),
+    Hook("paddlenlp.generation.configuration_utils:GenerationConfig.from_model_config", "(model_config)"),
+    Hook(f"{_NLP_MODELS}:PretrainedModel.can_generate"),
+    Hook(f"{_NLP_MODELS}:PretrainedModel.sharded_state_dict"),
+    Hook(f"{_NLP_MODELS}:PretrainedModel.from_pretrained", "(pretrained_model_name_or_path, *args, **kwargs)"),
+    Hook(f"{_NLP_MODELS}:PretrainedModel._from_config", "(config, **kwargs)", ("dtype", "dtype_guard")),
+    Hook(f"{_NLP_MODELS}:PipelinePretrainedModel._set_pipeline_name_mapping", names=("_pp_to_single_mapping",)),
+    Hook(f"{_NLP_MODELS}:unwrap_model", "(model, *args, **kwargs)"),
+    Hook(f"{_NLP_MODELS}:get_parameter_dtype", "(parameter)"),
+    Hook(f"{_NLP_MODELS}:faster_set_state_dict", "(model, state_dict, strict_dtype=True)"),
+    Hook("paddlenlp.transformers.llama.modeling:LlamaLMHead.__init__", names=("is_distributed", "split_axis")),
+    Hook("paddlenlp.transformers.qwen2.modeling:Qwen2LMHead.__init__", names=("is_distributed", "split_axis")),
+    Hook(f"{_NLP_CONFIG}:PretrainedConfig.to_json_string", "(self, use_diff=True, saving_file=False)"),
+    Hook(f"{_NLP_CONFIG}:LlmMetaConfig._get_unsavable_keys", "()"),
+    Hook(f"{_NLP_CONFIG}:LlmMetaConfig", names=("hybrid_parallel_attributes", "recompute_attributes")),
+    Hook(
+        "paddle.distributed.flex_checkpoint.dcp.sharded_weight:make_tp_sharded_weight_for_checkpoint",
+        "(key, tensor, tensor_parallel_axis=0)",
+    ),
+    Hook("paddle.io:RandomSampler"),
+    *(hook for hook in TRAINER if hook.place.startswith("paddle.") or hook.place.startswith("paddle:")),
+)
+"""What a Trainer of PaddleNLP with ``flex_checkpoint: true`` depends on."""
+
 COMMAND_LINE = (
     Hook("paddleformers.cli.hparams.finetuning_args:FinetuningArguments", names=("ref_model_update_steps",)),
     Hook(
@@ -440,6 +549,11 @@ CPU_RUNTIME = (
 )
 """What the patches of the CPU runtime replace and read; on an accelerator none of it is touched."""
 
+NLP_CPU_RUNTIME = (
+    Hook(f"{_NLP_ARGUMENTS}.__post_init__", "(self)", ("sharding_parallel_config", "split_param", "amp_master_grad")),
+)
+"""The same of PaddleNLP."""
+
 
 def require(hooks: Iterable[Hook]) -> None:
     """Refuse an installed Paddle or PaddleFormers in which a hook is missing or different.
@@ -488,7 +602,8 @@ def cpu_runtime_hooks() -> tuple[Hook, ...]:
     """The rows of :data:`CPU_RUNTIME` that count here: none on an accelerator, and none of a package that is absent."""
     if importlib.import_module("paddle").device.get_device() != "cpu":
         return ()
-    return tuple(hook for hook in CPU_RUNTIME if importlib.util.find_spec(_package(hook)) is not None)
+    hooks = (*CPU_RUNTIME, *NLP_CPU_RUNTIME)
+    return tuple(hook for hook in hooks if importlib.util.find_spec(_package(hook)) is not None)
 
 
 def _package(hook: Hook) -> str:
@@ -520,7 +635,10 @@ def _without_build(version: str) -> str:
 
 
 def _mismatch(evidence: list[str], alternative: str) -> EnvironmentMismatch:
-    versions = " and ".join(f"{name} {known}" for name, known in VERSIONS.items())
+    library = "paddleformers" if importlib.util.find_spec("paddlenlp") is None else "paddlenlp"
+    if importlib.util.find_spec("paddleformers") is not None:
+        library = "paddleformers"
+    versions = f"paddle {VERSIONS['paddle']} and {library} {VERSIONS[library]}"
     return EnvironmentMismatch(
         "The installed Paddle or PaddleFormers differs from what this package is written for.",
         where=f"Python environment {sys.prefix}",

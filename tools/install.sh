@@ -1,5 +1,6 @@
 #!/bin/sh
-# Makes $VENV and installs the package with everything `make demo` and `make test` need. Called by the Makefile.
+# Makes $VENV and installs the package with everything `make demo` and `make test` need, or with the extras $EXTRAS under
+# $CONSTRAINTS. Called by the Makefile.
 #
 # An interpreter is right when its version is one Paddle 3.3.1 and numpy 1.26 have wheels for, and when it can make
 # virtual environments (Debian's python3 cannot without the package python3-venv).
@@ -45,6 +46,7 @@ if ! usable "$VENV/bin/python"; then
 fi
 
 echo "Installing into $VENV (about 2 GB, once; a minute or two on a fast network)."
-"$VENV/bin/python" -m pip install --quiet --constraint constraints.txt --editable '.[cpu,test,docs]'
+"$VENV/bin/python" -m pip install --quiet --constraint "${CONSTRAINTS:-constraints.txt}" \
+    --editable ".[${EXTRAS:-cpu,test,docs}]"
 rm -f "$VENV"/.installed-*
 touch "$STAMP"

@@ -21,7 +21,7 @@ class Patch:
     Args:
         name: by which :func:`paddleformers_fc.cpu_runtime.activate` reports it.
         fault: in one sentence.
-        package: whose it is, ``paddle`` or ``paddleformers``.
+        package: whose it is: ``paddle``, ``paddleformers`` or ``paddlenlp``.
         apply: patches it; called once per process.
     """
 
@@ -72,7 +72,16 @@ def _paddleformers() -> tuple[Patch, ...]:
     )
 
 
-PATCHES: tuple[Patch, ...] = _PADDLE + _paddleformers()
+def _paddlenlp() -> tuple[Patch, ...]:
+    """The patches to PaddleNLP; none where PaddleFormers is installed, whose Trainer is then the one in use."""
+    if importlib.util.find_spec("paddleformers") is not None or importlib.util.find_spec("paddlenlp") is None:
+        return ()
+    from . import nlp
+
+    return (Patch("split-fp32", "split_param is refused in float32.", "paddlenlp", nlp.split_parameters_in_float32),)
+
+
+PATCHES: tuple[Patch, ...] = _PADDLE + _paddleformers() + _paddlenlp()
 
 
 def apply_all() -> tuple[str, ...]:

@@ -72,8 +72,9 @@ def software_versions() -> dict[str, str]:
     paddle = sys.modules.get("paddle")
     if paddle is not None:
         found["paddle"] = str(paddle.__version__)
-    if "paddleformers" in sys.modules:
-        found["paddleformers"] = _installed("paddleformers")
+    for name in ("paddleformers", "paddlenlp"):
+        if name in sys.modules:
+            found[name] = _installed(name)
     return found
 
 

@@ -122,8 +122,10 @@ def bind(
 
 def tied_names(family: Family, model: ModelDescription) -> dict[str, str]:
     """Return the owner of every name that is an alias in models of this configuration."""
-    tied = family_sizes(family, model).holds("tie_word_embeddings")
-    return {one.alias: one.owner for one in family.tied} if tied else {}
+    sizes = family_sizes(family, model)
+    if not sizes.holds("tie_word_embeddings"):
+        return {}
+    return {one.alias: one.owner for one in family.tied if sizes.holds(one.where)}
 
 
 def tied_sources(family: Family, model: ModelDescription) -> dict[str, str]:
@@ -167,6 +169,7 @@ def family_keys(family: Family) -> frozenset[str]:
     }
     towers = {tower.name: tower for tower in family.towers}
     declared = {"": {**SIZES, **family.sizes}} | {one.name: {**SIZES, **one.sizes} for one in family.towers}
+    open_names |= {("", name) for one in family.tied for name in names_of(one.where)}
     keys, seen = {"tie_word_embeddings"}, set[tuple[str, str]]()
     while open_names - seen:
         part, name = (open_names - seen).pop()
@@ -341,7 +344,9 @@ def _chosen(kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: 
 
     fitting = [kind for kind in kinds if has_shape(kind.statement, named(kind), tensor.shape, sizes)]
     # A shape alone does not decide against the configuration: one of the two is not this model's.
-    wanted = [kind for kind in fitting if may_hold(kind.statement, named(kind), sizes)]
+    possible = [kind for kind in kinds if may_hold(kind.statement, named(kind), sizes)]
+    is_open = not any(_knows_shape(kind.statement, named(kind), sizes) for kind in kinds)
+    wanted = possible if is_open else [kind for kind in fitting if kind in possible]
     if len(wanted) == 1:
         return wanted[0]
     if fitting and not wanted:
@@ -365,6 +370,11 @@ def has_shape(statement: Statement, numbers: Mapping[str, int], shape: Shape, si
         own.knows(size, numbers) and own.length(size, numbers) == length
         for size, length in zip(statement.shape, shape, strict=True)
     )
+
+
+def _knows_shape(statement: Statement, numbers: Mapping[str, int], sizes: Sizes) -> bool:
+    own = sizes.within(statement.tower)
+    return all(own.knows(size, numbers) for size in statement.shape)
 
 
 def _rules(kind: _Kind, tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> list[Rule] | str:

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.description import IS_NLP, ModelDescription
 
 OPTION = "flex_allow_config_changes"
 """The option that names the keys that may change."""
@@ -89,6 +89,7 @@ LEFT_OUT = (
     *("num_empty_layers_*", "pp_seg_method", "ep_size", "moe_group", "moe_group_origin", "moe_rank"),
     *("moe_world_size", "disable_ffn_model_parallel", "num_acc_steps", "micro_batch_size", "cp_balance_mode"),
     # Versions and names.
+    IS_NLP,
     *("*_version", "architectures", "name_or_path", "auto_map", "torchscript"),
     # The precision is compared tensor by tensor.
     *("dtype", "torch_dtype"),
@@ -147,6 +148,9 @@ def config_changes(stored: ModelDescription, live: ModelDescription, complete: b
         complete: whether ``stored`` contains every key; otherwise only the keys that it contains are compared.
     """
     saved, now = dict(_values(stored.config)), dict(_values(live.config))
+    if (IS_NLP in stored.config) != (IS_NLP in live.config):
+        # A class of PaddleNLP is described under keys of both libraries (``trainer/nlp_models.py``).
+        saved, now = ({key: one[key] for key in one if key in other} for one, other in ((saved, now), (now, saved)))
     if not complete:
         now = {key: value for key, value in now.items() if key.partition(".")[0] in stored.config}
     saved, now = saved | dict(_adapter_values(stored)), now | dict(_adapter_values(live))

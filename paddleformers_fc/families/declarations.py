@@ -141,10 +141,11 @@ class Numbers:
 
 @dataclass(frozen=True)
 class TiedName:
-    """An alias of the owner's tensor if the model's configuration ties its word embeddings."""
+    """An alias of the owner's tensor if the model's configuration ties its word embeddings and fulfils a condition."""
 
     alias: str
     owner: str
+    where: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ from paddleformers_fc.mapping import RuleSet
 IS_FLEET = "is_fleet"
 """The name of the class of a model in declarations. It is never a key of a configuration."""
 
+IS_NLP = "is_nlp"
+"""The key of a description, never of a configuration file, that is true if the model's class is one of PaddleNLP."""
+
 _PLAIN_SUFFIX = "Deprecated"
 """The end of the name of PaddleFormers' class in families that have a class of PaddleFleet as well."""
 

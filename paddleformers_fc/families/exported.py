@@ -18,7 +18,10 @@ OVERWRITTEN = frozenset({"use_cache", "initializer_range", "router_aux_loss_coef
 not depend on them."""
 
 _OF_THE_FILE = frozenset(
-    {"_name_or_path", "dtype", "torch_dtype", "paddleformers_version", "transformers_version", "quantization_config"}
+    {
+        *("_name_or_path", "dtype", "torch_dtype", "quantization_config"),
+        *("paddleformers_version", "paddlenlp_version", "transformers_version"),
+    }
 )
 """Keys that describe the file and not the model: the source's values do not hold for an export."""
 

@@ -46,6 +46,7 @@ from paddleformers_fc.families.declarations import (
     untrained,
     within as within,
 )
+from paddleformers_fc.families.description import IS_NLP
 
 PREDICTION = "model.layers.{mtp}"
 
@@ -134,6 +135,7 @@ def family(
     layer: Iterable[Statements] = (),
     prediction: Iterable[Statements] = (),
     outside: Iterable[Statements] | None = None,
+    nlp: Iterable[Statements] = (),
     towers: tuple[Tower, ...] = (),
     optional: tuple[str, ...] = (),
     sizes: Mapping[str, str] = _NONE,
@@ -157,6 +159,8 @@ def family(
         prediction: the parts of the transformer layer in PaddleFleet's multi-token prediction layers, which follow the
             last layer. In their conditions ``layer`` is the number of the prediction layer. Files may lack them.
         outside: the parts outside of layers, with full names; by default embedding, last norm and head.
+        nlp: the parts of every layer of PaddleNLP's class, named relative to it; empty if the family has none. The
+            scope of its layers and ends is the name of the family.
         towers: towers of :func:`tower`.
         optional: prefixes of canonical names that a file may lack, as in :class:`Family`.
         sizes: sizes that differ from :data:`SIZES`.
@@ -171,6 +175,12 @@ def family(
     outside = (ends(scope=scope, canonical=canonical),) if outside is None else outside
     layers = within(f"{scope}.layers.{{layer}}", *layer, canonical=f"{canonical or scope}.layers.{{layer}}")
     statements = _for_classes(classes, declared(*outside, layers))
+    tied = tuple(_tied(one, scope) for one in (FORMERS, FLEET) if one in classes)
+    if nlp := tuple(nlp):
+        theirs = _paddlenlp(name, canonical or scope, nlp)
+        statements = declared(only(f"not {IS_NLP}", statements), only(IS_NLP, theirs))
+        owner = TiedName("lm_head.weight", f"{name}.embed_tokens.weight", where=IS_NLP)
+        tied = (*(replace(one, where=f"not {IS_NLP}") for one in tied), owner)
     sizes = dict(sizes)
     if prediction := tuple(prediction):
         statements += _for_classes((FLEET,), _prediction(scope, canonical or scope, prediction))
@@ -191,7 +201,7 @@ def family(
         name,
         (name,),
         declared(statements, *(_for_classes(classes, one.statements) for one in towers)),
-        tied=tuple(_tied(one, scope) for one in (FORMERS, FLEET) if one in classes),
+        tied=tied,
         optional=optional,
         sizes=sizes,
         numbers=(*(one.numbers for one in towers), *numbers),
@@ -201,6 +211,21 @@ def family(
         towers=towers,
         built=built,
         divided=divided,
+    )
+
+
+def _paddlenlp(scope: str, canonical: str, layer: Iterable[Statements]) -> Statements:
+    """Declare PaddleNLP's class: embedding, layers, last norm, and a head that is transposed unless it is tied."""
+    head, rows = "lm_head.weight", ("vocab", "hidden")
+    return declared(
+        within(
+            scope,
+            at(Stage.NORM, norm("norm")),
+            at(Stage.FIRST, same("embed_tokens.weight", shape=rows, cut=0)),
+            within("layers.{layer}", *layer),
+            canonical=canonical,
+        ),
+        choice("tie_word_embeddings", same(head, shape=rows, cut=0), linear(head, shape=rows[::-1], cut=1)),
     )
 
 

@@ -24,7 +24,7 @@ from paddleformers_fc.errors import FlexError, MappingError
 from paddleformers_fc.families import models
 from paddleformers_fc.families.bind import bind, family_keys
 from paddleformers_fc.families.declarations import Family
-from paddleformers_fc.families.description import IS_FLEET, ModelDescription
+from paddleformers_fc.families.description import IS_FLEET, IS_NLP, ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.folding import fold
@@ -103,10 +103,14 @@ def register(family: Family) -> None:
 
 
 def tiny_models(family: Family) -> list[ModelDescription]:
-    """Describe the tiny model of a family in each of its classes, that of PaddleFleet first."""
+    """Describe the tiny model of a family in each of its classes: PaddleFleet, PaddleFormers, PaddleNLP."""
     config = {"model_type": family.model_types[0], **family.defaults, **family.tiny}
-    kinds = (True, False) if IS_FLEET in family_keys(family) else (None,)
-    return [ModelDescription(config, is_fleet) for is_fleet in kinds]
+    keys = family_keys(family)
+    kinds = (True, False) if IS_FLEET in keys else (None,)
+    models = [ModelDescription(config, is_fleet) for is_fleet in kinds]
+    if IS_NLP in keys:
+        models.append(ModelDescription({**config, IS_NLP: True}, kinds[-1]))
+    return models
 
 
 def prove_family(family: Family, model: ModelDescription | None = None) -> int:

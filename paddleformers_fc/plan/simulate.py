@@ -24,7 +24,7 @@ import msgspec
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind
-from paddleformers_fc.families.bind import family_sizes
+from paddleformers_fc.families.bind import family_sizes, tied_names
 from paddleformers_fc.families.declarations import BUILT, DIVIDED, Family, Stage
 from paddleformers_fc.families.enumerate import DeclaredTensor, enumerate_tensors, recognised_tensors
 from paddleformers_fc.layout.grid import MEBIBYTE, Coordinates, ParallelGrid
@@ -78,8 +78,8 @@ class SimulatedModel:
         sizes = family_sizes(family, self.model)
         by_name = {tensor.name: tensor for tensor in tensors}
         _refuse_unfit(family, self.model, grid, by_name.values())
-        tied = sizes.holds("tie_word_embeddings")
-        self._ties = {tie.alias: tie.owner for tie in family.tied if tied and tie.alias in by_name}
+        ties = tied_names(family, self.model)
+        self._ties = {alias: owner for alias, owner in ties.items() if alias in by_name}
         self._experts = sizes.length("experts") if sizes.knows("experts") else 0
         pipeline = _pipeline(family, self.model, grid)
         self._untrained = frozenset(name for name, tensor in by_name.items() if not tensor.trained)

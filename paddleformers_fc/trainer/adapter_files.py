@@ -12,7 +12,6 @@ import re
 from typing import Any
 
 import paddle
-from paddleformers.peft import LoRAConfig
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import MismatchError, OptionError
@@ -27,6 +26,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.trainer import pretrained, state
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host_models import LoRAConfig
 from paddleformers_fc.trainer.job_state import channel_of
 from paddleformers_fc.trainer.options import FlexFields
 

@@ -14,11 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paddleformers.trainer import TrainingArguments
-from paddleformers.utils.log import logger
-
 from paddleformers_fc import upstream
 from paddleformers_fc.trainer import reader
+from paddleformers_fc.trainer.host import HOOKS, TrainingArguments, logger
 from paddleformers_fc.trainer.options import FlexFields
 
 
@@ -51,7 +49,7 @@ def _attach(arguments: FlexFields) -> None:
     """
     from paddleformers_fc.trainer.install import install
 
-    upstream.require(upstream.TRAINER)
+    upstream.require(HOOKS)
     for line in upstream.require_versions(arguments.flex_unknown_versions):
         logger.warning(f"flex_unknown_versions: warn: {line}. This package is not tested with it.")
     install()

@@ -11,9 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import xxhash
-from paddleformers.peft import LoRAModel
-from paddleformers.transformers.model_utils import unwrap_model
-from paddleformers.utils.log import logger
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.execute.live_digest import digest_live
@@ -24,6 +21,8 @@ from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import lora, slices, state
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host import logger
+from paddleformers_fc.trainer.host_models import LoRAModel, unwrap_model
 
 _SOURCE = "_flex_source"
 _READ_BYTES = 8 * 1024 * 1024

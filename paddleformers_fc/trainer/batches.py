@@ -15,13 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 import paddle
-from paddleformers.trainer import TrainerCallback
-from paddleformers.utils.batch_sampler import (
+
+from paddleformers_fc.trainer.host import TrainerCallback
+from paddleformers_fc.trainer.host_models import (
     DistributedBatchSampler,
     MappingBatchSampler,
     MappingDistributedBatchSampler,
 )
-
 from paddleformers_fc.trainer.position import Position, SampleOrder, Start, pace_of
 
 _SKIPPING = (MappingBatchSampler, MappingDistributedBatchSampler, DistributedBatchSampler)

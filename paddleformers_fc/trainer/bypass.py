@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paddleformers.trainer import TrainerCallback
-from paddleformers.utils.env import PREFIX_CHECKPOINT_DIR
-
 from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.errors import EnvironmentMismatch
+from paddleformers_fc.trainer.host import LOAD_METHOD, TrainerCallback
+from paddleformers_fc.trainer.host_models import PREFIX_CHECKPOINT_DIR
 from paddleformers_fc.trainer.job_state import channel_of, job_state_of
 
 
@@ -30,10 +29,10 @@ def refuse_other_loop(trainer: Any) -> None:
         EnvironmentMismatch: with the methods that did not run.
     """
     run = job_state_of(trainer)
-    expected = ("train", "_load_flex_checkpoint", "_inner_training_loop")
+    expected = ("train", LOAD_METHOD, "_inner_training_loop")
     skipped = [name for name in expected if name not in run.ran]
-    if run.chosen is None and "_load_flex_checkpoint" in skipped:
-        skipped.remove("_load_flex_checkpoint")
+    if run.chosen is None and LOAD_METHOD in skipped:
+        skipped.remove(LOAD_METHOD)
     _refuse(trainer, "the start of training", skipped)
 
 

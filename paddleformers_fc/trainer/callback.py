@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from paddleformers.trainer import TrainerCallback
-from paddleformers.utils.log import logger
-
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.execute.staging_pool import TransferFigures
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import size_text
+from paddleformers_fc.trainer.host import TrainerCallback, logger
 
 ATTENDED = "_flex_attended"
 """The attribute of training arguments whose Trainer uses this package."""

@@ -12,14 +12,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from paddleformers.quantization.quantization_config import QuantizationConfig
-from paddleformers.transformers.configuration_utils import LlmMetaConfig, PretrainedConfig
-from paddleformers.transformers.model_utils import unwrap_model
 
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stored import STRIPPED
 from paddleformers_fc.trainer import lora
+from paddleformers_fc.trainer.host_models import (
+    LlmMetaConfig,
+    PretrainedConfig,
+    QuantizationConfig,
+    described_values,
+    unwrap_model,
+)
 from paddleformers_fc.trainer.inherited import config_of
 
 _EMPTY_LAYERS = frozenset({"num_empty_layers_add_in_head", "num_empty_layers_add_in_tail"})
@@ -52,7 +56,7 @@ def describe(model: Any) -> ModelDescription:
     # A model of PaddleFleet has a configuration of its own, which was made from the one that PaddleFormers saves.
     built_with = {key: getattr(model.config, key, None) for key in STRIPPED - {IS_FLEET}}
     as_built = {key: value for key, value in built_with.items() if isinstance(value, int)}
-    config = {**_resolved(config_of(model)), **as_built}
+    config = {**_resolved(config_of(model)), **as_built, **described_values(config_of(model))}
     return ModelDescription(config, bool(getattr(model, IS_FLEET, False)), adapters=lora.describe_adapters(model))
 
 

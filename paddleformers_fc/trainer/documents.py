@@ -27,8 +27,6 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from paddleformers.trainer import TrainerState
-from paddleformers.transformers.model_utils import clean_model_class_name, get_parameter_dtype, unwrap_model
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import FlexError, FormatError, MismatchError
@@ -41,6 +39,8 @@ from paddleformers_fc.storage.manifest import Manifest, read_listed
 from paddleformers_fc.storage.paths import AnyPath, mask_credentials
 from paddleformers_fc.trainer import codecs, inherited, lora
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host import TrainerState
+from paddleformers_fc.trainer.host_models import clean_model_class_name, get_parameter_dtype, unwrap_model
 from paddleformers_fc.trainer.options import FlexFields
 
 STATE = "trainer/state.json"
@@ -50,8 +50,14 @@ DATA = "trainer/data.json"
 REFERENCE = "trainer/reference.json"
 ARGUMENTS = "trainer/arguments.json"
 
-# What PaddleFormers' pipeline and expert-parallel models write into their configuration when they are built.
-_LAYOUT_KEYS = frozenset({"moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"})
+# What PaddleFormers' pipeline and expert-parallel models write into their configuration when they are built, and what
+# is set below and means nothing to PaddleNLP.
+_LAYOUT_KEYS = frozenset(
+    {
+        *("moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"),
+        *("_save_to_hf", "tensor_model_parallel_size"),
+    }
+)
 _MAX_BYTES = 512 * 1024 * 1024  # A state holds its history: half a kilobyte for every line of the log.
 _MOST_STEPS = 1 << 53
 _DATA_ARGUMENTS = "_flex_data_arguments"

@@ -12,21 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paddleformers.generation import GenerationConfig
-from paddleformers.transformers.configuration_utils import LlmMetaConfig
-
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.families.exported import OVERWRITTEN
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, parse_config
 from paddleformers_fc.formats.huggingface import read_description
 from paddleformers_fc.storage.json_io import parse_json
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.trainer.host_models import GenerationConfig, LlmMetaConfig
 from paddleformers_fc.trainer.lora import base_model
 
 GENERATION = "generation_config.json"
 
 _INHERITED = "_flex_inherited"
-_OF_A_RUN = frozenset({"_from_model_config", "paddleformers_version", "use_cache"})
+_OF_A_RUN = frozenset({"_from_model_config", "paddleformers_version", "paddlenlp_version", "use_cache"})
 
 
 @dataclass(frozen=True)

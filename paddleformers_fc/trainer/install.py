@@ -16,11 +16,10 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from paddleformers.trainer import PdArgumentParser, Trainer
-
 from paddleformers_fc import upstream
 from paddleformers_fc.trainer import reader
 from paddleformers_fc.trainer.arguments import with_flex_fields
+from paddleformers_fc.trainer.host import HOOKS, LIBRARY, PADDLEFORMERS, PADDLENLP, PdArgumentParser, Trainer
 from paddleformers_fc.trainer.options import FIELD_NAMES, check_stage, unknown_keys
 
 _Replacement = tuple[type[Any], str, Callable[..., Any]]
@@ -38,10 +37,10 @@ def install() -> None:
         EnvironmentMismatch: the installed PaddleFormers differs from the tested version; no method was replaced.
     """
     if (Trainer, "train") not in _originals:
-        upstream.require(upstream.TRAINER)
+        upstream.require(HOOKS)
         from paddleformers_fc.trainer import loaders
 
-        _replace([*_trainer_methods(), *_PARSER])
+        _replace([*_trainer_methods(), *(_PARSER if LIBRARY == PADDLEFORMERS else ())])
         loaders.watch()
     reader.read_by_default()
 
@@ -78,9 +77,17 @@ def _replace(replacements: Iterable[_Replacement]) -> None:
 
 def _trainer_methods() -> list[_Replacement]:
     """Return the replaced methods of ``Trainer``."""
+    return [(Trainer, name, functools.partial(_dispatching, override)) for name, override in _overrides().items()]
+
+
+def _overrides() -> Mapping[str, Callable[..., Any]]:
+    if LIBRARY == PADDLENLP:
+        from paddleformers_fc.trainer.nlp_trainer import OVERRIDES
+
+        return OVERRIDES
     from paddleformers_fc.trainer import loading, saving, trainer_init
 
-    overrides: dict[str, Callable[..., Any]] = {
+    return {
         "__init__": trainer_init.init_trainer,
         "train": loading.train,
         "_inner_training_loop": loading.inner_training_loop,
@@ -92,20 +99,27 @@ def _trainer_methods() -> list[_Replacement]:
         "_sorted_checkpoints": saving.sorted_checkpoints,
         "_rotate_checkpoints": saving.rotate_checkpoints,
     }
-    return [(Trainer, name, functools.partial(_dispatching, override)) for name, override in overrides.items()]
 
 
 def _dispatching(override: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Not before: this import watches loaders, which an installation that breaks off must leave alone.
-        from paddleformers_fc.trainer.mixin import FlexTrainerMixin
-
-        if isinstance(self, FlexTrainerMixin):
+        if isinstance(self, _mixin()):
             return original(self, *args, **kwargs)  # The subclass has tested the arguments already.
         return override(self, functools.partial(original, self), *args, **kwargs)
 
     return method
+
+
+def _mixin() -> type[Any]:
+    if LIBRARY == PADDLENLP:
+        from paddleformers_fc.trainer import nlp_mixin
+
+        return nlp_mixin.FlexTrainerMixin
+    from paddleformers_fc.trainer import mixin
+
+    return mixin.FlexTrainerMixin
 
 
 def _constructed_with_our_options(original: Callable[..., Any]) -> Callable[..., Any]:

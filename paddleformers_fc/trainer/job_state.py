@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paddleformers.utils.log import logger
-
 from paddleformers_fc.cpu_runtime import stores
 from paddleformers_fc.distributed.channel import Channel, job_channel
 from paddleformers_fc.distributed.communicator import DEFAULT_PATIENCE, Communicator
@@ -27,6 +25,7 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.trainer import batches, documents, optimizers
 from paddleformers_fc.trainer.best import BestCheckpoint
 from paddleformers_fc.trainer.callback import FlexCheckpointCallback
+from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size
 from paddleformers_fc.trainer.reference import ReferenceRecord
 

@@ -14,13 +14,11 @@ from typing import Any
 import paddle
 from paddle.distributed.flex_checkpoint.dcp import load_state_dict as dcp
 from paddle.nn import Layer
-from paddleformers.peft import LoRAModel
-from paddleformers.transformers import model_utils
-from paddleformers.transformers.model_utils import PretrainedModel
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import adapter_files, origin, pretrained, reader
+from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedModel, model_utils
 
 
 @functools.cache

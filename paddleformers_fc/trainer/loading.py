@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import paddle.distributed as dist
-from paddleformers.trainer.utils.offload_optimizer import offload
-from paddleformers.utils.log import logger
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, MismatchError, StorageError
@@ -51,11 +49,14 @@ from paddleformers_fc.trainer import (
     resume,
     rng,
     state,
+    stored_states,
     undefined,
 )
 from paddleformers_fc.trainer.best import locate_best
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host import LOAD_METHOD, logger
+from paddleformers_fc.trainer.host_models import offload
 from paddleformers_fc.trainer.job_state import (
     WAITING,
     JobState,
@@ -164,7 +165,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     _drop_unfinished_step(trainer, run)
     run.resumed_from, run.progress, run.generators = directory, progress, ready.generators
     run.manifest, run.changes = checkpoint.manifest, report.changes
-    run.ran.add("_load_flex_checkpoint")
+    run.ran.add(LOAD_METHOD)
     if progress is not None:
         _restore_progress(trainer, progress)
         _restore_reference(trainer, run, checkpoint, progress)
@@ -192,7 +193,8 @@ def _warn_of_unfrozen(trainer: Any, checkpoint: OpenedCheckpoint, channel: Chann
     stored = checkpoint.catalog.roles.get(OPTIMIZER_STATE, {})
 
     def look() -> list[str]:
-        return list(state.trained_without_states(trainer.model, stored))
+        names = stored_states.live_names(checkpoint, trainer.model, stored)
+        return list(state.trained_without_states(trainer.model, names))
 
     everyone = all_gather_checked(channel, "looking for parameters without states", look, list[str])
     names = sorted({name for names in everyone for name in names}, key=natural)
@@ -368,6 +370,7 @@ def _roles_to_fill(trainer: Any, checkpoint: OpenedCheckpoint, continued: bool) 
     optimizer_states.build_buffers(trainer.model_wrapped, trainer.optimizer)
     # Accumulators are offloaded when they are created, master weights after the first step.
     place_master = offload if trainer.args.tensorwise_offload_optimizer else None
+    created = stored_states.live_names(checkpoint, trainer.model, created)
     state.create_states(trainer.model, trainer.optimizer, created, place_master)
     live = state.run_roles(trainer.model, trainer.optimizer)
     # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.

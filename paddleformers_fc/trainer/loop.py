@@ -13,8 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
-from paddleformers.transformers.configuration_utils import PretrainedConfig
-
 from paddleformers_fc.aoa import AoaTensor, assigned_names, read_config
 from paddleformers_fc.distributed.channel import gather_and_keep, run_on_all
 from paddleformers_fc.errors import OptionError
@@ -33,6 +31,7 @@ from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.paths import RemotePath, expand_user, parse_path, require_local
 from paddleformers_fc.trainer import base, documents, lora, undefined
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host_models import PretrainedConfig
 from paddleformers_fc.trainer.job_state import job_communicator
 from paddleformers_fc.trainer.layout_source import (
     HeldTensors,

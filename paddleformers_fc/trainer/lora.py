@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paddleformers.peft import LoRAModel
-from paddleformers.peft.lora import QuantizationLoRABaseLinear
-from paddleformers.peft.lora.lora_layers import LoRAConv2D, LoRAMoeExperts
-from paddleformers.transformers.model_utils import unwrap_model
-
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.adapters import A, Adapters, Base, changed_outside, is_adapter
+from paddleformers_fc.trainer.host_models import (
+    LoRAConv2D,
+    LoRAModel,
+    LoRAMoeExperts,
+    QuantizationLoRABaseLinear,
+    unwrap_model,
+)
 
 _BASE = "_flex_base"
 _MARKS_OF_EXPERTS = ("expert", "no_sync", "color")

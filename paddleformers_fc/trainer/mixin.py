@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from paddleformers.trainer import Trainer
-
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.trainer import loaders, loading, saving, trainer_init
+from paddleformers_fc.trainer.host import HOOKS, Trainer
 
 _AnyTrainer: Any = object
 """The type of the class that follows the mixin, which is unknown here."""
@@ -28,7 +27,7 @@ class FlexTrainerMixin(_AnyTrainer):
                 not as this package knows it.
         """
         super().__init_subclass__(**kwargs)
-        upstream.require(upstream.TRAINER)
+        upstream.require(HOOKS)
         _refuse_other_classes(cls)
         loaders.watch()  # From here on it is seen which loader fills a model.
 
@@ -74,7 +73,7 @@ def _refuse_other_classes(cls: type[Any]) -> None:
     if Trainer in bases:
         what = f"{cls.__name__} names FlexTrainerMixin after PaddleFormers' Trainer, whose methods then come first."
     elif others:
-        what = "PaddleNLP's Trainer is not supported; FlexTrainerMixin is for PaddleFormers' Trainer."
+        what = "FlexTrainerMixin is for PaddleFormers' Trainer; that of PaddleNLP has paddleformers_fc.nlp."
     else:
         what = f"{cls.__name__} is not a Trainer of PaddleFormers; FlexTrainerMixin does nothing without one."
     raise EnvironmentMismatch(

@@ -169,7 +169,20 @@ def check_options(options: Any) -> None:
         require_local(output_dir, "A checkpoint")
     if getattr(options, "aoa_config", None) is not None:
         read_config(options.aoa_config)
-    conflicts = [conflict.line(options) for conflict in CONFLICTS if conflict.holds(options)]
+    refuse_conflicts(options, CONFLICTS)
+
+
+def refuse_conflicts(options: Any, table: Iterable[Conflict]) -> None:
+    """Refuse options that contradict ``flex_checkpoint: true``.
+
+    Args:
+        options: as for :func:`check_options`.
+        table: the conflicts.
+
+    Raises:
+        OptionError: with every contradiction.
+    """
+    conflicts = [conflict.line(options) for conflict in table if conflict.holds(options)]
     if conflicts:
         raise OptionError(
             "flex_checkpoint: true contradicts another option.",
@@ -337,6 +350,18 @@ def _is_offloaded(found: Any) -> bool:
     return "offload" in str(found)
 
 
+def _is_a_later_stage(found: Any) -> bool:
+    return "stage2" in str(found) or "stage3" in str(found)
+
+
+def _fuses_states(found: Any) -> bool:
+    return "enable_fuse_optimizer_states" in str(found)
+
+
+def _is_dualpipe(found: Any) -> bool:
+    return "use_dualpipev" in str(found)
+
+
 _OTHER_FORMAT = "the second asks for another checkpoint format"
 _NOT_YET = "not supported yet"
 _SAVES_ITSELF = "both would save the same state, each in its own way"
@@ -384,6 +409,20 @@ CONFLICTS = (
     Conflict("pdc_download_ckpt", f"fetching a checkpoint before resuming is {_NOT_YET}", _is_on),
 )
 """What is refused."""
+
+NLP_CONFLICTS = (
+    Conflict("sep_parallel_degree", f"segment parallelism is {_NOT_YET}", _is_several),
+    Conflict("context_parallel_degree", f"context parallelism is {_NOT_YET}", _is_several),
+    Conflict("expert_parallel_degree", f"experts of PaddleNLP are {_NOT_YET}", _is_several),
+    Conflict("use_expert_parallel", f"experts of PaddleNLP are {_NOT_YET}", _is_on),
+    Conflict("sharding", f"stages 2 and 3 of PaddleNLP are {_NOT_YET}", _is_a_later_stage),
+    Conflict("sharding_parallel_config", f"fused optimizer states are {_NOT_YET}", _fuses_states),
+    Conflict("pipeline_parallel_config", f"the DualPipeV schedule is {_NOT_YET}", _is_dualpipe),
+    Conflict("offload_optim", f"offloaded optimizer states are {_NOT_YET}", _is_on),
+    Conflict("force_reshard_pp", _OTHER_FORMAT, _is_on),
+    Conflict("to_static", f"static graphs are {_NOT_YET}", _is_on),
+)
+"""What is refused of PaddleNLP's options beside :data:`CONFLICTS`."""
 
 _OURS = "every process reads what it needs by itself"
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from paddleformers.utils.log import logger
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.trainer.host import logger
 
 _MARK = "_flex_loaded_by"
 _ITSELF = "the model"

@@ -40,7 +40,7 @@ _OF_A_NODE = frozenset(
 )
 """Options that may differ between nodes: paths, logging, and what serves one process alone."""
 
-_PACKAGES = ("paddleformers", "paddleformers_fc")
+_PACKAGES = ("paddleformers", "paddlenlp", "paddleformers_fc")
 
 
 def check(trainer: Any, channel: Channel) -> None:

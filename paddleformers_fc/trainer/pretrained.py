@@ -15,10 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import paddle
-from paddleformers.peft import LoRAModel
-from paddleformers.transformers import PretrainedConfig
-from paddleformers.transformers.model_utils import get_common_folder, unwrap_model
-from paddleformers.utils.log import logger
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import MismatchError, NotACheckpoint, OptionError
@@ -29,6 +25,8 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.trainer import base, inherited, origin, state, undefined
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host import logger
+from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedConfig, get_common_folder, unwrap_model
 from paddleformers_fc.trainer.job_state import channel_of, job_communicator, read_options
 from paddleformers_fc.trainer.options import FlexFields
 
@@ -182,10 +180,10 @@ def _configuration(cls: Any, named: Any, given: dict[str, Any], source: dict[str
     if isinstance(config, PretrainedConfig):
         return config, given
     path = named if config is None else config
-    made: tuple[Any, dict[str, Any]] = cls.config_class.from_pretrained(
+    config, left = cls.config_class.from_pretrained(
         path, return_unused_kwargs=True, **{**source, "subfolder": source["subfolder"] or ""}, **given
     )
-    return made
+    return config, {name: value for name, value in left.items() if name not in source}
 
 
 def _refuse_other_type(cls: Any, config: Any, named: Any) -> None:

@@ -17,10 +17,10 @@ import numpy as np
 import paddle
 from paddle.base import core
 from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
-from paddleformers.utils.log import logger
 
 from paddleformers_fc.errors import FormatError
 from paddleformers_fc.trainer.codecs import decode_object, encode
+from paddleformers_fc.trainer.host import logger
 
 _TENSOR_PARALLEL_GENERATOR = "model_parallel_rng"
 

@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import paddle.distributed as dist
-from paddleformers.trainer.trainer_utils import ShardingOption
-from paddleformers.utils.env import PREFIX_CHECKPOINT_DIR
-from paddleformers.utils.log import logger
 
 from paddleformers_fc.distributed.channel import ALONE, Channel, run_on_all
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
@@ -43,6 +40,8 @@ from paddleformers_fc.trainer import (
 from paddleformers_fc.trainer.bypass import refuse_other_loop
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host import logger
+from paddleformers_fc.trainer.host_models import PREFIX_CHECKPOINT_DIR, ShardingOption
 from paddleformers_fc.trainer.job_state import (
     JobState,
     Native,

@@ -14,10 +14,12 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_sta
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
+from paddleformers_fc.families.bind import tied_names
 from paddleformers_fc.families.declarations import TiedName
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.trainer import lora, optimizer_states, slices
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host_models import sharded_state_dict
 
 LiveRoles = dict[str, dict[str, Any]]
 
@@ -66,7 +68,7 @@ def base_weights(model: Any) -> dict[str, Any]:
 
 
 def _described(model: Any) -> dict[str, Any]:
-    return {name: weight for name, weight in model.sharded_state_dict().items() if isinstance(weight, ShardedWeight)}
+    return {name: weight for name, weight in sharded_state_dict(model).items() if isinstance(weight, ShardedWeight)}
 
 
 def run_roles(model: Any, optimizer: Any) -> LiveRoles:
@@ -169,9 +171,9 @@ def _with_aliases(model: Any, stored: Collection[str]) -> set[str]:
 def _tied(model: Any) -> tuple[TiedName, ...]:
     """Return the aliases of a model of a declared family if it ties its word embeddings."""
     described = describe(model) if hasattr(model, "config") else ModelDescription({})
-    if not described.config.get("tie_word_embeddings") or not is_known(described.config):
+    if not is_known(described.config):
         return ()
-    return family_for(described.config).tied
+    return tuple(TiedName(alias, owner) for alias, owner in tied_names(family_for(described.config), described).items())
 
 
 def _parameter_of(state: str) -> str:

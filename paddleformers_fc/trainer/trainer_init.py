@@ -13,10 +13,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from paddleformers.peft import LoRAModel
-from paddleformers.transformers import PretrainedModel
-from paddleformers.utils.log import logger
-
 from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.save_plan import model_rules
@@ -27,6 +23,8 @@ from paddleformers_fc.trainer import base, batches, inherited, lora, origin, pre
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host import logger
+from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.job_state import (
     RUN,
     WAITING,

@@ -14,16 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc import upstream
+from paddleformers_fc import nlp, upstream
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.trainer.options import CONFLICTS, FIELD_NAMES, WITHOUT_EFFECT
+from paddleformers_fc.errors import EnvironmentMismatch
+from paddleformers_fc.trainer.options import CONFLICTS, FIELD_NAMES, NLP_CONFLICTS, WITHOUT_EFFECT
 from tests.harness.tiny import DP2, SINGLE
 from tests.trainer.test_entry_points import ROOT, write_yaml
 from tests.trainer.test_trainer import JOBS as TRAINER_JOBS, settings
 
 JOBS = "tests.trainer.upstream_jobs"
 PACKAGE = ROOT / "paddleformers_fc"
-ALL = (*upstream.TRAINER, *upstream.COMMAND_LINE, *upstream.CPU_RUNTIME)
+NLP = (*upstream.NLP_TRAINER, *upstream.NLP_CPU_RUNTIME)
+ALL = (*upstream.TRAINER, *upstream.COMMAND_LINE, *upstream.CPU_RUNTIME, *NLP)
 
 
 # ---- The table.
@@ -116,7 +118,7 @@ def test_every_training_argument_that_is_read_is_in_the_table() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("args", "trainer.args", "arguments")
     }
-    compared = {conflict.key for conflict in (*CONFLICTS, *WITHOUT_EFFECT)}
+    compared = {conflict.key for conflict in (*CONFLICTS, *NLP_CONFLICTS, *WITHOUT_EFFECT)}
     assert (read | compared) - set(FIELD_NAMES) - known == set()
 
 
@@ -223,10 +225,16 @@ def test_the_mixin_takes_trainers_of_paddleformers_and_nothing_else(ranks: ForkS
     accepted = {name for name, error in errors.items() if not error}
     assert accepted == {"a Trainer", "a subclass", "FlexTrainer"}
     for name in ("PaddleNLP", "a subclass of PaddleNLP's"):
-        assert "PaddleNLP's Trainer is not supported" in errors[name]
+        assert "that of PaddleNLP has paddleformers_fc.nlp" in errors[name]
     for name in ("nothing", "an empty class", "a class of that name"):
         assert "Mine is not a Trainer of PaddleFormers" in errors[name]
     assert "names FlexTrainerMixin after PaddleFormers' Trainer" in errors["behind"]
+
+
+def test_the_names_for_paddlenlp_are_refused_beside_paddleformers() -> None:
+    for name in nlp.__all__:
+        with pytest.raises(EnvironmentMismatch, match="for environments without PaddleFormers"):
+            getattr(nlp, name)
 
 
 # ---- A PaddleFormers on the disk that differs.

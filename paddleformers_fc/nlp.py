@@ -1,0 +1,44 @@
+"""Flex checkpoints for PaddleNLP's Trainer: the names of :mod:`paddleformers_fc` for PaddleNLP's classes.
+
+They are imported when they are first used. An environment has PaddleNLP or PaddleFormers, not both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+from paddleformers_fc import upstream
+from paddleformers_fc.errors import EnvironmentMismatch
+
+_HOME = {
+    "FlexCheckpointCallback": "paddleformers_fc.trainer.callback",
+    "FlexTrainer": "paddleformers_fc.trainer.nlp_mixin",
+    "FlexTrainerMixin": "paddleformers_fc.trainer.nlp_mixin",
+    "FlexTrainingArguments": "paddleformers_fc.trainer.nlp_arguments",
+    "install": "paddleformers_fc.trainer.install",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _refuse_both()
+    upstream.require(upstream.NLP_TRAINER)
+    return getattr(importlib.import_module(home), name)
+
+
+def _refuse_both() -> None:
+    if importlib.util.find_spec("paddleformers") is not None:
+        raise EnvironmentMismatch(
+            "paddleformers_fc.nlp is for environments without PaddleFormers, and this one has it.",
+            where=f"Python environment {sys.prefix}",
+            evidence=["PaddleFormers and PaddleNLP need different versions of aistudio-sdk and tokenizers"],
+            next_step="Install PaddleNLP in an environment of its own, as docs/paddlenlp.md describes; or use "
+            "paddleformers_fc.FlexTrainer with PaddleFormers' Trainer.",
+        )

@@ -1,0 +1,49 @@
+"""The library whose Trainer this process uses: PaddleFormers, or PaddleNLP in an environment that has it alone.
+
+The two need different versions of the same packages, so an environment has one of them. This module and
+:mod:`.host_models` are the only ones of the Trainer's package that import either of them for the others. Here are the
+names that are needed before the table of :mod:`paddleformers_fc.upstream` has been checked, the table of the library
+(``HOOKS``) and the method of its Trainer that is replaced to load a checkpoint (``LOAD_METHOD``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from paddleformers_fc import upstream
+
+PADDLEFORMERS, PADDLENLP = "paddleformers", "paddlenlp"
+
+LIBRARY = (
+    PADDLENLP
+    if importlib.util.find_spec(PADDLEFORMERS) is None and importlib.util.find_spec(PADDLENLP) is not None
+    else PADDLEFORMERS
+)
+"""The library of this process."""
+
+if LIBRARY == PADDLENLP:
+    from paddlenlp.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from paddlenlp.utils.log import logger
+
+    HOOKS = upstream.NLP_TRAINER
+    LOAD_METHOD = "_load_optimizer_and_scheduler"
+else:
+    from paddleformers.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from paddleformers.utils.log import logger
+
+    HOOKS = upstream.TRAINER
+    LOAD_METHOD = "_load_flex_checkpoint"
+
+__all__ = [
+    "HOOKS",
+    "LIBRARY",
+    "LOAD_METHOD",
+    "PADDLEFORMERS",
+    "PADDLENLP",
+    "PdArgumentParser",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerState",
+    "TrainingArguments",
+    "logger",
+]

@@ -1,0 +1,83 @@
+"""The names that this package uses of :data:`.host.LIBRARY` once the table of hooks has been checked.
+
+What PaddleNLP lacks is in :mod:`.nlp_models`.
+"""
+
+from __future__ import annotations
+
+from paddleformers_fc.trainer.host import LIBRARY, PADDLENLP
+
+if LIBRARY == PADDLENLP:
+    from paddlenlp.generation import GenerationConfig
+    from paddlenlp.peft import LoRAConfig, LoRAModel
+    from paddlenlp.peft.lora.lora_layers import LoRAConv2D
+    from paddlenlp.quantization.quantization_config import QuantizationConfig
+    from paddlenlp.trainer.trainer_utils import PREFIX_CHECKPOINT_DIR, ShardingOption
+    from paddlenlp.transformers import PretrainedConfig, PretrainedModel, model_utils
+    from paddlenlp.transformers.configuration_utils import LlmMetaConfig
+    from paddlenlp.transformers.model_utils import get_parameter_dtype, unwrap_model
+    from paddlenlp.utils.batch_sampler import DistributedBatchSampler
+
+    from paddleformers_fc.trainer.nlp_models import (
+        LoRAMoeExperts,
+        QuantizationLoRABaseLinear,
+        clean_model_class_name,
+        described_values,
+        get_common_folder,
+        offload,
+        sharded_state_dict,
+    )
+    from paddleformers_fc.trainer.nlp_samplers import (
+        EpochSampler as MappingDistributedBatchSampler,
+        NoSampler as MappingBatchSampler,
+    )
+else:
+    from paddleformers.generation import GenerationConfig
+    from paddleformers.peft import LoRAConfig, LoRAModel
+    from paddleformers.peft.lora import QuantizationLoRABaseLinear  # type: ignore[no-redef]
+    from paddleformers.peft.lora.lora_layers import LoRAConv2D, LoRAMoeExperts  # type: ignore[no-redef]
+    from paddleformers.quantization.quantization_config import QuantizationConfig
+    from paddleformers.trainer.trainer_utils import ShardingOption
+    from paddleformers.trainer.utils.offload_optimizer import offload  # type: ignore[no-redef]
+    from paddleformers.transformers import PretrainedConfig, PretrainedModel, model_utils
+    from paddleformers.transformers.configuration_utils import LlmMetaConfig
+    from paddleformers.transformers.model_utils import (  # type: ignore[no-redef]
+        clean_model_class_name,
+        get_common_folder,
+        get_parameter_dtype,
+        unwrap_model,
+    )
+    from paddleformers.utils.batch_sampler import (  # type: ignore[no-redef]
+        DistributedBatchSampler,
+        MappingBatchSampler,
+        MappingDistributedBatchSampler,
+    )
+    from paddleformers.utils.env import PREFIX_CHECKPOINT_DIR
+
+    from paddleformers_fc.trainer.formers_models import described_values, sharded_state_dict
+
+__all__ = [
+    "PREFIX_CHECKPOINT_DIR",
+    "DistributedBatchSampler",
+    "GenerationConfig",
+    "LlmMetaConfig",
+    "LoRAConfig",
+    "LoRAConv2D",
+    "LoRAModel",
+    "LoRAMoeExperts",
+    "MappingBatchSampler",
+    "MappingDistributedBatchSampler",
+    "PretrainedConfig",
+    "PretrainedModel",
+    "QuantizationConfig",
+    "QuantizationLoRABaseLinear",
+    "ShardingOption",
+    "clean_model_class_name",
+    "described_values",
+    "get_common_folder",
+    "get_parameter_dtype",
+    "model_utils",
+    "offload",
+    "sharded_state_dict",
+    "unwrap_model",
+]

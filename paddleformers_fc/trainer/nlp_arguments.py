@@ -1,0 +1,55 @@
+"""PaddleNLP's ``TrainingArguments`` with the options of this package.
+
+The degrees of parallelism have the names of PaddleFormers as well, by which this package reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paddleformers_fc.trainer.arguments import ActiveFields
+from paddleformers_fc.trainer.host import TrainingArguments
+from paddleformers_fc.trainer.options import NLP_CONFLICTS, refuse_conflicts
+
+
+class FormersNames:
+    """The names of PaddleFormers' arguments that PaddleNLP has under other names or does not have."""
+
+    tensor_parallel_degree: int
+    pipeline_parallel_degree: int
+    sharding_parallel_degree: int
+    save_rng_states = True
+    save_tokenizer = True
+    aoa_config = None
+    tensorwise_offload_optimizer = False
+    expert_model_parallel_size = sep_parallel_size = context_parallel_size = 1
+
+    @property
+    def tensor_model_parallel_size(self) -> int:
+        """Degree of tensor parallelism."""
+        return self.tensor_parallel_degree
+
+    @property
+    def pipeline_model_parallel_size(self) -> int:
+        """Degree of pipeline parallelism."""
+        return self.pipeline_parallel_degree
+
+    @property
+    def sharding_parallel_size(self) -> int:
+        """Degree of sharding."""
+        return self.sharding_parallel_degree
+
+
+@dataclass
+class FlexTrainingArguments(FormersNames, ActiveFields, TrainingArguments):
+    """``TrainingArguments`` with the options of :class:`~paddleformers_fc.trainer.options.FlexFields`.
+
+    Raises:
+        OptionError: an option is out of range, or contradicts ``flex_checkpoint: true``.
+        EnvironmentMismatch: ``flex_checkpoint`` is true, and Paddle or PaddleNLP differs from the tested versions.
+    """
+
+    def __post_init__(self) -> None:
+        if self.flex_checkpoint:
+            refuse_conflicts(self, NLP_CONFLICTS)
+        super().__post_init__()

@@ -1,0 +1,121 @@
+"""What PaddleNLP's models lack: shards as they are, and values of their classes.
+
+PaddleNLP names the tensors of a pipeline stage by their place in it, and its heads do not describe that tensor
+parallelism cuts them, although their parameters say so (``is_distributed``, ``split_axis``). Both are corrected here.
+A parameter that is cut and does not say where is refused.
+"""
+
+from __future__ import annotations
+
+import os.path
+from typing import Any
+
+from paddle.distributed import ShardedWeight
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import make_tp_sharded_weight_for_checkpoint
+
+from paddleformers_fc.errors import MappingError, OptionError
+from paddleformers_fc.families.description import IS_NLP
+from paddleformers_fc.mapping.folding import fold
+
+_OTHER_MODELS = {
+    "alibi": "positions are encoded by biases of attention",
+    "use_long_sequence_strategies": "positions are encoded by a strategy for long sequences",
+    "rope_scaling_type": "positions are scaled in a way that config.json cannot express",
+}
+"""Keys of PaddleNLP under which Transformers would read the exported weights as another model."""
+
+_SCALINGS = {"llama": ("default", "llama3")}
+"""The scalings of positions that a class of PaddleNLP applies, beside none."""
+
+
+def sharded_state_dict(model: Any) -> dict[str, Any]:
+    """Return the shards of a model by the names of the model on a single rank.
+
+    Raises:
+        MappingError: a parameter is cut and does not say along which axis.
+    """
+    names = _single_names(model)
+    found: dict[str, Any] = {}
+    faults = []
+    for key, weight in model.sharded_state_dict().items():
+        name = names.get(key, key)
+        if _is_cut_and_described_whole(weight):
+            axis = getattr(weight.local_tensor, "split_axis", None)
+            if axis is None:
+                faults.append(f"{name}: shape {list(weight.local_shape)} on this rank")
+                continue
+            weight = make_tp_sharded_weight_for_checkpoint(name, weight.local_tensor, axis)
+        weight.key = name
+        found[name] = weight
+    if faults:
+        raise MappingError(
+            f"{type(model).__name__} of PaddleNLP does not describe how tensor parallelism cuts its tensors.",
+            where=type(model).__module__,
+            evidence=fold(faults),
+            next_step="Train this model without tensor parallelism, or without flex_checkpoint.",
+        )
+    return found
+
+
+def _single_names(model: Any) -> dict[str, str]:
+    """Return the names in a model on a single rank by those in a pipeline stage."""
+    if not hasattr(model, "_set_pipeline_name_mapping"):
+        return {}
+    model._set_pipeline_name_mapping()
+    names: dict[str, str] = model._pp_to_single_mapping
+    return names
+
+
+def _is_cut_and_described_whole(weight: Any) -> bool:
+    if not isinstance(weight, ShardedWeight) or not getattr(weight.local_tensor, "is_distributed", False):
+        return False
+    return tuple(weight.local_shape) == tuple(weight.global_shape)
+
+
+def described_values(config: Any) -> dict[str, Any]:
+    """Return the class of a model, and what PaddleFormers' configurations say of it and PaddleNLP's do not.
+
+    Args:
+        config: the configuration of a model.
+
+    Raises:
+        OptionError: a file cannot express what the configuration requests.
+    """
+    faults = [
+        f"{key}: {getattr(config, key)!r}: {why}" for key, why in _OTHER_MODELS.items() if getattr(config, key, None)
+    ]
+    scaling = getattr(config, "rope_scaling", None) or {}
+    kind = scaling.get("rope_type", "default")
+    if kind not in _SCALINGS.get(config.model_type, ("default",)):
+        faults.append(f"rope_scaling: {kind}: PaddleNLP's class ignores it, and other libraries do not")
+    if faults:
+        raise OptionError(
+            "flex_checkpoint: true does not support this configuration of a model of PaddleNLP.",
+            where=f"{type(config).__module__}.{type(config).__qualname__}",
+            evidence=faults,
+            next_step="Train without these keys, or without flex_checkpoint.",
+        )
+    rotary = {"rope_theta": getattr(config, "rope_theta", None), "rope_type": "default", **scaling}
+    return {IS_NLP: True, "rope_parameters": rotary, "hidden_act": getattr(config, "hidden_act", "silu")}
+
+
+class LoRAMoeExperts:
+    """In the place of a class of PaddleFormers that PaddleNLP does not have; nothing is an instance of it."""
+
+
+class QuantizationLoRABaseLinear:
+    """As :class:`LoRAMoeExperts`."""
+
+
+def offload(tensor: Any) -> None:
+    """In the place of a function of PaddleFormers. PaddleNLP's ``offload_optim`` is refused."""
+
+
+def clean_model_class_name(class_name: str) -> str:
+    """Return the name of a class without the suffix of the class for pipelines."""
+    return class_name.removesuffix("Pipe")
+
+
+def get_common_folder(file_list: list[str]) -> str:
+    """Return the directory of several files."""
+    return os.path.commonpath([os.path.dirname(file) for file in file_list])

@@ -1,0 +1,119 @@
+"""The replaced methods of PaddleNLP's Trainer that differ from those of PaddleFormers' Trainer.
+
+The other methods are replaced by the functions of :mod:`.loading` and :mod:`.saving`. :data:`OVERRIDES` lists all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from paddleformers_fc.distributed.channel import run_on_all
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.families.bind import ModelTensor, family_keys
+from paddleformers_fc.families.description import IS_NLP
+from paddleformers_fc.families.registry import family_for
+from paddleformers_fc.families.stated import bind_model
+from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.trainer import loading, saving, state, trainer_init
+from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedModel
+from paddleformers_fc.trainer.job_state import Native, channel_of, is_active, when_active
+from paddleformers_fc.trainer.nlp_samplers import resumable
+
+
+def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
+    """``Trainer.__init__``: as :func:`.trainer_init.init_trainer`, and every tensor of the model must be declared.
+
+    Raises:
+        OptionError: the model is not one that PaddleNLP and this package know.
+        MappingError: the same on every rank: a tensor of the model is not declared for PaddleNLP's class.
+    """
+    trainer.processing_class = None
+    given = (*args, *kwargs.values())
+    if any(map(is_active, given)):
+        _refuse_adapters(given)
+    trainer_init.init_trainer(trainer, native, *args, **kwargs)
+    if is_active(trainer.args) and trainer.model is not None:
+        run_on_all(channel_of(trainer.args), "looking at the tensors of the model", lambda: _refuse(trainer.model))
+
+
+def _refuse_adapters(given: Iterable[Any]) -> None:
+    for one in given:
+        if isinstance(one, LoRAModel):
+            raise OptionError(
+                "flex_checkpoint: true contradicts another option.",
+                where="training arguments",
+                evidence=["flex_checkpoint: true and LoRA: adapters of PaddleNLP are not supported yet"],
+                next_step="Train adapters with PaddleFormers, or remove flex_checkpoint.",
+            )
+
+
+def _refuse(model: Any) -> None:
+    if not isinstance(model, PretrainedModel):
+        raise OptionError(
+            f"flex_checkpoint: true does not support {type(model).__name__} of PaddleNLP.",
+            where=f"{type(model).__module__}.{type(model).__qualname__}",
+            next_step="Train the model itself, without adapters, or remove flex_checkpoint.",
+        )
+    described = describe(model)
+    if IS_NLP not in family_keys(family_for(described.config)):
+        raise OptionError(
+            f"flex_checkpoint: true does not support models of type {described.model_type} of PaddleNLP.",
+            where=f"{type(model).__module__}.{type(model).__qualname__}",
+            next_step="Train it with PaddleFormers, or declare PaddleNLP's class in its family (nlp=).",
+        )
+    shards = describe_roles(state.model_roles(model))[MODEL_STATE]
+    bind_model(described, [ModelTensor(one.name, one.global_shape, one.dtype, one.cuts) for one in shards.values()])
+
+
+@when_active
+def get_train_sampler(trainer: Any, native: Native) -> Any:
+    """``Trainer._get_train_sampler``: a sampler that can begin in the middle of an epoch."""
+    return resumable(native(), trainer.train_dataset)
+
+
+@when_active
+def load_model(trainer: Any, native: Native, resume_from_checkpoint: Any = None) -> None:
+    """``Trainer._load_from_checkpoint``: nothing, because :func:`load` fills the model with its optimizer."""
+
+
+@when_active
+def load(trainer: Any, native: Native, checkpoint: str | None) -> None:
+    """``Trainer._load_optimizer_and_scheduler``: fill model and optimizer, and restore the Trainer's state.
+
+    Raises:
+        FlexError: see :func:`.loading.load`.
+    """
+    if checkpoint is not None:
+        loading.load(trainer, native, checkpoint)
+
+
+@when_active
+def save_model(
+    trainer: Any, native: Native, output_dir: str | None = None, merge_tensor_parallel: bool | None = False
+) -> None:
+    """``Trainer.save_model``: export on every rank; PaddleNLP omits ranks whose weights another one writes.
+
+    Raises:
+        FlexError: the same on every rank; an older export in the directory is untouched.
+    """
+    trainer._save(output_dir)
+
+
+OVERRIDES: Mapping[str, Callable[..., Any]] = {
+    "__init__": init_trainer,
+    "train": loading.train,
+    "_inner_training_loop": loading.inner_training_loop,
+    "_get_train_sampler": get_train_sampler,
+    "_load_from_checkpoint": load_model,
+    "_load_optimizer_and_scheduler": load,
+    "_load_rng_state": loading.load_rng_state,
+    "_save_checkpoint": saving.save,
+    "save_model": save_model,
+    "_save": saving.save_model,
+    "_sorted_checkpoints": saving.sorted_checkpoints,
+    "_rotate_checkpoints": saving.rotate_checkpoints,
+}
+"""The replaced methods by name."""
