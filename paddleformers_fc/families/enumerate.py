@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 
 from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families.adapters import with_adapters
 from paddleformers_fc.families.bind import ModelTensor, family_numbers, family_sizes, has_shape
 from paddleformers_fc.families.declarations import PLACEHOLDER, Family, Stage, Statement, TargetIndex
 from paddleformers_fc.families.description import ModelDescription
@@ -169,7 +170,7 @@ def recognised_tensors(
     """
     sizes = family_sizes(family, model)
     shifts = {name: sizes.length(one.shift) for name, one in family_numbers(family).items() if sizes.knows(one.shift)}
-    index = TargetIndex((one, one) for one in family.statements)
+    index = TargetIndex((one, one) for one in with_adapters(family, model.adapters).statements)
     found: list[DeclaredTensor] = []
     strange: list[str] = []
     for name, spec in specs.items():

@@ -16,7 +16,7 @@ import msgspec
 
 from paddleformers_fc.errors import Corrupt, FormatError, OptionError
 from paddleformers_fc.families import ModelTensor, family_for
-from paddleformers_fc.families.adapters import Adapters, Base, with_adapters
+from paddleformers_fc.families.adapters import Adapters, Base
 from paddleformers_fc.families.bind import bind
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.enumerate import recognised_tensors
@@ -153,7 +153,7 @@ def _adapters(values: Mapping[str, Any], directory: AnyPath) -> tuple[Adapters, 
 def _bound(model: ModelDescription, specs: Mapping[str, TensorSpec], degree: int) -> tuple[ModelDescription, RuleSet]:
     """Return the rules of adapters of a model under a degree of tensor parallelism, in whose order they are stored."""
     family = family_for(model.config)
-    declared = recognised_tensors(with_adapters(family, model.adapters), model, specs)
+    declared = recognised_tensors(family, model, specs)
     under: list[ModelTensor] = [one.under(tp=degree) for one in declared]
     if model.is_fleet is not None:
         return model, bind(family, model, under)

@@ -320,7 +320,7 @@ class PeftFormat(Format):
     canonical = True
     loadable = False
     advice = "Start from them: lora_path in the YAML, or load_open_weights(model, directory) of a model with adapters."
-    checks = ("checksums", "tensors")
+    checks = ("tensors",)
     writer = PeftWriter()
 
     def recognises(self, directory: AnyPath) -> bool:

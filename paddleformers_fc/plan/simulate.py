@@ -256,7 +256,8 @@ def stored_model(
     """
     found = recognised_tensors(family, model, specs)
     saved = min({tensor.dtype for tensor in found}, key=lambda name: (name == "float32", name))
-    declared = list(enumerate_tensors(family, model, dtype or saved))
+    # A checkpoint of adapters contains what is trained, and not the model.
+    declared = list(enumerate_tensors(family, model, dtype or saved)) if model.adapters is None else []
     blocks = [tensor for tensor in declared if tensor.stage is Stage.ABSENT and tensor.name not in specs]
     if dtype not in (None, saved):
         found = [replace(tensor, dtype=dtype) if tensor.dtype == saved else tensor for tensor in found]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
 from tests.harness.tiny import DP2, EP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
@@ -91,6 +92,15 @@ def test_a_checkpoint_contains_no_tensor_of_the_base_and_grows_with_the_rank(
 
 def _header_bytes(path: Path) -> int:
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def test_a_resume_of_adapters_is_planned_from_the_files_alone(llama: Trained) -> None:
+    found = paddleformers_fc.open(llama.third).plan("tp=2,pp=2")
+    assert found.world_size == 4
+    # What tensor parallelism does not cut is held twice: one of the two sides of each adapter.
+    stored = sum(path.stat().st_size for path in llama.third.rglob("*.safetensors"))
+    assert stored / 2 < found.bytes < 2 * stored
+    assert (found.fresh, found.dropped) == ([], [])
 
 
 def test_the_description_of_the_adapters_is_stored(llama: Trained) -> None:
