@@ -20,7 +20,8 @@ SURFACE = """\
 Checkpoint
 Checkpoint.diff(self, other: 'Checkpoint', role: 'str | None' = None) -> 'Difference'
 Checkpoint.export(self, directory: 'str | PathLike[str]', *, max_shard_bytes: 'int' = 5000000000, \
-verify: 'str' = 'full', replace: 'bool' = False, tied: 'str' = 'refuse') -> 'ExportReport'
+verify: 'str' = 'full', replace: 'bool' = False, tied: 'str' = 'refuse', \
+format: 'str' = '', base: 'Location | None' = None, accept_base: 'bool' = False) -> 'ExportReport'
 Checkpoint.metadata
 Checkpoint.plan(self, layout: 'str', dtype: 'str | None' = None) -> 'GridPlan'
 Checkpoint.read(self, name: 'str', box: 'Sequence[slice] | None' = None, role: 'str | None' = None) \
@@ -34,10 +35,12 @@ FlexTrainingArguments
 install() -> 'None'
 load(directory: 'str | PathLike[str] | RemotePath', model: 'Any', optimizer: 'Any' = None, *, \
 verify: 'str' = 'full', threads: 'int' = 4, family: 'str | Family | None' = None, config: 'Config | None' = None, \
-mapping: 'RuleSet | None' = None, aoa_config: 'Mapping[str, object] | None' = None) -> 'LoadReport'
+mapping: 'RuleSet | None' = None, aoa_config: 'Mapping[str, object] | None' = None, \
+allow_casts: 'bool' = False) -> 'LoadReport'
 load_open_weights(model: 'Any', directory: 'str | PathLike[str] | RemotePath', threads: 'int' = 4, \
 verify: 'str' = 'full') -> 'LoadReport'
 open(path_or_url: 'Location', verify: 'str' = 'size') -> 'Checkpoint'
+register_optimizer(optimizer: 'type', like_parameter: 'Iterable[str]' = (), numbers: 'Iterable[str]' = ()) -> 'None'
 save(directory: 'str | PathLike[str]', model: 'Any', optimizer: 'Any' = None, *, step: 'int' = 0, \
 consumed_samples: 'int' = 0, parallel: 'Mapping[str, int] | None' = None, family: 'str | Family | None' = None, \
 config: 'Config | None' = None, mapping: 'RuleSet | None' = None) -> 'SaveReport'
