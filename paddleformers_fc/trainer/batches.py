@@ -8,7 +8,6 @@ Cost: a sampler skips by index. A stream, which has no index, is read up to the 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -127,10 +126,10 @@ class ResumedBatches:
         sampler = getattr(self._loader, "batch_sampler", None)
         if isinstance(sampler, _SKIPPING):
             sampler.set_epoch(epoch, samples)
-        with contextlib.ExitStack() as stack:
-            if order is not None and isinstance(sampler, MappingBatchSampler | MappingDistributedBatchSampler):
-                stack.enter_context(_sampled_by(self._loader, _Batches(sampler, order, epoch, samples)))
-            iterator: Iterator[Any] = iter(self._loader)
+        if order is not None and isinstance(sampler, MappingBatchSampler | MappingDistributedBatchSampler):
+            iterator = _sampled_by(self._loader, _Batches(sampler, order, epoch, samples))
+        else:
+            iterator = iter(self._loader)
         for _ in range(0 if self._indexed else passes):
             next(iterator, None)
         for batch in itertools.islice(iterator, waiting):
@@ -138,14 +137,21 @@ class ResumedBatches:
         return iterator
 
 
-@contextlib.contextmanager
-def _sampled_by(loader: Any, sampler: Any) -> Iterator[None]:
-    """Let an iterator of a loader take its batches from a sampler; other iterators keep their own."""
-    own, loader.batch_sampler = loader.batch_sampler, sampler
+def _sampled_by(loader: Any, sampler: Any) -> Iterator[Any]:
+    """Return an iterator of a loader that takes its batches from a sampler; other iterators have the loader's own."""
+    # Under distributed_dataloader the loader sends what another one reads, and creates its iterator later.
+    reader = getattr(loader, "_dataloader", loader)
+    own, keeps = reader.batch_sampler, reader._persistent_workers
+    # With persistent workers the next epochs would have this iterator too, and so its sampler.
+    reader.batch_sampler, reader._persistent_workers = sampler, False
     try:
-        yield
+        iterator: Iterator[Any] = iter(reader)
     finally:
-        loader.batch_sampler = own
+        reader.batch_sampler, reader._persistent_workers = own, keeps
+    if reader is loader:
+        return iterator
+    loader._lazy_dataloader_iter = iterator
+    return iter(loader)
 
 
 class _Batches:

@@ -369,7 +369,10 @@ def run_and_watch_samples(resume: str | None = None, count: int = tiny.SAMPLES, 
         def __len__(self) -> int:
             return count
 
-    flex_trainer(**settings, callbacks=[WatchSamples()], train_dataset=Fewer()).train(resume_from_checkpoint=resume)
+    trainer = flex_trainer(**settings, callbacks=[WatchSamples()], train_dataset=Fewer())
+    if not trainer.args.should_load_dataset:
+        trainer.train_dataset = None
+    trainer.train(resume_from_checkpoint=resume)
     return trained
 
 

@@ -1,0 +1,54 @@
+"""The rest of an epoch in the saved order: read by worker processes, and by one rank for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paddle.io import DataLoader, Dataset
+from paddleformers.utils.batch_sampler import MappingDistributedBatchSampler
+
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.trainer.batches import ResumedBatches, order_of
+from paddleformers_fc.trainer.position import Pace, Position, SampleOrder, start_after
+from tests.harness.tiny import DP2, TP2
+from tests.trainer.jobs import every_sample
+
+SAMPLES = 10
+
+
+class Numbers(Dataset):  # type: ignore[misc]
+    """Samples that are their own indices."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_epochs_after_a_resumed_one_have_all_samples_though_workers_persist(workers: int) -> None:
+    sampler = MappingDistributedBatchSampler(Numbers(), 1, num_replicas=1, rank=0, shuffle=True, data_seed=7)
+    loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+    # Three ranks have permuted 9 of the samples, and trained 6.
+    saved = (Position(0, 6, 6), Pace(1, 1, 3), SampleOrder(True, 9, True, 7, SAMPLES))
+    start = start_after(saved, Pace(1, 1, 1), order_of(loader), SAMPLES)
+    assert start.order is not None
+    batches = ResumedBatches(loader, start, True, lambda: None, lambda: None, lambda _: None)
+    rest, *epochs = ([int(batch[0]) for batch in batches] for _ in range(3))
+    assert len(set(rest)) == 4
+    assert [sorted(epoch) for epoch in epochs] == [list(range(SAMPLES))] * 2
+
+
+def test_a_rank_that_reads_for_others_does_so_in_the_saved_order(ranks: ForkServer, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"output_dir": str(tmp_path), "count": 61}
+    job = "tests.trainer.jobs:run_and_watch_samples"
+    before = {**given, "layout": DP2.to_json(), "arguments": {"max_steps": 3, "save_steps": 3}}
+    trained = [index for indices in ranks.run(job, 2, before).values for index in indices]
+    after = {"max_steps": 8, "save_steps": 8, "distributed_dataloader": True}
+    resumed = {**given, "layout": TP2.to_json(), "arguments": after, "resume": str(tmp_path / "checkpoint-3")}
+    one, other = ranks.run(job, 2, resumed).values
+    assert one == other
+    assert sorted([*trained, *one]) == every_sample(61)
