@@ -211,6 +211,11 @@ def register_optimizer(optimizer: type, like_parameter: Iterable[str] = (), numb
     names = [name for name, _ in shapes]
     faults += [f"{name}: declared twice" for name in sorted(set(names)) if names.count(name) > 1]
     faults += [
+        f"{state.paddle_name}: names master weights in this package"
+        for state in states
+        if state.suffix == MASTER.suffix
+    ]
+    faults += [
         f"{state.paddle_name}: declared '{state.shape.value}', and in this package '{_SHAPES[state.suffix].value}'"
         for state in states
         if _SHAPES.get(state.suffix, state.shape) is not state.shape

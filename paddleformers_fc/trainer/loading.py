@@ -364,15 +364,21 @@ def _roles_to_fill(trainer: Any, checkpoint: OpenedCheckpoint, continued: bool) 
     # A new run from the weights of a checkpoint starts with all digits of its master weights.
     created = {*masters, *(stored.get(OPTIMIZER_STATE, {}) if continued else {})}
     wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE) if continued else (MODEL_STATE, MASTER_WEIGHT)
-    if trainer.args.flex_allow_casts and not created:
-        # Master weights of a bfloat16 run are filled from weights.
-        created, wanted = {name + MASTER.suffix for name in stored[MODEL_STATE]}, (MODEL_STATE, MASTER_WEIGHT)
+    weights_alone = trainer.args.flex_allow_casts and not created
+    trained: dict[str, Any] = {}
     optimizer_states.build_buffers(trainer.model_wrapped, trainer.optimizer)
+    if weights_alone:
+        # Master weights of a bfloat16 run are filled from weights.
+        created = {name + MASTER.suffix for name in stored[MODEL_STATE]}
+        trained = state.run_roles(trainer.model, trainer.optimizer).get(OPTIMIZER_STATE, {})
     # Accumulators are offloaded when they are created, master weights after the first step.
     place_master = offload if trainer.args.tensorwise_offload_optimizer else None
     created = stored_states.live_names(checkpoint, trainer.model, created)
     state.create_states(trainer.model, trainer.optimizer, created, place_master)
     live = state.run_roles(trainer.model, trainer.optimizer)
+    if weights_alone:
+        # States that are created here begin anew. Those of trained steps would be of other weights.
+        live = {**live, OPTIMIZER_STATE: trained}
     # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
     found = {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
     # A reference model that is not stored is the base, which has been compared.
@@ -588,8 +594,9 @@ def _load_best(trainer: Any, directory: Path) -> None:
     checkpoint = replace(checkpoint, tied=trainer.args.flex_tied)
     roles = run_on_all(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
     options = read_options(trainer.args)
-    may_change = trainer.args.flex_allow_config_changes
-    load = prepare_load(checkpoint, roles, describe(trainer.model), channel, options, may_change=may_change)
+    may_change, may_cast = trainer.args.flex_allow_config_changes, trainer.args.flex_allow_casts
+    model = describe(trainer.model)
+    load = prepare_load(checkpoint, roles, model, channel, options, may_change=may_change, may_cast=may_cast)
     with undefined.until_filled(trainer.model, directory):
         load.fill()
     if trainer.args.should_log:

@@ -152,13 +152,16 @@ def load(
         stored = checkpoint.catalog.roles
         states = {*stored.get(MASTER_WEIGHT, {}), *stored.get(OPTIMIZER_STATE, {})}
         weights_alone = allow_casts and not states
+        trained: Mapping[str, Any] = {}
         if weights_alone:
+            trained = source.roles().get(OPTIMIZER_STATE, {})
             # Master weights of a bfloat16 model are filled from weights.
             states = {name + MASTER.suffix for name in stored[MODEL_STATE]}
         source.prepare(_with_aliases(description, states))
         live = source.roles()
         if weights_alone:
-            live = {role: tensors for role, tensors in live.items() if role != OPTIMIZER_STATE}
+            # States that are created here begin anew. Those of trained steps would be of other weights.
+            live = {**live, OPTIMIZER_STATE: trained}
         # A stored role that this rank does not have is reported as missing.
         wanted = stored if optimizer is not None else ()
         return checkpoint, description, {role: live.get(role, {}) for role in {**live, **dict.fromkeys(wanted)}}

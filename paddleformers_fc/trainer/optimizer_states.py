@@ -20,6 +20,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
     DygraphShardingOptimizer,
 )
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
+from paddle.optimizer import Optimizer
 
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.layout.roles import (
@@ -29,6 +30,7 @@ from paddleformers_fc.layout.roles import (
     OptimizerDescriptor,
     StateDescriptor,
     StateShape,
+    qualified_name,
 )
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import slices
@@ -42,6 +44,9 @@ from paddleformers_fc.trainer.optimizers import (
 
 _MASTER_NAME = re.compile(r"_fp32_master_\d+$")
 """How the names of master weights end, under which their accumulators are."""
+
+_OF_PADDLE = ("LR_Scheduler", "master_weights")
+"""Entries of ``state_dict`` that are no accumulators. They are saved in another way."""
 
 
 def describe(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,6 +99,8 @@ def create(
     for one in _updated(optimizer, weights):
         static = _static(one.name)
         if any(names.get(own.name) in parameters for own in fused.get(static, ())) or names.get(static) in parameters:
+            # Paddle would look in the states that set_state_dict has set, by names that may be others now.
+            innermost(optimizer)._accumulators_holder = {}
             inner._create_accumulators(block, [one])
             master = None if place_master is None else getattr(inner, "_master_weights", {}).get(one.name)
             if place_master is not None and master is not None:
@@ -217,8 +224,8 @@ def _tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
     descriptor, inner = descriptor_of(optimizer), innermost(optimizer)
     for static, tensor in getattr(inner, "_master_weights", {}).items():
         yield MASTER, _static(static), tensor
-    if inner._accumulators_holder and not inner._accumulators:
-        _refuse_waiting(inner)
+    _refuse_waiting(inner)
+    _refuse_others(inner)
     prefix = "" if inner._name is None else f"{inner._name}_"
     for accumulator, tensors in inner._accumulators.items():
         # A tensor's own name is no help: one that was moved to page-locked memory has another one.
@@ -241,13 +248,33 @@ def _declaration(accumulator: str, descriptor: OptimizerDescriptor) -> StateDesc
 
 def _refuse_waiting(optimizer: Any) -> None:
     """Refuse states that ``set_state_dict`` has set and the first step will give to the accumulators."""
-    waiting = sorted(optimizer._accumulators_holder)
+    # Of an optimizer that has states, Paddle keeps those that it was given as well.
+    given = {tensor.name for tensors in optimizer._accumulators.values() for tensor in tensors.values()}
+    waiting = sorted({*optimizer._accumulators_holder} - given)
+    if not waiting:
+        return
     raise MismatchError(
         f"{count_text(len(waiting), 'state')} of the optimizer wait for the first step.",
         where=f"{type(optimizer).__name__}.set_state_dict",
         evidence=waiting,
         next_step="Save after a step, or load with paddleformers_fc.load.",
     )
+
+
+def _refuse_others(optimizer: Any) -> None:
+    """Refuse states that a class adds in its own ``state_dict``, without an accumulator."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return
+    known = {id(tensor) for tensors in optimizer._accumulators.values() for tensor in tensors.values()}
+    states = optimizer.state_dict().items()
+    others = sorted(name for name, value in states if name not in _OF_PADDLE and id(value) not in known)
+    if others:
+        raise OptionError(
+            f"{count_text(len(others), 'state')} of the optimizer would not be saved: only accumulators are.",
+            where=f"{qualified_name(type(optimizer))}.state_dict",
+            evidence=others,
+            next_step="Create them with _add_accumulator, and declare them with paddleformers_fc.register_optimizer.",
+        )
 
 
 def _shard(name: str, state: StateDescriptor, tensor: Any, weight: Any, range_: slice | None) -> Any:

@@ -13,6 +13,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
     DygraphShardingOptimizer,
     DygraphShardingOptimizerV2,
 )
+from paddle.optimizer import Optimizer
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.layout.roles import (
@@ -39,12 +40,13 @@ def refuse_unsupported(optimizer: Any) -> None:
         optimizer: the optimizer with whatever wrappers the Trainer has put around it; None if there is none yet.
 
     Raises:
-        OptionError: its class is not declared, or sharding fuses or divides parameters in a way that its states do not
-            allow.
+        OptionError: its class is not declared, it contains another optimizer, or sharding fuses or divides parameters
+            in a way that its states do not allow.
     """
     if optimizer is None:
         return
     descriptor = descriptor_of(optimizer)
+    _refuse_contained(innermost(optimizer))
     if any(state.shape is StateShape.SHARD_NUMBER for state in descriptor.states):
         _refuse_ranges(optimizer, descriptor)
 
@@ -112,6 +114,19 @@ def _undeclared(kind: type) -> OptionError:
         f"script: paddleformers_fc.register_optimizer({kind.__name__}, like_parameter=[...], numbers=[...]); see "
         "docs/optimizers.md. Or train with AdamW; or set ignore_save_lr_and_optim: true to save weights alone.",
     )
+
+
+def _refuse_contained(optimizer: Any) -> None:
+    """Refuse an optimizer that keeps another one, such as ``LookAhead``: the states of that one would not be saved."""
+    own = vars(optimizer).items()
+    found = [(name, value) for name, value in own if isinstance(value, Optimizer) and value is not optimizer]
+    if found:
+        raise OptionError(
+            f"flex_checkpoint: true does not support the optimizer {type(optimizer).__name__}, which contains another.",
+            where=qualified_name(type(optimizer)),
+            evidence=[f"{name}: {qualified_name(type(value))}" for name, value in found],
+            next_step="Train with one optimizer; or set ignore_save_lr_and_optim: true to save weights alone.",
+        )
 
 
 def _refuse_ranges(optimizer: Any, descriptor: OptimizerDescriptor) -> None:

@@ -221,3 +221,71 @@ def _staged() -> tuple[Any, Callable[[Any], Any]]:
 
 
 KINDS: Mapping[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {"mlp": _mlp, "fused": _fused, "staged": _staged}
+
+
+def refuse_states(output_dir: str) -> dict[str, str]:
+    """The errors of states that a checkpoint would not contain or not replace, by case; empty if there was none."""
+    import paddle
+
+    import paddleformers_fc
+    from paddleformers_fc.errors import FlexError
+
+    class Averaged(paddle.optimizer.AdamW):
+        """Adds states to its dictionary alone."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "average": paddle.ones([2])}
+
+    class Looked(paddle.optimizer.AdamW):
+        """Changes nothing."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return dict(super().state_dict())
+
+    paddleformers_fc.register_optimizer(paddle.incubate.LookAhead, like_parameter=["slow"])
+
+    def trained(kind: Any = paddle.optimizer.AdamW, steps: int = 1) -> tuple[Any, Any]:
+        with paddle.utils.unique_name.guard():
+            model = paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 2))
+            optimizer = kind(parameters=model.parameters(), learning_rate=paddle.optimizer.lr.StepDecay(0.1, 2))
+            for _ in range(steps):
+                _step(model, optimizer)
+        return model, optimizer
+
+    def _step(model: Any, optimizer: Any) -> None:
+        model(paddle.ones([2, 4])).sum().backward()
+        optimizer.step()
+        optimizer.clear_grad()
+
+    def error_of(function: Callable[..., Any], name: str, *given: Any, **options: Any) -> str:
+        try:
+            function(f"{output_dir}/{name}/checkpoint-1", *given, **options)
+        except FlexError as error:
+            return error.render()
+        return ""
+
+    found = {"weights": error_of(paddleformers_fc.save, "weights", trained()[0])}
+    found["stale"] = error_of(paddleformers_fc.load, "weights", *trained(), allow_casts=True)
+    found["fresh"] = error_of(paddleformers_fc.load, "weights", *trained(steps=0), allow_casts=True)
+    model = paddle.nn.Linear(2, 2)
+    ahead = paddle.incubate.LookAhead(paddle.optimizer.AdamW(parameters=model.parameters()))
+    found["contains"] = error_of(paddleformers_fc.save, "contains", model, ahead)
+    found["adds"] = error_of(paddleformers_fc.save, "adds", *trained(Averaged))
+    found["overrides"] = error_of(paddleformers_fc.save, "overrides", *trained(Looked))
+    states = trained()[1].state_dict()
+    model, optimizer = trained(steps=0)
+    optimizer.set_state_dict(states)
+    found["waits"] = error_of(paddleformers_fc.save, "waits", model, optimizer)
+    with paddle.utils.unique_name.guard():
+        model[1](paddle.ones([2, 4])).sum().backward()
+        optimizer.step()
+    found["waits in part"] = error_of(paddleformers_fc.save, "waits", model, optimizer)
+    model, optimizer = trained()
+    optimizer.set_state_dict(states)
+    found["given"] = error_of(paddleformers_fc.save, "given", model, optimizer)
+    model, optimizer = trained(steps=0)
+    optimizer.set_state_dict({**trained(steps=2)[1].state_dict(), "other": paddle.ones([1])})
+    optimizer._accumulators_holder.pop(next(iter(states)))
+    found["replaced"] = error_of(paddleformers_fc.load, "given", model, optimizer)
+    _step(model, optimizer)
+    return found

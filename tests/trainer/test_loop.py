@@ -129,3 +129,19 @@ def test_a_family_and_rules_are_refused_together(ranks: ForkServer, tmp_path: Pa
     (refused,) = ranks.run("tests.trainer.loop_jobs:refuse", 1, {"output_dir": str(place)}).values
     assert refused == "family and mapping both state the rules of a model."
     assert not place.exists()
+
+
+def test_states_that_a_checkpoint_would_not_contain_or_not_replace_are_refused(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    (found,) = ranks.run("tests.trainer.loop_jobs:refuse_states", 1, {"output_dir": str(tmp_path)}).values
+    refused = {
+        "stale": "0.bias.beta1_pow_acc_0",
+        "contains": "inner_optimizer: paddle.optimizer.adamw.AdamW",
+        "adds": "average",
+        "waits": "16 states of the optimizer wait for the first step",
+        "waits in part": "8 states of the optimizer wait for the first step",
+    }
+    assert {case for case, text in found.items() if text} == set(refused)
+    for case, text in refused.items():
+        assert text in found[case], case

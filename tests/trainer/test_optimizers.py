@@ -94,10 +94,13 @@ def test_an_undeclared_optimizer_is_refused_with_what_to_declare(ranks: ForkServ
 
 def test_a_declaration_is_validated() -> None:
     with pytest.raises(OptionError) as refused:
-        paddleformers_fc.register_optimizer(paddle.optimizer.NAdam, ["moment1", "beta1_pow_acc", "a b"], ["moment1"])
+        paddleformers_fc.register_optimizer(
+            paddle.optimizer.NAdam, ["moment1", "beta1_pow_acc", "a b", "w"], ["moment1"]
+        )
     assert list(refused.value.evidence) == [
         "a b: invalid name of an accumulator",
         "moment1: declared twice",
+        "w: names master weights in this package",
         "beta1_pow_acc: declared 'as the parameter', and in this package 'one number'",
         "moment1: declared 'one number', and in this package 'as the parameter'",
     ]
