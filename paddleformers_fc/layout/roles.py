@@ -183,7 +183,7 @@ def split_state_name(role: str, name: str, shape: Iterable[int] = ()) -> StateNa
         known = _SHAPES.get(dot + last)
         if known is not None:
             return StateName(parameter, dot + last, known)
-        if dot:
+        if dot and role == OPTIMIZER_STATE:
             number = tuple(shape) == NUMBER_SHAPE
             return StateName(parameter, dot + last, StateShape.NUMBER if number else StateShape.PARAMETER)
     return StateName(name, "")
