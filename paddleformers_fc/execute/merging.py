@@ -17,6 +17,7 @@ import numpy as np
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.digest import read_canonical
 from paddleformers_fc.families.adapters import A, Adapters, B, is_adapter, shared_inputs
+from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping.folding import fold
@@ -25,6 +26,10 @@ from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.paths import AnyPath
 
 Array = np.ndarray[Any, Any]
+
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""Dtypes of a base whose elements are its values, without scales."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,9 @@ def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:
     layout = {MODEL_STATE: canonical_layout(source)[MODEL_STATE]}
     held = {one.name: array.reshape(one.global_shape) for _, one, array in read_canonical(source, layout)}
     shared = {copy: name for name, copies in shared_inputs(checkpoint.rules).items() for copy in copies}
+    # A base may store a tied tensor under both names.
+    ties, stored = canonical_ties(checkpoint.known), base.catalog.roles[MODEL_STATE]
+    held |= {alias: held[owner] for alias, owner in ties.items() if owner in held and alias in stored}
     merge = Merge(
         {f"{layer}.weight": delta for layer, delta in _deltas(held, shared, adapters)},
         {name: array.reshape(-1) for name, array in held.items() if not is_adapter(name)},
@@ -143,6 +151,18 @@ def _deltas(held: Mapping[str, Array], shared: Mapping[str, str], adapters: Adap
 
 def _refuse_unlike(merge: Merge, trained: Mapping[str, Array], base: OpenedCheckpoint) -> None:
     stored = base.catalog.roles[MODEL_STATE]
+    quantized = [
+        f"{name}: {stored[name].dtype}"
+        for name in (*merge.deltas, *trained)
+        if name in stored and stored[name].dtype not in _FLOATS
+    ]
+    if quantized:
+        raise MismatchError(
+            "Adapters cannot be merged into a quantized base.",
+            where=str(base.catalog.root),
+            evidence=fold(quantized),
+            next_step="Name the base in bfloat16, float16, float32 or float64.",
+        )
     wanted: dict[str, tuple[int, ...]] = {name: array.shape for name, array in trained.items()}
     wanted |= {name: (delta.outputs.shape[0], delta.inputs.shape[1]) for name, delta in merge.deltas.items()}
     faults = [

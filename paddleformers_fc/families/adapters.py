@@ -67,6 +67,9 @@ class Adapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
         dropout: of the inputs of adapters, in training.
         plus_scale: the factor of the learning rate of ``lora_B``.
         base: the weights that the adapters were trained on.
+
+    Raises:
+        ValueError: alpha is not finite.
     """
 
     r: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)]
@@ -78,6 +81,10 @@ class Adapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
     dropout: float = 0.0
     plus_scale: float = 1.0
     base: Base = Base()
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.alpha):
+            raise ValueError(f"alpha: {self.alpha}: it must be finite")
 
     @property
     def scaling(self) -> float:

@@ -256,7 +256,8 @@ def _because(key: str) -> str:
 
 
 def _is_left_out(key: str) -> bool:
-    return _matches(key.split("."), LEFT_OUT)
+    # Keys of adapters contain names of files and are no keys of a configuration.
+    return not key.startswith(f"{ADAPTERS}.") and _matches(key.split("."), LEFT_OUT)
 
 
 def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:

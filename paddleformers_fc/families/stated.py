@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from paddleformers_fc.errors import MappingError, MismatchError
-from paddleformers_fc.families.bind import ModelTensor, bind, tied_names
+from paddleformers_fc.families.bind import ModelTensor, bind, tied_names, tied_sources
 from paddleformers_fc.families.description import ModelDescription
-from paddleformers_fc.families.registry import family_for
+from paddleformers_fc.families.registry import family_for, is_known
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text
@@ -36,6 +36,11 @@ def model_ties(model: ModelDescription) -> dict[str, str]:
     if model.rules is None:
         return tied_names(family_for(model.config), model)
     return {tie.alias: tie.owner for tie in model.rules.ties}
+
+
+def canonical_ties(model: ModelDescription) -> dict[str, str]:
+    """Return the owner of every alias, in names of open weights; none of a model without a declared family."""
+    return tied_sources(family_for(model.config), model) if is_known(model.config) else {}
 
 
 def family_name(model: ModelDescription) -> str:

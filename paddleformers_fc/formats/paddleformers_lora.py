@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import msgspec
-
 from paddleformers_fc.errors import Corrupt, FormatError, OptionError
 from paddleformers_fc.families import ModelTensor, family_for
 from paddleformers_fc.families.adapters import Adapters, Base
@@ -35,7 +33,7 @@ from paddleformers_fc.formats.checkpoint import (
 )
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE
-from paddleformers_fc.formats.peft import parse_json_object, require_adapters
+from paddleformers_fc.formats.peft import converted, parse_json_object, require_adapters
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping import RuleSet, TensorSpec
@@ -51,6 +49,10 @@ from paddleformers_fc.text import count_text, natural
 LORA_CONFIG_NAME = "lora_config.json"
 LORA_INDEX_NAME = "peft_model.safetensors.index.json"
 _FILE = "peft_model-00001-of-00001.safetensors"
+_UNSUPPORTED = ("loraga", "do_qat", "pissa", "use_mora", "lora_use_mixer", "enable_lora_list")
+"""Keys of variants that change the base or the meaning of the stored tensors."""
+_ROUNDED = (1 - 1e-6, 1 + 1e-6)
+"""By what factors a stored scaling may differ from that of the other values."""
 
 
 def open_paddleformers_lora(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
@@ -122,7 +124,7 @@ def _indexed(directory: AnyPath) -> dict[str, set[str]]:
 
 def _adapters(values: Mapping[str, Any], directory: AnyPath) -> tuple[Adapters, int]:
     """Return the adapters, and the degree of tensor parallelism that saved them."""
-    found = [f"{key}: true" for key in ("loraga", "do_qat") if values.get(key)]
+    found = [f"{key}: {values[key]!r}"[:200] for key in _UNSUPPORTED if values.get(key)]
     if found:
         raise OptionError(
             "These adapters are not supported.",
@@ -142,12 +144,20 @@ def _adapters(values: Mapping[str, Any], directory: AnyPath) -> tuple[Adapters, 
         "plus_scale": values.get("lora_plus_scale") or 1.0,
         "base": Base(str(values.get("base_model_name_or_path") or "")),
     }
-    try:
-        degree = msgspec.convert(values.get("tensor_model_parallel_size") or 1, int)
-        return msgspec.convert(given, Adapters), max(degree, 1)
-    except msgspec.ValidationError as error:
-        where = str(directory / LORA_CONFIG_NAME)
-        raise FormatError("Invalid configuration of adapters.", where=where, evidence=[str(error)]) from error
+    where = str(directory / LORA_CONFIG_NAME)
+    adapters = converted(given, where)
+    scaling = adapters.scaling
+    stored = scaling if values.get("scaling") is None else values["scaling"]
+    degree = values.get("tensor_model_parallel_size") or 1
+    faults = []
+    low, high = sorted(scaling * factor for factor in _ROUNDED)
+    if not isinstance(stored, int | float) or not low <= stored <= high:
+        faults.append(f"scaling: {stored!r}"[:200] + f"; r, lora_alpha and rslora give {scaling}")
+    if not isinstance(degree, int):
+        faults.append(f"tensor_model_parallel_size: {degree!r}")
+    if faults:
+        raise FormatError("Invalid configuration of adapters.", where=where, evidence=faults)
+    return adapters, max(degree, 1)
 
 
 def _bound(model: ModelDescription, specs: Mapping[str, TensorSpec], degree: int) -> tuple[ModelDescription, RuleSet]:

@@ -6,7 +6,7 @@ A read takes the copies for copies of one tensor, which must be equal: adapters 
 into a fused layer. Biases and other tensors of the base that were trained are stored beside the adapters, as PEFT does.
 
 Variants of LoRA that PaddleFormers does not have (DoRA, ranks per layer and others) are refused by the key that
-requests them.
+requests them. Initialisations that change the base, such as PiSSA, are refused too, and unknown keys with a value.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from paddleformers_fc.families.adapters import A, Adapters, B, Base, is_adapter,
 from paddleformers_fc.families.bind import bind
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
+from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
@@ -62,6 +63,20 @@ _UNSUPPORTED = (
     *("monteclora_config", "use_bdlora"),
 )
 """Keys of variants that change the meaning of the stored tensors, and that PaddleFormers' adapters do not have."""
+
+_READ = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "bias", "lora_dropout"),
+    *("base_model_name_or_path", "init_lora_weights"),
+)
+_NEUTRAL = (
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "exclude_modules", "fan_in_fan_out"),
+    *("layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+)
+"""Keys of PEFT that do not change the meaning of the stored tensors; settings of an initialisation among them."""
+
+_KEEPS_BASE = ("gaussian", "eva", "orthogonal")
+"""Initialisations of adapters that keep the base; other names, such as pissa and loftq, change its weights."""
 
 
 def open_peft(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
@@ -135,13 +150,18 @@ def parse_json_object(directory: AnyPath, name: str) -> dict[str, Any]:
 def _adapters(values: Mapping[str, Any], directory: AnyPath) -> Adapters:
     kind = str(values.get("peft_type"))
     found = [f"peft_type: {kind}"] if kind.upper() != "LORA" else []
-    found += [f"{key}: {values[key]!r}"[:200] for key in _UNSUPPORTED if values.get(key)]
+    texts = {key: f"{key}: {value!r}"[:200] for key, value in values.items() if value}
+    found += [texts[key] for key in _UNSUPPORTED if key in texts]
+    found += [f"{text}: unknown" for key, text in texts.items() if key not in (*_READ, *_NEUTRAL, *_UNSUPPORTED)]
+    initial = values.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower() not in _KEEPS_BASE:
+        found.append(f"init_lora_weights: {initial!r}: changes the base, and the files contain no base"[:200])
     if found:
         raise OptionError(
             "PaddleFormers has no such adapters.",
             where=str(directory / ADAPTER_CONFIG_NAME),
             evidence=found,
-            next_step="Use adapters of peft_type LORA with one rank and one scaling for all layers.",
+            next_step="Use adapters of peft_type LORA with one rank and one scaling for all layers, on their own base.",
         )
     biases = {text: ours for ours, text in _BIASES.items()}
     targets = values.get("target_modules")
@@ -155,10 +175,18 @@ def _adapters(values: Mapping[str, Any], directory: AnyPath) -> Adapters:
         "dropout": values.get("lora_dropout") or 0.0,
         "base": Base(str(values.get("base_model_name_or_path") or "")),
     }
+    return converted(given, str(directory / ADAPTER_CONFIG_NAME))
+
+
+def converted(given: Mapping[str, Any], where: str) -> Adapters:
+    """Return adapters of the values of a file.
+
+    Raises:
+        FormatError: a value has another type, or is out of range.
+    """
     try:
         return msgspec.convert(given, Adapters)
     except msgspec.ValidationError as error:
-        where = str(directory / ADAPTER_CONFIG_NAME)
         raise FormatError("Invalid configuration of adapters.", where=where, evidence=[str(error)]) from error
 
 
@@ -193,6 +221,7 @@ class PeftWriter(ExportWriter):
         require_adapters(checkpoint)
         shared, sources = shared_inputs(checkpoint.rules), checkpoint.rules.mapping().sources
         adapted = _adapted(checkpoint.rules)
+        shared |= {name: (name, *copies) for name, copies in _tied_copies(checkpoint.known).items()}
         targets: dict[str, TensorSpec] = {}
         rules: list[Rule] = []
         ties: list[Tie] = []
@@ -254,13 +283,19 @@ def _adapted(rules: RuleSet) -> set[str]:
     return {name.removesuffix(ending) for rule in rules.rules for name in rule.sources if name.endswith(ending)}
 
 
+def _tied_copies(model: ModelDescription) -> dict[str, tuple[str, ...]]:
+    """Return the canonical tensors that have aliases, and their aliases: PEFT trains a copy of a tied module."""
+    ties = canonical_ties(model)
+    return {owner: tuple(alias for alias, other in ties.items() if other == owner) for owner in ties.values()}
+
+
 def _layers(checkpoint: OpenedCheckpoint) -> dict[str, set[str]]:
     """Return the canonical tensors of the whole model by module; none if its configuration lacks a size."""
     model = checkpoint.known
     try:
         family = family_for(model.config)
         tensors = [one.under(tp=1) for one in enumerate_tensors(family, model)]
-        names = bind(family, model, tensors).mapping().sources
+        names = {*bind(family, model, tensors).mapping().sources, *canonical_ties(model)}
     except MappingError:
         return {}
     found: dict[str, set[str]] = {}

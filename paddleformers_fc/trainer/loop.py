@@ -29,7 +29,7 @@ from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OP
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.paths import RemotePath, expand_user, parse_path, require_local
-from paddleformers_fc.trainer import base, documents, lora, undefined
+from paddleformers_fc.trainer import adapter_checks, base, documents, lora, undefined
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host_models import PretrainedConfig
 from paddleformers_fc.trainer.job_state import job_communicator
@@ -78,6 +78,7 @@ def save(
     """
     channel = job_communicator()
     target = require_local(expand_user(str(directory)), "A checkpoint that is saved")
+    adapter_checks.refuse_unsupported(model, channel)
     base.identify_once(model, channel)
 
     def prepare() -> tuple[HeldTensors, _Prepared]:
@@ -137,6 +138,7 @@ def load(
     channel = job_communicator()
     path = directory if isinstance(directory, RemotePath) else parse_path(expand_user(str(directory)))
     opened = open_on_all_ranks(path, channel, verify, threads)
+    adapter_checks.refuse_unsupported(model, channel)
     base.identify_once(model, channel)
 
     def look() -> tuple[HeldTensors, tuple[ShardedStateDicts, ModelDescription]]:

@@ -23,7 +23,7 @@ from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families import family_for
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
-from paddleformers_fc.trainer import base, inherited, origin, state, undefined
+from paddleformers_fc.trainer import adapter_checks, base, inherited, origin, state, undefined
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedConfig, get_common_folder, unwrap_model
@@ -152,6 +152,7 @@ def _fill_adapters(
     model: LoRAModel, source: AnyPath, channel: Channel, options: ReadOptions, verify: str
 ) -> LoadReport:
     """Fill the adapters of a model, and keep its base and everything that describes it."""
+    adapter_checks.refuse_unsupported(model, channel)
     load = prepare_weights(source, state.model_roles(model), describe(model), channel, options, verify)
     with undefined.until_filled(model, source):
         return load.fill()

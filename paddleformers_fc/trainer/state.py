@@ -153,7 +153,7 @@ def _owners(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
     """
     aliases = {
         one.alias
-        for one in _tied(model)
+        for one in tied(model)
         if one.alias in weights
         and one.owner in weights
         and weights[one.alias].local_tensor.name == weights[one.owner].local_tensor.name
@@ -163,12 +163,12 @@ def _owners(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
 
 def _with_aliases(model: Any, stored: Collection[str]) -> set[str]:
     """Add the names of aliases whose owner has states: on another pipeline stage an alias has states of its own."""
-    owners = {one.owner: one.alias for one in _tied(model)}
+    owners = {one.owner: one.alias for one in tied(model)}
     states = [name.rpartition(".") for name in stored]
     return {*stored, *(f"{owners[parameter]}.{suffix}" for parameter, _, suffix in states if parameter in owners)}
 
 
-def _tied(model: Any) -> tuple[TiedName, ...]:
+def tied(model: Any) -> tuple[TiedName, ...]:
     """Return the aliases of a model of a declared family if it ties its word embeddings."""
     described = describe(model) if hasattr(model, "config") else ModelDescription({})
     if not is_known(described.config):

@@ -19,7 +19,7 @@ from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.trainer import base, batches, inherited, lora, origin, preflight, state
+from paddleformers_fc.trainer import adapter_checks, base, batches, inherited, lora, origin, preflight, state
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
 from paddleformers_fc.trainer.description import describe
@@ -60,14 +60,18 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     if not is_active(arguments) or trainer.model is None:
         return
     _refuse_other_arguments(arguments)
-    _refuse_unsupported(trainer.model)
+    channel = channel_of(arguments)
+    run_on_all(channel, "checking the model", lambda: _refuse_undeclared(trainer.model))
+    adapter_checks.refuse_unsupported(trainer.model, channel)
+    adapter_checks.refuse_untrained(trainer.model, channel)
+    run_on_all(channel, "describing the adapters", lambda: _refuse_unmapped(trainer.model))
     refuse_optimizer(trainer)
     run_on_all(
-        channel_of(arguments),
+        channel,
         "checking where the model's weights come from",
         lambda: origin.refuse_unchecked(trainer.model, arguments.flex_accept_model),
     )
-    base.identify_once(trainer.model, channel_of(arguments))
+    base.identify_once(trainer.model, channel)
     run = JobState(batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))))
     setattr(trainer, RUN, run)
     trainer.add_callback(run.tracker)
@@ -90,7 +94,7 @@ def _refuse_other_arguments(arguments: Any) -> None:
         )
 
 
-def _refuse_unsupported(model: Any) -> None:
+def _refuse_undeclared(model: Any) -> None:
     if getattr(model, "config", None) is None:
         raise OptionError(
             "flex_checkpoint: true needs a model of PaddleFormers, whose configuration says what its tensors are.",
@@ -98,6 +102,9 @@ def _refuse_unsupported(model: Any) -> None:
             next_step="Train a PretrainedModel, or remove flex_checkpoint.",
         )
     family_for(describe(model).config)  # Refuses a model that could not be saved after hours of training.
+
+
+def _refuse_unmapped(model: Any) -> None:
+    """Refuse adapters of layers that the family does not declare."""
     if isinstance(model, LoRAModel):
-        lora.refuse_unsupported(model)
         model_rules(describe(model), describe_roles(state.model_roles(model))[MODEL_STATE])

@@ -125,6 +125,7 @@ def test_a_mapping_contains_the_adapters_and_only_then_the_key() -> None:
         ({"rslora": True}, "lora.rslora"),
         ({"target_modules": (".*k_proj",)}, "lora.target_modules"),
         ({"base": Base("/b", {"model.safetensors": "1"})}, "lora.base.model.safetensors"),
+        ({"base": Base("/b", {"output_version.dtype": "1"})}, "lora.base.output_version.dtype"),
     ],
 )
 def test_other_adapters_are_a_change_that_is_refused(changed: dict[str, Any], key: str) -> None:

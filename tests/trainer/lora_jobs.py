@@ -128,6 +128,31 @@ def unsupported(output_dir: str) -> dict[str, str]:
     return found
 
 
+def unsupported_in_scripts(output_dir: str) -> dict[str, str]:
+    """Save, load and start from files with adapters that are merged into their base; the errors."""
+    import paddleformers_fc
+    from paddleformers_fc.errors import OptionError
+
+    model = trainer_of(tiny.SINGLE.to_json(), output_dir, {"max_steps": 1}).model
+    target = f"{output_dir}/checkpoint-1"
+    paddleformers_fc.save(target, model)
+    paddleformers_fc.open(target).export(f"{output_dir}/files")
+    model.merge()
+    made = {
+        "save": lambda: paddleformers_fc.save(f"{output_dir}/checkpoint-2", model),
+        "load": lambda: paddleformers_fc.load(target, model),
+        "files": lambda: paddleformers_fc.load_open_weights(model, f"{output_dir}/files"),
+    }
+    found = {}
+    for way, attempt in made.items():
+        try:
+            attempt()
+            found[way] = ""
+        except OptionError as error:
+            found[way] = error.render()
+    return found
+
+
 def train_and_export(output_dir: str, base: str, target: str, **settings: Any) -> None:
     """Train adapters on a base of files, export them by the Trainer, and write the model's logits beside them."""
     import numpy as np

@@ -183,6 +183,35 @@ def test_adapters_of_experts_are_refused_where_upstream_would_average_those_of_d
         assert found["attention"] == ""
 
 
+def test_a_tied_tensor_is_trained_under_both_names_in_a_pipeline(ranks: ForkServer, tmp_path: Path) -> None:
+    """The stages have copies of it, and one that is frozen would differ after a step."""
+    tied = {"model": {"tie_word_embeddings": True}, "arguments": {"max_steps": 1, "save_steps": 1}}
+    owner, alias = ".*embed_tokens.*", "lm_head.*"
+    made = {
+        name: {**tied, "layout": PP2.to_json(), "adapters": {**ATTENTION, "trainable_modules": patterns}}
+        for name, patterns in {"owner": [owner], "alias": [alias], "both": [owner, alias]}.items()
+    }
+    results = ranks.run(f"{JOBS}:attempts", 2, {"output_dir": str(tmp_path), "made": made})
+    for found in results.values:
+        assert "trainable_modules: model.embed_tokens.weight is trained" in found["owner"]
+        assert "trainable_modules: lm_head.weight is trained" in found["alias"]
+        assert found["both"] == ""
+
+
+def test_a_stage_without_trained_tensors_is_accepted_if_another_stage_has_some(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    job = {"layout": PP2.to_json(), "output_dir": str(tmp_path)}
+    job["adapters"] = {"target_modules": None, "trainable_modules": [".*model.norm.*"]}
+    assert len(ranks.run(f"{JOBS}:base_of", 2, job).values) == 2
+
+
+def test_scripts_and_readers_refuse_merged_adapters(ranks: ForkServer, tmp_path: Path) -> None:
+    (found,) = ranks.run(f"{JOBS}:unsupported_in_scripts", 1, {"output_dir": str(tmp_path)}).values
+    assert found.keys() == {"save", "load", "files"}
+    assert all("is merged into its base; call unmerge()" in text for text in found.values()), found
+
+
 def test_a_script_saves_and_loads_adapters(ranks: ForkServer, tmp_path: Path) -> None:
     (found,) = ranks.run(f"{JOBS}:save_and_load_in_a_script", 1, {"output_dir": str(tmp_path)}).values
     assert found["equal"]
