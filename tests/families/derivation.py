@@ -16,8 +16,8 @@ from typing import Any
 from paddleformers_fc.aoa import normal
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
-from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.declarations import Geometry, Statement
+from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.mapping import RuleSet, TensorSpec
 from paddleformers_fc.verification.derivation.derive import Derivation, derive_rules
