@@ -180,8 +180,13 @@ TRAINER = (
         Hook(f"{_SAMPLERS}:{sampler}.set_epoch", "(self, epoch=0, consumed_samples=0)")
         for sampler in ("MappingBatchSampler", "MappingDistributedBatchSampler", "DistributedBatchSampler")
     ),
-    Hook("paddleformers.data.dist_dataloader:DistDataLoader.__init__", names=("_need_data",)),
+    Hook(
+        "paddleformers.data.dist_dataloader:DistDataLoader.__init__",
+        names=("_need_data", "_dataloader", "_lazy_dataloader_iter"),
+    ),
     Hook("paddleformers.data.dist_dataloader:DistDataLoader.__next__", names=("_need_data",)),
+    Hook("paddle.io.reader:DataLoader.__init__", names=("batch_sampler", "_persistent_workers")),
+    Hook("paddle.io.reader:DataLoader.__iter__", names=("_persistent_workers",)),
     # The model and its configuration.
     Hook("paddleformers.peft.lora.lora_model:LoRAModel"),
     Hook("paddleformers.peft.lora.lora_model:LoRAModel.from_pretrained", "(model, lora_path, **kwargs)"),
