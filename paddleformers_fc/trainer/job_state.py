@@ -24,6 +24,7 @@ from paddleformers_fc.storage.manifest import Manifest, RunRecord
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.trainer import batches, documents, optimizers
 from paddleformers_fc.trainer.best import BestCheckpoint
+from paddleformers_fc.trainer.between_steps import BetweenSteps
 from paddleformers_fc.trainer.callback import FlexCheckpointCallback
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size
@@ -47,6 +48,7 @@ class JobState:
 
     Args:
         tracker: follows the position in the data.
+        between_steps: the reads of live tensors that the next update waits for.
         ran: names of the replaced methods that have run since ``train`` was called; see :mod:`.bypass`.
         best: hides the name of the best checkpoint from PaddleFormers' loop.
         chosen: the checkpoint to resume; None in a run from the beginning. The native methods pass it on as text, which
@@ -67,6 +69,7 @@ class JobState:
     """
 
     tracker: batches.PositionTracker
+    between_steps: BetweenSteps
     ran: set[str] = field(default_factory=set)
     best: BestCheckpoint = field(default_factory=BestCheckpoint)
     chosen: AnyPath | None = None

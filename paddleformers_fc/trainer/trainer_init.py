@@ -19,7 +19,8 @@ from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.trainer import adapter_checks, base, batches, inherited, lora, origin, preflight, state
+from paddleformers_fc.trainer import adapter_checks, base, batches, inherited, lora, origin, preflight, reference, state
+from paddleformers_fc.trainer.between_steps import BetweenSteps
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
 from paddleformers_fc.trainer.description import describe
@@ -38,6 +39,9 @@ from paddleformers_fc.trainer.job_state import (
 from paddleformers_fc.trainer.options import FlexFields, without_effect
 from paddleformers_fc.trainer.progress_recorder import ProgressRecorder, record_progress
 from paddleformers_fc.trainer.saving import save_pretrained
+
+_OVERLAPPING = ("stage1_broadcast_overlap", "stage1_allgather_overlap", "stage2_overlap")
+"""Training arguments under which updated parameters arrive during the next forward pass."""
 
 
 def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
@@ -72,9 +76,13 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         lambda: origin.refuse_unchecked(trainer.model, arguments.flex_accept_model),
     )
     base.identify_once(trainer.model, channel)
-    run = JobState(batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))))
+    run = JobState(
+        batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))),
+        BetweenSteps(lambda: _passes_change_weights(trainer)),
+    )
     setattr(trainer, RUN, run)
     trainer.add_callback(run.tracker)
+    trainer.add_callback(run.between_steps)
     trainer.add_callback(BypassCheck(trainer))
     if all(isinstance(one, ProgressRecorder) for one in reporters(trainer)):
         trainer.add_callback(FlexCheckpointCallback())
@@ -108,3 +116,9 @@ def _refuse_unmapped(model: Any) -> None:
     """Refuse adapters of layers that the family does not declare."""
     if isinstance(model, LoRAModel):
         model_rules(describe(model), describe_roles(state.model_roles(model))[MODEL_STATE])
+
+
+def _passes_change_weights(trainer: Any) -> bool:
+    """Return whether the forward passes receive parameters, or update a reference model."""
+    overlapped = any(getattr(trainer.args, name, False) for name in _OVERLAPPING)
+    return overlapped or reference.model_of(trainer) is not None
