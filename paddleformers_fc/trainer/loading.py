@@ -422,7 +422,7 @@ def _restore_reference(
         return
     run.reference.loaded = bool(checkpoint.catalog.roles.get(REFERENCE_MODEL))
     saved = reference.from_document(progress.reference, checkpoint.catalog.root / documents.REFERENCE)
-    reference.restore(trainer, saved, position.pace_of(trainer.args))
+    reference.restore(trainer, run.reference, saved, position.pace_of(trainer.args))
 
 
 def _drop_unfinished_step(trainer: Any, run: JobState) -> None:

@@ -31,6 +31,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.trainer import state
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host import TrainerCallback
 from paddleformers_fc.trainer.position import Pace
 
 PASSES = "train_step_count"
@@ -48,17 +49,36 @@ class ReferenceRecord:
     Args:
         contents: see :func:`contents_of`; None before they are needed.
         loaded: whether a checkpoint has filled it, so that it is no longer the base.
+        passes: forward passes of the run up to its last step. Passes behind it, at the end of an epoch, are too few for
+            a step, and a resumed run makes them again.
     """
 
     contents: Mapping[str, str] | None = None
     loaded: bool = False
+    passes: int = 0
+
+
+class PassCounter(TrainerCallback):
+    """Note the number of forward passes at the end of every step.
+
+    Args:
+        trainer: the Trainer, which counts them.
+        record: receives the number.
+    """
+
+    def __init__(self, trainer: Any, record: ReferenceRecord) -> None:
+        self._trainer, self._record = trainer, record
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note the number of forward passes."""
+        self._record.passes = int(getattr(self._trainer, PASSES, 0))
 
 
 class ReferenceDocument(msgspec.Struct, forbid_unknown_fields=True):
     """``trainer/reference.json``.
 
     Args:
-        passes: forward passes of the run.
+        passes: forward passes of the run up to its last step.
         pass_samples: samples of a pass on all ranks.
         contents: per tensor its dtype, number of elements and sum; empty if the checkpoint contains the model.
     """
@@ -124,7 +144,7 @@ def role_to_fill(trainer: Any) -> state.LiveRoles:
 def document(trainer: Any, record: ReferenceRecord, pace: Pace) -> dict[str, Any]:
     """Return the content of ``trainer/reference.json``."""
     contents = {} if is_state(trainer, record) else dict(record.contents or {})
-    about = ReferenceDocument(int(getattr(trainer, PASSES, 0)), pace.per_pass, contents)
+    about = ReferenceDocument(record.passes, pace.per_pass, contents)
     return dict(msgspec.to_builtins(about))
 
 
@@ -175,9 +195,10 @@ def _differences(saved: Mapping[str, str], now: Mapping[str, str], casts: bool) 
             yield f"{name}: saved {old}, now {new}"
 
 
-def restore(trainer: Any, saved: ReferenceDocument, pace: Pace) -> None:
+def restore(trainer: Any, record: ReferenceRecord, saved: ReferenceDocument, pace: Pace) -> None:
     """Set the number of forward passes: those in which this run would have trained the same samples."""
-    setattr(trainer, PASSES, saved.passes * saved.pass_samples // pace.per_pass)
+    record.passes = saved.passes * saved.pass_samples // pace.per_pass
+    setattr(trainer, PASSES, record.passes)
 
 
 class _Part(msgspec.Struct):

@@ -83,6 +83,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     setattr(trainer, RUN, run)
     trainer.add_callback(run.tracker)
     trainer.add_callback(run.between_steps)
+    trainer.add_callback(reference.PassCounter(trainer, run.reference))
     trainer.add_callback(BypassCheck(trainer))
     if all(isinstance(one, ProgressRecorder) for one in reporters(trainer)):
         trainer.add_callback(FlexCheckpointCallback())
