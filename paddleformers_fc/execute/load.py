@@ -196,7 +196,7 @@ def prepare_load(
     facts |= {"aoa_config": aoa_config or {}, "flex_tied": checkpoint.tied, OPTION: sorted(may_change)}
     facts |= {ALLOW_CASTS: may_cast}
     consistency = _consistency_check(checkpoint.catalog.root, model, facts)
-    tensors = _whole_model(roles, channel, consistency) if aoa_config else {}
+    tensors = whole_model(roles, channel, consistency) if aoa_config else {}
 
     def preflight() -> _Preflight:
         shards = describe_roles(roles)
@@ -205,7 +205,7 @@ def prepare_load(
         known = planned is not None
         if planned is None:
             if aoa_config:
-                source, report = statements_source(checkpoint, model, aoa_config, tensors)
+                source, report = statements_source(checkpoint, model, aoa_config, tensors, may_cast)
             else:
                 source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]))
             # Statements may leave out the attention of all layers; what they keep or move has the heads it had.
@@ -269,7 +269,7 @@ def _consistency_check(directory: AnyPath, model: ModelDescription, facts: Mappi
     )
 
 
-def _whole_model(roles: Roles, channel: Channel, consistency: ConsistencyFacts) -> dict[str, AoaTensor]:
+def whole_model(roles: Roles, channel: Channel, consistency: ConsistencyFacts | None = None) -> dict[str, AoaTensor]:
     """Return every tensor of the model on all ranks: statements describe the model, and a rank holds a part of it."""
 
     def describe() -> dict[str, AoaTensor]:

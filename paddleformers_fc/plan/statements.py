@@ -22,9 +22,12 @@ from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.mapping import Mapping, RuleSet, TensorSources, prove
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import identity
-from paddleformers_fc.plan.build import ReadSource
+from paddleformers_fc.plan.build import CAST, ReadSource
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.plan.sources import described_model, resume_source
+
+_DTYPES = frozenset({"dtype", "src_dtype", "dst_dtype"})
+"""Attributes of statements that cast."""
 
 
 def statements_source(
@@ -32,6 +35,7 @@ def statements_source(
     model: ModelDescription,
     aoa_config: MappingABC[str, object],
     tensors: MappingABC[str, AoaTensor],
+    may_cast: bool = False,
 ) -> tuple[ReadSource, Report]:
     """Return the source from a flex checkpoint to a live model, with the statements of a user.
 
@@ -43,6 +47,8 @@ def statements_source(
         model: the description of the live model.
         aoa_config: statements from stored names to names of the model.
         tensors: all tensors of the live model on all ranks; the proof covers all of them.
+        may_cast: whether the precision may differ. Statements without casts of their own then apply to tensors of any
+            precision, and the plan casts.
     Returns:
         the source, and a report of shapes that differ among tensors that no statement names.
     Raises:
@@ -57,6 +63,8 @@ def statements_source(
         if name not in derived.stored_aliases
     }
     program = read_config(aoa_config)
+    if may_cast and not any(_DTYPES & statement.attributes.keys() for statement in program.statements):
+        held, tensors = _in_one_precision(held), _in_one_precision(tensors)
     stated = _evaluated(program, held, tensors, live, derived.wanted_aliases)
     left_to_names = {name: made for name, made in derived.mapping.made.items() if _is_left(stated, name, made)}
     said = {name: made for name, made in stated.made.items() if name not in left_to_names}
@@ -90,6 +98,12 @@ def _alone(checkpoint: OpenedCheckpoint) -> RuleSet:
     if not is_known(model.config):
         return rules
     return _bound(model, {name: uncut(spec.shape, spec.dtype) for name, spec in rules.targets.items()})
+
+
+def _in_one_precision(tensors: MappingABC[str, AoaTensor]) -> dict[str, AoaTensor]:
+    """Return the same tensors, with one dtype for all dtypes between which a plan casts."""
+    one = min(CAST)
+    return {name: replace(tensor, dtype=one) if tensor.dtype in CAST else tensor for name, tensor in tensors.items()}
 
 
 def _uncut(tensors: MappingABC[str, AoaTensor]) -> dict[str, AoaTensor]:

@@ -62,6 +62,10 @@ class ShardedStateDicts(LayoutSource):
         optimizers.refuse_unsupported(self.optimizer)
         return state.run_roles(self.model, self.optimizer)
 
+    def trained_in_half(self) -> frozenset[str]:
+        """Return the names of trained parameters for which the optimizer keeps master weights."""
+        return frozenset() if self.optimizer is None else state.trained_in_half(self.model, self.optimizer)
+
     def prepare(self, stored: Collection[str]) -> None:
         """Release gathered parameters, and create the optimizer's states."""
         state.make_room(self.model)

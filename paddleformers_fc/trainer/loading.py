@@ -25,7 +25,7 @@ from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import REFUSE
-from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, REFERENCE_MODEL
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, REFERENCE_MODEL
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.storage.files import real_path
@@ -184,17 +184,17 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         reporter.on_checkpoint_loaded(args, loaded)
     if progress is None:
         warn(args, changes.changes_text(checkpoint.manifest.step, run.changes))
-    elif args.aoa_config is None and optimizers.has_states(trainer.optimizer):
-        _warn_of_unfrozen(trainer, checkpoint, channel)
+    elif optimizers.has_states(trainer.optimizer):
+        _warn_of_unfrozen(trainer, ready, channel)
 
 
-def _warn_of_unfrozen(trainer: Any, checkpoint: OpenedCheckpoint, channel: Channel) -> None:
-    """Report trained parameters without states: frozen in the saved run, or without a gradient."""
-    stored = checkpoint.catalog.roles.get(OPTIMIZER_STATE, {})
+def _warn_of_unfrozen(trainer: Any, ready: _PreparedLoad, channel: Channel) -> None:
+    """Report trained parameters without states: frozen in the saved run, without a gradient, or new."""
+    checkpoint = ready.checkpoint
+    stored = ready.names.of(checkpoint.catalog.roles.get(OPTIMIZER_STATE, {}))
 
     def look() -> list[str]:
-        names = stored_states.live_names(checkpoint, trainer.model, stored)
-        return list(state.trained_without_states(trainer.model, names))
+        return list(state.trained_without_states(trainer.model, stored))
 
     everyone = all_gather_checked(channel, "looking for parameters without states", look, list[str])
     names = sorted({name for names in everyone for name in names}, key=natural)
@@ -202,8 +202,8 @@ def _warn_of_unfrozen(trainer: Any, checkpoint: OpenedCheckpoint, channel: Chann
         warn(
             trainer.args,
             f"{count_text(len(names), 'parameter')} of this run {'is' if len(names) == 1 else 'are'} trained and "
-            f"without optimizer states in {checkpoint.catalog.root}: frozen in the run that saved it, or without a "
-            "gradient. Their states start at zero.",
+            f"without optimizer states in {checkpoint.catalog.root}: frozen in the run that saved it, without a "
+            "gradient, or new. Their states start at zero.",
             fold(names),
         )
 
@@ -218,6 +218,7 @@ class _PreparedLoad:
         generators: this process's random generators in it; None if it has none of this process.
         generation: its ``generation_config.json``; None where it has none.
         load: fills the weights and states.
+        names: names of the states in the live model.
     """
 
     checkpoint: OpenedCheckpoint
@@ -225,6 +226,7 @@ class _PreparedLoad:
     generators: bytes | None
     generation: bytes | None
     load: PreparedLoad
+    names: stored_states.LiveNames
 
 
 class _FailsVerificationError(Exception):
@@ -304,18 +306,21 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
         _compare_reference(trainer, progress, directory, channel)
     generators = documents.read_generators(checkpoint, channel) if continued else None
     handed = own_file(checkpoint, channel, lambda rank: inherited.GENERATION)
+    model, options = describe(trainer.model), read_options(args)
+    weights = run_on_all(channel, "describing the model", lambda: state.model_roles(trainer.model))
+    names = stored_states.live_names(checkpoint, model, weights, channel, args.aoa_config, args.flex_allow_casts)
 
     def prepare() -> tuple[state.LiveRoles, bytes | None]:
-        return _roles_to_fill(trainer, checkpoint, continued), own_or_handed(checkpoint, inherited.GENERATION, handed)
+        filled = _roles_to_fill(trainer, checkpoint, continued, names)
+        return filled, own_or_handed(checkpoint, inherited.GENERATION, handed)
 
     roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
-    model, options = describe(trainer.model), read_options(args)
     with _verifying():
         may_change, may_cast = args.flex_allow_config_changes, args.flex_allow_casts
         load = prepare_load(
             checkpoint, roles, model, channel, options, args.aoa_config, _plans(args), may_change, may_cast
         )
-    return _PreparedLoad(checkpoint, progress, generators, generation, load)
+    return _PreparedLoad(checkpoint, progress, generators, generation, load, names)
 
 
 def _identify_run(run: JobState, args: Any, manifest: Manifest, directory: AnyPath, channel: Channel) -> None:
@@ -353,32 +358,26 @@ def _path_of(run: JobState, named: str) -> AnyPath:
     return run.chosen if run.chosen is not None and named == str(run.chosen) else parse_path(named)
 
 
-def _roles_to_fill(trainer: Any, checkpoint: OpenedCheckpoint, continued: bool) -> state.LiveRoles:
+def _roles_to_fill(
+    trainer: Any, checkpoint: OpenedCheckpoint, continued: bool, names: stored_states.LiveNames
+) -> state.LiveRoles:
     """Return the live weights and states that the checkpoint fills."""
-    stored = checkpoint.catalog.roles
-    masters = stored.get(MASTER_WEIGHT, {})
-    state.make_room(trainer.model)
-    if not (continued or masters or trainer.args.flex_allow_casts):
-        return state.model_roles(trainer.model)
-    optimizers.refuse_unsupported(trainer.optimizer)
+    stored, model, optimizer = checkpoint.catalog.roles, trainer.model, trainer.optimizer
+    may_cast = trainer.args.flex_allow_casts
+    state.make_room(model)
+    if not (continued or stored.get(MASTER_WEIGHT) or may_cast):
+        return state.model_roles(model)
+    optimizers.refuse_unsupported(optimizer)
     # A new run from the weights of a checkpoint starts with all digits of its master weights.
-    created = {*masters, *(stored.get(OPTIMIZER_STATE, {}) if continued else {})}
     wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE) if continued else (MODEL_STATE, MASTER_WEIGHT)
-    weights_alone = trainer.args.flex_allow_casts and not created
-    trained: dict[str, Any] = {}
-    optimizer_states.build_buffers(trainer.model_wrapped, trainer.optimizer)
-    if weights_alone:
-        # Master weights of a bfloat16 run are filled from weights.
-        created = {name + MASTER.suffix for name in stored[MODEL_STATE]}
-        trained = state.run_roles(trainer.model, trainer.optimizer).get(OPTIMIZER_STATE, {})
+    optimizer_states.build_buffers(trainer.model_wrapped, optimizer)
+    half = state.trained_in_half(model, optimizer) if may_cast else frozenset[str]()
+    creation = stored_states.creation(names, checkpoint, partial(state.with_aliases, model), half, continued)
+    before = state.run_roles(model, optimizer) if creation.masters else {}
     # Accumulators are offloaded when they are created, master weights after the first step.
     place_master = offload if trainer.args.tensorwise_offload_optimizer else None
-    created = stored_states.live_names(checkpoint, trainer.model, created)
-    state.create_states(trainer.model, trainer.optimizer, created, place_master)
-    live = state.run_roles(trainer.model, trainer.optimizer)
-    if weights_alone:
-        # States that are created here begin anew. Those of trained steps would be of other weights.
-        live = {**live, OPTIMIZER_STATE: trained}
+    state.create_states(model, optimizer, creation.names, place_master)
+    live = creation.filled(state.run_roles(model, optimizer), before)
     # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
     found = {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
     # A reference model that is not stored is the base, which has been compared.

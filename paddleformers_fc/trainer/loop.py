@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 
 from paddleformers_fc.aoa import AoaTensor, assigned_names, read_config
 from paddleformers_fc.distributed.channel import gather_and_keep, run_on_all
+from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_load
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -25,11 +27,10 @@ from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stated import bind_model, model_ties, refuse_recut, rules_by_name, without_family
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.live import Roles
-from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.paths import RemotePath, expand_user, parse_path, require_local
-from paddleformers_fc.trainer import adapter_checks, base, documents, lora, undefined
+from paddleformers_fc.trainer import adapter_checks, base, documents, lora, stored_states, undefined
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host_models import PretrainedConfig
 from paddleformers_fc.trainer.job_state import job_communicator
@@ -137,7 +138,8 @@ def load(
     """
     channel = job_communicator()
     path = directory if isinstance(directory, RemotePath) else parse_path(expand_user(str(directory)))
-    opened = open_on_all_ranks(path, channel, verify, threads)
+    facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}
+    opened = open_on_all_ranks(path, channel, verify, threads, ConsistencyCheck(f"loading {path.name}", facts))
     adapter_checks.refuse_unsupported(model, channel)
     base.identify_once(model, channel)
 
@@ -148,27 +150,25 @@ def load(
 
     everyone, (source, described) = gather_and_keep(channel, "describing the model", look, HeldTensors)
 
-    def prepare() -> tuple[OpenedCheckpoint, ModelDescription, Roles]:
+    def align() -> tuple[OpenedCheckpoint, ModelDescription, Roles]:
         description = _with_rules(described, everyone)
-        checkpoint, description = _aligned(opened, description, _is_by_name(described), aoa_config)
-        stored = checkpoint.catalog.roles
-        states = {*stored.get(MASTER_WEIGHT, {}), *stored.get(OPTIMIZER_STATE, {})}
-        weights_alone = allow_casts and not states
-        trained: Mapping[str, Any] = {}
-        if weights_alone:
-            trained = source.roles().get(OPTIMIZER_STATE, {})
-            # Master weights of a bfloat16 model are filled from weights.
-            states = {name + MASTER.suffix for name in stored[MODEL_STATE]}
-        source.prepare(_with_aliases(description, states))
-        live = source.roles()
-        if weights_alone:
-            # States that are created here begin anew. Those of trained steps would be of other weights.
-            live = {**live, OPTIMIZER_STATE: trained}
-        # A stored role that this rank does not have is reported as missing.
-        wanted = stored if optimizer is not None else ()
-        return checkpoint, description, {role: live.get(role, {}) for role in {**live, **dict.fromkeys(wanted)}}
+        aligned = _aligned(opened, description, _is_by_name(described), aoa_config)
+        return *aligned, sharded_state_dicts(model, None).roles()
 
-    checkpoint, description, roles = run_on_all(channel, "preparing the optimizer", prepare)
+    checkpoint, description, weights = run_on_all(channel, "comparing the models", align)
+    names = stored_states.live_names(checkpoint, description, weights, channel, aoa_config, allow_casts)
+
+    def prepare() -> Roles:
+        half = source.trained_in_half() if allow_casts else frozenset[str]()
+        creation = stored_states.creation(names, checkpoint, partial(_with_aliases, description), half)
+        before = source.roles() if creation.masters else {}
+        source.prepare(creation.names)
+        live = creation.filled(source.roles(), before)
+        # A stored role that this rank does not have is reported as missing.
+        wanted = checkpoint.catalog.roles if optimizer is not None else ()
+        return {role: live.get(role, {}) for role in {**live, **dict.fromkeys(wanted)}}
+
+    roles = run_on_all(channel, "preparing the optimizer", prepare)
     options = ReadOptions(threads=threads)
     load = prepare_load(checkpoint, roles, description, channel, options, aoa_config, may_cast=allow_casts)
     with undefined.until_filled(source.model, path):

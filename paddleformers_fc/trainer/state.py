@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import paddle
 from paddle.distributed import ShardedWeight
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 
@@ -20,8 +21,11 @@ from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.trainer import lora, optimizer_states, slices
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host_models import sharded_state_dict
+from paddleformers_fc.trainer.optimizers import innermost
 
 LiveRoles = dict[str, dict[str, Any]]
+
+_HALF = (paddle.bfloat16, paddle.float16)
 
 
 def model_roles(model: Any) -> LiveRoles:
@@ -129,7 +133,7 @@ def create_states(
         place_master: moves a master weight in place to where the run keeps it between steps.
     """
     weights = _owners(model, _parameters(model))
-    parameters = {_parameter_of(state) for state in _with_aliases(model, stored)}
+    parameters = {_parameter_of(state) for state in with_aliases(model, stored)}
     optimizer_states.create(optimizer, weights, parameters, place_master)
 
 
@@ -140,7 +144,7 @@ def trained_without_states(model: Any, stored: Collection[str]) -> list[str]:
         model: the model as it was built.
         stored: as for :func:`create_states`.
     """
-    parameters = {_parameter_of(state) for state in _with_aliases(model, stored)}
+    parameters = {_parameter_of(state) for state in with_aliases(model, stored)}
     weights = _owners(model, _parameters(model))
     trained = [name for name, weight in weights.items() if not weight.local_tensor.stop_gradient]
     return [name for name in trained if name not in parameters]
@@ -161,7 +165,18 @@ def _owners(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
     return {name: weight for name, weight in weights.items() if name not in aliases}
 
 
-def _with_aliases(model: Any, stored: Collection[str]) -> set[str]:
+def trained_in_half(model: Any, optimizer: Any) -> frozenset[str]:
+    """Return the names of trained parameters of this rank for which the optimizer keeps master weights."""
+    if not getattr(innermost(optimizer), "_multi_precision", False):
+        return frozenset()
+    return frozenset(
+        name
+        for name, weight in _parameters(model).items()
+        if not weight.local_tensor.stop_gradient and weight.local_tensor.dtype in _HALF
+    )
+
+
+def with_aliases(model: Any, stored: Collection[str]) -> set[str]:
     """Add the names of aliases whose owner has states: on another pipeline stage an alias has states of its own."""
     owners = {one.owner: one.alias for one in tied(model)}
     states = [name.rpartition(".") for name in stored]

@@ -1,55 +1,185 @@
-"""The names in a live model of the optimizer states that a checkpoint of another class of models has.
+"""The optimizer states that a load creates: their names in the live model, which may differ from the stored ones.
 
-Paddle creates optimizer states by the names of the live model. PaddleNLP's classes have other names than those of
-PaddleFormers and fuse other parameters, so the names go through the canonical tensors.
+Paddle creates optimizer states by the names of the live model. A checkpoint of another class of models has other names
+and fuses other parameters, and statements of a user (``aoa_config``) rename tensors. States have the names of the live
+parameters that are read from the parameters of the stored states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
-from paddleformers_fc.families.bind import ModelTensor
-from paddleformers_fc.families.description import IS_NLP
-from paddleformers_fc.families.stated import bind_model
+from paddleformers_fc.distributed.channel import Channel, run_on_all
+from paddleformers_fc.execute.load import whole_model
+from paddleformers_fc.execute.save_plan import model_rules
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.layout.live import describe_roles
-from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.mapping import Rule
-from paddleformers_fc.trainer import state
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.layout.live import Roles, describe_roles
+from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.plan import statements_source
+from paddleformers_fc.trainer.state import LiveRoles
+
+Names = Collection[str]
 
 
-def live_names(checkpoint: OpenedCheckpoint, model: Any, stored: Collection[str]) -> set[str]:
-    """Return names of states in the names of a live model.
+@dataclass(frozen=True)
+class LiveNames:
+    """The names of stored states in a live model.
+
+    Args:
+        sources: live parameter -> the stored parameters that it is read from; None if all names are equal.
+        owners: stored alias of a tied parameter -> the name of its owner.
+    """
+
+    sources: Mapping[str, Names] | None = None
+    owners: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, stored: Names) -> set[str]:
+        """Return names of states in the live model.
+
+        Args:
+            stored: names of states in the checkpoint.
+        Returns:
+            a live parameter has the states of all stored parameters that it is read from.
+        """
+        if self.sources is None:
+            return set(stored)
+        suffixes: dict[str, set[str]] = {}
+        for name in stored:
+            parameter, _, suffix = name.rpartition(".")
+            suffixes.setdefault(self.owners.get(parameter, parameter), set()).add(suffix)
+        return {
+            f"{name}.{suffix}"
+            for name, parameters in self.sources.items()
+            for parameter in parameters
+            for suffix in suffixes.get(parameter, ())
+        }
+
+
+def live_names(
+    checkpoint: OpenedCheckpoint,
+    model: ModelDescription,
+    weights: Roles,
+    channel: Channel,
+    aoa_config: Mapping[str, object] | None = None,
+    may_cast: bool = False,
+) -> LiveNames:
+    """Return the names of a checkpoint's states in a live model. Every rank must call.
 
     Args:
         checkpoint: an opened checkpoint.
         model: the live model.
-        stored: names of states in the checkpoint.
-    Returns:
-        the names themselves if neither model is one of PaddleNLP. A parameter of this rank has the states of all
-        parameters that share a canonical tensor with it.
+        weights: its tensors on this rank, in the role ``model_state``.
+        channel: all ranks of the job.
+        aoa_config: statements from stored names to the model's.
+        may_cast: whether the precision may differ.
+    Raises:
+        FlexError: the same on every rank: the model cannot be mapped, or a statement is invalid.
     """
-    described = describe(model)
-    if IS_NLP not in checkpoint.known.config and IS_NLP not in described.config:
-        return set(stored)
-    shards = describe_roles(state.model_roles(model))[MODEL_STATE].values()
-    tensors = [ModelTensor(one.name, one.global_shape, one.dtype, one.cuts) for one in shards]
-    sources = {name: rule.sources for rule in checkpoint.rules.rules for name in rule.targets}
-    suffixes: dict[str, set[str]] = {}
-    for name in stored:
-        parameter, _, suffix = name.rpartition(".")
-        for source in sources.get(parameter, ()):
-            suffixes.setdefault(source, set()).add(suffix)
-    return _named(bind_model(described, tensors).rules, suffixes)
+    owners = {tie.alias: tie.owner for tie in checkpoint.rules.ties}
+    if not aoa_config:
+        return run_on_all(
+            channel,
+            "looking for the names of states",
+            lambda: LiveNames(_derived_sources(checkpoint, model, weights), owners),
+        )
+    tensors = whole_model(weights, channel)
+
+    def evaluate() -> LiveNames:
+        source, _ = statements_source(checkpoint, model, aoa_config, tensors, may_cast)
+        return LiveNames({name: made.names for name, made in source.mapping.made.items()}, owners)
+
+    return run_on_all(channel, "looking for the names of states", evaluate)
 
 
-def _named(rules: Iterable[Rule], suffixes: dict[str, set[str]]) -> set[str]:
-    return {
-        f"{name}.{suffix}"
-        for rule in rules
-        for name in rule.targets
-        for source in rule.sources
-        for suffix in suffixes.get(source, ())
-    }
+def _derived_sources(
+    checkpoint: OpenedCheckpoint, model: ModelDescription, weights: Roles
+) -> Mapping[str, Names] | None:
+    """Return the sources of live parameters through canonical tensors; None if the checkpoint has all their names."""
+    if weights[MODEL_STATE].keys() <= checkpoint.rules.targets.keys():
+        return None
+    live = model_rules(model, describe_roles(weights)[MODEL_STATE])
+    stored = _targets(checkpoint.rules)
+    found: dict[str, Names] = {name: (name,) for name in live.fresh}  # Without a canonical form on either side.
+    for rule in live.rules:
+        sources = {name for source in rule.sources for name in stored.get(source, ())}
+        found |= dict.fromkeys(rule.targets, sources)
+    return found
+
+
+def _targets(rules: RuleSet) -> dict[str, set[str]]:
+    """Return the tensors of a model that contain a part of each canonical tensor."""
+    found: dict[str, set[str]] = {}
+    for rule in rules.rules:
+        for source in rule.sources:
+            found.setdefault(source, set()).update(rule.targets)
+    return found
+
+
+@dataclass(frozen=True)
+class Creation:
+    """The states that a load creates.
+
+    Args:
+        stored: live names of stored states.
+        masters: live names of master weights that are read from stored weights. The other states of their parameters
+            are not stored, and begin anew.
+    """
+
+    stored: frozenset[str]
+    masters: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of states of all parameters that get states."""
+        return self.stored | self.masters
+
+    def filled(self, live: Roles, before: Roles) -> LiveRoles:
+        """Return the tensors without states that begin anew.
+
+        Args:
+            live: all tensors after the states were created.
+            before: all tensors before. States of trained steps would be of other weights, so they are not left out.
+        """
+        found = {role: dict(tensors) for role, tensors in live.items()}
+        if not self.masters:
+            return found
+        stored = {_parameter_of(name) for name in self.stored}
+        held = before.get(OPTIMIZER_STATE, {})
+        states = found.get(OPTIMIZER_STATE, {}).items()
+        kept = {name: one for name, one in states if name in held or _parameter_of(name) in stored}
+        return {**found, OPTIMIZER_STATE: kept}
+
+
+def creation(
+    names: LiveNames,
+    checkpoint: OpenedCheckpoint,
+    with_aliases: Callable[[Names], Names],
+    half: Names = (),
+    continued: bool = True,
+) -> Creation:
+    """Return the states that a load creates.
+
+    Args:
+        names: see :func:`live_names`.
+        checkpoint: an opened checkpoint.
+        with_aliases: adds the names of states that Paddle may name after an alias.
+        half: trained parameters of this rank with master weights, whose precision may differ from the stored one: their
+            master weights are read from weights if they are not stored.
+        continued: whether states other than master weights are loaded.
+    """
+    roles = checkpoint.catalog.roles
+    masters = roles.get(MASTER_WEIGHT, {})
+    stored = {*masters, *(roles.get(OPTIMIZER_STATE, {}) if continued else {})}
+    weights = {name + MASTER.suffix for name in roles[MODEL_STATE]} if half else set()
+    wanted = with_aliases(names.of(weights))
+    return Creation(
+        frozenset(with_aliases(names.of(stored))),
+        frozenset(name for name in wanted if _parameter_of(name) in half),
+    )
+
+
+def _parameter_of(state: str) -> str:
+    return state.rpartition(".")[0]

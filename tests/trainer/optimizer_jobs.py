@@ -186,3 +186,81 @@ def load_in_float32(output_dir: str) -> dict[str, Any]:
         if last._master_weights[one.local_tensor.name].numpy().tobytes() != masters[name].numpy().tobytes():
             wrong.append(name)
     return {"refused": refused, "casts": report.casts, "tensors": len(weights), "wrong": wrong}
+
+
+MORE_LAYERS = [
+    statement
+    for name in (
+        *("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        *(f"self_attn.{part}_proj" for part in "qkvo"),
+    )
+    for statement in (
+        f"model.layers.1.{name}.weight -> model.layers.2.{name}.weight",
+        f"_ -> model.layers.1.{name}.weight",
+    )
+]
+"""A new layer before the second of two."""
+
+
+def load_into_more_layers(layout: Mapping[str, Any], output_dir: str, by_trainer: bool) -> dict[str, Any]:
+    """Train a model of two layers for two steps, and load it with statements into a model of three.
+
+    Returns:
+        the loaded tensors and states that are not equal to the stored ones, the stored ones that were not loaded, and
+        the states of the new layer.
+    """
+    statements = {"aoa_statements": MORE_LAYERS}
+    saved = flex_trainer(layout, f"{output_dir}/few", {"max_steps": 2, "save_steps": 2}, model={"num_hidden_layers": 2})
+    saved.train()
+    held = _all_bits(saved.model, saved.optimizer)
+    arguments = {"max_steps": 2, "save_steps": 2, "aoa_config": statements}
+    more = flex_trainer(layout, f"{output_dir}/more", arguments, model={"num_hidden_layers": 3})
+    checkpoint = f"{output_dir}/few/checkpoint-2"
+    if by_trainer:
+        more.train(resume_from_checkpoint=checkpoint)
+        loaded = _all_bits(more.model, more.optimizer)
+    else:
+        loaded = _all_bits(more.model, _loaded(checkpoint, more.model, statements))
+    stored = {name: name.replace("layers.2.", "layers.1.") for name in loaded if "layers.1." not in name}
+    return {
+        "differ": [new for new, name in stored.items() if loaded[new] != held[name]],
+        "missing": sorted({*held} - {*stored.values()}),
+        "new": sorted(name for name in loaded if "layers.1." in name and not name.endswith(".weight")),
+    }
+
+
+def load_weights_into_more_layers(output_dir: str) -> list[str]:
+    """Save the weights of a float32 model of two layers, and load them with statements into a bfloat16 one of three.
+
+    Returns:
+        the parameters whose master weights are not the stored weights.
+    """
+    import paddleformers_fc
+
+    args = tiny.training_arguments(tiny.SINGLE, f"{output_dir}/out")
+    few = tiny.build("llama", tiny.SINGLE, args, num_hidden_layers=2)
+    paddleformers_fc.save(f"{output_dir}/checkpoint-1", few, step=1)
+    more = tiny.build("llama", {**tiny.SINGLE.to_json(), "bf16": True}, args, num_hidden_layers=3)
+    optimizer = _loaded(f"{output_dir}/checkpoint-1", more, {"aoa_statements": MORE_LAYERS}, allow_casts=True)
+    held, loaded = _all_bits(few, None), _all_bits(more, optimizer)
+    names = {name: name.replace("layers.2.", "layers.1.") for name in more.sharded_state_dict() if ".1." not in name}
+    return [name for name, stored in names.items() if loaded.get(f"{name}.w_0") != held[stored]]
+
+
+def _loaded(checkpoint: str, model: Any, statements: Mapping[str, Any], **options: Any) -> Any:
+    import paddle
+
+    import paddleformers_fc
+
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters(), multi_precision=True)
+    paddleformers_fc.load(checkpoint, model, optimizer, aoa_config=statements, **options)
+    return optimizer
+
+
+def _all_bits(model: Any, optimizer: Any) -> dict[str, str]:
+    """The bytes of every tensor and state, as hex."""
+    from paddleformers_fc.trainer import state
+
+    roles = state.model_roles(model) if optimizer is None else state.run_roles(model, optimizer)
+    tensors = [(name, one.local_tensor) for weights in roles.values() for name, one in weights.items()]
+    return {name: tensor.astype("float32").numpy().tobytes().hex() for name, tensor in tensors}

@@ -77,6 +77,23 @@ def test_a_bfloat16_run_fills_master_weights_from_float32_weights_and_rounds_its
     assert "model_state from master_weight float32 to float32: " in result.logs[0].read_text(errors="replace")
 
 
+def test_the_master_weight_of_a_parameter_without_stored_states_is_read_from_its_weight(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    ranks.run(f"{JOBS}:run_with_frozen", 1, {**given(SINGLE, tmp_path / "full", save_steps=2), "frozen": [name]})
+    checkpoint = tmp_path / "full" / "checkpoint-2"
+    before = tensors(checkpoint)
+    assert ("optimizer_state", f"{name}.moment1_0") not in before
+    result = ranks.run(
+        f"{JOBS}:resume_and_save_again", 1, given(HALF, tmp_path / "half", checkpoint, flex_allow_casts=True)
+    )
+    after = tensors(tmp_path / "half" / "checkpoint-2")
+    assert same(after["master_weight", f"{name}.w_0"], before["model_state", name])
+    assert not after["optimizer_state", f"{name}.moment1_0"].any()
+    assert "1 parameter of this run is trained and without optimizer states" in result.logs[0].read_text()
+
+
 @pytest.mark.slow
 def test_a_run_that_changes_its_precision_trains_on(ranks: ForkServer, half: Path, tmp_path: Path) -> None:
     on = {"max_steps": 4, "save_steps": 4}
