@@ -120,15 +120,7 @@ class PaddleChannel:
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return the payload of every rank, by one or two all-gathers of bytes."""
-        length = len(payload).to_bytes(_LENGTH_BYTES, "little")
-        frames = self._all_gather(_pad(length + payload[:_FRAME_ROOM], _LENGTH_BYTES + _FRAME_ROOM))
-        lengths = [int.from_bytes(frame[:_LENGTH_BYTES].tobytes(), "little") for frame in frames]
-        longest = max(lengths)
-        if longest <= _FRAME_ROOM:
-            rows = [frame[_LENGTH_BYTES:] for frame in frames]
-        else:
-            rows = self._all_gather(_pad(payload, longest))
-        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+        return gather_payloads(payload, self._all_gather)
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """Send and receive bytes by one all-to-all."""
@@ -160,6 +152,24 @@ class PaddleChannel:
         gathered: list[Any] = []
         dist.all_gather(gathered, paddle.to_tensor(array))
         return [tensor.numpy() for tensor in gathered]
+
+
+def gather_payloads(payload: bytes, all_gather: Callable[[Bytes], list[Bytes]]) -> list[bytes]:
+    """Return the payload of every rank, by one or two all-gathers.
+
+    Args:
+        payload: that of this rank, of any length.
+        all_gather: returns the array of every rank, by rank; all have the same length.
+    """
+    length = len(payload).to_bytes(_LENGTH_BYTES, "little")
+    frames = all_gather(_pad(length + payload[:_FRAME_ROOM], _LENGTH_BYTES + _FRAME_ROOM))
+    lengths = [int.from_bytes(frame[:_LENGTH_BYTES].tobytes(), "little") for frame in frames]
+    longest = max(lengths)
+    if longest <= _FRAME_ROOM:
+        rows = [frame[_LENGTH_BYTES:] for frame in frames]
+    else:
+        rows = all_gather(_pad(payload, longest))
+    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
 def _pad(data: bytes, size: int) -> Bytes:

@@ -9,7 +9,7 @@ piece is written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,7 +20,15 @@ from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.device import in_host_memory
 from paddleformers_fc.execute.read_jobs import Key, Memory
 from paddleformers_fc.execute.reading import Slot
-from paddleformers_fc.execute.staging_pool import StagedPieces, StagingPool, Transfer, bytes_of, pool_of, upload
+from paddleformers_fc.execute.staging_pool import (
+    StagedPieces,
+    StagingPool,
+    Transfer,
+    bytes_of,
+    download,
+    pool_of,
+    upload,
+)
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.regions import DEFAULT_STAGING_MEMORY_BYTES
@@ -42,6 +50,11 @@ def _name_of(dtype: Any) -> str:
 _dtypes: dict[int, tuple[Any, np.dtype[Any]]] = {}
 """The numpy dtypes of Paddle's dtypes, by identity, because hashing a Paddle dtype is slow. The values keep the Paddle
 dtypes alive, so that identities stay valid."""
+
+
+def dtype_of(tensor: Any) -> np.dtype[Any]:
+    """Return the numpy dtype of a tensor's elements."""
+    return _numpy_of(tensor.dtype)
 
 
 def _numpy_of(dtype: Any) -> np.dtype[Any]:
@@ -104,6 +117,9 @@ def host_pieces(
 HostPieces = Callable[[int, int], Iterator[np.ndarray[Any, Any]]]
 """Returns the elements of a tensor from one index to another, as :func:`host_pieces` does."""
 
+HostTensors = Mapping[str, Mapping[str, HostPieces]]
+"""The host memory of tensors: role -> name -> pieces."""
+
 
 def view_of(tensor: Any, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) -> HostPieces:
     """Return a view of a live tensor: copied to the host in pieces if the host cannot address it, and never as a whole.
@@ -113,6 +129,38 @@ def view_of(tensor: Any, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) -> H
         staging_bytes: maximum staging memory of the process.
     """
     return partial(host_pieces, tensor, staging_bytes=staging_bytes)
+
+
+def copy_to_host(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any]) -> None:
+    """Copy a range of the elements of a tensor of host memory.
+
+    Args:
+        tensor: a ``paddle.Tensor``.
+        start: as for :func:`host_pieces`.
+        stop: as for :func:`host_pieces`.
+        memory: the bytes to fill.
+    """
+    dtype, filled = _numpy_of(tensor.dtype), 0
+    target = memory.view(dtype)
+    for part in host_pieces(tensor, start, stop):
+        np.copyto(target[filled : filled + part.size], part)
+        filled += part.size
+
+
+def begin_copies(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any]) -> Iterator[Transfer]:
+    """Begin to copy a range of the elements of a device tensor to host memory.
+
+    Args:
+        tensor: a ``paddle.Tensor``.
+        start: as for :func:`host_pieces`.
+        stop: as for :func:`host_pieces`.
+        memory: the bytes to fill, which live until the copies are done.
+    """
+    filled = 0
+    for part in _bytes_in_order(tensor, start, stop, _numpy_of(tensor.dtype).itemsize, _PIECE_BYTES):
+        size = int(part.shape[0])
+        yield download(part, memory[filled : filled + size])
+        filled += size
 
 
 def _bytes_in_order(tensor: Any, start: int, stop: int, width: int, most: int) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 1. ``snapshot`` plans and captures; only this step accesses live tensors. Every rank sends a digest of its shards. If
    all ranks have a plan for these shards, it is used. Otherwise they exchange descriptions and assign the writers, and
    the coordinator proves the mapping of the whole model and that every tensor is whole (:mod:`.save_plan`,
-   :mod:`.replica_assignment`).
+   :mod:`.replica_assignment`). A capture returns views of the live tensors, or copies in an :mod:`.arena`.
 2. The coordinator creates the staging directory beside the target (:mod:`.staging`).
 3. ``write`` hashes replicas (:mod:`.replicas`) and copies of tied tensors (:mod:`.ties`), writes this rank's files with
    checksums taken while writing, and exchanges checksums and digests.
@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparabl
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.commit_coordinator import CommitResult, commit_on_all
-from paddleformers_fc.execute.memory import HostPieces, view_of
+from paddleformers_fc.execute.memory import HostPieces, HostTensors, view_of
 from paddleformers_fc.execute.replicas import Digests, ReplicaDigests, compare_replicas, hash_replicas, refuse_different
 from paddleformers_fc.execute.save_plan import (
     ModelRecord,
@@ -118,6 +117,34 @@ class _PlanMessage(msgspec.Struct, array_like=True):
 
 
 @dataclass(frozen=True)
+class LivePart:
+    """What one rank brings into a save, described on the thread that trains.
+
+    Args:
+        tensors: role -> name -> live weight, without aliases that are the memory of their owner.
+        model: the model.
+        files: small files by path relative to the checkpoint.
+        job: the job and its step.
+        max_file_bytes: as for :func:`save_checkpoint`.
+        replicas: as for :func:`save_checkpoint`.
+        facts: the digest of everything that this rank brings into a plan.
+    """
+
+    tensors: LiveRoles
+    model: ModelDescription
+    files: Mapping[str, bytes]
+    job: JobRecord
+    max_file_bytes: int
+    replicas: str
+    facts: bytes
+
+
+Capture = Callable[[LivePart, SavePlan], HostTensors]
+"""Returns host memory of the tensors that a plan reads, as views or as copies. No later step of a save accesses a live
+tensor, and views are valid until the next step of training."""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """This rank's part of a checkpoint, at one moment of training.
 
@@ -130,7 +157,7 @@ class Snapshot:
     """
 
     plan: SavePlan
-    tensors: Mapping[str, Mapping[str, HostPieces]]
+    tensors: HostTensors
     files: Mapping[str, bytes]
     job: JobRecord
     replicas: str
@@ -181,52 +208,97 @@ def save_checkpoint(
     Raises:
         FlexError: the same on every rank; the target is unchanged.
     """
-    capture = partial(view_of, staging_bytes=staging_bytes)
-    taken = snapshot(directory, roles, model, files, job, channel, max_file_bytes, replicas, capture)
-    with staging_beside(directory, channel, lambda: _refuse_undescribed(files)) as staged:
-        written = write(taken, staged.path, channel)
-        finished = commit(taken, written, staged, directory, channel)
-    return SaveReport(finished.manifest, finished.set_aside, staged.disks, written.differences, written.ties)
+    facts = comparable_facts(model, job, max_file_bytes, replicas)
+    taken = snapshot(
+        lambda: live_part(roles, model, files, job, max_file_bytes, replicas),
+        views(staging_bytes),
+        channel,
+        ConsistencyCheck(f"saving {directory.name}", facts),
+    )
+    return write_and_commit(taken, directory, channel)
 
 
-def snapshot(
-    directory: Path,
+def comparable_facts(model: ModelDescription, job: JobRecord, max_file_bytes: int, replicas: str) -> dict[str, object]:
+    """Return what must be equal on all ranks of a save; the arguments are those of :func:`save_checkpoint`."""
+    return {
+        "versions": software_versions(),
+        "config": comparable_config(model),
+        "step": job.step,
+        "samples": job.consumed_samples,
+        "max_file_bytes": max_file_bytes,
+        "replicas": replicas,
+    }
+
+
+def live_part(
     roles: Roles,
     model: ModelDescription,
     files: Mapping[str, bytes],
     job: JobRecord,
-    channel: Channel,
     max_file_bytes: int,
     replicas: str,
-    capture: Callable[[Any], HostPieces] = view_of,
+) -> LivePart:
+    """Return what this rank brings into a save; the arguments are those of :func:`save_checkpoint`."""
+    own = _without_aliases(roles, model)
+    return LivePart(own, model, files, job, max_file_bytes, replicas, _facts(own, model, max_file_bytes))
+
+
+def views(staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) -> Capture:
+    """Return a capture that copies nothing; devices are read in pieces, through this much staging memory."""
+
+    def capture(part: LivePart, plan: SavePlan) -> HostTensors:
+        return {
+            role: {name: view_of(weight.local_tensor, staging_bytes) for name, weight in weights.items()}
+            for role, weights in part.tensors.items()
+        }
+
+    return capture
+
+
+def expected_plan(part: LivePart, rank: int) -> SavePlan | None:
+    """Return the plan that :func:`snapshot` is going to use, unless shards of another rank have changed."""
+    return _PLANS.latest(rank, part.facts)
+
+
+def snapshot(
+    prepare: Callable[[], LivePart], capture: Capture, channel: Channel, consistency: ConsistencyCheck
 ) -> Snapshot:
-    """Plan a save and capture its tensors. No later step of a save accesses a live tensor.
+    """Plan a save and capture its tensors.
 
     Args:
-        capture: returns the host memory of a tensor, as a view or as a copy. Views are valid until the next step of
-            training.
-
-    The other arguments and errors are those of :func:`save_checkpoint`.
+        prepare: returns this rank's part; its errors are raised on every rank.
+        capture: reads the live tensors.
+        channel: all ranks; every rank must call.
+        consistency: what must be equal on all ranks.
+    Raises:
+        FlexError: the same on every rank, except for an error of ``capture``.
     """
-    facts = {"step": job.step, "samples": job.consumed_samples, "max_file_bytes": max_file_bytes, "replicas": replicas}
-    consistency = ConsistencyCheck(
-        f"saving {directory.name}", {"versions": software_versions(), "config": comparable_config(model), **facts}
-    )
     kept = _PLANS.known(channel.rank)
 
-    def introduce() -> tuple[_PlanMessage, LiveRoles]:
-        own = _without_aliases(roles, model)
-        return _PlanMessage(_facts(own, model, max_file_bytes), list(kept)), own
+    def introduce() -> tuple[_PlanMessage, LivePart]:
+        part = prepare()
+        return _PlanMessage(part.facts, list(kept)), part
 
-    everyone, own = gather_and_keep(channel, "looking at the shards", introduce, _PlanMessage, consistency)
+    everyone, part = gather_and_keep(channel, "preparing a checkpoint", introduce, _PlanMessage, consistency)
     key = digest(*(one.facts for one in everyone))
     known = all(key in one.known for one in everyone)
-    plan = kept[key] if known else _new_plan(own, model, max_file_bytes, channel)
-    _PLANS.keep(channel.rank, key, plan)
-    tensors = {
-        role: {name: capture(weight.local_tensor) for name, weight in weights.items()} for role, weights in own.items()
-    }
-    return Snapshot(plan, tensors, files, job, replicas)
+    plan = kept[key] if known else _new_plan(part, channel)
+    _PLANS.keep(channel.rank, part.facts, key, plan)
+    return Snapshot(plan, capture(part, plan), part.files, part.job, part.replicas)
+
+
+def write_and_commit(taken: Snapshot, directory: Path, channel: Channel) -> SaveReport:
+    """Write a snapshot as a finished checkpoint; the errors are those of :func:`save_checkpoint`.
+
+    Args:
+        taken: this rank's part of the checkpoint.
+        directory: ``checkpoint-N``.
+        channel: all ranks; every rank must call.
+    """
+    with staging_beside(directory, channel, lambda: _refuse_undescribed(taken.files)) as staged:
+        written = write(taken, staged.path, channel)
+        finished = commit(taken, written, staged, directory, channel)
+    return SaveReport(finished.manifest, finished.set_aside, staged.disks, written.differences, written.ties)
 
 
 def write(taken: Snapshot, staging: Path, channel: Channel) -> Written:
@@ -311,13 +383,17 @@ def _facts(own: LiveRoles, model: ModelDescription, max_file_bytes: int) -> byte
     return digest(described.encode(), stated.encode(), str(max_file_bytes).encode(), facts_of(own))
 
 
-def _new_plan(own: LiveRoles, model: ModelDescription, max_file_bytes: int, channel: Channel) -> SavePlan:
-    payloads = all_gather_checked(channel, "describing shards", lambda: encode_held(describe_roles(own)), bytes)
+def _new_plan(part: LivePart, channel: Channel) -> SavePlan:
+    payloads = all_gather_checked(
+        channel, "describing shards", lambda: encode_held(describe_roles(part.tensors)), bytes
+    )
     # Ranks that hold the same shards send the same bytes, which are decoded and checked once.
     held = {payload: decode_held(payload) for payload in set(payloads)}
     everyone = [held[payload] for payload in payloads]
     return run_on_all(
-        channel, "planning the save", lambda: build_save_plan(everyone, model, channel.rank, max_file_bytes)
+        channel,
+        "planning the save",
+        lambda: build_save_plan(everyone, part.model, channel.rank, part.max_file_bytes),
     )
 
 

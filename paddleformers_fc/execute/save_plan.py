@@ -123,6 +123,7 @@ class SavePlanCache:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[tuple[int, bytes], SavePlan] = OrderedDict()
+        self._latest: dict[tuple[int, bytes], SavePlan] = {}
         self._lock = threading.Lock()
 
     def known(self, rank: int) -> dict[bytes, SavePlan]:
@@ -130,13 +131,28 @@ class SavePlanCache:
         with self._lock:
             return {job: plan for (owner, job), plan in self._plans.items() if owner == rank}
 
-    def keep(self, rank: int, job: bytes, plan: SavePlan) -> None:
-        """Remember a plan that every rank has agreed to; the one that was not used for longest is forgotten."""
+    def latest(self, rank: int, facts: bytes) -> SavePlan | None:
+        """The last plan for these shards of one rank, right unless the shards of another rank have changed since."""
+        with self._lock:
+            return self._latest.get((rank, facts))
+
+    def keep(self, rank: int, facts: bytes, job: bytes, plan: SavePlan) -> None:
+        """Remember a plan that every rank has agreed to; the one that was not used for longest is forgotten.
+
+        Args:
+            rank: the rank that it is for.
+            facts: the digest of the shards of this rank.
+            job: the digest of the shards of all ranks.
+            plan: the plan.
+        """
         with self._lock:
             self._plans[rank, job] = plan
             self._plans.move_to_end((rank, job))
             while len(self._plans) > MAX_CACHED_PLANS:
                 self._plans.popitem(last=False)
+            kept = {id(one) for one in self._plans.values()}
+            self._latest[rank, facts] = plan
+            self._latest = {key: one for key, one in self._latest.items() if id(one) in kept}
 
 
 def digest(*parts: bytes) -> bytes:

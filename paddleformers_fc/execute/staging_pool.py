@@ -117,6 +117,11 @@ def _new_buffer(size: int, pinned: bool) -> StagingBuffer:
     return StagingBuffer(owner, np.ndarray(size, np.uint8, memory_at(owner.data_ptr(), size)))
 
 
+def page_locked_bytes(size: int) -> StagingBuffer:
+    """Return new page-locked host memory that is in no pool."""
+    return _new_buffer(size, pinned=True)
+
+
 class Transfer:
     """A copy between a buffer and a device, which has begun; the buffer and the device memory live until it is done.
 
@@ -145,6 +150,11 @@ class Transfer:
 def upload(buffer: StagingBuffer, target: Any) -> Transfer:
     """Begin to copy a full buffer to as many bytes of a device, a flat tensor."""
     return Transfer(_host_tensor(buffer.bytes), target, target.place)
+
+
+def download(source: Any, memory: np.ndarray[Any, Any]) -> Transfer:
+    """Begin to copy bytes of a device, a flat tensor, to as many bytes of host memory."""
+    return Transfer(source, _host_tensor(memory), source.place)
 
 
 class StagedPieces:
@@ -184,7 +194,7 @@ class StagedPieces:
         if source is None:
             return None
         buffer, size = self._pool.take(self._size), int(source.shape[0])
-        return _Download(buffer, size, Transfer(source, _host_tensor(buffer.bytes[:size]), source.place))
+        return _Download(buffer, size, download(source, buffer.bytes[:size]))
 
     def _give_back(self) -> None:
         if self._current is not None:

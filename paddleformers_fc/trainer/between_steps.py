@@ -1,16 +1,21 @@
 """Reads of live tensors that run beside the forward and backward passes.
 
 Between two updates of the optimizer nothing changes weights and states. So a thread may copy or average them while the
-next passes run, and the next update waits for what is not done yet.
+next passes run, and the next update waits for what is not done yet. Copies from a device have to begin on the training
+thread; another thread asks for that, and the training thread does it at the latest when it waits.
 """
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from paddleformers_fc.trainer.host import TrainerCallback
+
+_T = TypeVar("_T")
 
 
 class BetweenSteps(TrainerCallback):
@@ -19,11 +24,16 @@ class BetweenSteps(TrainerCallback):
     Args:
         passes_change_weights: whether a run changes tensors that are read already in the passes, as the overlapped
             broadcast of parameters does. Then every read is waited for at once.
+
+    Attributes:
+        waited: seconds for which the training thread has waited.
     """
 
     def __init__(self, passes_change_weights: Callable[[], bool]) -> None:
+        self.waited = 0.0
         self._passes_change_weights = passes_change_weights
         self._reads: list[Future[Any]] = []
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
     def add(self, read: Future[Any]) -> None:
         """Have the next update wait for a read of live tensors.
@@ -31,9 +41,27 @@ class BetweenSteps(TrainerCallback):
         Raises:
             Exception: that of a read, where it is waited for at once.
         """
+        read.add_done_callback(lambda _: self._calls.put(_nothing))
         self._reads.append(read)
         if self._passes_change_weights():
             self.finish()
+
+    def call(self, work: Callable[[], _T]) -> _T:
+        """Run work on the training thread, where it waits for a read of the calling thread.
+
+        Raises:
+            Exception: that of the work.
+        """
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(work())
+            except Exception as error:  # The calling thread raises it.
+                answer.set_exception(error)
+
+        self._calls.put(run)
+        return answer.result()
 
     def finish(self) -> None:
         """Wait until no read is under way.
@@ -41,12 +69,18 @@ class BetweenSteps(TrainerCallback):
         Raises:
             Exception: that of the first read that failed.
         """
+        started = time.monotonic()
+        while not all(read.done() for read in self._reads):
+            self._calls.get()()
         reads, self._reads = self._reads, []
-        for read in reads:
-            read.exception()  # All of them end before an error is raised.
+        self.waited += time.monotonic() - started
         for read in reads:
             read.result()
 
     def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait before weights and states change."""
         self.finish()
+
+
+def _nothing() -> None:
+    """End one wait for a call."""

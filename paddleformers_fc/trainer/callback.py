@@ -33,6 +33,7 @@ class CheckpointReport:
         known_plan: after a load, whether this rank had its plan from before, from ``flex_plan_cache`` or this process.
         layouts: after a load, the layouts of the run that saved it and of this one, such as ``("dp=2", "tp=2")``.
         transfers: copies between host and devices on this rank.
+        blocked: after a save, seconds for which training stood still on this rank.
         casts: after a load with ``flex_allow_casts``, one line per role of which this rank has cast tensors.
     """
 
@@ -46,6 +47,7 @@ class CheckpointReport:
     layouts: tuple[str, str] | None = None
     transfers: TransferFigures = field(default_factory=TransferFigures)
     casts: tuple[str, ...] = ()
+    blocked: float = 0.0
 
 
 class FlexCheckpointCallback(TrainerCallback):

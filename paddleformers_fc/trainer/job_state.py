@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from paddleformers_fc.cpu_runtime import stores
+import paddle.distributed as dist
+from paddle.base import core
+from paddle.distributed import collective
+
+from paddleformers_fc.cpu_runtime import groups, stores
 from paddleformers_fc.distributed.channel import Channel, job_channel
 from paddleformers_fc.distributed.communicator import DEFAULT_PATIENCE, Communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
+from paddleformers_fc.distributed.host_channel import HostChannel
+from paddleformers_fc.distributed.liveness import KEY_PREFIX
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families.changes import Change
@@ -38,8 +45,29 @@ RUN = "_flex_run"
 WAITING = "_pp_data_buffer"
 """PaddleFormers' attribute for the batches that a pipeline has taken and not trained."""
 
+_FIRST_GROUP = 10_000
+"""The number of the first group for a background thread; Paddle numbers its own from 0."""
+
 _SHARED_OPTIONS = ("aoa_config", "ignore_load_lr_and_optim", "ignore_save_lr_and_optim", "ignore_data_skip")
 """PaddleFormers' options that decide what is saved and loaded; they must be equal on all ranks."""
+
+
+class Saver(Protocol):
+    """Saves checkpoints of a Trainer, in its steps or beside them."""
+
+    def save(self, trainer: Any, metrics: dict[str, float] | None) -> None:
+        """Save the present step. Every rank must call.
+
+        Args:
+            trainer: the Trainer; its state names the best checkpoint.
+            metrics: those of an evaluation at this step.
+
+        Raises:
+            FlexError: the same on every rank; the previous checkpoints are untouched.
+        """
+
+    def followed(self, trainer: Any) -> AbstractContextManager[None]:
+        """Return a block in which the training loop runs; at its end every save is committed."""
 
 
 @dataclass
@@ -49,6 +77,7 @@ class JobState:
     Args:
         tracker: follows the position in the data.
         between_steps: the reads of live tensors that the next update waits for.
+        saver: saves checkpoints.
         ran: names of the replaced methods that have run since ``train`` was called; see :mod:`.bypass`.
         best: hides the name of the best checkpoint from PaddleFormers' loop.
         chosen: the checkpoint to resume; None in a run from the beginning. The native methods pass it on as text, which
@@ -70,6 +99,7 @@ class JobState:
 
     tracker: batches.PositionTracker
     between_steps: BetweenSteps
+    saver: Saver
     ran: set[str] = field(default_factory=set)
     best: BestCheckpoint = field(default_factory=BestCheckpoint)
     chosen: AnyPath | None = None
@@ -155,6 +185,31 @@ def _open_communicator(patience: float, address: tuple[str, int] | None) -> Comm
     """Open a separate connection: Paddle's client is not safe for two threads, and its waits have no timeout."""
     store = address and stores.StoreClient(address, min(patience, stores.OPENING_SECONDS), patience)
     return Communicator(job_channel(), patience, store)
+
+
+@functools.cache
+def background_communicator(number: int, patience: float) -> Channel:
+    """Return a communicator for a thread beside the training, which is opened once. Every rank must call.
+
+    Args:
+        number: a number per thread.
+        patience: as for :func:`job_communicator`.
+
+    Raises:
+        PeerError: the store of the job does not answer, or no group can be opened; on this rank only.
+    """
+    if job_channel().world_size == 1:
+        return job_channel()
+    rank, size, address = dist.get_rank(), dist.get_world_size(), stores.job_store_address()
+    # Gloo ignores the number, and two groups need a store each.
+    group_id = _FIRST_GROUP + number
+    group = core.ProcessGroupGloo.create(groups.group_store(_default_store(), rank, group_id), rank, size, group_id)
+    store = address and stores.StoreClient(address, min(patience, stores.OPENING_SECONDS), patience)
+    return Communicator(HostChannel(group), patience, store, f"{KEY_PREFIX}-background-{number}")
+
+
+def _default_store() -> Any:
+    return collective._default_store
 
 
 def read_options(args: Any) -> ReadOptions:

@@ -54,6 +54,7 @@ from paddleformers_fc.trainer import (
 )
 from paddleformers_fc.trainer.best import locate_best
 from paddleformers_fc.trainer.callback import CheckpointReport
+from paddleformers_fc.trainer.degrees import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host import LOAD_METHOD, logger
 from paddleformers_fc.trainer.host_models import offload
@@ -70,7 +71,6 @@ from paddleformers_fc.trainer.job_state import (
     warn,
     when_active,
 )
-from paddleformers_fc.trainer.saving import degrees_text, parallel_degrees
 
 
 @when_active
@@ -488,7 +488,7 @@ def inner_training_loop(
     run.tracker.begin(order, passes, start, run.progress is not None, num_train_epochs, on_made_up)
     run.has_trained = True
     run.ran.add("_inner_training_loop")
-    with run.best.kept_from(trainer):
+    with run.best.kept_from(trainer), run.saver.followed(trainer):
         result = native(
             args,
             model,

@@ -39,10 +39,22 @@ _MAY_BE_OFF = {"flex_verify": LEVELS, "flex_check_replicas": REPLICA_WAYS}
 _OWN_WAYS = ("ernie_pretrain",)
 """Stages of PaddleFormers' command line that parse their arguments again, into a class without our options."""
 
+NO_LIMIT = "none"
+"""The value of a size that is not limited."""
+
+_SWITCHES = (
+    "flex_checkpoint",
+    "flex_accept_model",
+    "flex_allow_casts",
+    "flex_async_save",
+    "use_flex_async_save",
+)
+
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SMALLEST_SIZE = 10**6
 _MOST_THREADS = 256
+_DEEPEST = 8
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 
 
@@ -118,6 +130,25 @@ class FlexFields:
         "5GB",
         "Maximum bytes of tensors in one file of a checkpoint, such as 500MB, 5GB or 4GiB; at least 1MB. A larger "
         "tensor is split between rows. Default: 5GB.",
+    )
+    flex_async_save: bool = _option(
+        False,
+        "Save beside training: it stands still while the next update waits for a copy of what this process writes, "
+        "and a thread writes and commits. Default: false.",
+    )
+    use_flex_async_save: bool = _option(
+        False,
+        "The same as flex_async_save, by its name in PaddleFormers' development branch. Default: false.",
+    )
+    flex_async_depth: int = _option(
+        1,
+        "Saves that may be under way beside training, 1 to 8; a further one waits. Each keeps a copy in host memory. "
+        "Default: 1.",
+    )
+    flex_async_memory: str = _option(
+        "none",
+        "Maximum host memory per process for the copies of flex_async_save, such as 40GiB, at least 1MB, or none "
+        "for no limit. Default: none.",
     )
     flex_accept_model: bool = _option(
         False,
@@ -257,9 +288,23 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].upper()])
 
 
+def memory_limit(text: str) -> int | None:
+    """Return a limit in bytes; None for no limit.
+
+    Raises:
+        OptionError: the text is no size.
+    """
+    return None if text == NO_LIMIT else parse_size(text)
+
+
+def saves_beside_steps(options: Any) -> bool:
+    """Return whether checkpoints are saved beside training."""
+    return bool(options.flex_async_save or options.use_flex_async_save)
+
+
 def _range_faults(options: Any) -> list[str]:
     faults = []
-    for name in ("flex_checkpoint", "flex_accept_model", "flex_allow_casts"):
+    for name in _SWITCHES:
         if not isinstance(getattr(options, name), bool):
             faults.append(f"{name}: {getattr(options, name)!r} is neither true nor false")
     for name, ways in _MAY_BE_OFF.items():
@@ -269,12 +314,15 @@ def _range_faults(options: Any) -> list[str]:
     for name, known in {"flex_read": READ_WAYS, "flex_tied": TIED_WAYS, "flex_unknown_versions": UNKNOWN_WAYS}.items():
         if getattr(options, name) not in known:
             faults.append(f"{name}: {getattr(options, name)!r} is none of {', '.join(known)}")
-    for name, largest in (("flex_threads", _MOST_THREADS), ("flex_timeout", _LONGEST_TIMEOUT)):
+    numbers = {"flex_threads": _MOST_THREADS, "flex_timeout": _LONGEST_TIMEOUT, "flex_async_depth": _DEEPEST}
+    for name, largest in numbers.items():
         value = getattr(options, name)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
             faults.append(f"{name}: {value!r} is not a whole number from 1 to {largest}")
     for name in ("flex_staging_size", "flex_max_shard_size", "flex_max_file_size"):
         faults.extend(f"{name}: {fault}" for fault in _size_faults(getattr(options, name)))
+    if options.flex_async_memory != NO_LIMIT:
+        faults.extend(f"flex_async_memory: {fault}" for fault in _size_faults(options.flex_async_memory))
     keys = options.flex_allow_config_changes
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
         faults.append(f"flex_allow_config_changes: {keys!r} is not a list of keys such as [rope_theta]")
@@ -375,7 +423,7 @@ CONFLICTS = (
     Conflict("ckpt_quant_stage", "checkpoints are stored exactly, never quantized", _is_not("O0")),
     Conflict("enable_zero_cost_checkpoint", _SAVES_ITSELF, _is_on),
     Conflict("flash_device_save_steps", _SAVES_ITSELF, _is_on),
-    Conflict("use_async_save", f"saving beside the training step is {_NOT_YET}", _is_on),
+    Conflict("use_async_save", f"{_SAVES_ITSELF}; flex_async_save saves beside training", _is_on),
     Conflict("zcc_save_ema_coef", f"moving averages are {_NOT_YET}", _given),
     Conflict("sharded_model_from_ema", f"moving averages are {_NOT_YET}", _is_on),
     Conflict("enable_auto_parallel", f"semi-automatic parallelism is {_NOT_YET}", _is_on),

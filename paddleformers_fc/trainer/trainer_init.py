@@ -14,6 +14,7 @@ import functools
 from typing import Any
 
 from paddleformers_fc.distributed.channel import run_on_all
+from paddleformers_fc.distributed.step_gate import StepGate
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import family_for
@@ -36,9 +37,12 @@ from paddleformers_fc.trainer.job_state import (
     refuse_optimizer,
     reporters,
 )
-from paddleformers_fc.trainer.options import FlexFields, without_effect
+from paddleformers_fc.trainer.options import FlexFields, saves_beside_steps, without_effect
 from paddleformers_fc.trainer.progress_recorder import ProgressRecorder, record_progress
+from paddleformers_fc.trainer.saves_beside_steps import SavesBesideSteps
+from paddleformers_fc.trainer.saves_in_steps import SavesInSteps
 from paddleformers_fc.trainer.saving import save_pretrained
+from paddleformers_fc.trainer.step_ends import StepEnds
 
 _OVERLAPPING = ("stage1_broadcast_overlap", "stage1_allgather_overlap", "stage2_overlap")
 """Training arguments under which updated parameters arrive during the next forward pass."""
@@ -76,14 +80,17 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         lambda: origin.refuse_unchecked(trainer.model, arguments.flex_accept_model),
     )
     base.identify_once(trainer.model, channel)
+    gate = StepGate()
     run = JobState(
         batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))),
         BetweenSteps(lambda: _passes_change_weights(trainer)),
+        SavesBesideSteps(gate) if saves_beside_steps(arguments) else SavesInSteps(),
     )
     setattr(trainer, RUN, run)
     trainer.add_callback(run.tracker)
     trainer.add_callback(run.between_steps)
     trainer.add_callback(reference.PassCounter(trainer, run.reference))
+    trainer.add_callback(StepEnds(gate))
     trainer.add_callback(BypassCheck(trainer))
     if all(isinstance(one, ProgressRecorder) for one in reporters(trainer)):
         trainer.add_callback(FlexCheckpointCallback())

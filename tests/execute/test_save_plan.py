@@ -15,15 +15,26 @@ import numpy as np
 import paddle
 import pytest
 
+from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import MismatchError, StorageError
 from paddleformers_fc.execute import replica_assignment
+from paddleformers_fc.execute.arena import SnapshotArena
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.memory import HostPieces, host_pieces
+from paddleformers_fc.execute.memory import HostTensors, host_pieces
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.save import JobRecord, commit, config_bytes, save_checkpoint, snapshot, write
+from paddleformers_fc.execute.save import (
+    JobRecord,
+    LivePart,
+    comparable_facts,
+    config_bytes,
+    live_part,
+    save_checkpoint,
+    snapshot,
+    write_and_commit,
+)
 from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, SavePlan, SavePlanCache
-from paddleformers_fc.execute.staging_directory import staging_beside
+from paddleformers_fc.execute.stretches import stretches_of
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.manifest import read_manifest
@@ -158,35 +169,42 @@ def test_a_rank_that_has_forgotten_a_plan_makes_all_ranks_work_it_out_again(
 def test_only_the_last_plans_are_kept_and_every_rank_has_its_own() -> None:
     keeper, plan = SavePlanCache(), SavePlan((), None)
     for number in range(MAX_CACHED_PLANS):
-        keeper.keep(0, bytes([number]), plan)
-    keeper.keep(0, b"\0", plan)
-    keeper.keep(1, b"x", plan)
+        keeper.keep(0, b"facts", bytes([number]), plan)
+    keeper.keep(0, b"facts", b"\0", plan)
+    keeper.keep(1, b"facts", b"x", plan)
     assert list(keeper.known(1)) == [b"x"]
     assert b"\0" in keeper.known(0)
     assert b"\1" not in keeper.known(0)
     assert len(keeper.known(0)) == MAX_CACHED_PLANS - 1
 
 
-def copy_of(tensor: Any) -> HostPieces:
-    """A policy of snapshots: host copies that survive the next step of training."""
-    size = int(np.prod(tensor.shape))
-    copied = np.concatenate([piece.copy() for piece in host_pieces(tensor, 0, size)])
-    return lambda start, stop: iter([copied[start:stop]])
-
-
-def test_a_snapshot_of_copies_is_written_and_committed_after_training_has_gone_on(tmp_path: Path) -> None:
-    def work(channel: ThreadChannel) -> None:
+@pytest.mark.parametrize("replicas", ["off", "warn"])
+def test_a_snapshot_of_copies_is_written_and_committed_after_training_has_gone_on(
+    tmp_path: Path, replicas: str
+) -> None:
+    def work(channel: ThreadChannel) -> int:
         directory, small = tmp_path / "checkpoint-3", {"config.json": config_bytes(CONFIG)} if not channel.rank else {}
-        roles, record = live(ARRAYS, 2, channel.rank), JobRecord(3, 24, {})
-        taken = snapshot(directory, roles, MODEL, small, record, channel, 10**9, "warn", copy_of)
+        roles, job = live(ARRAYS, 2, channel.rank), JobRecord(3, 24, {})
+        arena = SnapshotArena()
+
+        def capture(part: LivePart, plan: SavePlan) -> HostTensors:
+            stretches = stretches_of(plan, channel.rank, 3, replicas)
+            arena.reserve(part.tensors, stretches)
+            return arena.begin(part.tensors, stretches).finish()
+
+        consistency = ConsistencyCheck("saving", comparable_facts(MODEL, job, 10**9, replicas))
+        taken = snapshot(lambda: live_part(roles, MODEL, small, job, 10**9, replicas), capture, channel, consistency)
         for weights in roles.values():
             for weight in weights.values():
                 weight.local_tensor.zero_()
-        with staging_beside(directory, channel, lambda: None) as staged:
-            commit(taken, write(taken, staged.path, channel), staged, directory, channel)
+        write_and_commit(taken, directory, channel)
+        return arena.capacity
 
-    succeed(2, work)
+    sizes = succeed(2, work)
     assert restored(tmp_path / "checkpoint-3")
+    stored = sum(path.stat().st_size for path in (tmp_path / "checkpoint-3").rglob("*.safetensors"))
+    # Without what it hashes of replicas, a snapshot is a share of the checkpoint.
+    assert sum(sizes) <= stored if replicas == "off" else sum(sizes) > 0
 
 
 HALF = "model.layers.1.mlp.down_proj.weight"

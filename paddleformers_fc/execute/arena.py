@@ -1,0 +1,181 @@
+"""Copies of live tensors in a kept block of host memory, for a save that goes on while training does.
+
+New memory is 20 times as slow as memory that has been touched, because every page is faulted in. So an arena is
+allocated once, with its pages, and filled again by every snapshot. Its memory is page-locked if Paddle supports that
+for the device.
+
+Host memory is copied by the thread that calls :meth:`SnapshotCopy.finish`. Copies from a device are begun by
+:meth:`SnapshotArena.begin`, which runs on the training thread: Paddle's choice of a stream holds for the whole process,
+so another thread would move kernels of the training to the stream of the copies.
+"""
+
+from __future__ import annotations
+
+import mmap
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.device import has_pinned_memory, in_host_memory
+from paddleformers_fc.execute.memory import HostPieces, HostTensors, begin_copies, copy_to_host, dtype_of
+from paddleformers_fc.execute.staging_pool import Transfer, page_locked_bytes
+from paddleformers_fc.execute.stretches import Stretch, Stretches
+from paddleformers_fc.layout.live import Roles
+from paddleformers_fc.text import size_text
+
+_ALIGNMENT = 64
+"""Bytes that the copies of tensors are aligned to, so that any dtype can be viewed."""
+
+
+class SnapshotArena:
+    """Host memory that one snapshot fills at a time.
+
+    Args:
+        limit: maximum number of bytes; None for no limit.
+
+    Attributes:
+        capacity: bytes of host memory.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.capacity = 0
+        self._limit = limit
+        self._memory = np.empty(0, np.uint8)
+        self._owner: Any = None
+
+    def has_room(self, tensors: Roles, stretches: Stretches) -> bool:
+        """Return whether a snapshot needs no more memory."""
+        return snapshot_bytes(tensors, stretches) <= self.capacity
+
+    def reserve(self, tensors: Roles, stretches: Stretches) -> bool:
+        """Return whether memory had to be allocated for a snapshot. No earlier snapshot may be in use.
+
+        Raises:
+            OptionError: the limit is exceeded.
+        """
+        needed = snapshot_bytes(tensors, stretches)
+        if needed <= self.capacity:
+            return False
+        if self._limit is not None and needed > self._limit:
+            raise OptionError(
+                f"A snapshot of this rank takes {size_text(needed)}, and flex_async_memory allows "
+                f"{size_text(self._limit)}.",
+                next_step="Raise flex_async_memory, or remove flex_async_save.",
+            )
+        # Released first, because both together may be too much.
+        self.capacity, self._memory, self._owner = 0, np.empty(0, np.uint8), None
+        pinned = any(has_pinned_memory(tensors[role][name].local_tensor.place) for role, name in stretches)
+        if pinned:
+            self._owner = page_locked_bytes(needed)
+            self._memory = self._owner.bytes
+        else:
+            self._memory = _touched_bytes(needed)
+        self.capacity = needed
+        return True
+
+    def begin(self, tensors: Roles, stretches: Stretches) -> SnapshotCopy:
+        """Assign memory to every stretch, and begin the copies from devices. On the training thread.
+
+        Args:
+            tensors: role -> name -> live weight.
+            stretches: what to copy of them; memory for it is reserved.
+        """
+        copied: dict[str, dict[str, list[_Copied]]] = {}
+        on_host: list[tuple[Any, _Copied]] = []
+        transfers: list[Transfer] = []
+        used = 0
+        for (role, name), some in stretches.items():
+            tensor = tensors[role][name].local_tensor
+            width = dtype_of(tensor).itemsize
+            for begin, end in some:
+                size = (end - begin) * width
+                one = _Copied((begin, end), self._memory[used : used + size])
+                used += _aligned(size)
+                copied.setdefault(role, {}).setdefault(name, []).append(one)
+                if in_host_memory(tensor.place):
+                    on_host.append((tensor, one))
+                else:
+                    transfers.extend(begin_copies(tensor, begin, end, one.memory))
+        return SnapshotCopy(tensors, copied, on_host, transfers)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """The memory of one stretch."""
+
+    stretch: Stretch
+    memory: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class SnapshotCopy:
+    """A snapshot that is being copied.
+
+    Args:
+        tensors: the live tensors, role -> name -> weight.
+        copied: where the stretches are copied to.
+        on_host: tensors of host memory with the memory for their stretches.
+        transfers: copies from devices that have begun.
+    """
+
+    tensors: Roles
+    copied: Mapping[str, Mapping[str, list[_Copied]]]
+    on_host: list[tuple[Any, _Copied]]
+    transfers: list[Transfer]
+
+    def finish(self) -> HostTensors:
+        """Copy what is in host memory, and wait for devices. Afterwards the live tensors may change."""
+        try:
+            for tensor, one in self.on_host:
+                copy_to_host(tensor, *one.stretch, one.memory)
+        finally:
+            for transfer in self.transfers:
+                transfer.wait()
+        return {
+            role: {name: _pieces(self.tensors[role][name].local_tensor, some) for name, some in names.items()}
+            for role, names in self.copied.items()
+        }
+
+
+def on_device(tensors: Roles, stretches: Stretches) -> bool:
+    """Return whether a snapshot copies from a device."""
+    return any(not in_host_memory(tensors[role][name].local_tensor.place) for role, name in stretches)
+
+
+def snapshot_bytes(tensors: Roles, stretches: Stretches) -> int:
+    """Return the memory of a snapshot in bytes."""
+    total = 0
+    for (role, name), some in stretches.items():
+        width = dtype_of(tensors[role][name].local_tensor).itemsize
+        total += sum(_aligned((stop - start) * width) for start, stop in some)
+    return total
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _touched_bytes(size: int) -> np.ndarray[Any, Any]:
+    """Return memory whose pages exist already."""
+    populate: int = getattr(mmap, "MAP_POPULATE", 0)
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _pieces(tensor: Any, copied: list[_Copied]) -> HostPieces:
+    """Return the copied stretches of a tensor as its host memory."""
+    dtype = dtype_of(tensor)
+    begins = [one.stretch[0] for one in copied]
+
+    def pieces(start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
+        one = copied[max(0, bisect_right(begins, start) - 1)]
+        first, last = one.stretch
+        if not first <= start <= stop <= last:
+            raise IndexError(f"elements {start} to {stop} are not in the snapshot, which has {first} to {last}")
+        return iter((one.memory.view(dtype)[start - first : stop - first],))
+
+    return pieces

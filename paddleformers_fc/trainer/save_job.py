@@ -1,0 +1,274 @@
+"""One save of a Trainer: what it brings into the save, and what follows once the checkpoint is committed.
+
+:func:`prepare` runs on the training thread, at the step that is saved. :func:`settle` runs there too, at once or some
+steps later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle.distributed as dist
+
+from paddleformers_fc.distributed.channel import ALONE, Channel
+from paddleformers_fc.distributed.consistency import ConsistencyCheck
+from paddleformers_fc.distributed.disk_leaders import DiskLeaders
+from paddleformers_fc.distributed.rank_format import format_ranks
+from paddleformers_fc.errors import OptionError, StorageError
+from paddleformers_fc.execute.save import JobRecord, LivePart, SaveReport, comparable_facts, live_part
+from paddleformers_fc.execute.staging_pool import TransferFigures
+from paddleformers_fc.trainer import (
+    codecs,
+    corpus,
+    documents,
+    lineage,
+    position,
+    reference,
+    rng,
+    rotation,
+    state,
+    undefined,
+)
+from paddleformers_fc.trainer.bypass import refuse_other_loop
+from paddleformers_fc.trainer.callback import CheckpointReport
+from paddleformers_fc.trainer.degrees import parallel_degrees
+from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host import logger
+from paddleformers_fc.trainer.host_models import PREFIX_CHECKPOINT_DIR
+from paddleformers_fc.trainer.job_state import (
+    JobState,
+    channel_of,
+    consistency_check_of,
+    job_state_of,
+    reporters,
+    warn,
+)
+from paddleformers_fc.trainer.options import parse_size
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """A save at one step.
+
+    Args:
+        directory: ``checkpoint-N``.
+        step: optimizer steps done.
+        part: returns this rank's part, or raises the error of its preparation.
+        consistency: what must be equal on all ranks.
+        best: the best checkpoint with this one; None if there is none.
+        started: when the save began, of the monotonic clock.
+    """
+
+    directory: Path
+    step: int
+    part: Callable[[], LivePart]
+    consistency: ConsistencyCheck
+    best: str | None
+    started: float
+
+
+def prepare(trainer: Any, metrics: dict[str, float] | None) -> SaveJob:
+    """Return a save of the present step. It reads live tensors later, and everything else now.
+
+    Args:
+        trainer: the Trainer; its state names the best checkpoint, which this one may replace.
+        metrics: those of an evaluation at this step.
+
+    Raises:
+        FlexError: the same on every rank, at the first save of a run: its reference model cannot be compared.
+    """
+    started = time.monotonic()
+    run, args = job_state_of(trainer), trainer.args
+    _look_at_reference(trainer, channel_of(args))
+    directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    run.record = run.record or lineage.new_run()
+    job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args), run.record)
+    model, max_file_bytes, replicas = (
+        describe(trainer.model),
+        parse_size(args.flex_max_file_size),
+        args.flex_check_replicas,
+    )
+    facts = comparable_facts(model, job, max_file_bytes, replicas)
+    options = consistency_check_of(args, f"saving {directory.name}")
+
+    def part() -> LivePart:
+        undefined.refuse_undefined(trainer.model)
+        if run.ran:
+            refuse_other_loop(trainer)
+        _update_best(trainer, metrics, directory)
+        return live_part(_roles(trainer, run), model, _files(trainer), job, max_file_bytes, replicas)
+
+    prepared = _outcome(part)
+    consistency = replace(options, facts={**options.facts, **facts})
+    best = trainer.state.best_model_checkpoint
+    return SaveJob(directory, job.step, prepared, consistency, best, started)
+
+
+def _outcome(work: Callable[[], LivePart]) -> Callable[[], LivePart]:
+    """Do work now, and return a function with its result or error."""
+    try:
+        result = work()
+    except Exception as error:  # Raised by the caller of the outcome, where all ranks learn of it.
+        failure = error
+
+        def fail() -> LivePart:
+            raise failure
+
+        return fail
+    return lambda: result
+
+
+def _roles(trainer: Any, run: JobState) -> state.LiveRoles:
+    """Return the live tensors that a checkpoint contains."""
+    if trainer.args.ignore_save_lr_and_optim:
+        return state.model_roles(trainer.model)
+    return {**state.run_roles(trainer.model, trainer.optimizer), **reference.roles(trainer, run.reference)}
+
+
+def settle(trainer: Any, job: SaveJob, report: SaveReport, transfers: TransferFigures, blocked: float) -> None:
+    """Tell the run and its reporters of a committed checkpoint.
+
+    Args:
+        trainer: the Trainer.
+        job: the save.
+        report: its result.
+        transfers: the copies between host and devices during it.
+        blocked: seconds for which training stood still.
+    """
+    run, args = job_state_of(trainer), trainer.args
+    ties = tuple(line for tie in report.diverged_ties for line in tie.differences)
+    _note_disks(run, report.disks, args)
+    run.saved = job.directory
+    for path in report.set_aside:
+        logger.warning(f"{path} was moved from {job.directory} and is kept; delete it if it is not needed.")
+    _warn_of_differences(run, args, job.directory, report.differences)
+    if ties:
+        warn(
+            args,
+            f"Copies of tied tensors differ between pipeline stages. {job.directory} is saved and does not count as "
+            "whole: resume_from_checkpoint: true skips it, and save_total_limit deletes no whole checkpoint for it. "
+            "Resume from an older checkpoint and look for the cause.",
+            ties,
+        )
+    seconds, size = time.monotonic() - job.started, sum(checksum.size for checksum in report.manifest.files)
+    saved = CheckpointReport(
+        job.step,
+        job.directory,
+        seconds,
+        size,
+        report.differences,
+        diverged_ties=ties,
+        transfers=transfers,
+        blocked=blocked,
+    )
+    for reporter in reporters(trainer):
+        reporter.on_checkpoint_saved(args, saved)
+
+
+def rotate(
+    args: Any, saved: Path | None, best: str | None, disks: DiskLeaders | None, channel: Channel, output_dir: str
+) -> None:
+    """Delete old checkpoints.
+
+    Args:
+        args: the training arguments.
+        saved: the last checkpoint.
+        best: the best checkpoint.
+        disks: which processes share a disk; None before the first save.
+        channel: all ranks, which are asked if several of them delete or verify.
+        output_dir: where the checkpoints are.
+    """
+    leads = disks.sorted_leaders if disks is not None else (0,)
+    limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
+    # Under full the ranks share the work of reading the newest checkpoint.
+    if len(leads) == 1 and (limit is None or args.flex_verify != "full"):
+        channel = ALONE
+    if channel is ALONE and dist.get_rank() != 0:
+        return
+    try:
+        needed = [path for path in (saved, None if best is None else Path(best)) if path is not None]
+        level, threads = args.flex_verify, args.flex_threads
+        rotation.rotate(Path(output_dir), limit, needed, logger.info, level, threads, channel, leads)
+    except StorageError as error:
+        # The new checkpoint is saved, so the run continues.
+        logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")
+
+
+def _look_at_reference(trainer: Any, channel: Channel) -> None:
+    """Before the first save, look at a reference model that stays the base; every rank must call."""
+    model, record = reference.model_of(trainer), job_state_of(trainer).reference
+    if model is not None and record.contents is None and not reference.is_state(trainer, record):
+        record.contents = reference.contents_of(model, channel)
+
+
+def _warn_of_differences(run: JobState, args: Any, directory: Path, differences: tuple[str, ...]) -> None:
+    """Warn once that replicas differ; the manifest of every checkpoint lists its own differences."""
+    if differences and not run.differences_logged:
+        run.differences_logged = True
+        warn(
+            args,
+            "Replicas differ: ranks hold different values of the same part of a tensor. "
+            f"{directory} has one version, and its flex_checkpoint.json lists the differences. This warning is not "
+            "repeated. With flex_check_replicas: refuse such a save fails.",
+            differences,
+        )
+
+
+def _note_disks(run: JobState, disks: DiskLeaders, args: Any) -> None:
+    """Keep the disk leaders for the rotation; warn once that a checkpoint is on several disks."""
+    known = run.disks is not None and run.disks.leads == disks.leads
+    if len(disks.sorted_leaders) > 1 and not known:
+        shared = "; ".join(format_ranks(ranks) for ranks in disks.sharing().values())
+        warn(
+            args,
+            f"{args.output_dir} is on {len(disks.sorted_leaders)} disks, which are visible to: {shared}. "
+            "Each disk gets a part of every checkpoint; a resume needs all parts, each visible to any rank.",
+        )
+    run.disks = disks
+
+
+def _files(trainer: Any) -> dict[str, bytes]:
+    """Return the small files of this rank; the first rank has those that are equal on all ranks."""
+    args, tracker = trainer.args, job_state_of(trainer).tracker
+    files: dict[str, bytes] = {}
+    if args.save_rng_states:
+        files[documents.rng_name(dist.get_rank())] = rng.capture(args.world_size, args.use_hybrid_parallel)
+    if dist.get_rank() == 0:
+        identity = corpus.digest(trainer.train_dataset, position.covered(tracker.position, tracker.order))
+        order = replace(tracker.order, corpus=identity)
+        data = position.to_document(tracker.position, position.pace_of(args), order)
+        files |= {**documents.model_files(trainer), **documents.trainer_files(trainer, data)}
+        if reference.model_of(trainer) is not None:
+            about = reference.document(trainer, job_state_of(trainer).reference, position.pace_of(args))
+            files[documents.REFERENCE] = codecs.encode(about, "reference model")
+    return files
+
+
+def _update_best(trainer: Any, metrics: dict[str, float] | None, directory: Path) -> None:
+    """Set the best checkpoint as PaddleFormers does.
+
+    Raises:
+        OptionError: the evaluation has no such metric.
+    """
+    args, state = trainer.args, trainer.state
+    if metrics is None or args.metric_for_best_model is None:
+        return
+    named = args.metric_for_best_model
+    name = named if named.startswith("eval_") else f"eval_{named}"
+    if name not in metrics:
+        raise OptionError(
+            f"Missing metric {name}: the best checkpoint is chosen by it.",
+            where=f"metric_for_best_model: {named}",
+            evidence=[f"the evaluation has {', '.join(sorted(metrics))}"],
+            next_step="Name one of these in metric_for_best_model; of several evaluation sets the last one counts.",
+        )
+    value = metrics[name]
+    better = np.greater if args.greater_is_better else np.less
+    if state.best_metric is None or state.best_model_checkpoint is None or better(value, state.best_metric):
+        state.best_metric = float(value)
+        state.best_model_checkpoint = str(directory)

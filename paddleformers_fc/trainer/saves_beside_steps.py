@@ -1,0 +1,289 @@
+"""Saves that go on beside training, under ``flex_async_save``.
+
+At the step that is saved the training thread describes its tensors and encodes the small files of the step. A thread
+then copies what this rank writes into a kept arena (:mod:`~paddleformers_fc.execute.arena`) during the next passes, and
+the next update waits for the copy (:mod:`.between_steps`). After that the thread writes, commits and deletes old
+checkpoints. Its exchanges are those of a save in a step, over a communicator of its own, so the training thread makes
+none.
+
+When a save has ended, on all ranks alike, they agree on a step (:mod:`~paddleformers_fc.distributed.step_gate`). At the
+end of it every training thread is told: reporters and ``on_save`` with the state of the saved step, or the error of the
+save is raised. At the end of the loop, and at an error in it, every save is waited for.
+
+``flex_async_depth`` saves may be under way, each with a thread, a communicator and an arena. Their writes and commits
+are in the order of their steps. A further save waits for the oldest.
+
+Memory: per save under way what this rank writes, and the parts of replicas that it hashes.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from paddleformers_fc.distributed.channel import Channel, run_on_all
+from paddleformers_fc.distributed.step_gate import StepGate
+from paddleformers_fc.errors import FlexError
+from paddleformers_fc.execute.arena import SnapshotArena, SnapshotCopy, on_device
+from paddleformers_fc.execute.memory import HostTensors
+from paddleformers_fc.execute.save import Capture, LivePart, SaveReport, expected_plan, snapshot, write_and_commit
+from paddleformers_fc.execute.save_plan import SavePlan
+from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
+from paddleformers_fc.execute.stretches import stretches_of
+from paddleformers_fc.text import size_text
+from paddleformers_fc.trainer.host import logger
+from paddleformers_fc.trainer.job_state import background_communicator, channel_of, job_state_of
+from paddleformers_fc.trainer.options import memory_limit
+from paddleformers_fc.trainer.save_job import SaveJob, prepare, rotate, settle
+
+_NUMBER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A copy that has begun on the training thread, under the plan that is expected."""
+
+    plan: SavePlan
+    copy: SnapshotCopy
+
+
+@dataclass(eq=False)
+class _Save:
+    """A save that is under way.
+
+    Args:
+        job: the save.
+        state: the Trainer's state at its step.
+        waited: seconds that the training thread had waited for reads when it began.
+        blocked: seconds that the training thread took to begin it.
+        captured: ends when live tensors are not read any more.
+        done: ends with the thread's work.
+        ending: tells the training thread of the end.
+        is_event_held: whether ``on_save`` is told when the save is committed.
+    """
+
+    job: SaveJob
+    state: Any
+    waited: float
+    blocked: float
+    captured: Future[None]
+    done: Future[None]
+    ending: Callable[[], None]
+    is_event_held: bool = False
+
+
+class _Slot:
+    """One save at a time: a thread, a communicator and an arena."""
+
+    def __init__(self, number: int, patience: float, limit: int | None) -> None:
+        self.channel: Channel = background_communicator(number, patience)
+        self.arena = SnapshotArena(limit)
+        self.thread = ThreadPoolExecutor(1, f"flex-save-{number}")
+        self.save: _Save | None = None
+
+
+class SavesBesideSteps:
+    """The saves of one Trainer; every method is called on the training thread."""
+
+    def __init__(self, gate: StepGate) -> None:
+        self._gate = gate
+        self._slots: list[_Slot] = []
+        self._begun = 0
+        self._latest: _Save | None = None
+        self._in_loop = False
+
+    def save(self, trainer: Any, metrics: dict[str, float] | None) -> None:
+        """Begin to save the present step, as :class:`.job_state.Saver`."""
+        started = time.monotonic()
+        trainer.runtime_timer.start("checkpoint saving time")
+        between_steps = job_state_of(trainer).between_steps
+        self._open(trainer.args)
+        slot = self._slots[self._begun % len(self._slots)]
+        self._wait_for(trainer, slot, f"before step {trainer.state.global_step} can be saved")
+        job, state = self._prepare(trainer, metrics)
+        waited, begun = between_steps.waited, _begin_copy(slot, job)
+        save = _Save(job, state, waited, 0.0, Future(), Future(), lambda: None)
+        before, self._latest, slot.save = self._latest, save, save
+        self._begun += 1
+        save.done = slot.thread.submit(self._run, trainer, slot, save, begun, before)
+        between_steps.add(save.captured)
+        save.blocked = time.monotonic() - started
+        trainer.runtime_timer.stop()
+        if not self._in_loop:
+            self.finish(trainer)
+
+    @contextmanager
+    def followed(self, trainer: Any) -> Iterator[None]:
+        """Return a block in which the training loop runs; at its end every save is committed."""
+        self._open(trainer.args)
+        handler = trainer.callback_handler
+        tell = handler.call_event
+
+        def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            if event == "on_train_end":
+                self.finish(trainer)
+            if event == "on_save" and self._latest is not None and self._latest.job.step == state.global_step:
+                self._latest.is_event_held = True
+                return control
+            return tell(event, args, state, control, **kwargs)
+
+        handler.call_event = call_event
+        self._in_loop = True
+        try:
+            yield
+            self.finish(trainer)
+        except BaseException:
+            self._finish_after_error(trainer)
+            raise
+        finally:
+            self._in_loop = False
+            handler.call_event = tell
+
+    def finish(self, trainer: Any) -> None:
+        """Wait until every save is committed.
+
+        Raises:
+            FlexError: that of a save, the same on every rank.
+        """
+        failures: list[FlexError] = []
+        for number in range(self._begun, self._begun + len(self._slots)):
+            try:
+                self._wait_for(trainer, self._slots[number % len(self._slots)], "before training can end")
+            except FlexError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _finish_after_error(self, trainer: Any) -> None:
+        """Wait for every save after an error of training, which takes precedence."""
+        try:
+            self.finish(trainer)
+        except Exception as error:  # The error of training is raised.
+            logger.warning(f"A save has failed, after training had: {error}")
+
+    def _open(self, args: Any) -> None:
+        """Open the communicators, which every rank does at the same time."""
+        if self._slots:
+            return
+        depth, limit, patience = args.flex_async_depth, memory_limit(args.flex_async_memory), args.flex_timeout
+        share = None if limit is None else limit // depth
+
+        def opened() -> list[_Slot]:
+            return [_Slot(number, patience, share) for number in range(depth)]
+
+        self._slots = run_on_all(channel_of(args), "opening channels for saves beside training", opened)
+
+    def _prepare(self, trainer: Any, metrics: dict[str, float] | None) -> tuple[SaveJob, Any]:
+        """Return the save and a copy of the Trainer's state, which names the best checkpoint when it is committed."""
+        committed = trainer.state.best_model_checkpoint
+        if self._latest is not None and not self._is_told(self._latest):
+            trainer.state.best_model_checkpoint = self._latest.job.best
+        try:
+            job = prepare(trainer, metrics)
+            return job, copy.deepcopy(trainer.state)
+        finally:
+            trainer.state.best_model_checkpoint = committed
+
+    def _is_told(self, save: _Save) -> bool:
+        return all(slot.save is not save for slot in self._slots)
+
+    def _wait_for(self, trainer: Any, slot: _Slot, why: str) -> None:
+        """Wait for the save of a slot, and tell this thread of its end; every rank does so at the same step."""
+        save = slot.save
+        if save is None:
+            return
+        if not save.done.done():
+            started = time.monotonic()
+            job_state_of(trainer).between_steps.finish()
+            wait([save.done])
+            if trainer.args.should_log:
+                seconds = time.monotonic() - started
+                logger.info(f"Waited {seconds:.2f} s for the save of step {save.job.step}, {why}.")
+        self._gate.run_now(save.ending)
+
+    def _run(self, trainer: Any, slot: _Slot, save: _Save, begun: _Begun | None, before: _Save | None) -> None:
+        """Save, on the thread of a slot."""
+        job, args = save.job, trainer.args
+        try:
+            with measured_transfers() as transfers:
+                try:
+                    taken = snapshot(job.part, _capture(trainer, slot, begun), slot.channel, job.consistency)
+                finally:
+                    save.captured.set_result(None)
+                if before is not None:
+                    wait([before.done])
+                report = write_and_commit(taken, job.directory, slot.channel)
+            # The state of the run names the former best checkpoint for a step more, which may be deleted here.
+            rotate(args, job.directory, job.best, report.disks, slot.channel, args.output_dir)
+            save.ending = partial(self._tell, trainer, slot, save, report, transfers)
+        except Exception as error:  # Raised on the training thread.
+            save.ending = partial(self._fail, slot, error)
+        self._agree(slot.channel, save.ending)
+
+    def _agree(self, channel: Channel, ending: Callable[[], None]) -> None:
+        """Have every training thread run an ending at the same step."""
+
+        def gather(step: int) -> list[int]:
+            return [int.from_bytes(one, "little") for one in channel.all_gather(step.to_bytes(_NUMBER_BYTES, "little"))]
+
+        try:
+            channel.all_gather(b"")  # Training is held for the second exchange alone.
+            self._gate.agree(gather, ending)
+        except FlexError as error:
+            logger.warning(f"The ranks have not agreed on a step at which they learn of the end of a save.\n{error}")
+            self._gate.alone(ending)
+
+    def _tell(self, trainer: Any, slot: _Slot, save: _Save, report: SaveReport, transfers: TransferFigures) -> None:
+        """A save is committed; on the training thread."""
+        slot.save = None
+        run = job_state_of(trainer)
+        with run.best.shown_in(trainer):
+            trainer.state.best_model_checkpoint = save.job.best
+        settle(trainer, save.job, report, transfers, save.blocked + run.between_steps.waited - save.waited)
+        if save.is_event_held:
+            trainer.control = trainer.callback_handler.on_save(trainer.args, save.state, trainer.control)
+
+    def _fail(self, slot: _Slot, error: Exception) -> None:
+        """A save has failed; on the training thread."""
+        slot.save = None
+        raise error
+
+
+def _begin_copy(slot: _Slot, job: SaveJob) -> _Begun | None:
+    """Begin to copy under the plan of the last save, which is right if no rank's shards have changed."""
+    try:
+        part = job.part()
+    except Exception:  # The thread of the slot raises it on all ranks.
+        return None
+    plan = expected_plan(part, slot.channel.rank)
+    if plan is None:
+        return None
+    stretches = stretches_of(plan, slot.channel.rank, part.job.step, part.replicas)
+    if not slot.arena.has_room(part.tensors, stretches):
+        return None
+    return _Begun(plan, slot.arena.begin(part.tensors, stretches))
+
+
+def _capture(trainer: Any, slot: _Slot, begun: _Begun | None) -> Capture:
+    """Return a capture that copies into the slot's arena."""
+    between_steps = job_state_of(trainer).between_steps
+
+    def copied(part: LivePart, plan: SavePlan) -> HostTensors:
+        if begun is not None:
+            tensors = begun.copy.finish()
+            if begun.plan is plan:
+                return tensors
+        stretches = stretches_of(plan, slot.channel.rank, part.job.step, part.replicas)
+        if slot.arena.reserve(part.tensors, stretches) and trainer.args.should_log:
+            logger.info(f"Saves beside training keep {size_text(slot.arena.capacity)} of host memory for a snapshot.")
+        begin = partial(slot.arena.begin, part.tensors, stretches)
+        copying = between_steps.call(begin) if on_device(part.tensors, stretches) else begin()
+        return copying.finish()
+
+    return lambda part, plan: run_on_all(slot.channel, "copying a snapshot", lambda: copied(part, plan))

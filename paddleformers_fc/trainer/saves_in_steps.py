@@ -1,0 +1,33 @@
+"""Saves during which training waits."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from paddleformers_fc.execute.save import snapshot, views, write_and_commit
+from paddleformers_fc.execute.staging_pool import measured_transfers
+from paddleformers_fc.trainer.job_state import channel_of
+from paddleformers_fc.trainer.options import parse_size
+from paddleformers_fc.trainer.save_job import prepare, settle
+
+
+class SavesInSteps:
+    """Snapshot, write and commit in a row, on the training thread."""
+
+    def save(self, trainer: Any, metrics: dict[str, float] | None) -> None:
+        """Save the present step, as :class:`.job_state.Saver`."""
+        args, channel = trainer.args, channel_of(trainer.args)
+        trainer.runtime_timer.start("checkpoint saving time")
+        job = prepare(trainer, metrics)
+        with measured_transfers() as transfers:
+            taken = snapshot(job.part, views(parse_size(args.flex_staging_size)), channel, job.consistency)
+            report = write_and_commit(taken, job.directory, channel)
+        trainer.runtime_timer.stop()
+        settle(trainer, job, report, transfers, time.monotonic() - job.started)
+        trainer._rotate_checkpoints(output_dir=args.output_dir)
+
+    def followed(self, trainer: Any) -> AbstractContextManager[None]:
+        """Return a block in which the training loop runs; nothing is left to be done at its end."""
+        return nullcontext()
