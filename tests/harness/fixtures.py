@@ -11,18 +11,21 @@ from tests.harness.limits import LIMIT
 
 PATIENT = (*PRELOAD, "tests.harness.limits:be_patient")
 
+OURS = ("paddleformers_fc.trainer.mixin", "paddleformers_fc.trainer.install", "tests.trainer.jobs", "gc:freeze")
+"""What most jobs import: half of a short job's time, where each of its ranks imports it."""
+
 
 @pytest.fixture(scope="session")
 def patient_ranks() -> Iterator[ForkServer]:
     """The same as ``ranks``, which live on when one of them has failed: for tests of what the others then do."""
-    with ForkServer(PATIENT, grace=LIMIT) as server:
+    with ForkServer((*PATIENT, *OURS), grace=LIMIT) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[ForkServer]:
     """Forks ranks in which Paddle and PaddleFormers are imported and the CPU runtime is active."""
-    with ForkServer(PATIENT) as server:
+    with ForkServer((*PATIENT, *OURS)) as server:
         yield server
 
 

@@ -80,9 +80,9 @@ def test_the_script_of_the_recipes_trains_on_two_ranks_and_goes_on_with_one(tmp_
 
 
 def test_importing_the_installer_changes_nothing_and_uninstalling_leaves_watched_loaders_alone(
-    ranks: ForkServer,
+    bare_ranks: ForkServer,
 ) -> None:
-    (found,) = ranks.run(f"{JOBS}:replaced_methods", 1).values
+    (found,) = bare_ranks.run(f"{JOBS}:replaced_methods", 1).values
     assert found == {"imported": [], "installed": REPLACED, "uninstalled": WATCHED}
 
 

@@ -125,21 +125,35 @@ def _caught(work: Callable[[], Any]) -> str:
     return ""
 
 
-def unnoticed(table: str) -> dict[str, Any]:
-    """Change one hook after the other; the changes that no way in reports, and how many were made."""
+EACH = 25
+"""One change in so many is also made before every way in; each of these checks the whole table."""
+
+
+def unnoticed() -> dict[str, dict[str, Any]]:
+    """Change one hook after the other; by table the changes that are not reported, and how many were made.
+
+    The row of a hook reports each of its changes. A sample of them, the first and the last included, is reported by the
+    whole table and by every way in.
+    """
+    return {table: _unnoticed(table) for table in TABLES}
+
+
+def _unnoticed(table: str) -> dict[str, Any]:
     ways: dict[str, Callable[[], Any]] = {"check": lambda: upstream.require(TABLES[table])}
     if table == "TRAINER":
         ways |= {"install": _install, "mixin": _subclass, "facade": _import_from_facade}
     if table != "CPU_RUNTIME":
         ways["register"] = _register
-    made, missed = 0, []
-    for hook in TABLES[table]:
-        for expected, change in _changes(hook):
-            made += 1
-            with change():
-                texts = {way: _caught(work) for way, work in ways.items()}
-            missed += [f"{way}: {expected}" for way, text in texts.items() if expected not in text]
-    return {"made": made, "missed": missed, "left": upstream.differences(TABLES[table]), "replaced": _replaced()}
+    changes = [(hook, *one) for hook in TABLES[table] for one in _changes(hook)]
+    missed = []
+    for number, (hook, expected, change) in enumerate(changes):
+        whole = number % EACH == 0 or number == len(changes) - 1
+        asked = {"row": lambda hook=hook: upstream.require([hook]), **(ways if whole else {})}
+        with change():
+            texts = {way: _caught(work) for way, work in asked.items()}
+        missed += [f"{way}: {expected}" for way, text in texts.items() if expected not in text]
+    found = {"left": upstream.differences(TABLES[table]), "replaced": _replaced()}
+    return {"made": len(changes), "missed": missed, **found}
 
 
 def _install() -> None:
