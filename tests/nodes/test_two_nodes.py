@@ -1,4 +1,7 @@
-"""Jobs of two nodes, started by the commands that users type: they train, save, resume, and fail on both alike."""
+"""Jobs of two nodes, started by the commands that users type: they train, save, resume, and fail on both alike.
+
+A job starts eight interpreters that import Paddle, so that one is in ``make test``.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer import register
 from paddleformers_fc.verification.demo.assets import prepare as prepare_assets
 from tests.nodes.network import BIN, Ended, Node, run, two_nodes
 
+REGISTERED = {"custom_register_path": str(register.PATH)}
 SCRIPT, RECIPE = (Path(__file__).parents[2] / "recipes" / name for name in ("script.py", "two_nodes.yaml"))
 
 
@@ -74,23 +79,34 @@ def checkpoints(node: Node) -> list[str]:
     return sorted(path.name for path in (node.disk / "out").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        pytest.param(train, id="paddleformers-fc"),
-        pytest.param(by_stock_command, id="paddleformers-cli", marks=pytest.mark.slow),
-    ],
-)
-def test_two_nodes_train_and_each_disk_gets_its_part(nodes: list[Node], config: Path, start) -> None:
-    ended = start(nodes, config)
+def each_disk_has_its_part(nodes: Sequence[Node], ended: Sequence[Ended], step: int, steps: list[int]) -> None:
+    """Both nodes have ended well; each has all checkpoints, and of the newest one the files of its rank alone."""
     assert [one.code for one in ended] == [0, 0], "\n".join(one.output for one in ended)
-    for rank, node in enumerate(nodes):
-        assert checkpoints(node) == ["checkpoint-2"]
-        manifest = read_manifest(node.disk / "out/checkpoint-2")
-        assert (manifest.world_size, manifest.step) == (2, 2)
-        weights = list((node.disk / "out/checkpoint-2").rglob("*.safetensors"))
-        assert all(f"rank-{rank:05d}" in path.name for path in weights)
-        assert "Saved step 2" in ended[rank].output
+    for rank, (node, one) in enumerate(zip(nodes, ended, strict=True)):
+        assert checkpoints(node) == [f"checkpoint-{number}" for number in steps if rank or number == step]
+        directory = node.disk / f"out/checkpoint-{step}"
+        manifest = read_manifest(directory)
+        assert (manifest.world_size, manifest.step) == (2, step)
+        assert all(f"rank-{rank:05d}" in path.name for path in directory.rglob("*.safetensors"))
+        assert f"Saved step {step}" in one.output
+
+
+def test_two_nodes_resume_a_checkpoint_that_one_of_them_has_and_each_disk_gets_its_part_of_the_next(
+    ranks: ForkServer, nodes: list[Node], config: Path
+) -> None:
+    saved = config.with_name("saved.yaml")
+    content = yaml.safe_load(config.read_text())
+    saved.write_text(yaml.safe_dump({**content, "output_dir": str(nodes[1].disk / "out"), **REGISTERED}))
+    ranks.run("tests.trainer.jobs:run_command_line", 2, {"yaml": str(saved)})
+    ended = train(nodes, config, "max_steps=3", "save_steps=3")
+    assert all("Resumed step 2" in one.output for one in ended), "\n".join(one.output for one in ended)
+    each_disk_has_its_part(nodes, ended, 3, [2, 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [train, by_stock_command], ids=["paddleformers-fc", "paddleformers-cli"])
+def test_two_nodes_train_and_each_disk_gets_its_part(nodes: list[Node], config: Path, start) -> None:
+    each_disk_has_its_part(nodes, start(nodes, config), 2, [2])
 
 
 @pytest.mark.slow
@@ -101,9 +117,8 @@ def test_a_script_under_paddles_launcher_trains_on_two_nodes_without_master_vari
     assert [one.code for one in ended] == [0, 0], "\n".join(one.output for one in ended)
 
 
-@pytest.mark.parametrize(
-    "named", [pytest.param(True, id="named", marks=pytest.mark.slow), pytest.param(False, id="by itself")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [True, False], ids=["named", "by itself"])
 def test_a_checkpoint_that_lies_on_another_node_is_resumed(nodes: list[Node], config: Path, named: bool) -> None:
     first = train(nodes, config)
     assert [one.code for one in first] == [0, 0], "\n".join(one.output for one in first)
@@ -116,7 +131,8 @@ def test_a_checkpoint_that_lies_on_another_node_is_resumed(nodes: list[Node], co
     assert all("Resumed step 2" in one.output for one in ended)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_cannot_be_written_is_found_before_the_first_step_on_both_nodes(
     nodes: list[Node], config: Path, rank: int
 ) -> None:
@@ -139,9 +155,8 @@ def test_another_option_on_one_node_is_found_before_the_first_step_on_both_nodes
         assert "global_step: 1" not in one.output
 
 
-@pytest.mark.parametrize(
-    "listens", [pytest.param(True, id="a rendezvous"), pytest.param(False, id="nothing", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("listens", [True, False], ids=["a rendezvous", "nothing"])
 def test_one_node_trains_whatever_listens_at_its_master_variables(tmp_path: Path, listens: bool) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -108,6 +108,17 @@ def test_parts_on_a_lost_disk_stop_the_run_on_every_node_with_the_reason_for_eac
             assert "rank 1: no checkpoint of this name is there" in reason
 
 
+def test_a_disk_that_cannot_be_written_is_found_before_the_first_step_on_every_node(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    places = disks(tmp_path, 0, 1)
+    places[1].mkdir()
+    (places[1] / "out").symlink_to("/proc")  # A directory in which not even root makes one.
+    for found in run(ranks, "refused", DP2, places, False, **SIX_STEPS).values:
+        assert (found["error"], found["changed"]) == ("StorageError", False)
+        assert "on rank 1" in found["text"]
+
+
 def test_old_checkpoints_are_deleted_on_every_disk(ranks: ForkServer, tmp_path: Path) -> None:
     places = disks(tmp_path, 0, 1)
     run(ranks, "run", DP2, places, max_steps=3, save_steps=1, save_total_limit=2)
