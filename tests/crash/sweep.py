@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,14 +54,15 @@ class Tally:
         )
 
 
-def run(kind: str, each: int) -> Tally:
+def run(kind: str, each: int, every: int = 1) -> Tally:
     """Sweep in processes of their own.
 
     Args:
         kind: one of ``KINDS``.
         each: how many instants of each scenario, at random; 0 for all.
+        every: one scenario of so many.
     """
-    command = [sys.executable, "-m", "tests.crash.sweep", kind, f"--each={each}"]
+    command = [sys.executable, "-m", "tests.crash.sweep", kind, f"--each={each}", f"--every={every}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     workers = [
@@ -75,35 +76,53 @@ def run(kind: str, each: int) -> Tally:
     return sum((Tally(**json.loads(text)) for text in said), Tally())
 
 
-def sweep(kind: str, each: int, worker: int, directory: Path) -> Tally:
+@dataclass(frozen=True)
+class Part:
+    """What one worker tries.
+
+    Args:
+        each: how many instants of each scenario; 0 for all.
+        every: one scenario of so many.
+        worker: its number.
+    """
+
+    each: int
+    every: int
+    worker: int
+
+    def of(self, scenarios: Iterable[Any]) -> list[Any]:
+        """The scenarios of this worker."""
+        return list(scenarios)[:: self.every][self.worker :: _WORKERS]
+
+
+def sweep(kind: str, part: Part, directory: Path) -> Tally:
     """One worker's part."""
     worlds.warm()
     if kind == "power":
-        return _power(each, worker, directory)
+        return _power(part, directory)
     if kind == "refusals":
-        return _refusals(each, worker, directory)
+        return _refusals(part, directory)
     if kind == "kills":
-        return _instants(kills.scenarios(), kills.operations, kills.carry_out, each, worker, directory)
+        return _instants(kills.scenarios(), kills.operations, kills.carry_out, part, directory)
     if kind == "exports":
-        return _instants(exports.scenarios(), exports.operations, exports.carry_out, each, worker, directory)
+        return _instants(exports.scenarios(), exports.operations, exports.carry_out, part, directory)
     if kind == "races":
-        return _instants(races.races(), races.meetings, races.carry_out, each, worker, directory)
-    return _instants(races.short_races(), races.relays, races.carry_out_relay, each, worker, directory)
+        return _instants(races.races(), races.meetings, races.carry_out, part, directory)
+    return _instants(races.short_races(), races.relays, races.carry_out_relay, part, directory)
 
 
 def _instants(
-    scenarios: Iterator[Any],
+    scenarios: Iterable[Any],
     instants: Callable[[Any, Path], Sequence[Any]],
     carry_out: Callable[[Any, Path], None],
-    each: int,
-    worker: int,
+    part: Part,
     directory: Path,
 ) -> Tally:
     tally = Tally()
-    for scenario in list(scenarios)[worker::_WORKERS]:
+    for scenario in part.of(scenarios):
         tally.scenarios += 1
         found = instants(scenario, directory)
-        picked = _picked(found, each)
+        picked = _picked(found, part.each)
         tally.instants += len(found)
         for one in picked:
             tally.tried += 1
@@ -125,11 +144,11 @@ def _picked(found: Sequence[Any], each: int) -> Sequence[Any]:
     return [*picked, *chance.sample(rest, each - len(picked))]
 
 
-def _refusals(each: int, worker: int, directory: Path) -> Tally:
+def _refusals(part: Part, directory: Path) -> Tally:
     refusals.with_own_mounts()
     chosen = [one for one in kills.scenarios() if one.name.startswith(("a new step,", "a step again,"))]
-    tally = _instants(iter(chosen), refusals.refusals, refusals.carry_out, each, worker, directory)
-    for number, grid in enumerate(kills.SOME_GRIDS[worker::_WORKERS]):
+    tally = _instants(chosen, refusals.refusals, refusals.carry_out, part, directory)
+    for number, grid in enumerate(part.of(kills.SOME_GRIDS)):
         place = directory / f"room-{number}"
         place.mkdir()
         for wrong in [*refusals.no_room(grid, place), refusals.read_only(grid, place)]:
@@ -137,15 +156,15 @@ def _refusals(each: int, worker: int, directory: Path) -> Tally:
     return tally
 
 
-def _power(each: int, worker: int, directory: Path) -> Tally:
+def _power(part: Part, directory: Path) -> Tally:
     tally = Tally()
     stories = [power.saves(one, both) for one in kills.SOME_GRIDS for both in (True, False)]
     # What is exported from live memory is exported from a checkpoint within the staging directory.
     stories += [power.exported(one) for one in exports.scenarios() if not one.live]
-    for story in stories[worker::_WORKERS]:
+    for story in part.of(stories):
         recording = power.record(story, directory)
         found = list(power.remains(recording))  # They share the bytes of their files.
-        picked = random.Random(1).sample(found, min(len(found), each or len(found)))
+        picked = random.Random(1).sample(found, min(len(found), part.each or len(found)))
         tally += Tally(1, len(found), len(picked))
         for left in picked:
             try:
@@ -160,13 +179,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--each", type=int, default=0)
+    parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--worker", type=int, default=0)
     given = parser.parse_args()
     # In memory: what is not synced survives a killed process there as anywhere, and nothing waits for a device.
     place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
     directory = Path(tempfile.mkdtemp(prefix="crash-", dir=place))
     try:
-        print(json.dumps(asdict(sweep(given.kind, given.each, given.worker, directory))))
+        print(json.dumps(asdict(sweep(given.kind, Part(given.each, given.every, given.worker), directory))))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -1,6 +1,6 @@
 """At sampled instants of every kind of accident; all of them with ``make soak``, which writes ``docs/soak.md``.
 
-``make test`` tries a few instants of each scenario, ``make test-all`` the number that ``docs/guarantees.md`` states.
+``make test`` tries one instant of some scenarios, ``make test-all`` of every scenario the number that ``docs/guarantees.md`` states.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Usual:
     instants: int
 
 
-FEW = 1
-"""Instants of each scenario in ``make test``."""
+EVERY = 5
+"""One scenario of so many is in ``make test``, with one instant; odd, because scenarios come in pairs."""
 
 USUAL = [
     Usual("kills", 38, 5000),
@@ -46,10 +46,10 @@ USUAL = [
 
 @pytest.mark.parametrize("usual", USUAL, ids=lambda usual: usual.kind)
 def test_a_whole_checkpoint_is_found_after_a_few_accidents_of_every_kind(usual: Usual) -> None:
-    tally = sweep.run(usual.kind, FEW)
+    tally = sweep.run(usual.kind, 1, EVERY)
     assert not tally.lost, "\n\n".join(tally.lost[:5])
-    assert tally.instants >= usual.instants
-    assert tally.tried >= FEW * tally.scenarios // 2
+    assert tally.instants >= usual.instants // EVERY // 2  # Scenarios differ in length.
+    assert tally.tried >= tally.scenarios // 2
 
 
 @pytest.mark.slow
