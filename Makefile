@@ -18,6 +18,8 @@ NLP_STAMP := $(NLP_VENV)/.installed-$(shell cat setup.py constraints-nlp.txt | c
 # An interpreter's environment of the caller must not leak into .venv.
 unexport PYTHONPATH
 unexport PYTHONHOME
+# Hundreds of processes import this package; each would compile it.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -69,11 +71,11 @@ lint: $(STAMP)
 
 # The tests of a file stay together: they share the ranks that were started for them.
 test: lint
-	@$(BIN)/pytest -n $(WORKERS) --dist loadfile --sample
+	@$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --sample
 
 # Every case of every test, before a release.
 test-all: lint
-	@$(BIN)/pytest -n $(WORKERS) --dist loadfile
+	@$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # With the interpreter of an environment in which Paddle has CUDA; `make install` installs Paddle for CPUs.
 test-gpu:

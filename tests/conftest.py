@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, settings
 from tests.harness.fixtures import bare_ranks, patient_ranks, ranks
 from tests.storage.buckets import bucket, s3
 
-pytest_plugins = ["tests.harness.sampling"]
+pytest_plugins = ["tests.harness.sampling", "tests.harness.ordering"]
 
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")

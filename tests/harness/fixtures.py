@@ -11,21 +11,32 @@ from tests.harness.limits import LIMIT
 
 PATIENT = (*PRELOAD, "tests.harness.limits:be_patient")
 
-OURS = ("paddleformers_fc.trainer.mixin", "paddleformers_fc.trainer.install", "tests.trainer.jobs", "gc:freeze")
+OURS = (
+    "paddleformers_fc.trainer.mixin",
+    "paddleformers_fc.trainer.install",
+    "paddleformers_fc.trainer.loop",
+    "tests.trainer.open_weights_jobs",
+    "tests.trainer.workflow_jobs",
+    "tests.trainer.jobs",
+)
 """What most jobs import: half of a short job's time, where each of its ranks imports it."""
+
+COMMAND_LINE = ("paddleformers.cli.launcher", "paddleformers.cli.train.tuner")
+FREEZE = "gc:freeze"
+"""Ranks need not look through what their server has imported."""
 
 
 @pytest.fixture(scope="session")
 def patient_ranks() -> Iterator[ForkServer]:
     """The same as ``ranks``, which live on when one of them has failed: for tests of what the others then do."""
-    with ForkServer((*PATIENT, *OURS), grace=LIMIT) as server:
+    with ForkServer((*PATIENT, *OURS, *COMMAND_LINE, FREEZE), grace=LIMIT) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[ForkServer]:
     """Forks ranks in which Paddle and PaddleFormers are imported and the CPU runtime is active."""
-    with ForkServer((*PATIENT, *OURS)) as server:
+    with ForkServer((*PATIENT, *OURS, *COMMAND_LINE, FREEZE)) as server:
         yield server
 
 

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -737,6 +737,28 @@ def write_corpus(directory: str, text: str) -> None:
     LlamaForCausalLM(config).save_pretrained(str(root / "model"))
     paragraphs = [" ".join(part.split()) for part in passage.split("\n\n") if len(part) > 80]
     (root / "train.jsonl").write_text("".join(json.dumps({"text": [part]}) + "\n" for part in paragraphs))
+
+
+def run_script(script: str, arguments: Sequence[str]) -> None:
+    """Run a script as an interpreter does, in a process that has imported Paddle."""
+    import runpy
+    import sys
+
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def missing_names(names: Sequence[str]) -> dict[str, str]:
+    """Evaluate dotted names after ``import paddleformers_fc`` alone; the errors."""
+    import paddleformers_fc
+
+    errors = {}
+    for name in names:
+        try:
+            eval(name, {"paddleformers_fc": paddleformers_fc})
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
 
 
 def run_command_line(yaml: str) -> None:

@@ -55,28 +55,24 @@ def test_a_name_that_the_facade_does_not_have_is_an_attribute_error() -> None:
         _ = paddleformers_fc.FlexTrainers
 
 
-def test_every_name_in_the_readme_and_the_training_page_can_be_imported() -> None:
+def test_every_name_in_the_readme_and_the_training_page_can_be_imported(bare_ranks: ForkServer) -> None:
     text = (ROOT / "README.md").read_text() + (ROOT / "docs/training.md").read_text()
     imported = [f"paddleformers_fc.{name}" for line in IMPORTS.findall(text) for name in line.split(", ")]
     names = sorted({*imported, *re.findall(r"paddleformers_fc(?:\.[A-Za-z_]+)+", text), "paddleformers_fc.runtime"})
     assert {"paddleformers_fc.FlexTrainerMixin", "paddleformers_fc.cpu_runtime"} <= set(names)
-    code = "import sys, paddleformers_fc\nfor name in sys.argv[1:]: eval(name)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
-    assert done.returncode == 0, done.stderr
+    (missing,) = bare_ranks.run(f"{JOBS}:missing_names", 1, {"names": names}).values
+    assert missing == {}
 
 
-def test_the_script_of_the_recipes_trains_on_two_ranks_and_goes_on_with_one(tmp_path: Path) -> None:
+def test_the_script_of_the_recipes_trains_on_two_ranks_and_goes_on_with_one(ranks: ForkServer, tmp_path: Path) -> None:
     script, output = str(ROOT / "recipes" / "script.py"), str(tmp_path / "out")
-    environment = {"PYTHONPATH": str(ROOT)}
-    trained = launch([script, "--output", output, "--steps", "3"], 2, tmp_path / "two", 120, environment)
-    assert trained.returncode == 0, trained.report()
+    job = {"script": script, "arguments": ["--output", output, "--steps", "3"]}
+    trained = ranks.run(f"{JOBS}:run_script", 2, job).logs[0].read_text()
     command = [script, "--output", output, "--steps", "4", "--resume", "newest"]
-    resumed = launch([*command], 1, tmp_path / "one", 120, environment)
+    resumed = launch(command, 1, tmp_path / "one", LIMIT, {"PYTHONPATH": str(ROOT)})
     assert resumed.returncode == 0, resumed.report()
     assert "Resumed step 3" in resumed.logs[0].read_text()
-    assert losses(trained.logs[0].read_text())[0] > losses(resumed.logs[0].read_text())[0]
+    assert losses(trained)[0] > losses(resumed.logs[0].read_text())[0]
 
 
 def test_importing_the_installer_changes_nothing_and_uninstalling_leaves_watched_loaders_alone(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.trainer.register import PATH
 from paddleformers_fc.verification.demo.assets import Assets, prepare
 from tests.cli.support import run
-from tests.harness.fixtures import PATIENT
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = "tests.trainer.workflow_jobs"
-COMMAND_LINE = ("paddleformers.cli.launcher", "paddleformers.cli.train.tuner")
 
 DP2 = {"gradient_accumulation_steps": 2}
 TP2 = {"gradient_accumulation_steps": 4, "tensor_model_parallel_size": 2}
@@ -83,9 +80,8 @@ class Workflows:
 
 
 @pytest.fixture(scope="module")
-def workflows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workflows]:
-    with ForkServer((*PATIENT, *COMMAND_LINE)) as server:
-        yield Workflows(server, prepare(tmp_path_factory.mktemp("assets")))
+def workflows(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Workflows:
+    return Workflows(ranks, prepare(tmp_path_factory.mktemp("assets")))
 
 
 def resume_and_compare(workflows: Workflows, recipe: str, directory: Path, layout: dict[str, Any], **keys: Any) -> None:
