@@ -113,6 +113,8 @@ TRAINER = (
         "safe_serialization=False, variant=None, *args, **kwargs)",
     ),
     Hook(f"{_CALLBACKS}:CallbackHandler.call_event", "(self, event, args, state, control, **kwargs)", ("callbacks",)),
+    # Wrapped where updates of a moving average depend on the loss.
+    Hook(f"{_TRAINER}.training_step", "(self, model, inputs, step_control=0)"),
     # What the training loop must call and set for the replaced methods and the callbacks to be reached.
     Hook(
         f"{_TRAINER}._maybe_log_save_evaluate",
@@ -156,7 +158,9 @@ TRAINER = (
             # Compared with flex_checkpoint. A renamed option would no longer be refused.
             *("save_checkpoint_format", "load_checkpoint_format", "unified_checkpoint", "save_sharded_model"),
             *("load_sharded_model", "ckpt_quant_stage", "enable_zero_cost_checkpoint", "flash_device_save_steps"),
-            *("use_async_save", "zcc_save_ema_coef", "sharded_model_from_ema", "enable_auto_parallel"),
+            *("use_async_save", "enable_auto_parallel", "online_merge_ema"),
+            # Their values are moved to the keys of this package, or read. A renamed option would have no effect.
+            *("zcc_save_ema_coef", "zcc_ema_interval", "zcc_ema_loss_threshold", "sharded_model_from_ema"),
             *("auto_parallel_resume_form_hybrid_parallel", "load_from_hf", "optim", "tensorwise_offload_optimizer"),
             *("using_sonic_moe", "replicate_saved_into_local", "pdc_download_ckpt"),
             *("save_on_each_node", "flex_ckpt_comm_method", "load_via_cpu", "ordered_save_group_size", "save_to_hf"),

@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
+from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checks import CheckList
-from paddleformers_fc.layout.roles import ROLES
+from paddleformers_fc.layout.roles import EMA_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
@@ -183,6 +183,7 @@ class OpenedCheckpoint:
         compared: of an ``unread`` checkpoint the number of leading blocks of each file that were compared on opening.
         tied: which copy of a tied tensor is read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
             must be equal.
+        averaged: whether weights and master weights are read from their moving averages, where there are any.
     """
 
     format: Format
@@ -194,6 +195,7 @@ class OpenedCheckpoint:
     unread: bool = False
     compared: Mapping[str, int] = field(default_factory=dict)
     tied: str = REFUSE
+    averaged: bool = False
 
     @property
     def manifest(self) -> Manifest:
@@ -280,6 +282,21 @@ class OpenedCheckpoint:
             ordered = sorted(names, key=lambda name: recorded.get(name, len(recorded)))
             found[owner] = tuple(ordered if self.tied == "first" else reversed(ordered))
         return found
+
+
+def require_average(checkpoint: OpenedCheckpoint) -> None:
+    """Refuse a checkpoint without a moving average of its weights.
+
+    Raises:
+        OptionError: it has none.
+    """
+    if not checkpoint.catalog.roles.get(EMA_STATE):
+        raise OptionError(
+            f"{checkpoint.catalog.root} has no moving average of its weights.",
+            where=str(checkpoint.catalog.root),
+            evidence=[f"its roles are {', '.join(checkpoint.catalog.roles)}"],
+            next_step="Choose a checkpoint that a run with flex_ema_decay has saved, or read its weights.",
+        )
 
 
 def not_a_flex_checkpoint(format: Format, directory: AnyPath, next_step: str = "") -> NotACheckpoint:

@@ -22,7 +22,15 @@ from operator import attrgetter
 import msgspec
 
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
-from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, StateName, StateShape, split_state_name
+from paddleformers_fc.layout.roles import (
+    EMA_STATE,
+    MASTER,
+    MASTER_WEIGHT,
+    MODEL_STATE,
+    StateName,
+    StateShape,
+    split_state_name,
+)
 from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping import Mapping, Shape
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
@@ -50,6 +58,8 @@ class ReadSource:
         preferred: stored owner -> the names of all copies; the first one is read. Copies of other owners must be equal.
         may_cast: whether the precision may differ. Then numbers are cast between :data:`CAST`, a weight of another
             type is read from its master weight, and a master weight that is not stored from its weight.
+        averaged: whether weights and master weights are read from their moving averages, where there are any. An
+            average is cast to the type of the weight.
     """
 
     catalog: Catalog
@@ -58,6 +68,11 @@ class ReadSource:
     wanted_aliases: MappingABC[str, str] = field(default_factory=dict)
     preferred: MappingABC[str, tuple[str, ...]] = field(default_factory=dict)
     may_cast: bool = False
+    averaged: bool = False
+
+    def is_average(self, tensor: StoredTensor) -> bool:
+        """Return whether a stored tensor is a moving average."""
+        return self.catalog.roles.get(EMA_STATE, {}).get(tensor.name) is tensor
 
 
 class PatternPiece(msgspec.Struct, frozen=True, gc=False):
@@ -207,7 +222,8 @@ class Planner:
                 self._misfit(shard, f"mapped {list(target.shape)}", shard.global_shape)
                 return None
         forms = [tensor.form for tensor in tensors]
-        key = (template, shard.box, shard.flat, shard.dtype, shard.global_shape, role == MODEL_STATE, *forms)
+        average = self._source.averaged and any(map(self._source.is_average, tensors))
+        key = (template, shard.box, shard.flat, shard.dtype, shard.global_shape, role == MODEL_STATE, average, *forms)
         pattern = self._patterns.get(key)
         if pattern is None:
             if not self._have_the_dtype(role, shard, template, tensors):
@@ -233,6 +249,8 @@ class Planner:
             tensor = self._under_an_alias(role, name, state.suffix) if name in self._aliases else stored.get(full)
             if self._source.may_cast:
                 tensor = self._in_the_best_precision(role, name, tensor, shard.dtype)
+            if self._source.averaged:
+                tensor = self._average(role, name, tensor)
             if tensor is None:
                 self.report.add("missing", f"{shard.name}: needs {full}")
                 continue
@@ -270,6 +288,24 @@ class Planner:
         self.touched[MASTER_WEIGHT if role == MODEL_STATE else MODEL_STATE].add(other.name)
         if tensor is not None:
             # The master weight is read in its place.
+            self.touched[role].add(tensor.name)
+        return other
+
+    def _average(self, role: str, parameter: str, tensor: StoredTensor | None) -> StoredTensor | None:
+        """Return the moving average of a weight or master weight; the tensor itself if there is none.
+
+        Args:
+            role: role of the wanted tensor.
+            parameter: the stored parameter.
+            tensor: what is stored under the wanted role.
+        """
+        if role not in (MODEL_STATE, MASTER_WEIGHT):
+            return tensor
+        other = self._stored(EMA_STATE, parameter, "")
+        if other is None:
+            return tensor
+        self.touched[EMA_STATE].add(other.name)
+        if tensor is not None:
             self.touched[role].add(tensor.name)
         return other
 
@@ -316,6 +352,7 @@ class Planner:
             for link in template.links
             if tensors[link.source].dtype != shard.dtype and (role != MODEL_STATE or link.cast != shard.dtype)
             if not self._casts(tensors[link.source].dtype, shard.dtype)
+            if not (role == MODEL_STATE and self._source.averaged and self._source.is_average(tensors[link.source]))
         )
         for dtype in wrong:
             self.report.add("dtype", f"{shard.name}: stored {dtype}, wanted {shard.dtype}")

@@ -117,7 +117,7 @@ def plan_key(
         may_cast: whether the precision may differ.
     """
     models = [checkpoint.known, model]
-    statements = _json([aoa_config and dict(aoa_config), may_cast])
+    statements = _json([aoa_config and dict(aoa_config), may_cast, *([True] if checkpoint.averaged else [])])
     families = [repr(family_for(one.config)) for one in models if is_known(one.config)]
     return PlanKey(
         format=FORMAT,

@@ -52,7 +52,14 @@ def resume_source(checkpoint: OpenedCheckpoint, live: RuleSet) -> tuple[ReadSour
     stored, wanted = stored_mapping(checkpoint), live.mapping()
     prove(wanted, "The model's mapping")
     composed = _with_own_tensors(stored.reversed().then(wanted), checkpoint.rules, live)
-    source = ReadSource(checkpoint.catalog, composed, _aliases(checkpoint.rules), _aliases(live), checkpoint.preferred)
+    source = ReadSource(
+        checkpoint.catalog,
+        composed,
+        _aliases(checkpoint.rules),
+        _aliases(live),
+        checkpoint.preferred,
+        averaged=checkpoint.averaged,
+    )
     return source, _shape_report(stored, wanted, _own_names(checkpoint.rules, live))
 
 
@@ -228,7 +235,9 @@ def canonical_source(checkpoint: OpenedCheckpoint) -> ReadSource:
         return ReadSource(checkpoint.catalog, Mapping(specs, specs, same))
     stored = stored_mapping(checkpoint)
     aliases = _aliases(checkpoint.rules)
-    return ReadSource(checkpoint.catalog, stored.reversed(), aliases, preferred=checkpoint.preferred)
+    return ReadSource(
+        checkpoint.catalog, stored.reversed(), aliases, preferred=checkpoint.preferred, averaged=checkpoint.averaged
+    )
 
 
 def canonical_layout(source: ReadSource) -> dict[str, dict[str, Shard]]:

@@ -32,7 +32,8 @@ CORPUS = (
     *("truncate_packing", "truncation_strategy", "template", "use_template", "template_backend", "encode_one_turn"),
     *("split_multi_turn", "new_special_tokens_path", "dataloader_shuffle"),
 )
-SETTINGS = (*OPTIMIZER, *SCHEDULE, "seed", *CORPUS)
+AVERAGE = ("flex_ema_decay", "flex_ema_interval", "flex_ema_bias_correction")
+SETTINGS = (*OPTIMIZER, *SCHEDULE, *AVERAGE, "seed", *CORPUS)
 """The arguments of a run that are compared, in the order of the table."""
 
 OF_A_STREAM = "dataloader_num_workers"

@@ -7,6 +7,7 @@
 ``trainer/scaler.json``               the loss scaler of float16 runs
 ``trainer/data.json``                 the position of the run in its data (:mod:`.position`)
 ``trainer/reference.json``            the reference model of preference training (:mod:`.reference`)
+``trainer/ema.json``                  the moving average of the weights (:mod:`.ema`)
 ``trainer/arguments.json``            the training arguments, for a reader
 ``trainer/rng-00000.json``            the random generators of one process (:mod:`.rng`)
 ====================================  ================================================================================
@@ -48,6 +49,7 @@ SCHEDULER = "trainer/scheduler.json"
 SCALER = "trainer/scaler.json"
 DATA = "trainer/data.json"
 REFERENCE = "trainer/reference.json"
+AVERAGE = "trainer/ema.json"
 ARGUMENTS = "trainer/arguments.json"
 
 # What PaddleFormers' pipeline and expert-parallel models write into their configuration when they are built, and what
@@ -196,7 +198,7 @@ def read_arguments(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
         return {}
 
 
-_OF_PROGRESS = (STATE, SCHEDULER, DATA, SCALER, REFERENCE)
+_OF_PROGRESS = (STATE, SCHEDULER, DATA, SCALER, REFERENCE, AVERAGE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +211,7 @@ class TrainingProgress:
         scaler: state of the loss scaler; None if the saved run had none.
         data: the position in the data, see :mod:`.position`.
         reference: what is known of the reference model, see :mod:`.reference`; None if the saved run had none.
+        average: what is known of the moving average, see :mod:`.ema`; None if the checkpoint has none.
     """
 
     state: TrainerState
@@ -216,6 +219,7 @@ class TrainingProgress:
     scaler: dict[str, Any] | None
     data: dict[str, Any]
     reference: dict[str, Any] | None = None
+    average: dict[str, Any] | None = None
 
 
 def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingProgress:
@@ -257,6 +261,7 @@ def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingPro
         scaler=documents.get(SCALER),
         data=documents[DATA],
         reference=documents.get(REFERENCE),
+        average=documents.get(AVERAGE),
     )
 
 

@@ -33,6 +33,7 @@ from paddleformers_fc.trainer import batches, documents, optimizers
 from paddleformers_fc.trainer.best import BestCheckpoint
 from paddleformers_fc.trainer.between_steps import BetweenSteps
 from paddleformers_fc.trainer.callback import FlexCheckpointCallback
+from paddleformers_fc.trainer.ema import MovingAverage
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size
 from paddleformers_fc.trainer.reference import ReferenceRecord
@@ -95,6 +96,7 @@ class JobState:
         differences_logged: whether the log contains the warning about replicas that differ.
         has_trained: whether the loop has run before; it may have left an unfinished step.
         reference: the reference model of preference training.
+        average: the moving average of the weights; None without one.
     """
 
     tracker: batches.PositionTracker
@@ -116,6 +118,7 @@ class JobState:
     differences_logged: bool = False
     has_trained: bool = False
     reference: ReferenceRecord = field(default_factory=ReferenceRecord)
+    average: MovingAverage | None = None
 
     def warn_once(self, args: Any, line: str) -> None:
         """Log a warning on every node, once per run."""

@@ -24,8 +24,15 @@ from paddleformers_fc.execute.opening import open_on_all_ranks, own_file, own_or
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.formats.checkpoint import REFUSE
-from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, REFERENCE_MODEL
+from paddleformers_fc.formats.checkpoint import REFUSE, require_average
+from paddleformers_fc.layout.roles import (
+    EMA_STATE,
+    MASTER,
+    MASTER_WEIGHT,
+    MODEL_STATE,
+    OPTIMIZER_STATE,
+    REFERENCE_MODEL,
+)
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.storage.files import real_path
@@ -38,6 +45,7 @@ from paddleformers_fc.trainer import (
     changes,
     corpus,
     documents,
+    ema,
     inherited,
     lineage,
     optimizer_states,
@@ -92,6 +100,8 @@ def train(
     run_on_all(channel_of(trainer.args), "looking at the reference model", lambda: _refuse_reference(trainer))
     run.resumed_from = run.progress = run.generators = run.saved = run.record = None
     run.ran, run.warned = {"train"}, set()
+    if run.average is not None:
+        run.average.reset()
     run.chosen, run.named = _choose(trainer.args, resume_from_checkpoint, partial(run.warn_once, trainer.args))
     _warn_of_leftovers(trainer.args)
     if run.chosen is None:
@@ -169,6 +179,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     if progress is not None:
         _restore_progress(trainer, progress)
         _restore_reference(trainer, run, checkpoint, progress)
+        _restore_average(trainer, run, ready)
         _locate_best(trainer, directory, channel)
     loaded = CheckpointReport(
         step=checkpoint.manifest.step,
@@ -219,6 +230,7 @@ class _PreparedLoad:
         generation: its ``generation_config.json``; None where it has none.
         load: fills the weights and states.
         names: names of the states in the live model.
+        averages: memory for this rank's moving averages, which the load fills.
     """
 
     checkpoint: OpenedCheckpoint
@@ -227,6 +239,7 @@ class _PreparedLoad:
     generation: bytes | None
     load: PreparedLoad
     names: stored_states.LiveNames
+    averages: dict[str, Any]
 
 
 class _FailsVerificationError(Exception):
@@ -281,7 +294,8 @@ def _refuse_partial(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> 
     """
 
     def compare() -> None:
-        left = begun - ready.load.targets
+        # Memory of moving averages is new in every load.
+        left = {key for key in begun - ready.load.targets if key[0] != EMA_STATE}
         if left:
             raise MismatchError(
                 f"{count_text(len(left), 'tensor')} would keep undefined values of a damaged checkpoint.",
@@ -298,7 +312,7 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     consistency = consistency_check_of(args, f"resuming from {directory.name}")
     with _verifying():
         checkpoint = open_on_all_ranks(directory, channel, args.flex_verify, args.flex_threads, consistency)
-    checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint))
+    checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint), averaged=_from_average(args, checkpoint))
     continued = not args.ignore_load_lr_and_optim
     progress = documents.read_progress(checkpoint, channel) if continued else None
     if progress is not None:
@@ -320,7 +334,19 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
         load = prepare_load(
             checkpoint, roles, model, channel, options, args.aoa_config, _plans(args), may_change, may_cast
         )
-    return _PreparedLoad(checkpoint, progress, generators, generation, load, names)
+    return _PreparedLoad(checkpoint, progress, generators, generation, load, names, roles.get(EMA_STATE, {}))
+
+
+def _from_average(args: Any, checkpoint: OpenedCheckpoint) -> bool:
+    """Return whether weights are read from their moving averages.
+
+    Raises:
+        OptionError: the same on every rank: the checkpoint has none.
+    """
+    wanted = bool(getattr(args, "sharded_model_from_ema", False))
+    if wanted:
+        require_average(checkpoint)
+    return wanted
 
 
 def _identify_run(run: JobState, args: Any, manifest: Manifest, directory: AnyPath, channel: Channel) -> None:
@@ -381,7 +407,14 @@ def _roles_to_fill(
     # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
     found = {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
     # A reference model that is not stored is the base, which has been compared.
-    return {**found, **reference.role_to_fill(trainer)} if continued and stored.get(REFERENCE_MODEL) else found
+    if continued and stored.get(REFERENCE_MODEL):
+        found |= reference.role_to_fill(trainer)
+    average = job_state_of(trainer).average
+    if continued and average is not None and stored.get(EMA_STATE):
+        # Names of parameters are found by those of their master weights.
+        masters = state.with_aliases(model, names.of({name + MASTER.suffix for name in stored[EMA_STATE]}))
+        found[EMA_STATE] = average.make_room({name.removesuffix(MASTER.suffix) for name in masters})
+    return found
 
 
 def _refuse_unlike(trainer: Any, progress: documents.TrainingProgress, directory: AnyPath) -> None:
@@ -422,6 +455,18 @@ def _restore_reference(
     run.reference.loaded = bool(checkpoint.catalog.roles.get(REFERENCE_MODEL))
     saved = reference.from_document(progress.reference, checkpoint.catalog.root / documents.REFERENCE)
     reference.restore(trainer, run.reference, saved, position.pace_of(trainer.args))
+
+
+def _restore_average(trainer: Any, run: JobState, ready: _PreparedLoad) -> None:
+    """Continue the moving average of the checkpoint, or report that there is none on one of the two sides."""
+    directory, stored = ready.checkpoint.catalog.root, ready.checkpoint.catalog.roles.get(EMA_STATE, {})
+    values = None if ready.progress is None else ready.progress.average
+    if run.average is None:
+        warn(trainer.args, ema.switched_off_text(directory, len(stored)) if stored else "")
+    elif values is None or not stored:
+        warn(trainer.args, ema.absent_text(directory))
+    else:
+        run.average.restore(ready.averages, ema.from_document(values, directory / documents.AVERAGE))
 
 
 def _drop_unfinished_step(trainer: Any, run: JobState) -> None:

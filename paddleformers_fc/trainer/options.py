@@ -48,7 +48,10 @@ _SWITCHES = (
     "flex_allow_casts",
     "flex_async_save",
     "use_flex_async_save",
+    "flex_ema_bias_correction",
+    "flex_ema_evaluate",
 )
+"""Keys whose values are true or false."""
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -56,6 +59,16 @@ _SMALLEST_SIZE = 10**6
 _MOST_THREADS = 256
 _DEEPEST = 8
 _LONGEST_TIMEOUT = 7 * 24 * 3600
+_MOST_STEPS = 10**9
+_COUNTS = {
+    "flex_threads": _MOST_THREADS,
+    "flex_timeout": _LONGEST_TIMEOUT,
+    "flex_async_depth": _DEEPEST,
+    "flex_ema_interval": _MOST_STEPS,
+    "flex_ema_start_step": _MOST_STEPS,
+    "zcc_ema_interval": _MOST_STEPS,
+}
+"""Keys whose values are whole numbers from 1, and the largest of each."""
 
 
 def _option(default: Any, help: str) -> Any:
@@ -155,6 +168,30 @@ class FlexFields:
         "Train a model whose weights were set by another loader, such as set_state_dict, which skips tensors that do "
         "not fit. Default: false.",
     )
+    flex_ema_decay: float = _option(
+        0.0,
+        "Keep an exponential moving average of the trained weights in host memory, with this weight of the former "
+        "average in an update, between 0 and 1; 0 for no average. Default: none.",
+    )
+    flex_ema_interval: int = _option(
+        1,
+        "Optimizer steps between two updates of the average: it is updated after every step that is a multiple. "
+        "Default: 1.",
+    )
+    flex_ema_start_step: int = _option(
+        1,
+        "The optimizer step after which the average starts as a copy of the weights. Default: 1.",
+    )
+    flex_ema_bias_correction: bool = _option(
+        False,
+        "Give the first updates of the average more weight, as if it had started at zero and were divided by "
+        "1 - decay^n after n updates. Default: false.",
+    )
+    flex_ema_evaluate: bool = _option(
+        False,
+        "Evaluate with the averaged weights: they are in the model during an evaluation of the Trainer. Default: "
+        "false.",
+    )
     flex_unknown_versions: str = _option(
         "refuse",
         "What to do with a version of Paddle or PaddleFormers that this package is not tested with: refuse or warn. "
@@ -166,6 +203,8 @@ class FlexFields:
         for name in _MAY_BE_OFF:
             if getattr(self, name) is False:
                 setattr(self, name, "off")
+        if self.flex_checkpoint:
+            _take_over_averages(self)
         parent = getattr(super(), "__post_init__", None)
         if parent is not None:
             parent()
@@ -173,6 +212,26 @@ class FlexFields:
 
 FIELD_NAMES = tuple(one.name for one in fields(FlexFields))
 """The keys that this package adds."""
+
+_DEFAULTS = {one.name: one.default for one in fields(FlexFields)}
+
+
+_AVERAGES = {"zcc_save_ema_coef": "flex_ema_decay", "zcc_ema_interval": "flex_ema_interval"}
+"""PaddleFormers' keys of a moving average, and the keys of this package that mean the same."""
+
+
+def _take_over_averages(options: Any) -> None:
+    """Move the values of PaddleFormers' keys to those of this package, so that its own average does not run.
+
+    With ``zcc_save_ema_coef`` its Trainer adds a callback that averages, and refuses intervals that do not divide
+    ``save_steps``.
+    """
+    for theirs, ours in _AVERAGES.items():
+        default = _DEFAULTS[ours]
+        if hasattr(options, theirs):
+            if getattr(options, theirs) not in (None, default):
+                setattr(options, ours, getattr(options, theirs))
+            setattr(options, theirs, default or None)
 
 
 def check_options(options: Any) -> None:
@@ -201,6 +260,7 @@ def check_options(options: Any) -> None:
     if getattr(options, "aoa_config", None) is not None:
         read_config(options.aoa_config)
     refuse_conflicts(options, CONFLICTS)
+    _refuse_two_averages(options)
 
 
 def refuse_conflicts(options: Any, table: Iterable[Conflict]) -> None:
@@ -219,6 +279,29 @@ def refuse_conflicts(options: Any, table: Iterable[Conflict]) -> None:
             "flex_checkpoint: true contradicts another option.",
             where="training arguments",
             evidence=conflicts,
+            next_step="Remove one of the two keys.",
+        )
+
+
+def _refuse_two_averages(options: Any) -> None:
+    """Refuse a key of PaddleFormers and a key of this package with different values of one setting.
+
+    Raises:
+        OptionError: with both keys and values.
+    """
+    pairs = [
+        (theirs, getattr(options, theirs, None), ours, getattr(options, ours)) for theirs, ours in _AVERAGES.items()
+    ]
+    faults = [
+        f"{theirs}: {one} and {ours}: {other}"
+        for theirs, one, ours, other in pairs
+        if one not in (None, _DEFAULTS[ours], other) and other != _DEFAULTS[ours]
+    ]
+    if faults:
+        raise OptionError(
+            "Two keys set the same property of the moving average to different values.",
+            where="training arguments",
+            evidence=faults,
             next_step="Remove one of the two keys.",
         )
 
@@ -314,11 +397,18 @@ def _range_faults(options: Any) -> list[str]:
     for name, known in {"flex_read": READ_WAYS, "flex_tied": TIED_WAYS, "flex_unknown_versions": UNKNOWN_WAYS}.items():
         if getattr(options, name) not in known:
             faults.append(f"{name}: {getattr(options, name)!r} is none of {', '.join(known)}")
-    numbers = {"flex_threads": _MOST_THREADS, "flex_timeout": _LONGEST_TIMEOUT, "flex_async_depth": _DEEPEST}
-    for name, largest in numbers.items():
-        value = getattr(options, name)
+    for name, largest in _COUNTS.items():
+        value = getattr(options, name, None)
+        if name not in FIELD_NAMES and (value is None or not options.flex_checkpoint):
+            continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
             faults.append(f"{name}: {value!r} is not a whole number from 1 to {largest}")
+    for name in ("flex_ema_decay", "zcc_save_ema_coef"):
+        value = getattr(options, name, None)
+        if name not in FIELD_NAMES and (value is None or not options.flex_checkpoint):
+            continue
+        if isinstance(value, bool) or not isinstance(value, float | int) or not 0 <= value < 1:
+            faults.append(f"{name}: {value!r} is not a number of at least 0 and below 1")
     for name in ("flex_staging_size", "flex_max_shard_size", "flex_max_file_size"):
         faults.extend(f"{name}: {fault}" for fault in _size_faults(getattr(options, name)))
     if options.flex_async_memory != NO_LIMIT:
@@ -424,8 +514,6 @@ CONFLICTS = (
     Conflict("enable_zero_cost_checkpoint", _SAVES_ITSELF, _is_on),
     Conflict("flash_device_save_steps", _SAVES_ITSELF, _is_on),
     Conflict("use_async_save", f"{_SAVES_ITSELF}; flex_async_save saves beside training", _is_on),
-    Conflict("zcc_save_ema_coef", f"moving averages are {_NOT_YET}", _given),
-    Conflict("sharded_model_from_ema", f"moving averages are {_NOT_YET}", _is_on),
     Conflict("enable_auto_parallel", f"semi-automatic parallelism is {_NOT_YET}", _is_on),
     Conflict("auto_parallel_resume_form_hybrid_parallel", f"semi-automatic parallelism is {_NOT_YET}", _is_on),
     Conflict(
@@ -482,5 +570,6 @@ WITHOUT_EFFECT = (
     Conflict("save_to_hf", "the second has no effect, an export is always in HuggingFace format", _is_not(True)),
     Conflict("optim_shard_num", "the second has no effect, flex_max_shard_size bounds files", _is_not(1)),
     Conflict("save_hf_memory_growth_threshold", "the second has no effect, exports stream", _is_not(8)),
+    Conflict("online_merge_ema", "the second has no effect, an export reads the checkpoint", _is_not(True)),
 )
 """Logged once."""

@@ -125,9 +125,11 @@ def _outcome(work: Callable[[], LivePart]) -> Callable[[], LivePart]:
 
 def _roles(trainer: Any, run: JobState) -> state.LiveRoles:
     """Return the live tensors that a checkpoint contains."""
+    average = {} if run.average is None else run.average.roles()
     if trainer.args.ignore_save_lr_and_optim:
-        return state.model_roles(trainer.model)
-    return {**state.run_roles(trainer.model, trainer.optimizer), **reference.roles(trainer, run.reference)}
+        return {**state.model_roles(trainer.model), **average}
+    live = {**state.run_roles(trainer.model, trainer.optimizer), **reference.roles(trainer, run.reference)}
+    return {**live, **average}
 
 
 def settle(trainer: Any, job: SaveJob, report: SaveReport, transfers: TransferFigures, blocked: float) -> None:
@@ -246,6 +248,9 @@ def _files(trainer: Any) -> dict[str, bytes]:
         if reference.model_of(trainer) is not None:
             about = reference.document(trainer, job_state_of(trainer).reference, position.pace_of(args))
             files[documents.REFERENCE] = codecs.encode(about, "reference model")
+        average = job_state_of(trainer).average
+        if average is not None and average.updates:
+            files[documents.AVERAGE] = codecs.encode(average.document(), "moving average")
     return files
 
 

@@ -20,7 +20,19 @@ from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.trainer import adapter_checks, base, batches, inherited, lora, origin, preflight, reference, state
+from paddleformers_fc.trainer import (
+    adapter_checks,
+    averaged,
+    base,
+    batches,
+    ema,
+    inherited,
+    lora,
+    origin,
+    preflight,
+    reference,
+    state,
+)
 from paddleformers_fc.trainer.between_steps import BetweenSteps
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
@@ -37,7 +49,7 @@ from paddleformers_fc.trainer.job_state import (
     refuse_optimizer,
     reporters,
 )
-from paddleformers_fc.trainer.options import FlexFields, saves_beside_steps, without_effect
+from paddleformers_fc.trainer.options import FlexFields, parse_size, saves_beside_steps, without_effect
 from paddleformers_fc.trainer.progress_recorder import ProgressRecorder, record_progress
 from paddleformers_fc.trainer.saves_beside_steps import SavesBesideSteps
 from paddleformers_fc.trainer.saves_in_steps import SavesInSteps
@@ -91,6 +103,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     trainer.add_callback(run.between_steps)
     trainer.add_callback(reference.PassCounter(trainer, run.reference))
     trainer.add_callback(StepEnds(gate))
+    _add_average(trainer, run)
     trainer.add_callback(BypassCheck(trainer))
     if all(isinstance(one, ProgressRecorder) for one in reporters(trainer)):
         trainer.add_callback(FlexCheckpointCallback())
@@ -124,6 +137,23 @@ def _refuse_unmapped(model: Any) -> None:
     """Refuse adapters of layers that the family does not declare."""
     if isinstance(model, LoRAModel):
         model_rules(describe(model), describe_roles(state.model_roles(model))[MODEL_STATE])
+
+
+def _add_average(trainer: Any, run: JobState) -> None:
+    """Keep a moving average of the weights if the arguments ask for one."""
+    args, settings = trainer.args, ema.settings_of(trainer.args)
+    if settings is None:
+        return
+    run.average = ema.MovingAverage(
+        settings,
+        lambda: averaged.trained_parts(trainer.model, trainer.optimizer),
+        run.between_steps,
+        lambda: channel_of(args),
+        parse_size(args.flex_staging_size),
+    )
+    trainer.add_callback(run.average)
+    if settings.loss_threshold is not None:
+        trainer.training_step = run.average.watch_loss(trainer.training_step)
 
 
 def _passes_change_weights(trainer: Any) -> bool:

@@ -31,8 +31,6 @@ CONTRADICTIONS: dict[str, Any] = {
     "enable_zero_cost_checkpoint": True,
     "flash_device_save_steps": 10,
     "use_async_save": True,
-    "zcc_save_ema_coef": 0.99,
-    "sharded_model_from_ema": True,
     "enable_auto_parallel": True,
     "auto_parallel_resume_form_hybrid_parallel": True,
     "load_from_hf": True,
@@ -48,7 +46,9 @@ HARMLESS: dict[str, Any] = {
     "save_checkpoint_format": "flex_checkpoint",
     "load_checkpoint_format": "flex_checkpoint",
     "ckpt_quant_stage": "O0",
-    "zcc_save_ema_coef": None,
+    "zcc_save_ema_coef": 0.99,
+    "zcc_ema_interval": 5,
+    "sharded_model_from_ema": True,
     "aoa_config": {"aoa_statements": ["a -> b"]},
     "sharding": "stage1",
     "optim": "adamw",
@@ -104,6 +104,14 @@ def test_the_defaults_are_in_range() -> None:
         ("flex_plan_cache", ""),
         ("flex_unknown_versions", "off"),
         ("flex_unknown_versions", True),
+        ("flex_ema_decay", 1.0),
+        ("flex_ema_decay", -0.1),
+        ("flex_ema_decay", "0.9"),
+        ("flex_ema_decay", True),
+        ("flex_ema_interval", 0),
+        ("flex_ema_start_step", 0),
+        ("flex_ema_bias_correction", 1),
+        ("flex_ema_evaluate", "yes"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -130,6 +138,9 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         ("flex_max_file_size", "1MB"),
         ("flex_plan_cache", "somewhere"),
         ("flex_unknown_versions", "warn"),
+        ("flex_ema_decay", 0),
+        ("flex_ema_decay", 0.9999),
+        ("zcc_save_ema_coef", 0),
         ("sep_parallel_size", 1),
         ("context_parallel_size", -1),
     ],
@@ -181,6 +192,56 @@ def test_statements_that_are_none_are_refused_before_anything_starts(given: Any)
     with pytest.raises(MappingError, match="aoa_config"):
         check_options(options(flex_checkpoint=True, aoa_config=given))
     check_options(options(flex_checkpoint=False, aoa_config=given))
+
+
+@pytest.mark.parametrize(("name", "value"), [("zcc_save_ema_coef", 1.0), ("zcc_ema_interval", 0)])
+def test_a_key_of_paddleformers_is_held_to_the_range_of_the_same_key_here(name: str, value: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        check_options(options(flex_checkpoint=True, **{name: value}))
+    (line,) = caught.value.evidence
+    assert line.startswith(f"{name}: {value!r}")
+    check_options(options(flex_checkpoint=False, **{name: value}))
+
+
+@dataclasses.dataclass
+class TheirFields(FlexFields):
+    """Arguments with PaddleFormers' keys of a moving average."""
+
+    zcc_save_ema_coef: float | None = None
+    zcc_ema_interval: int = 1
+
+
+@pytest.mark.parametrize(
+    ("given", "decay", "interval"),
+    [
+        ({"zcc_save_ema_coef": 0.99, "zcc_ema_interval": 5}, 0.99, 5),
+        ({"flex_ema_decay": 0.99, "zcc_ema_interval": 5}, 0.99, 5),
+        ({"flex_ema_decay": 0.99, "zcc_save_ema_coef": 0.99}, 0.99, 1),
+        ({"zcc_save_ema_coef": 0}, 0.0, 1),
+        ({"zcc_save_ema_coef": None, "flex_ema_decay": 0.5, "flex_ema_interval": 3}, 0.5, 3),
+    ],
+)
+def test_keys_of_paddleformers_mean_the_same_and_leave_its_own_average_off(
+    given: dict[str, Any], decay: float, interval: int
+) -> None:
+    made = TheirFields(flex_checkpoint=True, **given)
+    assert (made.flex_ema_decay, made.flex_ema_interval) == (decay, interval)
+    assert (made.zcc_save_ema_coef, made.zcc_ema_interval) == (None, 1)
+    assert dataclasses.asdict(TheirFields(**dataclasses.asdict(made))) == dataclasses.asdict(made)
+
+
+def test_keys_of_paddleformers_stay_without_flex_checkpoint() -> None:
+    assert TheirFields(zcc_save_ema_coef=0.99).zcc_save_ema_coef == 0.99
+
+
+def test_two_values_for_one_average_are_refused_with_both_keys() -> None:
+    given = {"zcc_save_ema_coef": 0.9, "flex_ema_decay": 0.99, "zcc_ema_interval": 5, "flex_ema_interval": 3}
+    with pytest.raises(OptionError) as caught:
+        TheirFields(flex_checkpoint=True, **given)
+    assert list(caught.value.evidence) == [
+        "zcc_save_ema_coef: 0.9 and flex_ema_decay: 0.99",
+        "zcc_ema_interval: 5 and flex_ema_interval: 3",
+    ]
 
 
 def test_an_option_without_effect_is_said_and_not_refused() -> None:

@@ -1,0 +1,118 @@
+"""Moving averages of tensors, in place in host memory.
+
+An update is ``average += weight * (value - average)`` in float32. Of the forms of an exponential average it rounds once
+at the magnitude of the average, where ``decay * average + weight * value`` rounds three times. Every element is
+computed alone, so the result has the same bits whatever the blocks and the number of threads are. Increments below half
+a unit in the last place of an element are lost, as in every average that is stored in float32.
+
+Time: the passes of a block are made while it is in the processor's cache, so an update costs one pass over the memory:
+two reads and a write per element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.execute.memory import HostPieces
+
+BLOCK_ELEMENTS = 1 << 18
+"""Elements of one pass: its three arrays of 1 MiB stay in a cache, and the interpreter is needed a few thousand times
+for a billion elements."""
+
+THREADS = 2
+"""Threads of an update; two come close to the bandwidth of the memory, and leave other cores to the training."""
+
+_JOB_ELEMENTS = 1 << 24
+"""Elements that a thread takes at a time, such as four pieces of a device's memory that are copied ahead."""
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True)
+class AveragedTensor:
+    """One tensor and its average.
+
+    Args:
+        average: float32, one-dimensional and contiguous; changed in place.
+        values: the tensor's elements as float32; see :data:`~paddleformers_fc.execute.memory.HostPieces`.
+        first: index of the tensor's element that belongs to the first element of the average.
+    """
+
+    average: Array
+    values: HostPieces
+    first: int = 0
+
+
+def update_weight(decay: float, number: int, bias_correction: bool) -> float:
+    """Return the weight of the tensors in an update of their average.
+
+    With bias correction the average is that of a start at zero, divided by ``1 - decay ** number``.
+
+    Args:
+        decay: weight of the former average, between 0 and 1.
+        number: counts the updates from 1. The first one is a copy.
+        bias_correction: whether the first updates have a larger weight.
+    """
+    if number == 1:
+        return 1.0
+    return (1.0 - decay) / -math.expm1(number * math.log(decay)) if bias_correction else 1.0 - decay
+
+
+def update_averages(tensors: Iterable[AveragedTensor], weight: float, threads: int = THREADS) -> None:
+    """Update averages in place.
+
+    Args:
+        tensors: the tensors, which must not change meanwhile, and their averages.
+        weight: of the tensors, above 0 and at most 1. With 1 an average becomes a copy, whatever it was.
+        threads: number of threads.
+    """
+    jobs = list(chain.from_iterable(map(_jobs, tensors)))
+    if threads == 1 or len(jobs) < 2:
+        _run(jobs, weight)
+        return
+    remaining = iter(jobs)  # Elements are taken under the interpreter's lock.
+    with ThreadPoolExecutor(threads, "flex-average") as pool:
+        for done in [pool.submit(_run, remaining, weight) for _ in range(threads)]:
+            done.result()
+
+
+@dataclass(frozen=True)
+class _Job:
+    tensor: AveragedTensor
+    start: int
+    stop: int
+
+
+def _jobs(tensor: AveragedTensor) -> Iterator[_Job]:
+    size = tensor.average.size
+    # Half a tensor for each of two threads, if it is not larger.
+    step = min(_JOB_ELEMENTS, max(BLOCK_ELEMENTS, -(-size // 2)))
+    return (_Job(tensor, start, min(start + step, size)) for start in range(0, size, step))
+
+
+def _run(jobs: Iterable[_Job], weight: float) -> None:
+    scratch = np.empty(BLOCK_ELEMENTS, np.float32)
+    for job in jobs:
+        begin = job.start
+        for piece in job.tensor.values(job.tensor.first + job.start, job.tensor.first + job.stop):
+            _update(job.tensor.average[begin : begin + piece.size], piece, np.float32(weight), scratch)
+            begin += piece.size
+
+
+def _update(average: Array, values: Array, weight: np.float32, scratch: Array) -> None:
+    if weight == 1:
+        np.copyto(average, values)
+        return
+    for start in range(0, average.size, BLOCK_ELEMENTS):
+        block = average[start : start + BLOCK_ELEMENTS]
+        change = scratch[: block.size]
+        np.subtract(values[start : start + BLOCK_ELEMENTS], block, out=change)
+        np.multiply(change, weight, out=change)
+        np.add(block, change, out=block)

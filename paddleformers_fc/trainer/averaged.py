@@ -1,0 +1,109 @@
+"""The tensors whose moving averages a rank keeps: master weights, and float32 parameters without one.
+
+A rank averages the parts of parameters of which its optimizer has states: whole parameters, ranges of them under
+``split_param``, or its slices under sharding stage 3. So the ranks of a sharding group share the work and the memory.
+Parameters without states are not trained. 16-bit weights without a master weight are not averaged, because an
+average of rounded weights stands still.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle.distributed import ShardedWeight
+
+from paddleformers_fc.execute.averaging import AveragedTensor
+from paddleformers_fc.execute.memory import dtype_name, slot_of, view_of
+from paddleformers_fc.layout.roles import (
+    MASTER,
+    MASTER_WEIGHT,
+    MODEL_STATE,
+    OPTIMIZER_STATE,
+    StateShape,
+    split_state_name,
+)
+from paddleformers_fc.trainer import state
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """This rank's part of a trained parameter.
+
+    Args:
+        weight: ``ShardedWeight`` with the part's geometry.
+        tensor: contains the part in float32.
+        first: index of the part's first element in the tensor.
+    """
+
+    weight: Any
+    tensor: Any
+    first: int = 0
+
+    @property
+    def geometry(self) -> tuple[object, ...]:
+        """What two parts of the same elements have in common."""
+        one, flat = self.weight, self.weight.flattened_range
+        return (
+            *(tuple(map(int, shape)) for shape in (one.local_shape, one.global_shape, one.global_offset)),
+            None if flat is None else (int(flat.start), int(flat.stop)),
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        flat = self.weight.flattened_range
+        return int(np.prod(self.weight.local_shape)) if flat is None else int(flat.stop - flat.start)
+
+
+def trained_parts(model: Any, optimizer: Any) -> dict[str, TrainedPart]:
+    """Return this rank's parts of trained parameters, by the name of the parameter.
+
+    Args:
+        model: the model as it was built, not its parallel wrapper.
+        optimizer: the optimizer with the Trainer's wrappers, with its states.
+    """
+    roles = state.run_roles(model, optimizer)
+    found: dict[str, TrainedPart] = {}
+    for name, master in roles.get(MASTER_WEIGHT, {}).items():
+        parameter = name.removesuffix(MASTER.suffix)
+        found[parameter] = TrainedPart(master, master.local_tensor)
+    weights = roles[MODEL_STATE]
+    for name, one in roles.get(OPTIMIZER_STATE, {}).items():
+        split = split_state_name(OPTIMIZER_STATE, name, one.global_shape)
+        weight = weights.get(split.parameter)
+        if split.parameter in found or split.shape is not StateShape.PARAMETER or weight is None:
+            continue
+        if dtype_name(weight.local_tensor) == "float32":
+            found[split.parameter] = _part_of(weight, one)
+    return found
+
+
+def _part_of(weight: Any, state_: Any) -> TrainedPart:
+    """Return the part of a float32 parameter that a state belongs to."""
+    if state_.flattened_range is None or weight.flattened_range is not None:
+        return TrainedPart(weight, weight.local_tensor)
+    return TrainedPart(state_, weight.local_tensor, int(state_.flattened_range.start))
+
+
+def make_room(name: str, part: TrainedPart) -> Any:
+    """Return a ``ShardedWeight`` over new host memory for the average of a part; its numbers are undefined."""
+    one = part.weight
+    shape = [part.size] if one.flattened_range is not None else list(one.local_shape)
+    memory = paddle.empty(shape, dtype="float32", device=paddle.CPUPlace())
+    return ShardedWeight(
+        name, memory, one.local_shape, one.global_shape, one.global_offset, one.is_flattened, one.flattened_range
+    )
+
+
+def averaged_tensor(average: Any, part: TrainedPart, staging_bytes: int) -> AveragedTensor:
+    """Return a part and its average, without a copy.
+
+    Args:
+        average: what :func:`make_room` has returned for the part.
+        part: the part.
+        staging_bytes: maximum staging memory of the process.
+    """
+    return AveragedTensor(slot_of(average.local_tensor).open().array(), view_of(part.tensor, staging_bytes), part.first)

@@ -1,0 +1,287 @@
+"""The exponential moving average of a run's weights, kept in host memory beside training.
+
+After a step the update is given to a thread, which reads the weights while the next passes run; the next update of the
+optimizer waits for it (:mod:`.between_steps`). The averages are a role of the checkpoint, ``ema_state``, in float32
+under the names of the parameters, with the geometry of the optimizer's states. ``trainer/ema.json`` contains what the
+next update depends on.
+
+An error in the thread is raised by the next save, on all ranks, because ranks exchange nothing in an update.
+
+Memory: four bytes per element that the rank averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import wraps
+from typing import Annotated, Any
+
+import msgspec
+
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked
+from paddleformers_fc.errors import FormatError, MismatchError
+from paddleformers_fc.execute.averaging import AveragedTensor, update_averages, update_weight
+from paddleformers_fc.layout.roles import EMA_STATE
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import count_text
+from paddleformers_fc.trainer import averaged
+from paddleformers_fc.trainer.between_steps import BetweenSteps
+from paddleformers_fc.trainer.host import TrainerCallback, logger
+
+_Tensors = tuple[list[AveragedTensor], list[AveragedTensor]]
+_COUNT = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+@dataclass(frozen=True)
+class AverageSettings:
+    """When and how an average is updated.
+
+    Args:
+        decay: weight of the former average, between 0 and 1.
+        interval: optimizer steps between two updates.
+        start_step: the step after which it starts as a copy of the weights.
+        bias_correction: whether the first updates have a larger weight.
+        loss_threshold: an update is skipped unless the loss of its step is below; None to skip none.
+    """
+
+    decay: float
+    interval: int = 1
+    start_step: int = 1
+    bias_correction: bool = False
+    loss_threshold: float | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the average is updated after a step."""
+        return step == self.start_step or (step > self.start_step and step % self.interval == 0)
+
+
+class AverageDocument(msgspec.Struct, forbid_unknown_fields=True):
+    """``trainer/ema.json``.
+
+    Args:
+        updates: number of updates.
+        step: the optimizer step of the last one.
+        decay: that of the saved run; for a reader, as the next two.
+        interval: steps between two updates.
+        bias_correction: whether the first updates have a larger weight.
+    """
+
+    updates: _COUNT
+    step: _COUNT
+    decay: float
+    interval: _COUNT
+    bias_correction: bool
+
+
+def settings_of(args: Any) -> AverageSettings | None:
+    """Return the settings of training arguments; None without an average."""
+    if not args.flex_ema_decay:
+        return None
+    return AverageSettings(
+        float(args.flex_ema_decay),
+        args.flex_ema_interval,
+        args.flex_ema_start_step,
+        args.flex_ema_bias_correction,
+        getattr(args, "zcc_ema_loss_threshold", None),
+    )
+
+
+class MovingAverage(TrainerCallback):
+    """The average of one Trainer's weights on this rank.
+
+    Args:
+        settings: when and how it is updated.
+        parts: returns this rank's parts of the trained parameters.
+        between_steps: has the next update of the optimizer wait.
+        channel: returns all ranks.
+        staging_bytes: maximum staging memory of the process.
+
+    Attributes:
+        tensors: ``ShardedWeight`` over host memory, by the name of the parameter; empty before the first update.
+        updates: number of updates.
+        step: the optimizer step of the last one.
+    """
+
+    def __init__(
+        self,
+        settings: AverageSettings,
+        parts: Callable[[], Mapping[str, averaged.TrainedPart]],
+        between_steps: BetweenSteps,
+        channel: Callable[[], Channel],
+        staging_bytes: int,
+    ) -> None:
+        self.settings = settings
+        self._parts, self._between_steps, self._channel = parts, between_steps, channel
+        self._staging_bytes = staging_bytes
+        self._threads = ThreadPoolExecutor(1, "flex-ema")
+        self._pending: Future[None] | None = None
+        self._failure: Exception | None = None
+        self._loss: Any = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the average, before a training that may load another one."""
+        if self._pending is not None:
+            self._pending.exception()
+        self._pending = self._failure = self._loss = None
+        self.tensors: dict[str, Any] = {}
+        self.updates = self.step = 0
+
+    def settled(self) -> None:
+        """Wait until the average is that of the last step.
+
+        Raises:
+            Exception: that of the first update that failed.
+        """
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+        if self._failure is not None:
+            raise self._failure
+
+    def roles(self) -> dict[str, dict[str, Any]]:
+        """Return the averages in their role; no role if this rank has none. Waits and raises as :meth:`settled`."""
+        self.settled()
+        return {EMA_STATE: dict(self.tensors)} if self.tensors else {}
+
+    def document(self) -> dict[str, Any]:
+        """Return the content of ``trainer/ema.json``."""
+        one = self.settings
+        about = AverageDocument(self.updates, self.step, one.decay, one.interval, one.bias_correction)
+        return dict(msgspec.to_builtins(about))
+
+    def make_room(self, names: Collection[str]) -> dict[str, Any]:
+        """Return new host memory for the averages of some parameters, which a load fills; those of this rank alone.
+
+        Args:
+            names: names of parameters.
+        """
+        parts = self._parts()
+        return {name: averaged.make_room(name, part) for name, part in parts.items() if name in names}
+
+    def restore(self, tensors: Mapping[str, Any], saved: AverageDocument) -> None:
+        """Continue the average of a checkpoint.
+
+        Args:
+            tensors: what :meth:`make_room` has returned, filled.
+            saved: the document of the checkpoint.
+        """
+        self.tensors, self.updates, self.step = dict(tensors), saved.updates, saved.step
+
+    def watch_loss(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method of a Trainer that trains a batch, with its losses added up to the loss of a step."""
+
+        @wraps(training_step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            loss = training_step(*args, **kwargs)
+            self._loss = loss if self._loss is None else self._loss + loss
+            return loss
+
+        return watched
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin an update if one is due. A save of the same step comes later."""
+        loss, self._loss = self._loss, None
+        if self.settings.is_due(state.global_step) and self._is_wanted(loss, state.global_step, args):
+            self._begin(state.global_step)
+
+    def _is_wanted(self, loss: Any, step: int, args: Any) -> bool:
+        """Return whether the mean loss of all ranks is below the threshold; equal on all ranks."""
+        threshold = self.settings.loss_threshold
+        if threshold is None:
+            return True
+        losses = all_gather_checked(self._channel(), "comparing the loss", lambda: float(loss), float)
+        mean = sum(losses) / len(losses)
+        wanted = mean < threshold
+        if not wanted and args.should_log:
+            logger.info(
+                f"The moving average is not updated after step {step}: loss {mean:.6g} is not below {threshold:g}."
+            )
+        return wanted
+
+    def _begin(self, step: int) -> None:
+        if self._failure is not None:
+            return
+        try:
+            tensors = self._with_memory(self._parts())
+        except Exception as error:  # Raised by the next save, on all ranks.
+            self._failed(step, error)
+            return
+        self.updates, self.step = self.updates + 1, step
+        weight = update_weight(self.settings.decay, self.updates, self.settings.bias_correction)
+        self._pending = self._threads.submit(self._update, tensors, weight, step)
+        self._between_steps.add(self._pending)
+
+    def _with_memory(self, parts: Mapping[str, averaged.TrainedPart]) -> _Tensors:
+        """Return the tensors that are copied, because they have no average yet, and those that are averaged."""
+        copied: list[AveragedTensor] = []
+        others: list[AveragedTensor] = []
+        for name, part in parts.items():
+            known = self.tensors.get(name)
+            if known is None:
+                known = self.tensors[name] = averaged.make_room(name, part)
+                target = copied
+            else:
+                target = others
+                _refuse_moved(name, known, part)
+            target.append(averaged.averaged_tensor(known, part, self._staging_bytes))
+        return copied, others
+
+    def _update(self, tensors: _Tensors, weight: float, step: int) -> None:
+        copied, others = tensors
+        try:
+            update_averages(copied, 1.0)
+            update_averages(others, weight)
+        except Exception as error:  # As above.
+            self._failed(step, error)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        logger.error(
+            f"The moving average of step {step} failed on this rank; the next save raises it on all ranks: {error}"
+        )
+        self._failure = error
+
+
+def _refuse_moved(name: str, average: Any, part: averaged.TrainedPart) -> None:
+    """Refuse a part that is no longer the one whose average is kept.
+
+    Raises:
+        MismatchError: the optimizer of this rank has other states than before.
+    """
+    if averaged.TrainedPart(average, None).geometry != part.geometry:
+        raise MismatchError(
+            "The optimizer has states of another part of a parameter than at the last update of the moving average.",
+            where=name,
+            next_step="Train one model with one optimizer; start the job again to continue from its last checkpoint.",
+        )
+
+
+def from_document(values: Mapping[str, Any], where: AnyPath) -> AverageDocument:
+    """Read the content of ``trainer/ema.json``.
+
+    Raises:
+        FormatError: the document is damaged.
+    """
+    try:
+        return msgspec.convert(values, type=AverageDocument)
+    except ValueError as error:
+        what = "Invalid description of the moving average."
+        raise FormatError(what, where=str(where), evidence=[str(error)]) from error
+
+
+def absent_text(directory: AnyPath) -> str:
+    """Return the warning of a run with an average that resumes a checkpoint without one."""
+    return (
+        f"{directory} has no moving average. It starts as a copy of the weights at its next update, so that it does "
+        "not contain the steps before."
+    )
+
+
+def switched_off_text(directory: AnyPath, tensors: int) -> str:
+    """Return the warning of a run without an average that resumes a checkpoint with one."""
+    return (
+        f"{directory} has a moving average of {count_text(tensors, 'tensor')}, and this run has none: the average is "
+        "not continued, and later checkpoints do not contain it. Set flex_ema_decay to continue it."
+    )

@@ -1,0 +1,96 @@
+"""The arithmetic of moving averages, against float64 and against itself in other blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from paddleformers_fc.execute import averaging
+from paddleformers_fc.execute.averaging import AveragedTensor, update_averages, update_weight
+from paddleformers_fc.execute.memory import HostPieces
+
+STEPS = 1000
+
+
+def in_pieces(values: np.ndarray, size: int) -> HostPieces:
+    """The elements of an array in pieces, as of the memory of a device."""
+
+    def pieces(start: int, stop: int) -> Iterator[np.ndarray]:
+        return (values[low : min(low + size, stop)] for low in range(start, stop, size))
+
+    return pieces
+
+
+def trajectory(elements: int) -> Iterator[np.ndarray]:
+    """Weights of a thousand steps, as AdamW changes them."""
+    random = np.random.default_rng(7)
+    weights = random.normal(0, 0.02, elements).astype(np.float32)
+    for _ in range(STEPS):
+        weights = (weights + random.normal(0, 1e-4, elements)).astype(np.float32)
+        yield weights
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "corrected"])
+@pytest.mark.parametrize("decay", [0.5, 0.9, 0.99, 0.999, 0.9999])
+def test_after_a_thousand_steps_an_average_is_that_of_float64(decay: float, corrected: bool) -> None:
+    average, wanted = np.full(20_000, np.nan, np.float32), np.zeros(20_000)
+    for number, weights in enumerate(trajectory(20_000), 1):
+        weight = update_weight(decay, number, corrected)
+        update_averages([AveragedTensor(average, in_pieces(weights, 5_000))], weight)
+        wanted += weight * (weights - wanted)
+    assert np.linalg.norm(average - wanted) / np.linalg.norm(wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.999])
+def test_bias_correction_is_a_start_at_zero_that_is_divided(decay: float) -> None:
+    from_zero = corrected = 0.0
+    for number, weights in enumerate(range(5, 55), 1):
+        from_zero = decay * from_zero + (1 - decay) * weights
+        corrected += update_weight(decay, number, True) * (weights - corrected)
+        assert corrected == pytest.approx(from_zero / (1 - decay**number), rel=1e-12)
+    assert update_weight(decay, 1, True) == update_weight(decay, 1, False) == 1.0
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=4),
+    block=st.integers(1, 64),
+    piece=st.integers(1, 64),
+    threads=st.integers(1, 3),
+    first=st.integers(0, 5),
+)
+def test_the_bits_depend_on_no_bound_of_a_block_or_a_thread(
+    sizes: list[int], block: int, piece: int, threads: int, first: int
+) -> None:
+    random = np.random.default_rng(sum(sizes))
+    sources = [random.normal(size=first + size).astype(np.float32) for size in sizes]
+    before = [random.normal(size=size).astype(np.float32) for size in sizes]
+    wanted = [
+        old + (new[first:] - old) * np.float32(update_weight(0.9, 2, True))
+        for old, new in zip(before, sources, strict=True)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averaging, "BLOCK_ELEMENTS", block)
+        patch.setattr(averaging, "_JOB_ELEMENTS", 3 * block)
+        averages = [AveragedTensor(old, in_pieces(new, piece), first) for old, new in zip(before, sources, strict=True)]
+        update_averages(averages, update_weight(0.9, 2, True), threads)
+    for found, expected in zip(before, wanted, strict=True):
+        np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+def test_a_copy_forgets_what_was_there() -> None:
+    average = np.array([np.nan, np.inf, 3], np.float32)
+    update_averages([AveragedTensor(average, in_pieces(np.array([1, 2, 3], np.float32), 2))], 1.0)
+    assert average.tolist() == [1, 2, 3]
+
+
+def test_an_error_in_a_thread_is_raised() -> None:
+    def broken(start: int, stop: int) -> Iterator[np.ndarray]:
+        raise KeyError("gone")
+
+    average = np.zeros(1 << 20, np.float32)
+    with pytest.raises(KeyError):
+        update_averages([AveragedTensor(average, broken)], 0.5)
