@@ -45,7 +45,7 @@ from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.plan.shard_numbers import regrouped
 from paddleformers_fc.storage.export_checksums import restore_or_delete
 from paddleformers_fc.storage.file_checksums import is_document
-from paddleformers_fc.storage.identity import same_bytes_key
+from paddleformers_fc.storage.identity import Identities, same_bytes_key
 from paddleformers_fc.storage.manifest import manifest_seal
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
@@ -96,10 +96,12 @@ class PreparedLoad:
     Args:
         plan: what this rank reads.
         fill: changes tensors; every rank must call it.
+        identities: of the files that are read; another file of the same name is refused.
     """
 
     plan: LoadPlan
     fill: Callable[[], LoadReport]
+    identities: Identities
 
     @property
     def targets(self) -> set[Key]:
@@ -453,7 +455,7 @@ def _prepared(
             casts=tuple(cast_lines(plan, roles)),
         )
 
-    return PreparedLoad(plan, fill)
+    return PreparedLoad(plan, fill, catalog.identities)
 
 
 def with_shared_numbers(plan: LoadPlan, roles: Roles) -> LoadPlan:

@@ -124,7 +124,7 @@ def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, v
     if not report.fresh:
         origin.clear(model)
     if not any(kept):
-        base.remember(model, source)
+        base.remember(model, source, load.identities)
     if channel.rank == 0:
         for name in fold(sorted({name for names in kept for name in names})):
             logger.warning(f"{name} is not in {source} and keeps its initial values.")

@@ -97,6 +97,40 @@ def base_of(**settings: Any) -> str:
     return adapters.base.tensors
 
 
+def changed_bases(output_dir: str, base: str) -> dict[str, dict[str, Any]]:
+    """Read a base and change its tensors or its files before its adapters are trained; the fingerprints."""
+    import os
+    import shutil
+
+    import paddle
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.trainer.lora import describe_adapters
+
+    def element(model: Any, directory: str) -> None:
+        weight = model.model.layers[1].mlp.down_proj.weight
+        values = weight.numpy()
+        values[3, 5] += 1
+        weight.set_value(paddle.to_tensor(values))
+
+    def replaced(model: Any, directory: str) -> None:
+        shutil.copy(f"{directory}/model.safetensors", f"{directory}/other")
+        os.replace(f"{directory}/other", f"{directory}/model.safetensors")
+
+    found = {}
+    for way, change in {"unchanged": lambda *_: None, "element": element, "replaced": replaced}.items():
+        directory = shutil.copytree(base, f"{output_dir}/{way}")
+        args = tiny.training_arguments(
+            tiny.SINGLE, f"{output_dir}/out", cls=FlexTrainingArguments, flex_checkpoint=True
+        )
+        model = from_files(str(directory), tiny.SINGLE.to_json(), args)
+        change(model, str(directory))
+        adapters = describe_adapters(tiny.trainer(tiny.adapted(model), args, cls=FlexTrainer).model)
+        assert adapters is not None
+        found[way] = {"files": list(adapters.base.files), "tensors": adapters.base.tensors}
+    return found
+
+
 def unsupported(output_dir: str) -> dict[str, str]:
     """Make Trainers of adapters that are not supported; the errors."""
     from paddleformers.peft import LoRAModel

@@ -159,6 +159,15 @@ def test_the_files_of_a_base_identify_it_wherever_they_are(ranks: ForkServer, tm
     assert "lora.base.model.safetensors" in found["other"]
 
 
+def test_a_base_is_not_identified_by_files_that_do_not_contain_it(ranks: ForkServer, tmp_path: Path) -> None:
+    base = weights_of(ranks, tmp_path / "base", "llama", {})
+    (base / "flex_checksums.json").unlink()
+    (found,) = ranks.run(f"{JOBS}:changed_bases", 1, {"output_dir": str(tmp_path), "base": str(base)}).values
+    assert found["unchanged"] == {"files": ["model.safetensors"], "tensors": ""}
+    assert found["element"]["files"] == found["replaced"]["files"] == []
+    assert found["element"]["tensors"] != found["replaced"]["tensors"] != ""
+
+
 def test_adapters_that_upstream_cannot_describe_are_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
     (found,) = ranks.run(f"{JOBS}:unsupported", 1, {"output_dir": str(tmp_path)}).values
     said = {
