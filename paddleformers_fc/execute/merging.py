@@ -16,6 +16,7 @@ import numpy as np
 
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.digest import read_canonical
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.adapters import A, Adapters, B, is_adapter, shared_inputs
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import OpenedCheckpoint
@@ -87,7 +88,8 @@ def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:
         base: open weights.
     Raises:
         OptionError: the checkpoint contains no adapters.
-        MismatchError: the base lacks a tensor, or has one of another shape or dtype.
+        MismatchError: the base lacks a tensor, or has one of another shape or dtype; or adapters change one name of a
+            tied tensor.
     """
     adapters = checkpoint.known.adapters
     if adapters is None:
@@ -108,6 +110,7 @@ def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:
         {name: array.reshape(-1) for name, array in held.items() if not is_adapter(name)},
     )
     _refuse_unlike(merge, {name: held[name] for name in merge.trained}, base)
+    _refuse_tied(merge, {**canonical_ties(ModelDescription(dict(base.config))), **ties}, base.catalog.root)
     return merge
 
 
@@ -147,6 +150,24 @@ def _deltas(held: Mapping[str, Array], shared: Mapping[str, str], adapters: Adap
             own = f"{layer}.{A}.weight"
             inputs = held[shared.get(own, own)].astype(np.float32)
             yield layer, Delta(inputs, outputs.astype(np.float32) * np.float32(adapters.scaling))
+
+
+def _refuse_tied(merge: Merge, ties: Mapping[str, str], base: AnyPath) -> None:
+    """Refuse adapters of a tied tensor: they change a product with one of its names, and the other is its copy."""
+    faults = [
+        f"{name}: has adapters, and {alias} is a copy of {owner}"
+        for alias, owner in ties.items()
+        for name in (alias, owner)
+        if name in merge.deltas
+    ]
+    if faults:
+        raise MismatchError(
+            "Adapters of a tied tensor cannot be merged into it.",
+            where=str(base),
+            evidence=fold(faults),
+            next_step="Export the adapters without a base. Or name a base with both tensors and "
+            "tie_word_embeddings: false.",
+        )
 
 
 def _refuse_unlike(merge: Merge, trained: Mapping[str, Array], base: OpenedCheckpoint) -> None:

@@ -263,7 +263,9 @@ class SequentialTensorWriter:
         if self._next < len(self._names):
             self._file.abandon()
             missing = self._names[self._next :]
-            fault = f"{len(missing)} of {len(self._names)} tensors were not given, {missing[0]!r} first"
+            verb = "was" if len(missing) == 1 else "were"
+            counted = f"{count_text(len(missing), 'tensor')} of {len(self._names)}"
+            fault = f"{counted} {verb} not given, {missing[0]!r} first"
             _reject_write(self._path, fault)
         return self._file.close()
 

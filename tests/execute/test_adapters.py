@@ -16,6 +16,7 @@ from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.export import export_opened
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.adapters import Adapters, is_adapter, with_adapters
+from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
 from paddleformers_fc.formats.huggingface import open_huggingface
@@ -86,6 +87,25 @@ def test_a_merge_replaces_both_names_of_a_tied_tensor_that_the_base_stores(
     assert found[EMBEDDING].tobytes() != base[EMBEDDING].tobytes()
     assert (HEAD in found) == stored
     assert found.get(HEAD, found[EMBEDDING]).tobytes() == found[EMBEDDING].tobytes()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_of_a_head_are_not_merged_into_a_base_that_ties_it(tmp_path: Path, tied: bool) -> None:
+    # PaddleNLP's class has a linear layer as head, which PaddleFormers' classes do not have.
+    model = replace(LLAMA, config={**LLAMA.config, IS_NLP: True})
+    checkpoint, base = saved(tmp_path / "c", model, ()), base_of(tmp_path)
+    (tmp_path / "base").mkdir()
+    save_file({**base, HEAD: base[EMBEDDING]}, tmp_path / "base/model.safetensors")
+    config = {**LLAMA.config, "tie_word_embeddings": tied}
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    if tied:
+        with pytest.raises(MismatchError, match="tied tensor") as refused:
+            export_opened(checkpoint, tmp_path / "merged", base=open_huggingface(tmp_path / "base"))
+        assert f"{HEAD}: has adapters, and {HEAD} is a copy of {EMBEDDING}" in refused.value.render()
+        return
+    export_opened(checkpoint, tmp_path / "merged", base=open_huggingface(tmp_path / "base"))
+    found = load_file(tmp_path / "merged/model.safetensors")
+    assert found[HEAD].tobytes() != found[EMBEDDING].tobytes() == base[EMBEDDING].tobytes()
 
 
 @pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])

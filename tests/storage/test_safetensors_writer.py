@@ -162,12 +162,12 @@ def test_a_wrong_write_is_refused_and_no_checksum_is_given(tmp_path: Path, key: 
     writer = writer_of(tmp_path / "x", PAIR, {})
     with pytest.raises(FormatError, match=message):
         writer.write(key, buffer)
-    with pytest.raises(FormatError, match="2 of 2 tensors were not given, 'a' first"):
+    with pytest.raises(FormatError, match="2 tensors of 2 were not given, 'a' first"):
         writer.close()
 
 
 def test_a_file_left_before_its_last_tensor_has_no_checksum(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="1 of 2 tensors were not given, 'b' first"):
+    with pytest.raises(FormatError, match="1 tensor of 2 was not given, 'b' first"):
         with writer_of(tmp_path / "x", PAIR, {}) as writer:
             writer.write("a", np.zeros(6, np.float32))
 
