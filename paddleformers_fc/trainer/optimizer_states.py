@@ -48,6 +48,13 @@ _MASTER_NAME = re.compile(r"_fp32_master_\d+$")
 _OF_PADDLE = ("LR_Scheduler", "master_weights")
 """Entries of ``state_dict`` that are no accumulators. They are saved in another way."""
 
+_CONTAINERS_OF_PADDLE = frozenset(
+    {"_accumulators_holder", "_auxiliary_vars", "_default_dict", "_grad_dict", "_learning_rate_map", "_master_grads"}
+)
+"""Containers of Paddle's optimizers whose tensors are no states, or are refused by themselves."""
+
+_MOST_NAMED = 8
+
 
 def describe(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of these parameters by name, as ``ShardedWeight`` over the optimizer's tensors.
@@ -226,6 +233,7 @@ def _tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
         yield MASTER, _static(static), tensor
     _refuse_waiting(inner)
     _refuse_others(inner)
+    _refuse_kept_apart(inner)
     prefix = "" if inner._name is None else f"{inner._name}_"
     for accumulator, tensors in inner._accumulators.items():
         # A tensor's own name is no help: one that was moved to page-locked memory has another one.
@@ -275,6 +283,49 @@ def _refuse_others(optimizer: Any) -> None:
             evidence=others,
             next_step="Create them with _add_accumulator, and declare them with paddleformers_fc.register_optimizer.",
         )
+
+
+def _refuse_kept_apart(optimizer: Any) -> None:
+    """Refuse tensors of the shapes of parameters, or by their names, in containers of a class's own."""
+    parameters = list(_parameters(optimizer))
+    known = {id(parameter) for parameter in parameters}
+    accumulators = getattr(optimizer, "_accumulators", {}).values()
+    known |= {id(tensor) for tensors in accumulators for tensor in tensors.values()}
+    known |= {id(tensor) for tensor in getattr(optimizer, "_master_weights", {}).values()}
+    shapes = {tuple(parameter.shape) for parameter in parameters}
+    keys = {parameter.name for parameter in parameters}
+    found = [
+        f"{attribute}: {list(tensor.shape)}"
+        for attribute, value in vars(optimizer).items()
+        if attribute not in _CONTAINERS_OF_PADDLE and isinstance(value, dict | list | tuple)
+        for key, tensor in _tensors_in(value)
+        if id(tensor) not in known and (tuple(tensor.shape) in shapes or key in keys)
+    ]
+    if found:
+        raise OptionError(
+            f"{count_text(len(found), 'tensor')} of the optimizer would not be saved: only accumulators are.",
+            where=qualified_name(type(optimizer)),
+            evidence=found[:_MOST_NAMED],
+            next_step="Create them with _add_accumulator, and declare them with paddleformers_fc.register_optimizer.",
+        )
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    groups = getattr(optimizer, "_param_groups", None) or getattr(optimizer, "_parameter_list", None) or ()
+    for group in groups:
+        yield from group["params"] if isinstance(group, dict) else [group]
+
+
+def _tensors_in(value: Any, key: object = None, depth: int = 3) -> Iterator[tuple[object, Any]]:
+    """Yield the tensors in nested containers with the outermost key."""
+    if isinstance(value, paddle.Tensor):
+        yield key, value
+    elif depth and isinstance(value, dict):
+        for own, one in value.items():
+            yield from _tensors_in(one, own if key is None else key, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_in(one, key, depth - 1)
 
 
 def _shard(name: str, state: StateDescriptor, tensor: Any, weight: Any, range_: slice | None) -> Any:

@@ -236,8 +236,20 @@ def refuse_states(output_dir: str) -> dict[str, str]:
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "average": paddle.ones([2])}
 
+    class Kept(paddle.optimizer.AdamW):
+        """Keeps states in a dictionary of its own."""
+
+        def step(self) -> None:
+            super().step()
+            self.state = {one.name: {"slow": one.clone()} for one in self._parameter_list}
+
     class Looked(paddle.optimizer.AdamW):
         """Changes nothing."""
+
+        def step(self) -> None:
+            super().step()
+            self.norms = [paddle.ones([3])]
+            self.by_size = {4: self._parameter_list}
 
         def state_dict(self) -> dict[str, Any]:
             return dict(super().state_dict())
@@ -271,6 +283,7 @@ def refuse_states(output_dir: str) -> dict[str, str]:
     ahead = paddle.incubate.LookAhead(paddle.optimizer.AdamW(parameters=model.parameters()))
     found["contains"] = error_of(paddleformers_fc.save, "contains", model, ahead)
     found["adds"] = error_of(paddleformers_fc.save, "adds", *trained(Averaged))
+    found["keeps"] = error_of(paddleformers_fc.save, "keeps", *trained(Kept))
     found["overrides"] = error_of(paddleformers_fc.save, "overrides", *trained(Looked))
     states = trained()[1].state_dict()
     model, optimizer = trained(steps=0)

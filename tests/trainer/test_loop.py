@@ -139,6 +139,7 @@ def test_states_that_a_checkpoint_would_not_contain_or_not_replace_are_refused(
         "stale": "0.bias.beta1_pow_acc_0",
         "contains": "inner_optimizer: paddle.optimizer.adamw.AdamW",
         "adds": "average",
+        "keeps": "state: [4, 2]",
         "waits": "16 states of the optimizer wait for the first step",
         "waits in part": "8 states of the optimizer wait for the first step",
     }
