@@ -162,6 +162,38 @@ def unsupported(output_dir: str) -> dict[str, str]:
     return found
 
 
+def undescribed_layers(output_dir: str) -> dict[str, Any]:
+    """Train adapters of a convolution and of stacked experts.
+
+    Returns:
+        the error of each, and whether PaddleFormers describes the shards of such adapters.
+    """
+    from types import SimpleNamespace
+
+    import paddle
+    from paddleformers.nn.experts import MoeExperts
+    from paddleformers.peft.lora.lora_layers import LoRAConv2D, LoRAMoeExperts
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.errors import OptionError
+
+    sizes = SimpleNamespace(num_experts=2, intermediate_size=8, hidden_size=4, hidden_act="silu")
+    made = {LoRAConv2D: lambda: paddle.nn.Conv2D(2, 2, 3), LoRAMoeExperts: lambda: MoeExperts(sizes)}
+    found = {}
+    for kind, layer in made.items():
+        args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
+        model = tiny.build("llama", tiny.SINGLE, args)
+        model.added = layer()
+        adapted = tiny.adapted(model, target_modules=["added"])
+        described = kind.sharded_state_dict is not paddle.nn.Layer.sharded_state_dict
+        try:
+            tiny.trainer(adapted, args, cls=FlexTrainer)
+            found[kind.__name__] = {"error": "", "described": described}
+        except OptionError as error:
+            found[kind.__name__] = {"error": error.render(), "described": described}
+    return found
+
+
 def unsupported_in_scripts(output_dir: str) -> dict[str, str]:
     """Save, load and start from files with adapters that are merged into their base; the errors."""
     import paddleformers_fc
