@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from tests.corruption import mutations
 from tests.corruption.guarantees import count
@@ -15,7 +17,17 @@ USUAL = 2000
 COUNT = int(os.environ.get("FLEX_MUTATIONS", USUAL))
 """How many; ``make soak`` asks for more."""
 
+FEW = 200
+"""How many in ``make test``."""
 
+
+def test_a_few_random_mutations_of_every_kind_are_refused_and_the_damaged_file_is_named(tmp_path: Path) -> None:
+    tally = mutations.run(tmp_path, SEED, FEW)
+    assert len(tally.tried) == 10
+    assert not tally.missed, "\n".join(tally.missed[:20])
+
+
+@pytest.mark.slow
 def test_every_random_mutation_is_refused_and_the_damaged_file_is_named(tmp_path: Path) -> None:
     tally = mutations.run(tmp_path, SEED, COUNT)
     print(tally.sentence(SEED))

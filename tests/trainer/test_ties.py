@@ -37,7 +37,7 @@ def diverged(output_dir: Path) -> dict[str, bool]:
     return {path.name: bool(read_manifest(path).ties) for path in sorted(output_dir.glob("checkpoint-*"))}
 
 
-@pytest.mark.parametrize("layout", [PP4, PP2SD2V2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [PP2, PP4, PP2SD2V2], ids=lambda layout: layout.name)
 def test_the_last_whole_checkpoint_of_a_run_stays_and_is_resumed(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
 ) -> None:

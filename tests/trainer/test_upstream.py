@@ -301,6 +301,7 @@ def test_the_stock_command_line_stops_on_a_renamed_method_and_trains_without_fle
     assert list((tmp_path / "stock" / "checkpoint-2").glob("model_state/*.metadata"))
 
 
+@pytest.mark.slow
 def test_our_command_stops_on_a_renamed_attribute_of_the_pipeline(renamed: str, corpus: Path, tmp_path: Path) -> None:
     rename(renamed, "_pp_data_buffer")
     path = write_yaml(corpus, tmp_path / "out")
