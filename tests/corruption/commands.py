@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.errors import FlexError, from_wire
 from paddleformers_fc.trainer.rank_records import RECORDS
@@ -77,6 +78,15 @@ def train(model: Path, output: Path, *overrides: str, corpus: Path | None = None
     return _ended(command, output, output / "log", {})
 
 
+def worker(ranks: ForkServer, model: Path, output: Path, **keys: Any) -> Ended:
+    """What the worker of either command does, in a process that has imported Paddle."""
+    recipe = recipe_of(model, output, **keys)
+    errors = output.with_suffix(".errors")
+    errors.mkdir()
+    result = ranks.attempt("tests.corruption.jobs:train_as_a_worker", 1, {"yaml": str(recipe), "records": str(errors)})
+    return Ended(result.returncodes[0], result.logs[0].read_text(errors="replace"), _recorded(errors), output)
+
+
 def stock_command(model: Path, output: Path, corpus: Path | None = None, **keys: Any) -> Ended:
     """``paddleformers-cli train`` with a YAML that names the registration file, on one process."""
     recipe = _recipe(model, output, corpus, custom_register_path=str(PATH), **keys)
@@ -140,6 +150,9 @@ def _ended(command: list[str], output: Path, errors: Path, environment: dict[str
         errors="replace",
         check=False,
     )
+    return Ended(done.returncode, done.stdout, _recorded(errors), output)
+
+
+def _recorded(errors: Path) -> FlexError | None:
     left = sorted(errors.glob("rank-*.error.json"))
-    error = from_wire(left[0].read_text()) if left else None
-    return Ended(done.returncode, done.stdout, error, output)
+    return from_wire(left[0].read_text()) if left else None

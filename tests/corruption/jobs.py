@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,16 @@ def train_what_was_set(output_dir: str, flex: bool) -> dict[str, Any]:
         return {"error": error.to_wire()}
     trainer.train()
     return {"steps": trainer.state.global_step, "kept": kept}
+
+
+def train_as_a_worker(yaml: str, records: str) -> None:
+    """What the command ``train`` runs in its only worker, with the record of an error that it reads."""
+    from paddleformers_fc.trainer.rank_records import RECORDS
+    from tests.trainer.jobs import run_command_line
+
+    os.environ[RECORDS] = records
+    try:
+        run_command_line(yaml)
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # As an interpreter does that ends by it.
+        raise

@@ -83,10 +83,10 @@ def states(directory: Path) -> dict[str, tuple[int, bytes]]:
     return found | {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.iterdir()}
 
 
-def refused_by_the_command(model: Path, output: Path) -> FlexError:
-    """The error by which ``paddleformers-fc train`` ends, with nothing saved and nothing touched."""
+def refused_by_the_command(model: Path, output: Path, ranks: ForkServer | None = None) -> FlexError:
+    """The error by which ``paddleformers-fc train``, or only its worker on a rank, ends with nothing touched."""
     before = states(model)
-    ended = commands.train(model, output)
+    ended = commands.train(model, output) if ranks is None else commands.worker(ranks, model, output)
     assert ended.code == 1, ended.said
     assert ended.error is not None, ended.said
     assert ended.error.what in ended.said
@@ -96,10 +96,10 @@ def refused_by_the_command(model: Path, output: Path) -> FlexError:
     return ended.error
 
 
-def trained_from(model: Path, output: Path, expected: dict[str, np.ndarray[Any, Any]]) -> bool:
-    """Whether ``paddleformers-fc train`` begins with these bits: a step without a learning rate keeps them."""
+def trained_from(ranks: ForkServer, model: Path, output: Path, expected: dict[str, np.ndarray[Any, Any]]) -> bool:
+    """Whether the command's worker begins with these bits: a step without a learning rate keeps them."""
     before = states(model)
-    ended = commands.train(model, output, "max_steps=1", "learning_rate=0.0")
+    ended = commands.worker(ranks, model, output, max_steps=1, learning_rate=0.0)
     assert ended.code == 0, ended.said
     assert states(model) == before
     held = {name: array for path in output.glob("*.safetensors") for name, array in load_file(path).items()}
@@ -149,7 +149,7 @@ def test_t9_open_weights_of_another_shape_are_refused(
 
 @fault("T10", "tensors are missing from a file of open weights, and a whole directory is loaded next")
 def test_t10_missing_tensors_come_in_one_report_and_the_next_load_is_right(
-    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, model: Path, tmp_path: Path
+    ranks: ForkServer, bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, model: Path, tmp_path: Path
 ) -> Observed:
     whole = copy(stock_weights[0], tmp_path / "whole", lambda path: None)
     broken = copy(stock_weights[0], tmp_path / "broken", lambda path: without_tensors(weights(path)[0], 2))
@@ -158,7 +158,7 @@ def test_t10_missing_tensors_come_in_one_report_and_the_next_load_is_right(
     assert "should be assigned before" in second["error"]
     in_several_files(model)
     taken = without_tensors(weights(model)[1], 2)
-    error = refused_by_the_command(model, tmp_path / "out")
+    error = refused_by_the_command(model, tmp_path / "out", ranks)
     assert isinstance(error, Corrupt)
     assert all(f"{name}: the index says {weights(model)[1].name}" in str(error) for name in taken)
     # Next in the same process.
@@ -174,7 +174,7 @@ def test_t10_missing_tensors_come_in_one_report_and_the_next_load_is_right(
 
 @fault("T11", "a file of open weights is missing, and the index lists it")
 def test_t11_a_missing_file_is_named(
-    bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
+    ranks: ForkServer, bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
 ) -> Observed:
     broken = copy(stock_weights[0], tmp_path / "stock", lambda path: weights(path)[1].unlink())
     missing = weights(stock_weights[0])[1].name
@@ -183,14 +183,14 @@ def test_t11_a_missing_file_is_named(
     in_several_files(model)
     gone = weights(model)[1]
     gone.unlink()
-    error = refused_by_the_command(model, tmp_path / "out")
+    error = refused_by_the_command(model, tmp_path / "out", ranks)
     assert isinstance(error, Corrupt)
     return Observed(f"`{found['error']}`: the missing file is not named", refused(error, gone.name))
 
 
 @fault("T12", "an extra `original.safetensors` with the same names")
 def test_t12_a_file_that_the_index_does_not_list_is_ignored(
-    bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
+    ranks: ForkServer, bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
 ) -> Observed:
     def add(path: Path) -> None:
         held = load_file(weights(path)[0])
@@ -202,7 +202,7 @@ def test_t12_a_file_that_the_index_does_not_list_is_ignored(
     assert sorted(other) == sorted(name for name in held if "norm" not in name)
     expected = in_several_files(model)
     add(model)
-    assert trained_from(model, tmp_path / "out", expected)
+    assert trained_from(ranks, model, tmp_path / "out", expected)
     return Observed(
         "its tensors win over those of the index; no error", "loads right: the index lists the files that count"
     )
@@ -210,7 +210,7 @@ def test_t12_a_file_that_the_index_does_not_list_is_ignored(
 
 @fault("T13", "loading from a directory of open weights that is not ours to write to")
 def test_t13_the_source_is_not_written_to(
-    bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
+    ranks: ForkServer, bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
 ) -> Observed:
     directory = copy(stock_weights[0], tmp_path / "stock", lambda path: None)
     before = {path.name for path in directory.iterdir()}
@@ -219,7 +219,7 @@ def test_t13_the_source_is_not_written_to(
     assert added == {"flex-ckpt.auto_generated.metadata"}
     # Paddle also deletes files of other programs under this name.
     (model / "flex-ckpt.auto_generated.metadata").write_text("of somebody")
-    assert trained_from(model, tmp_path / "out", load_file(model / "model.safetensors"))
+    assert trained_from(ranks, model, tmp_path / "out", load_file(model / "model.safetensors"))
     return Observed(f"writes `{added.pop()}` into it", "loads right, and nothing in the directory is touched")
 
 
