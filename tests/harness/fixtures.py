@@ -21,6 +21,9 @@ OURS = (
 )
 """What most jobs import: half of a short job's time, where each of its ranks imports it."""
 
+THEIRS = ("paddleformers.trainer.trainer", "paddleformers.transformers.auto.modeling")
+"""What PaddleFormers imports when it is first used."""
+
 COMMAND_LINE = ("paddleformers.cli.launcher", "paddleformers.cli.train.tuner")
 FREEZE = "gc:freeze"
 """Ranks need not look through what their server has imported."""
@@ -43,5 +46,5 @@ def ranks() -> Iterator[ForkServer]:
 @pytest.fixture(scope="session")
 def bare_ranks() -> Iterator[ForkServer]:
     """The same without the CPU runtime: what Paddle and PaddleFormers do by themselves."""
-    with ForkServer(preload=[entry for entry in PRELOAD if ":" not in entry]) as server:
+    with ForkServer(preload=[*(entry for entry in PRELOAD if ":" not in entry), *THEIRS, FREEZE]) as server:
         yield server
