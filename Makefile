@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
-	@echo "make test     all checks, and every test but the slow ones; of tests that start ranks, a third of the cases"
+	@echo "make test     all checks, and every test but the slow ones; of tests that start ranks, a fifth of the cases"
 	@echo "make test-all all checks and all tests"
 	@echo "make test-gpu the tests of device memory on a GPU, by an environment that has one: PYTHON=python"
 	@echo "make test-nlp the tests of PaddleNLP's Trainer, in $(NLP_VENV), which it makes (Python 3.11)"

@@ -1,8 +1,8 @@
 """Select the tests of ``make test``: no slow ones, and a sample of the cases that start processes.
 
 ``make test-all`` runs every test. With ``--sample`` a test marked ``slow`` is left out, and of a parametrised test that
-starts ranks, or is marked ``sampled``, a third of the cases runs: the first, the last and others at equal distances;
-of three or fewer, the first. The choice depends on the order of the cases alone, so it is the same on every machine.
+starts ranks, or is marked ``sampled``, a fifth of the cases runs: the first, the last and others at equal distances;
+of five or fewer, the first. The choice depends on the order of the cases alone, so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Sequence
 import pytest
 
 OPTION = "--sample"
-EACH = 3
+EACH = 5
 """Of so many cases one is run."""
 _FIXTURES = frozenset({"ranks", "bare_ranks", "patient_ranks"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option to pytest's command line."""
-    parser.addoption(OPTION, action="store_true", help="run a sample: no slow tests, a third of the cases with ranks")
+    parser.addoption(OPTION, action="store_true", help="run a sample: no slow tests, a fifth of the cases with ranks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers."""
     config.addinivalue_line("markers", "slow: left out of make test")
     config.addinivalue_line(
-        "markers", "sampled: a third of the cases is in make test, as of all tests that start ranks"
+        "markers", "sampled: a fifth of the cases is in make test, as of all tests that start ranks"
     )
 
 
