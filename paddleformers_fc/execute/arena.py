@@ -87,20 +87,25 @@ class SnapshotArena:
         copied: dict[str, dict[str, list[_Copied]]] = {}
         on_host: list[tuple[Any, _Copied]] = []
         transfers: list[Transfer] = []
+        copying = SnapshotCopy(tensors, copied, on_host, transfers)
         used = 0
-        for (role, name), some in stretches.items():
-            tensor = tensors[role][name].local_tensor
-            width = dtype_of(tensor).itemsize
-            for begin, end in some:
-                size = (end - begin) * width
-                one = _Copied((begin, end), self._memory[used : used + size])
-                used += _aligned(size)
-                copied.setdefault(role, {}).setdefault(name, []).append(one)
-                if in_host_memory(tensor.place):
-                    on_host.append((tensor, one))
-                else:
-                    transfers.extend(begin_copies(tensor, begin, end, one.memory))
-        return SnapshotCopy(tensors, copied, on_host, transfers)
+        try:
+            for (role, name), some in stretches.items():
+                tensor = tensors[role][name].local_tensor
+                width = dtype_of(tensor).itemsize
+                for begin, end in some:
+                    size = (end - begin) * width
+                    one = _Copied((begin, end), self._memory[used : used + size])
+                    used += _aligned(size)
+                    copied.setdefault(role, {}).setdefault(name, []).append(one)
+                    if in_host_memory(tensor.place):
+                        on_host.append((tensor, one))
+                    else:
+                        transfers.extend(begin_copies(tensor, begin, end, one.memory))
+        except BaseException:
+            copying.wait()  # The memory is used again.
+            raise
+        return copying
 
 
 @dataclass(frozen=True)
@@ -133,12 +138,16 @@ class SnapshotCopy:
             for tensor, one in self.on_host:
                 copy_to_host(tensor, *one.stretch, one.memory)
         finally:
-            for transfer in self.transfers:
-                transfer.wait()
+            self.wait()
         return {
             role: {name: _pieces(self.tensors[role][name].local_tensor, some) for name, some in names.items()}
             for role, names in self.copied.items()
         }
+
+    def wait(self) -> None:
+        """Wait for copies from devices, of a snapshot that may be dropped. Afterwards the memory may be used again."""
+        for transfer in self.transfers:
+            transfer.wait()
 
 
 def on_device(tensors: Roles, stretches: Stretches) -> bool:

@@ -11,6 +11,7 @@ import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from paddleformers_fc.trainer.host import TrainerCallback
@@ -72,10 +73,17 @@ class BetweenSteps(TrainerCallback):
         started = time.monotonic()
         while not all(read.done() for read in self._reads):
             self._calls.get()()
+        self._run_calls()
         reads, self._reads = self._reads, []
         self.waited += time.monotonic() - started
         for read in reads:
             read.result()
+
+    def _run_calls(self) -> None:
+        """Run what is left, mostly the ends of reads that were not waited for."""
+        with suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()()
 
     def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait before weights and states change."""

@@ -203,12 +203,17 @@ def background_communicator(number: int, patience: float) -> Channel:
     """
     if job_channel().world_size == 1:
         return job_channel()
-    rank, size, address = dist.get_rank(), dist.get_world_size(), stores.job_store_address()
-    # Gloo ignores the number, and two groups need a store each.
-    group_id = _FIRST_GROUP + number
-    group = core.ProcessGroupGloo.create(groups.group_store(_default_store(), rank, group_id), rank, size, group_id)
+    group, address = _background_group(number), stores.job_store_address()
     store = address and stores.StoreClient(address, min(patience, stores.OPENING_SECONDS), patience)
     return Communicator(HostChannel(group), patience, store, f"{KEY_PREFIX}-background-{number}")
+
+
+@functools.cache
+def _background_group(number: int) -> Any:
+    """Open a group of all ranks; a Trainer with another timeout uses it too, because its number serves one group."""
+    rank, size, group_id = dist.get_rank(), dist.get_world_size(), _FIRST_GROUP + number
+    # Gloo ignores the number, and two groups need a store each.
+    return core.ProcessGroupGloo.create(groups.group_store(_default_store(), rank, group_id), rank, size, group_id)
 
 
 def _default_store() -> Any:

@@ -128,8 +128,7 @@ class SavesBesideSteps:
         def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             if event == "on_train_end":
                 self.finish(trainer)
-            if event == "on_save" and self._latest is not None and self._latest.job.step == state.global_step:
-                self._latest.is_event_held = True
+            if event == "on_save" and self._holds_event(state.global_step):
                 return control
             return tell(event, args, state, control, **kwargs)
 
@@ -190,6 +189,14 @@ class SavesBesideSteps:
         finally:
             trainer.state.best_model_checkpoint = committed
 
+    def _holds_event(self, step: int) -> bool:
+        """Return whether ``on_save`` of a step is told later, with the end of its save."""
+        save = self._latest
+        if save is None or save.job.step != step or self._is_told(save):
+            return False
+        save.is_event_held = True
+        return True
+
     def _is_told(self, save: _Save) -> bool:
         return all(slot.save is not save for slot in self._slots)
 
@@ -215,6 +222,8 @@ class SavesBesideSteps:
                 try:
                     taken = snapshot(job.part, _capture(trainer, slot, begun), slot.channel, job.consistency)
                 finally:
+                    if begun is not None:
+                        begun.copy.wait()
                     save.captured.set_result(None)
                 if before is not None:
                     wait([before.done])
@@ -235,7 +244,7 @@ class SavesBesideSteps:
         try:
             channel.all_gather(b"")  # Training is held for the second exchange alone.
             self._gate.agree(gather, ending)
-        except FlexError as error:
+        except Exception as error:  # The end is told in any case.
             logger.warning(f"The ranks have not agreed on a step at which they learn of the end of a save.\n{error}")
             self._gate.alone(ending)
 
@@ -247,7 +256,9 @@ class SavesBesideSteps:
             trainer.state.best_model_checkpoint = save.job.best
         settle(trainer, save.job, report, transfers, save.blocked + run.between_steps.waited - save.waited)
         if save.is_event_held:
-            trainer.control = trainer.callback_handler.on_save(trainer.args, save.state, trainer.control)
+            # The handler's on_save would drop a save that is due at this step.
+            handler = trainer.callback_handler
+            trainer.control = handler.call_event("on_save", trainer.args, save.state, trainer.control)
 
     def _fail(self, slot: _Slot, error: Exception) -> None:
         """A save has failed; on the training thread."""
@@ -259,15 +270,15 @@ def _begin_copy(slot: _Slot, job: SaveJob) -> _Begun | None:
     """Begin to copy under the plan of the last save, which is right if no rank's shards have changed."""
     try:
         part = job.part()
-    except Exception:  # The thread of the slot raises it on all ranks.
+        plan = expected_plan(part, slot.channel.rank)
+        if plan is None:
+            return None
+        stretches = stretches_of(plan, slot.channel.rank, part.job.step, part.replicas)
+        if not slot.arena.has_room(part.tensors, stretches):
+            return None
+        return _Begun(plan, slot.arena.begin(part.tensors, stretches))
+    except Exception:  # The thread of the slot meets it too, and raises it on all ranks.
         return None
-    plan = expected_plan(part, slot.channel.rank)
-    if plan is None:
-        return None
-    stretches = stretches_of(plan, slot.channel.rank, part.job.step, part.replicas)
-    if not slot.arena.has_room(part.tensors, stretches):
-        return None
-    return _Begun(plan, slot.arena.begin(part.tensors, stretches))
 
 
 def _capture(trainer: Any, slot: _Slot, begun: _Begun | None) -> Capture:
