@@ -220,20 +220,25 @@ def unsupported_in_scripts(output_dir: str) -> dict[str, str]:
 
 
 def train_and_export(output_dir: str, base: str, target: str, **settings: Any) -> None:
-    """Train adapters on a base of files, export them by the Trainer, and write the model's logits beside them."""
-    import numpy as np
-    import paddle
-
+    """Train adapters on a base of files, and export them by the Trainer."""
     trainer = trainer_of(output_dir=output_dir, base=base, **settings)
     trainer.train()
     trainer.save_model(target)
-    if paddle.distributed.get_rank() == 0 and settings["layout"].get("nproc", 1) == 1:
-        trainer.model.eval()
-        tokens = paddle.to_tensor(np.arange(1, tiny.SEQUENCE + 1)[None])
-        logits = trainer.model(tokens)
-        np.save(
-            f"{target}.npy", (logits[0] if isinstance(logits, tuple) else getattr(logits, "logits", logits)).numpy()
-        )
+
+
+def export_initial(layout: Mapping[str, Any], output_dir: str, base: str, target: str, checkpoint: str) -> None:
+    """Save adapters on a base of files, export them by the Trainer, and write the model's logits beside the export."""
+    import numpy as np
+    import paddle
+
+    import paddleformers_fc
+
+    trainer = trainer_of(layout, output_dir, {"max_steps": 1}, base=base)
+    paddleformers_fc.save(checkpoint, trainer.model, step=1)
+    trainer.save_model(target)
+    trainer.model.eval()
+    logits = trainer.model(paddle.to_tensor(np.arange(1, tiny.SEQUENCE + 1)[None]))
+    np.save(f"{target}.npy", (logits[0] if isinstance(logits, tuple) else getattr(logits, "logits", logits)).numpy())
 
 
 def read_by_paddleformers(output_dir: str, base: str, adapters: str, resume: str) -> dict[str, bool]:

@@ -190,10 +190,8 @@ def train_in_one_process(ranks: ForkServer, path: Path) -> str:
     return ranks.run(f"{JOBS}:run_command_line", 1, {"yaml": str(path)}).logs[0].read_text()
 
 
-def test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes(
-    ranks: ForkServer, corpus: Path, tmp_path: Path
-) -> None:
-    path = write_yaml(corpus, tmp_path / "out", tensor_model_parallel_size=2)
+def train_by_command(path: Path, directory: Path) -> str:
+    """Train on two ranks by PaddleFormers' command, in a working directory; the log of the first rank."""
     (port,) = free_ports(1)
     environment = {
         **os.environ,
@@ -207,10 +205,16 @@ def test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes(
     }
     command = [sys.executable, "-m", "paddleformers.cli.cli", "train", str(path)]
     trained = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
-    log = (tmp_path / "paddleformers_dist_log" / "workerlog.0").read_text()
+    return (directory / "paddleformers_dist_log" / "workerlog.0").read_text()
+
+
+def test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes(
+    ranks: ForkServer, corpus: Path, tmp_path: Path
+) -> None:
+    log = train_by_command(write_yaml(corpus, tmp_path / "out", tensor_model_parallel_size=2), tmp_path)
     assert read_manifest(tmp_path / "out" / "checkpoint-2").parallel["tp"] == 2
     resume = str(tmp_path / "out" / "checkpoint-2")
     alone = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "alone", resume_from_checkpoint=resume))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,9 @@ import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MismatchError, OptionError
 from tests.harness.tiny import PP2, SINGLE, TP2, MatrixLayout
+from tests.trainer import peft_files
 from tests.trainer.test_pretrained import weights_of
+from tools.peft_fixtures import inputs
 
 JOBS = "tests.trainer.lora_jobs"
 PREFIX = "base_model.model."
@@ -143,15 +143,11 @@ def test_an_export_for_paddleformers_is_read_by_paddleformers(
     assert found == {"equal": True, "initially": False}
 
 
-def test_peft_computes_the_logits_of_paddleformers(llama: Exported, tmp_path: Path) -> None:
-    """Runs where PyTorch and PEFT are installed: ``pip install torch==2.13.0 peft``."""
-    pytest.importorskip("torch")
-    pytest.importorskip("peft")
-    paddleformers_fc.open(llama.checkpoint).export(tmp_path / "merged", base=llama.base)
-    paths = [llama.base, llama.adapter, tmp_path / "merged"]
-    program = [sys.executable, "-m", "tests.trainer.peft_logits", *map(str, paths), str(tmp_path / "logits.npz")]
-    subprocess.run(program, check=True)
-    expected, found = np.load(f"{llama.adapter}.npy"), np.load(tmp_path / "logits.npz")
+def test_peft_computes_the_logits_of_paddleformers(ranks: ForkServer, tmp_path: Path) -> None:
+    """The logits are those of PEFT on PyTorch, which ``tools/peft_fixtures.py`` has written for these exports."""
+    peft_files.write(ranks, tmp_path)
+    expected, found = np.load(tmp_path / "adapter.npy"), np.load(Path(__file__).with_name("peft.npz"))
+    assert inputs(tmp_path) == json.loads(str(found["inputs"]))
     assert np.abs(found["base"] - expected).max() > 0.1
     assert np.abs(found["adapter"] - expected).max() <= 1e-5
     assert np.abs(found["merged"] - expected).max() <= 1e-5

@@ -18,6 +18,7 @@ from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.trainer.register import PATH
 from paddleformers_fc.verification.demo.assets import Assets, prepare
 from tests.cli.support import run
+from tests.trainer.test_entry_points import losses, train_by_command
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = "tests.trainer.workflow_jobs"
@@ -156,6 +157,28 @@ def test_a_workflow_trains_on_as_if_it_had_not_been_interrupted(
     workflows: Workflows, tmp_path: Path, recipe: str, layout: dict[str, Any], keys: dict[str, Any]
 ) -> None:
     resume_and_compare(workflows, recipe, tmp_path, layout, **keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "keys"), [("llama_sft", {}), ("llama_dpo", {"ref_model_update_steps": -1})])
+def test_the_stock_command_line_trains_resumes_and_exports_adapters(
+    workflows: Workflows, tmp_path: Path, recipe: str, keys: dict[str, Any]
+) -> None:
+    keys = {**keys, "fine_tuning": "LoRA", "lora_rank": 4}
+    logs = [tmp_path / name for name in ("first", "second")]
+    for directory in logs:
+        directory.mkdir()
+    whole = train_by_command(workflows.write(recipe, tmp_path / "whole", {**DP2, **keys}), logs[0])
+    last, resume = tmp_path / "whole/checkpoint-6", str(tmp_path / "whole/checkpoint-3")
+    again = {**TP2, **keys, "resume_from_checkpoint": resume}
+    resumed = train_by_command(workflows.write(recipe, tmp_path / "again", again), logs[1])
+    assert losses(resumed) == pytest.approx(losses(whole)[3:], abs=2e-6)
+    base = workflows.assets.models["llama"]
+    assert run("export", last, tmp_path / "adapter").code == 0
+    assert run("export", last, tmp_path / "merged", "--base", base).code == 0
+    adapter = (tmp_path / "adapter/adapter_model.safetensors").read_bytes()
+    assert adapter == (tmp_path / "whole/adapter_model.safetensors").read_bytes()
+    assert load_file(tmp_path / "merged/model.safetensors").keys() == load_file(base / "model.safetensors").keys()
 
 
 @pytest.fixture(scope="module")
