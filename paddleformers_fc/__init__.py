@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Checkpoint": "paddleformers_fc.api",
+    "averaged_weights": "paddleformers_fc.trainer.ema_weights",
     "load": "paddleformers_fc.trainer.loop",
     "open": "paddleformers_fc.api",
     "save": "paddleformers_fc.trainer.loop",
@@ -25,6 +26,7 @@ _HOME = {
     "install": "paddleformers_fc.trainer.install",
     "load_open_weights": "paddleformers_fc.trainer.pretrained",
     "register_optimizer": "paddleformers_fc.layout.roles",
+    "save_ema": "paddleformers_fc.trainer.ema_weights",
 }
 
 _PACKAGES = ("cpu_runtime", "trainer")
@@ -39,12 +41,14 @@ __all__ = [
     "FlexTrainer",
     "FlexTrainerMixin",
     "FlexTrainingArguments",
+    "averaged_weights",
     "install",
     "load",
     "load_open_weights",
     "open",
     "register_optimizer",
     "save",
+    "save_ema",
 ]
 
 

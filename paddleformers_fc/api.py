@@ -24,10 +24,12 @@ from paddleformers_fc.execute.export import ExportReport, export_opened, refuse_
 from paddleformers_fc.execute.merging import refuse_other_base
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
+from paddleformers_fc.formats.checkpoint import with_role
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
 from paddleformers_fc.formats.peft import require_adapters
 from paddleformers_fc.formats.registry import default_writer, writer_of
+from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import canonical_layout, canonical_source
@@ -233,8 +235,9 @@ class Checkpoint:
         format: str = "",
         base: Location | None = None,
         accept_base: bool = False,
+        role: str = MODEL_STATE,
     ) -> ExportReport:
-        """Write the weights as Hugging Face files.
+        """Write the weights, or their moving average, as Hugging Face files.
 
         Args:
             directory: the target on this machine; other files in it are kept.
@@ -245,8 +248,10 @@ class Checkpoint:
             format: ``huggingface``, ``peft`` or ``paddleformers-lora``; by default PEFT's for a checkpoint of adapters.
             base: open weights into which the adapters are merged; the export is then a whole model.
             accept_base: whether ``base`` may be other files than those that the adapters were trained on.
+            role: ``model_state``, or ``ema_state`` for the moving average, in the dtypes of the weights. Tensors
+                without an average are those of ``model_state``.
         Raises:
-            OptionError: the target contains a model or is inside a checkpoint.
+            OptionError: the target contains a model or is inside a checkpoint, or there is no moving average.
             CheckpointError: the checkpoint is damaged, or is open weights already.
 
         Example:
@@ -254,12 +259,13 @@ class Checkpoint:
             21
         """
         target = Path(directory)
+        opened = with_role(self._opened, role)
         writer = writer_of(format) if format else default_writer(self._opened)
         merged = None if base is None else _base_of(self._opened, base, verify, accept_base)
         if merged is not None:
             writer = writer_of("huggingface")
         refuse_target(target, self._opened.model_files, replace, writer)
-        chosen = dataclasses.replace(self._opened, tied=tied, unread=verify == "full")
+        chosen = dataclasses.replace(opened, tied=tied, unread=verify == "full")
         return export_opened(chosen, target, max_shard_bytes, writer=writer, base=merged)
 
 

@@ -94,6 +94,7 @@ TRAINER = (
         f"{_TRAINER}._save",
         "(self, output_dir=None, state_dict=None, merge_tensor_parallel=False, last_fc_to_hf=False)",
     ),
+    Hook(f"{_TRAINER}.evaluate", "(self, eval_dataset=None, ignore_keys=None, metric_key_prefix='eval')"),
     Hook(f"{_TRAINER}._sorted_checkpoints", "(self, output_dir=None, checkpoint_prefix='checkpoint', use_mtime=False)"),
     Hook(f"{_TRAINER}._rotate_checkpoints", "(self, use_mtime=False, output_dir=None)"),
     Hook(

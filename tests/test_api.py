@@ -21,7 +21,8 @@ Checkpoint
 Checkpoint.diff(self, other: 'Checkpoint', role: 'str | None' = None) -> 'Difference'
 Checkpoint.export(self, directory: 'str | PathLike[str]', *, max_shard_bytes: 'int' = 5000000000, \
 verify: 'str' = 'full', replace: 'bool' = False, tied: 'str' = 'refuse', \
-format: 'str' = '', base: 'Location | None' = None, accept_base: 'bool' = False) -> 'ExportReport'
+format: 'str' = '', base: 'Location | None' = None, accept_base: 'bool' = False, \
+role: 'str' = 'model_state') -> 'ExportReport'
 Checkpoint.metadata
 Checkpoint.plan(self, layout: 'str', dtype: 'str | None' = None) -> 'GridPlan'
 Checkpoint.read(self, name: 'str', box: 'Sequence[slice] | None' = None, role: 'str | None' = None) \
@@ -32,6 +33,7 @@ FlexCheckpointCallback
 FlexTrainer
 FlexTrainerMixin
 FlexTrainingArguments
+averaged_weights(trainer: 'Any') -> 'Iterator[None]'
 install() -> 'None'
 load(directory: 'str | PathLike[str] | RemotePath', model: 'Any', optimizer: 'Any' = None, *, \
 verify: 'str' = 'full', threads: 'int' = 4, family: 'str | Family | None' = None, config: 'Config | None' = None, \
@@ -44,6 +46,7 @@ register_optimizer(optimizer: 'type', like_parameter: 'Iterable[str]' = (), numb
 save(directory: 'str | PathLike[str]', model: 'Any', optimizer: 'Any' = None, *, step: 'int' = 0, \
 consumed_samples: 'int' = 0, parallel: 'Mapping[str, int] | None' = None, family: 'str | Family | None' = None, \
 config: 'Config | None' = None, mapping: 'RuleSet | None' = None) -> 'SaveReport'
+save_ema(trainer: 'Any', directory: 'str', max_shard_size: 'str | int | None' = None) -> 'None'
 """
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 import paddleformers_fc
 from paddleformers_fc.execute.weights_md5 import weights_md5
+from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text, size_text
 
@@ -59,6 +60,7 @@ class Choices:
         format: the name of the format; empty for the default of the checkpoint.
         base: open weights into which adapters are merged; empty for none.
         accept_base: whether ``base`` may be other files than those of the training.
+        role: ``model_state``, or ``ema_state`` for the moving average of the weights.
     """
 
     max_shard_bytes: int
@@ -68,6 +70,7 @@ class Choices:
     format: str = ""
     base: str = ""
     accept_base: bool = False
+    role: str = MODEL_STATE
 
 
 def export(source: AnyPath, target: Path, choices: Choices) -> Exported:
@@ -92,6 +95,7 @@ def export(source: AnyPath, target: Path, choices: Choices) -> Exported:
         format=choices.format,
         base=choices.base or None,
         accept_base=choices.accept_base,
+        role=choices.role,
     )
     return Exported(
         source=str(source),

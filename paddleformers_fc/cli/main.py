@@ -238,6 +238,9 @@ def export(
     accept_base: Annotated[
         bool, typer.Option("--accept-base", help="Merge into a base that the adapters were not trained on.")
     ] = False,
+    role: Annotated[
+        str, typer.Option("--role", help="model_state, or ema_state: the moving average of the weights.")
+    ] = "model_state",
     as_json: Json = False,
 ) -> int:
     """Write a checkpoint's weights as Hugging Face files; prints them and one md5, the same for every layout."""
@@ -250,7 +253,7 @@ def export(
         raise typer.BadParameter(f"Directory {directory!r} is a file.")
     with output.working(f"exporting {source}"):
         size = parse_size(max_shard_size)
-        choices = exporting.Choices(size, verify.value, replace, tied.value, as_format, base, accept_base)
+        choices = exporting.Choices(size, verify.value, replace, tied.value, as_format, base, accept_base, role)
         found = exporting.export(source, target, choices)
     _present(found, exporting.show, as_json)
     return OK

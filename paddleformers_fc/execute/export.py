@@ -38,10 +38,11 @@ from paddleformers_fc.formats.checkpoint import (
     OpenedCheckpoint,
     OutputFile,
     not_a_flex_checkpoint,
+    with_role,
 )
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, RUN_ARGUMENTS
 from paddleformers_fc.formats.registry import EXPORTED, checkpoints_advice, default_writer
-from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
 from paddleformers_fc.layout.shards import shard_bytes
 from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.sources import resume_source
@@ -87,6 +88,7 @@ def export_checkpoint(
     channel: Channel = ALONE,
     verify: str = "size",
     tied: str = REFUSE,
+    role: str = MODEL_STATE,
 ) -> ExportReport:
     """Write a checkpoint's weights as a Hugging Face directory.
 
@@ -98,13 +100,14 @@ def export_checkpoint(
         verify: how the source is checked: ``off``, ``size`` or ``full``.
         tied: which copy of a tied tensor is exported, by pipeline stage: ``first`` or ``last``; under ``refuse`` the
             copies must be equal.
+        role: ``model_state``, or ``ema_state`` for the moving average.
     Raises:
         FlexError: the same on every rank; older weights in the target are untouched.
     """
-    facts = {"versions": software_versions(), "max_shard_bytes": max_shard_bytes, "flex_tied": tied}
+    facts = {"versions": software_versions(), "max_shard_bytes": max_shard_bytes, "flex_tied": tied, "role": role}
     consistency = ConsistencyCheck(f"exporting to {target.name}", facts)
     checkpoint = replace(open_on_all_ranks(source, channel, verify, consistency=consistency), tied=tied)
-    return export_opened(checkpoint, target, max_shard_bytes, channel)
+    return export_opened(with_role(checkpoint, role), target, max_shard_bytes, channel)
 
 
 def export_opened(
@@ -187,6 +190,7 @@ def save_weights(
     max_shard_bytes: int,
     channel: Channel,
     tied: str = REFUSE,
+    averages: Mapping[str, Any] | None = None,
 ) -> ExportReport:
     """Write a live model's weights as a Hugging Face directory.
 
@@ -198,13 +202,16 @@ def save_weights(
         max_shard_bytes: as in :func:`export_checkpoint`.
         channel: all ranks of the job; every rank must call.
         tied: as in :func:`export_checkpoint`.
+        averages: this rank's moving averages by the name of the weight, which are written in place of the weights.
     Raises:
         FlexError: the same on every rank; older weights in the target are untouched.
     """
+    roles = {MODEL_STATE: weights} if averages is None else {MODEL_STATE: weights, EMA_STATE: averages}
+    role = MODEL_STATE if averages is None else EMA_STATE
     with staging_beside(target, channel, _nothing, staging_parent) as staged:
         passage = staged.path / "weights"
-        save_checkpoint(passage, {MODEL_STATE: weights}, model, files, JobRecord(0, 0, {}), channel)
-        report = export_checkpoint(passage, target, max_shard_bytes, channel, tied=tied)
+        save_checkpoint(passage, roles, model, files, JobRecord(0, 0, {}), channel)
+        report = export_checkpoint(passage, target, max_shard_bytes, channel, tied=tied, role=role)
         if channel.rank in staged.disks.sorted_leaders:
             _try_discard(staged.path)
     return report

@@ -8,7 +8,7 @@ that follows the protocol, and one line in :mod:`paddleformers_fc.formats.regist
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, Option
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checks import CheckList
-from paddleformers_fc.layout.roles import EMA_STATE, ROLES
+from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
@@ -282,6 +282,26 @@ class OpenedCheckpoint:
             ordered = sorted(names, key=lambda name: recorded.get(name, len(recorded)))
             found[owner] = tuple(ordered if self.tied == "first" else reversed(ordered))
         return found
+
+
+def with_role(checkpoint: OpenedCheckpoint, role: str) -> OpenedCheckpoint:
+    """Return a checkpoint whose weights are those of a role.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        role: ``model_state``, or ``ema_state`` for the moving averages.
+    Raises:
+        OptionError: the role contains no weights, or the checkpoint has no moving average.
+    """
+    if role not in (MODEL_STATE, EMA_STATE):
+        raise OptionError(
+            f"The role {role!r} contains no weights of the model.",
+            evidence=[f"roles of weights: {MODEL_STATE}, {EMA_STATE}"],
+            next_step=f"Name {MODEL_STATE} or {EMA_STATE}.",
+        )
+    if role == EMA_STATE:
+        require_average(checkpoint)
+    return replace(checkpoint, averaged=role == EMA_STATE)
 
 
 def require_average(checkpoint: OpenedCheckpoint) -> None:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import msgspec
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
-from paddleformers_fc.errors import FormatError, MismatchError
+from paddleformers_fc.errors import FormatError, MismatchError, OptionError
 from paddleformers_fc.execute.averaging import AveragedTensor, update_averages, update_weight
 from paddleformers_fc.layout.roles import EMA_STATE
 from paddleformers_fc.storage.paths import AnyPath
@@ -102,6 +102,7 @@ class MovingAverage(TrainerCallback):
         tensors: ``ShardedWeight`` over host memory, by the name of the parameter; empty before the first update.
         updates: number of updates.
         step: the optimizer step of the last one.
+        in_model: whether the averages are in the model in place of its weights.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class MovingAverage(TrainerCallback):
         self._pending: Future[None] | None = None
         self._failure: Exception | None = None
         self._loss: Any = None
+        self.in_model = False
         self.reset()
 
     def reset(self) -> None:
@@ -142,7 +144,12 @@ class MovingAverage(TrainerCallback):
             raise self._failure
 
     def roles(self) -> dict[str, dict[str, Any]]:
-        """Return the averages in their role; no role if this rank has none. Waits and raises as :meth:`settled`."""
+        """Return the averages in their role; no role if this rank has none. Waits and raises as :meth:`settled`.
+
+        Raises:
+            OptionError: they are in the model.
+        """
+        self.refuse_in_model()
         self.settled()
         return {EMA_STATE: dict(self.tensors)} if self.tensors else {}
 
@@ -180,6 +187,23 @@ class MovingAverage(TrainerCallback):
             return loss
 
         return watched
+
+    def refuse_in_model(self) -> None:
+        """Refuse to train or save while the averages are in the model.
+
+        Raises:
+            OptionError: they are.
+        """
+        if self.in_model:
+            raise OptionError(
+                "The model has its averaged weights, which are neither trained nor saved as weights.",
+                where="averaged_weights",
+                next_step="Train and save outside of the block; save_ema exports the averaged weights.",
+            )
+
+    def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Refuse to train averaged weights."""
+        self.refuse_in_model()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin an update if one is due. A save of the same step comes later."""

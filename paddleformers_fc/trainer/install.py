@@ -85,7 +85,7 @@ def _overrides() -> Mapping[str, Callable[..., Any]]:
         from paddleformers_fc.trainer.nlp_trainer import OVERRIDES
 
         return OVERRIDES
-    from paddleformers_fc.trainer import loading, saving, trainer_init
+    from paddleformers_fc.trainer import ema_weights, loading, saving, trainer_init
 
     return {
         "__init__": trainer_init.init_trainer,
@@ -98,6 +98,7 @@ def _overrides() -> Mapping[str, Callable[..., Any]]:
         "_save": saving.save_model,
         "_sorted_checkpoints": saving.sorted_checkpoints,
         "_rotate_checkpoints": saving.rotate_checkpoints,
+        "evaluate": ema_weights.evaluate,
     }
 
 

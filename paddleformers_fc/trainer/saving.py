@@ -5,13 +5,14 @@ Whatever can fail on one rank alone runs inside an agreement helper.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.distributed.channel import ALONE, run_on_all
 from paddleformers_fc.execute.export import save_weights
 from paddleformers_fc.formats.huggingface import RUN_ARGUMENTS
-from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
 from paddleformers_fc.storage.paths import require_local
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import (
@@ -101,7 +102,7 @@ def save_model(
     Raises:
         FlexError: the same on every rank; an older export in the directory is untouched.
     """
-    _export(trainer, output_dir or trainer.args.output_dir, trainer.args.flex_max_shard_size)
+    export_live(trainer, output_dir or trainer.args.output_dir, trainer.args.flex_max_shard_size)
 
 
 def save_pretrained(
@@ -130,16 +131,34 @@ def save_pretrained(
     if state_dict is not None:
         native(save_dir, is_main_process, state_dict, *args, **kwargs)
         return
-    _export(trainer, save_dir, trainer.args.flex_max_shard_size if max_shard_size is None else max_shard_size)
+    export_live(trainer, save_dir, trainer.args.flex_max_shard_size if max_shard_size is None else max_shard_size)
 
 
-def _export(trainer: Any, output_dir: str, max_shard_size: str | int) -> None:
+def export_live(
+    trainer: Any,
+    output_dir: str,
+    max_shard_size: str | int,
+    averages: Callable[[], dict[str, Any]] | None = None,
+) -> None:
+    """Export the weights of a Trainer's model. Every rank must call.
+
+    Args:
+        trainer: the Trainer that the model belongs to.
+        output_dir: the directory to write.
+        max_shard_size: maximum bytes of a file.
+        averages: returns this rank's moving averages, which are exported in place of the weights.
+
+    Raises:
+        FlexError: the same on every rank; an older export in the directory is untouched.
+    """
     directory, channel = require_local(output_dir, "An export"), channel_of(trainer.args)
     max_shard_bytes = parse_size(max_shard_size) if isinstance(max_shard_size, str) else int(max_shard_size)
     consistency = consistency_check_of(trainer.args, f"exporting to {directory.name}")
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
         roles = state.model_roles(trainer.model)
+        if averages is not None:
+            roles[EMA_STATE] = averages()
         if channel.rank != 0:
             return roles, {}
         arguments = documents.arguments_document(trainer.args)
@@ -147,7 +166,8 @@ def _export(trainer: Any, output_dir: str, max_shard_size: str | int) -> None:
 
     roles, files = run_on_all(channel, "preparing an export", prepare, consistency)
     model, tied = describe(trainer.model), trainer.args.flex_tied
-    report = save_weights(roles[MODEL_STATE], model, files, directory, max_shard_bytes, channel, tied)
+    weights, averaged = roles[MODEL_STATE], roles.get(EMA_STATE)
+    report = save_weights(weights, model, files, directory, max_shard_bytes, channel, tied, averaged)
     if trainer.args.should_log:
         tensors, files_made = count_text(report.tensors, "tensor"), count_text(len(report.files), "file")
         logger.info(f"Exported {tensors} to {directory} in {files_made}.")

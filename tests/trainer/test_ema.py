@@ -11,11 +11,14 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.averaging import update_weight
 from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.storage.block_checksums import digest_of
 from tests.harness.tiny import DP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 
 JOBS = "tests.trainer.jobs"
+EMA_JOBS = "tests.trainer.ema_jobs"
 DECAY = 0.9
 EVERY_STEP = {"max_steps": 6, "save_steps": 1, "logging_steps": 1}
 AVERAGE = {"flex_ema_decay": DECAY}
@@ -124,3 +127,101 @@ def test_losses_are_those_without_an_average(ranks: ForkServer, tmp_path: Path) 
     ]
     assert [rank["losses"] for rank in found[0][0]] == [rank["losses"] for rank in found[1][0]]
     assert not (tmp_path / "0.0" / "checkpoint-6" / "ema_state").exists()
+
+
+# ---- The averaged weights in use.
+
+
+def swap(ranks: ForkServer, layout: MatrixLayout, directory: Path, **given: Any) -> list[dict[str, Any]]:
+    settings = {"layout": layout.to_json(), "output_dir": str(directory), "export": str(directory / "live"), **given}
+    arguments = {"max_steps": 3, "save_steps": 3, **AVERAGE}
+    values: list[dict[str, Any]] = ranks.run(
+        f"{EMA_JOBS}:swap", layout.nproc, {**settings, "arguments": arguments}
+    ).values
+    return values
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [half(SD2V2), *(pytest.param(layout, marks=pytest.mark.slow) for layout in OTHERS)],
+    ids=lambda layout: layout.name,
+)
+def test_averaged_weights_are_in_the_model_and_the_former_ones_come_back(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    found = swap(ranks, layout, tmp_path)
+    third = tmp_path / "checkpoint-3"
+    for rank in found:
+        assert rank["before"] == rank["after"] != rank["inside"]
+        assert "neither trained nor saved" in rank["refused"]
+    resumed = {
+        "layout": replace(SINGLE, bf16=layout.bf16).to_json(),
+        "output_dir": str(tmp_path / "resumed"),
+        "arguments": {"max_steps": 3, "sharded_model_from_ema": True, **AVERAGE},
+        "resume": str(third),
+    }
+    (digest,) = ranks.run(f"{EMA_JOBS}:resumed_from_average", 1, resumed).values
+    assert {rank["averaged"] for rank in found} == {digest}
+    opened = paddleformers_fc.open(third)
+    report = opened.export(tmp_path / "stored", role="ema_state")
+    live = paddleformers_fc.open(tmp_path / "live")
+    assert live.diff(paddleformers_fc.open(tmp_path / "stored"), role="model_state").equal
+    assert report.digests() == {name: digest_of(tmp_path / "live" / name) for name in report.files}
+    dtype = opened.tensors()[0].dtype
+    for name, values in averages(third).items():
+        exported = live.read(name)
+        assert str(exported.dtype) == dtype
+        np.testing.assert_array_equal(exported, values.astype(exported.dtype))
+
+
+def test_an_evaluation_has_the_averaged_weights_and_training_goes_on_as_before(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    layout = half(SD2V2)
+
+    def evaluated(name: str, **arguments: Any) -> dict[str, Any]:
+        given = {"layout": layout.to_json(), "output_dir": str(tmp_path / name)}
+        arguments = {"max_steps": 3, "logging_steps": 1, **arguments}
+        return dict(ranks.run(f"{EMA_JOBS}:evaluated", 2, {**given, "arguments": arguments}).values[0])
+
+    plain = evaluated("plain")
+    averaged = evaluated("averaged", flex_ema_evaluate=True, **AVERAGE)
+    assert averaged["losses"] == plain["losses"]
+    # The first update is a copy.
+    assert averaged["evaluated"][0] == plain["evaluated"][0]
+    assert averaged["evaluated"][1] > plain["evaluated"][1]
+
+
+def test_adapters_are_averaged_and_exported(ranks: ForkServer, tmp_path: Path) -> None:
+    found = swap(ranks, TP2, tmp_path, adapters=True)
+    assert all(rank["before"] == rank["after"] != rank["inside"] for rank in found)
+    third = tmp_path / "checkpoint-3"
+    names = {one.name for one in paddleformers_fc.open(third).tensors() if one.role == "model_state"}
+    assert averages(third).keys() == names
+    assert all("lora_" in name for name in names)
+    report = paddleformers_fc.open(third).export(tmp_path / "stored", role="ema_state")
+    assert report.digests() == {name: digest_of(tmp_path / "live" / name) for name in report.files}
+    plain = paddleformers_fc.open(third).export(tmp_path / "plain")
+    assert plain.digests() != report.digests()
+
+
+def test_frozen_parameters_have_no_average_and_are_exported_as_they_are(ranks: ForkServer, tmp_path: Path) -> None:
+    frozen = "model.embed_tokens.weight"
+    run(ranks, DP2, tmp_path, "run_with_frozen", frozen=[frozen])
+    sixth = tmp_path / "checkpoint-6"
+    assert averages(sixth).keys() == weights(sixth).keys() - {frozen}
+    paddleformers_fc.open(sixth).export(tmp_path / "export", role="ema_state")
+    exported = paddleformers_fc.open(tmp_path / "export")
+    np.testing.assert_array_equal(exported.read(frozen), weights(sixth)[frozen])
+    again = tmp_path / "again"
+    given = {"resume": str(sixth), "arguments": {"max_steps": 6}}
+    run(ranks, TP2, again, "resume_and_save_again", **given)
+    assert digests(again / "checkpoint-6") == digests(sixth)
+
+
+def test_what_a_checkpoint_lacks_is_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
+    run(ranks, SINGLE, tmp_path, arguments={"max_steps": 1, "flex_ema_decay": 0.0})
+    with pytest.raises(OptionError, match="no moving average"):
+        paddleformers_fc.open(tmp_path / "checkpoint-1").export(tmp_path / "export", role="ema_state")
+    with pytest.raises(OptionError, match="'optimizer_state' contains no weights"):
+        paddleformers_fc.open(tmp_path / "checkpoint-1").export(tmp_path / "export", role="optimizer_state")

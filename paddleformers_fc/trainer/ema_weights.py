@@ -1,0 +1,152 @@
+"""Use the averaged weights of a run: in the model for a while, for its evaluations, and in an export.
+
+The averages travel in memory to the ranks that hold the weights (:mod:`~paddleformers_fc.execute.part_exchange`), and
+are rounded to the dtype of the weight. The weights are kept in host memory meanwhile and put back bit by bit. Master
+weights and optimizer states stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.distributed.channel import run_on_all
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.memory import host_pieces, slot_of
+from paddleformers_fc.execute.part_exchange import HeldPart, gather_parts
+from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.storage.casts import copy_cast
+from paddleformers_fc.trainer import saving, state
+from paddleformers_fc.trainer.ema import MovingAverage
+from paddleformers_fc.trainer.host import logger
+from paddleformers_fc.trainer.job_state import Native, channel_of, job_state_of, when_active
+from paddleformers_fc.trainer.options import parse_size
+
+_MEMORY = Path("host memory")
+
+
+@contextmanager
+def averaged_weights(trainer: Any) -> Iterator[None]:
+    """Return a block in which a Trainer's model has its averaged weights. Every rank must enter it.
+
+    Parameters without an average keep their values. The block must neither train nor save.
+
+    Example:
+        >>> with averaged_weights(trainer):  # doctest: +SKIP
+        ...     metrics = trainer.evaluate()
+
+    Args:
+        trainer: a Trainer with ``flex_ema_decay``.
+    Raises:
+        OptionError: there is no average, because the Trainer keeps none or has not updated it.
+        FlexError: the same on every rank: an update of the average has failed.
+    """
+    run, args, channel = job_state_of(trainer), trainer.args, channel_of(trainer.args)
+    average = require_average(trainer)
+    run.between_steps.finish()
+
+    def prepare() -> tuple[dict[str, HeldPart], dict[str, Any], dict[str, Shard]]:
+        average.settled()
+        weights = state.model_roles(trainer.model)[MODEL_STATE]
+        return _held(average), weights, describe_roles({MODEL_STATE: weights})[MODEL_STATE]
+
+    held, weights, shards = run_on_all(channel, "looking at the averaged weights", prepare)
+    staging_bytes = parse_size(args.flex_staging_size)
+    former: dict[str, np.ndarray[Any, Any]] = {}
+    average.in_model = True
+    try:
+        for name, values in gather_parts(held, shards, channel):
+            tensor = weights[name].local_tensor
+            former[name] = _copy(tensor, staging_bytes)
+            _fill(tensor, values, staging_bytes)
+        yield
+    finally:
+        # A tied tensor may have been filled under two names.
+        for name in reversed(former):
+            _fill(weights[name].local_tensor, former[name], staging_bytes)
+        average.in_model = False
+
+
+def save_ema(trainer: Any, directory: str, max_shard_size: str | int | None = None) -> None:
+    """Export the averaged weights of a Trainer's model in Hugging Face format. Every rank must call.
+
+    Example:
+        >>> save_ema(trainer, "out/averaged")  # doctest: +SKIP
+
+    Args:
+        trainer: a Trainer with ``flex_ema_decay``.
+        directory: the directory to write.
+        max_shard_size: maximum bytes of a file, such as ``"5GB"`` or a number. Default: ``flex_max_shard_size``.
+    Raises:
+        OptionError: there is no average, because the Trainer keeps none or has not updated it.
+        FlexError: the same on every rank; an older export in the directory is untouched.
+    """
+    average = require_average(trainer)
+    size = trainer.args.flex_max_shard_size if max_shard_size is None else max_shard_size
+    saving.export_live(trainer, directory, size, lambda: average.roles().get(EMA_STATE, {}))
+
+
+@when_active
+def evaluate(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer.evaluate``: with the averaged weights under ``flex_ema_evaluate``.
+
+    Raises:
+        FlexError: see :func:`averaged_weights`.
+    """
+    run = job_state_of(trainer)
+    average = run.average
+    if not trainer.args.flex_ema_evaluate or average is None or average.in_model:
+        return native(*args, **kwargs)
+    if not average.updates:
+        line = "flex_ema_evaluate: the moving average has no update yet, so the weights themselves are evaluated."
+        run.warn_once(trainer.args, line)
+        return native(*args, **kwargs)
+    with averaged_weights(trainer):
+        if trainer.args.should_log:
+            logger.info(f"Evaluating the moving average of step {average.step}.")
+        return native(*args, **kwargs)
+
+
+def require_average(trainer: Any) -> MovingAverage:
+    """Return the average of a Trainer.
+
+    Raises:
+        OptionError: it keeps none, or has not updated it.
+    """
+    average = job_state_of(trainer).average
+    if average is None or not average.updates:
+        raise OptionError(
+            "The Trainer has no moving average of its weights.",
+            where="flex_ema_decay",
+            evidence=["flex_ema_decay: 0" if average is None else "the average has no update yet"],
+            next_step="Set flex_ema_decay, and train at least up to flex_ema_start_step.",
+        )
+    return average
+
+
+def _held(average: MovingAverage) -> dict[str, HeldPart]:
+    shards = describe_roles({EMA_STATE: average.tensors})[EMA_STATE]
+    return {
+        name: HeldPart(shard, slot_of(average.tensors[name].local_tensor).open().array())
+        for name, shard in shards.items()
+    }
+
+
+def _copy(tensor: Any, staging_bytes: int) -> np.ndarray[Any, Any]:
+    """Return the elements of a live tensor in new host memory."""
+    elements = int(np.prod(tensor.shape))
+    # A piece is valid until the next one is requested.
+    return np.concatenate([piece.copy() for piece in host_pieces(tensor, 0, elements, staging_bytes)])
+
+
+def _fill(tensor: Any, values: np.ndarray[Any, Any], staging_bytes: int) -> None:
+    slot = slot_of(tensor, staging_bytes)
+    copy_cast(slot.open().array(), values, _MEMORY)
+    slot.close()
+    slot.settle()

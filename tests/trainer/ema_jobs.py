@@ -1,0 +1,124 @@
+"""Trainings with a moving average; each public function is a job of the fork server and returns JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.harness import tiny
+from tests.trainer.jobs import flex_trainer
+from tests.trainer.lora_jobs import trainer_of
+
+EVALUATED = {"evaluation_strategy": "steps", "eval_steps": 1, "do_eval": True}
+
+
+def digest_of(trainer: Any) -> str:
+    """A digest of the weights that all ranks hold together; the same under every layout."""
+    from paddleformers_fc.execute.live_digest import digest_live
+    from paddleformers_fc.trainer import state
+    from paddleformers_fc.trainer.description import describe
+    from paddleformers_fc.trainer.job_state import channel_of
+
+    weights = state.model_roles(trainer.model)["model_state"]
+    return digest_live(weights, describe(trainer.model), channel_of(trainer.args))
+
+
+def bits(trainer: Any) -> str:
+    """A digest of the weights of this rank, bit by bit."""
+    import hashlib
+
+    from paddleformers_fc.execute.memory import host_pieces
+    from paddleformers_fc.trainer import state
+
+    digest = hashlib.md5()
+    for name, weight in sorted(state.model_roles(trainer.model)["model_state"].items()):
+        tensor = weight.local_tensor
+        for piece in host_pieces(tensor, 0, int(tensor.size)):
+            digest.update(name.encode() + piece.tobytes())
+    return digest.hexdigest()
+
+
+def swap(export: str, after: int = 1, adapters: bool = False, **settings: Any) -> dict[str, Any]:
+    """Train, put the averaged weights into the model and take them out again, and train on.
+
+    Args:
+        export: where the averaged weights are exported.
+        after: a second training of as many steps follows.
+        adapters: whether adapters are trained.
+    """
+    from paddleformers_fc import averaged_weights, save_ema
+    from paddleformers_fc.errors import OptionError
+
+    trainer = trainer_of(**settings) if adapters else flex_trainer(**settings)
+    found: dict[str, Any] = {}
+    from paddleformers.trainer import TrainerCallback
+
+    class Swap(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            found["before"], found["own"] = bits(trainer), digest_of(trainer)
+            with averaged_weights(trainer):
+                found["inside"], found["averaged"] = bits(trainer), digest_of(trainer)
+                try:
+                    trainer._save_checkpoint(trainer.model)
+                except OptionError as error:
+                    found["refused"] = error.what
+            found["after"] = bits(trainer)
+            save_ema(trainer, export)
+
+    trainer.add_callback(Swap())
+    trainer.train()
+    return {**found, "losses": trainer.losses}
+
+
+def resumed_from_average(resume: str, **settings: Any) -> str:
+    """Resume with ``sharded_model_from_ema``; the digest of the weights before the first step."""
+    from paddleformers.trainer import TrainerCallback
+
+    found: list[str] = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            found.append(digest_of(trainer))
+
+    trainer = flex_trainer(**settings, callbacks=[Look()])
+    trainer.train(resume_from_checkpoint=resume)
+    return found[0]
+
+
+def evaluated(layout: Mapping[str, Any], output_dir: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Train with an evaluation after every step; losses of both."""
+    from paddleformers.trainer import TrainerCallback
+
+    losses: list[float] = []
+
+    class Remember(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+            losses.append(float(metrics["eval_loss"]))
+
+    given = {**EVALUATED, **arguments}
+    trainer = flex_trainer(layout, output_dir, given, eval_dataset=tiny.Samples(), callbacks=[Remember()])
+    trainer.train()
+    return {"losses": trainer.losses, "evaluated": losses}
+
+
+def fail_to_average(at: int, **settings: Any) -> dict[str, Any]:
+    """Train; on rank 1 the thread that averages fails after a step. The error, and the step at which it came."""
+    import paddle.distributed as dist
+
+    from paddleformers_fc.errors import FlexError
+    from paddleformers_fc.trainer import ema
+
+    trainer = flex_trainer(**settings)
+    original = ema.update_averages
+
+    def update(*given: Any) -> None:
+        if dist.get_rank() == 1 and trainer.state.global_step >= at:
+            raise MemoryError("no memory for the average")
+        original(*given)
+
+    ema.update_averages = update
+    try:
+        trainer.train()
+    except FlexError as error:
+        return {"error": error.render(), "step": trainer.state.global_step}
+    return {}
