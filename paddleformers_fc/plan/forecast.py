@@ -24,6 +24,7 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, not_a_flex_checkpoi
 from paddleformers_fc.formats.registry import require_format
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
 from paddleformers_fc.layout.roles import (
+    EMA_STATE,
     MASTER_WEIGHT,
     MODEL_STATE,
     OPTIMIZER_STATE,
@@ -164,7 +165,7 @@ class _Costs:
     """Costs of shards, each worked out once, and what was found on the way."""
 
     def __init__(self, source: ReadSource) -> None:
-        self._roles = source.catalog.roles
+        self._source, self._roles = source, source.catalog.roles
         states = self._roles.get(OPTIMIZER_STATE, {})
         self._optimizer = stored_optimizer({name: (one.dtype, one.shape) for name, one in states.items()})
         self._known: dict[tuple[object, ...], Cost] = {}
@@ -188,7 +189,15 @@ class _Costs:
                 for role, state in states_of(parameter, self._optimizer):
                     if role in self._roles:
                         cost += self._of(role, state)
+                if self._has_average(parameter.name):
+                    cost += self._of(EMA_STATE, msgspec.structs.replace(parameter, dtype="float32"))
         return cost
+
+    def _has_average(self, parameter: str) -> bool:
+        """Return whether there is an average of a wanted parameter; there is none of frozen ones."""
+        averages = self._roles.get(EMA_STATE, {})
+        made = self._source.mapping.made.get(self._source.wanted_aliases.get(parameter, parameter))
+        return bool(averages) and made is not None and all(name in averages for name in made.names)
 
     def _of(self, role: str, shard: Shard) -> Cost:
         key = (role, shard.name, shard.box.lo, shard.flat)

@@ -8,6 +8,7 @@ average of rounded weights stands still.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,12 @@ import numpy as np
 import paddle
 from paddle.distributed import ShardedWeight
 
+from paddleformers_fc.execute.arena import SnapshotArena, SnapshotCopy
 from paddleformers_fc.execute.averaging import AveragedTensor
-from paddleformers_fc.execute.memory import dtype_name, slot_of, view_of
+from paddleformers_fc.execute.device import in_host_memory
+from paddleformers_fc.execute.memory import HostPieces, dtype_name, slot_of, view_of
 from paddleformers_fc.layout.roles import (
+    EMA_STATE,
     MASTER,
     MASTER_WEIGHT,
     MODEL_STATE,
@@ -34,12 +38,12 @@ class TrainedPart:
 
     Args:
         weight: ``ShardedWeight`` with the part's geometry.
-        tensor: contains the part in float32.
-        first: index of the part's first element in the tensor.
+        local_tensor: contains the part in float32.
+        first: index of the part's first element in that tensor.
     """
 
     weight: Any
-    tensor: Any
+    local_tensor: Any
     first: int = 0
 
     @property
@@ -98,12 +102,26 @@ def make_room(name: str, part: TrainedPart) -> Any:
     )
 
 
-def averaged_tensor(average: Any, part: TrainedPart, staging_bytes: int) -> AveragedTensor:
-    """Return a part and its average, without a copy.
+def begin_copies(parts: Mapping[str, Any], arena: SnapshotArena) -> SnapshotCopy:
+    """Begin to copy the parts that are in the memory of a device. On the training thread.
+
+    Args:
+        parts: this rank's parts.
+        arena: memory for the copies; no earlier ones may be in use.
+    """
+    away = {name: part for name, part in parts.items() if not in_host_memory(part.local_tensor.place)}
+    stretches = {(EMA_STATE, name): ((part.first, part.first + part.size),) for name, part in away.items()}
+    arena.reserve({EMA_STATE: away}, stretches)
+    return arena.begin({EMA_STATE: away}, stretches)
+
+
+def averaged_tensor(average: Any, part: TrainedPart, copied: HostPieces | None) -> AveragedTensor:
+    """Return a part and its average.
 
     Args:
         average: what :func:`make_room` has returned for the part.
         part: the part.
-        staging_bytes: maximum staging memory of the process.
+        copied: its copy; None if it is in host memory.
     """
-    return AveragedTensor(slot_of(average.local_tensor).open().array(), view_of(part.tensor, staging_bytes), part.first)
+    values = view_of(part.local_tensor) if copied is None else copied
+    return AveragedTensor(slot_of(average.local_tensor).open().array(), values, part.first)

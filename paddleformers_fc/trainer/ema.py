@@ -1,13 +1,14 @@
 """The exponential moving average of a run's weights, kept in host memory beside training.
 
 After a step the update is given to a thread, which reads the weights while the next passes run; the next update of the
-optimizer waits for it (:mod:`.between_steps`). The averages are a role of the checkpoint, ``ema_state``, in float32
+optimizer waits until they are read (:mod:`.between_steps`). Weights on a device are copied into a kept arena first, as
+in a save beside training. The averages are a role of the checkpoint, ``ema_state``, in float32
 under the names of the parameters, with the geometry of the optimizer's states. ``trainer/ema.json`` contains what the
 next update depends on.
 
 An error in the thread is raised by the next save, on all ranks, because ranks exchange nothing in an update.
 
-Memory: four bytes per element that the rank averages.
+Memory: four bytes per element that the rank averages, and on a device as much again for the copies.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import msgspec
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import FormatError, MismatchError, OptionError
-from paddleformers_fc.execute.averaging import AveragedTensor, update_averages, update_weight
+from paddleformers_fc.execute.arena import SnapshotArena, SnapshotCopy
+from paddleformers_fc.execute.averaging import update_averages, update_weight
 from paddleformers_fc.layout.roles import EMA_STATE
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
@@ -30,7 +32,6 @@ from paddleformers_fc.trainer import averaged
 from paddleformers_fc.trainer.between_steps import BetweenSteps
 from paddleformers_fc.trainer.host import TrainerCallback, logger
 
-_Tensors = tuple[list[AveragedTensor], list[AveragedTensor]]
 _COUNT = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
@@ -96,7 +97,6 @@ class MovingAverage(TrainerCallback):
         parts: returns this rank's parts of the trained parameters.
         between_steps: has the next update of the optimizer wait.
         channel: returns all ranks.
-        staging_bytes: maximum staging memory of the process.
 
     Attributes:
         tensors: ``ShardedWeight`` over host memory, by the name of the parameter; empty before the first update.
@@ -111,11 +111,10 @@ class MovingAverage(TrainerCallback):
         parts: Callable[[], Mapping[str, averaged.TrainedPart]],
         between_steps: BetweenSteps,
         channel: Callable[[], Channel],
-        staging_bytes: int,
     ) -> None:
         self.settings = settings
         self._parts, self._between_steps, self._channel = parts, between_steps, channel
-        self._staging_bytes = staging_bytes
+        self._arena = SnapshotArena()
         self._threads = ThreadPoolExecutor(1, "flex-ema")
         self._pending: Future[None] | None = None
         self._failure: Exception | None = None
@@ -226,40 +225,57 @@ class MovingAverage(TrainerCallback):
         return wanted
 
     def _begin(self, step: int) -> None:
+        if self._pending is not None:
+            self._pending.result()  # It may average what it has copied from a device.
         if self._failure is not None:
             return
         try:
-            tensors = self._with_memory(self._parts())
+            parts = self._parts()
+            fresh = self._make_absent(parts)
+            copying = averaged.begin_copies(parts, self._arena)
         except Exception as error:  # Raised by the next save, on all ranks.
             self._failed(step, error)
             return
         self.updates, self.step = self.updates + 1, step
-        weight = update_weight(self.settings.decay, self.updates, self.settings.bias_correction)
-        self._pending = self._threads.submit(self._update, tensors, weight, step)
-        self._between_steps.add(self._pending)
+        read: Future[None] = Future()
+        self._pending = self._threads.submit(self._update, parts, fresh, copying, read, step)
+        self._between_steps.add(read)
 
-    def _with_memory(self, parts: Mapping[str, averaged.TrainedPart]) -> _Tensors:
-        """Return the tensors that are copied, because they have no average yet, and those that are averaged."""
-        copied: list[AveragedTensor] = []
-        others: list[AveragedTensor] = []
+    def _make_absent(self, parts: Mapping[str, averaged.TrainedPart]) -> frozenset[str]:
+        """Make memory for averages that do not exist yet, and return their names."""
+        fresh = frozenset(parts.keys() - self.tensors.keys())
         for name, part in parts.items():
-            known = self.tensors.get(name)
-            if known is None:
-                known = self.tensors[name] = averaged.make_room(name, part)
-                target = copied
+            if name in fresh:
+                self.tensors[name] = averaged.make_room(name, part)
             else:
-                target = others
-                _refuse_moved(name, known, part)
-            target.append(averaged.averaged_tensor(known, part, self._staging_bytes))
-        return copied, others
+                _refuse_moved(name, self.tensors[name], part)
+        return fresh
 
-    def _update(self, tensors: _Tensors, weight: float, step: int) -> None:
-        copied, others = tensors
+    def _update(
+        self,
+        parts: Mapping[str, averaged.TrainedPart],
+        fresh: frozenset[str],
+        copying: SnapshotCopy,
+        read: Future[None],
+        step: int,
+    ) -> None:
+        """Update the averages, on the thread. ``read`` ends when the weights may change."""
         try:
-            update_averages(copied, 1.0)
-            update_averages(others, weight)
+            copied = copying.finish().get(EMA_STATE, {})
+            if len(copied) == len(parts):
+                read.set_result(None)
+            tensors = {
+                name: averaged.averaged_tensor(self.tensors[name], part, copied.get(name))
+                for name, part in parts.items()
+            }
+            weight = update_weight(self.settings.decay, self.updates, self.settings.bias_correction)
+            update_averages([one for name, one in tensors.items() if name in fresh], 1.0)
+            update_averages([one for name, one in tensors.items() if name not in fresh], weight)
         except Exception as error:  # As above.
             self._failed(step, error)
+        finally:
+            if not read.done():
+                read.set_result(None)
 
     def _failed(self, step: int, error: Exception) -> None:
         logger.error(

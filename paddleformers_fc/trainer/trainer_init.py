@@ -49,7 +49,7 @@ from paddleformers_fc.trainer.job_state import (
     refuse_optimizer,
     reporters,
 )
-from paddleformers_fc.trainer.options import FlexFields, parse_size, saves_beside_steps, without_effect
+from paddleformers_fc.trainer.options import FlexFields, saves_beside_steps, without_effect
 from paddleformers_fc.trainer.progress_recorder import ProgressRecorder, record_progress
 from paddleformers_fc.trainer.saves_beside_steps import SavesBesideSteps
 from paddleformers_fc.trainer.saves_in_steps import SavesInSteps
@@ -149,7 +149,6 @@ def _add_average(trainer: Any, run: JobState) -> None:
         lambda: averaged.trained_parts(trainer.model, trainer.optimizer),
         run.between_steps,
         lambda: channel_of(args),
-        parse_size(args.flex_staging_size),
     )
     trainer.add_callback(run.average)
     if settings.loss_threshold is not None:

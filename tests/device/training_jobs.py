@@ -200,3 +200,36 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
     weights = [one.local_tensor for one in trainer.model.sharded_state_dict().values()]
     found["weights"] = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in weights)
     return {**found, "losses": trainer.losses, "kept": places()}
+
+
+def train_with_average(
+    layout: Mapping[str, Any], output_dir: str, on: str, arguments: Mapping[str, Any], resume: str | None = None
+) -> dict[str, Any]:
+    """Train with a moving average and checkpoints at steps 3 and 6, and swap the averaged weights in at the end.
+
+    Args:
+        layout: a ``MatrixLayout`` as JSON.
+        output_dir: the same on all ranks.
+        on: name of the device that holds the model.
+        arguments: overrides of the training arguments.
+        resume: a checkpoint.
+    Returns:
+        the losses, where the averages live, and digests of the weights before, in and after the block.
+    """
+    import paddle
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments, averaged_weights
+    from paddleformers_fc.trainer.job_state import job_state_of
+    from tests.trainer.ema_jobs import bits
+
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 6, "save_steps": 3, "device": on}
+    paddle.set_device(on)
+    args = tiny.training_arguments(layout, output_dir, **settings, flex_ema_decay=0.9, **arguments)
+    trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=FlexTrainer)
+    trainer.train(resume_from_checkpoint=resume)
+    digests = [bits(trainer)]
+    with averaged_weights(trainer):
+        digests.append(bits(trainer))
+    average = job_state_of(trainer).average
+    places = sorted({str(one.local_tensor.place) for one in average.tensors.values()})
+    return {"losses": trainer.losses, "places": places, "digests": [*digests, bits(trainer)]}

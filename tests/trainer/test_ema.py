@@ -100,6 +100,20 @@ def test_an_average_is_that_of_the_weights_and_goes_on_bitwise(
     assert "moving average" not in log
     assert [rank["losses"] for rank in again] == [rank["losses"][3:] for rank in values]
     assert list(canonical_digests(resumed / "checkpoint-6")) == list(canonical_digests(whole / "checkpoint-6"))
+    first, second = (paddleformers_fc.open(one / "checkpoint-6") for one in (whole, resumed))
+    assert first.verify().passed
+    assert first.diff(second, role="ema_state").equal
+    assert_planned(second)
+
+
+def assert_planned(checkpoint: paddleformers_fc.Checkpoint) -> None:
+    """A plan of one rank reads every stored tensor whole, and so do the ranks of another layout together."""
+    sizes = {"float32": 4, "bfloat16": 2}
+    held = sum(int(np.prod(one.shape)) * sizes[one.dtype] for one in checkpoint.tensors() if one.shape)
+    plan = checkpoint.plan("dp=1")
+    assert plan.dropped == []
+    assert plan.bytes == plan.read == held
+    assert checkpoint.plan("tp=2,pp=2,sharding=2,split=true").dropped == []
 
 
 @pytest.mark.slow
