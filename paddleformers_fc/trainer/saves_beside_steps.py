@@ -60,7 +60,7 @@ class _Save:
     Args:
         job: the save.
         state: the Trainer's state at its step.
-        waited: seconds that the training thread had waited for reads when it began.
+        waited: seconds that the training thread had waited for reads when it had begun.
         blocked: seconds that the training thread took to begin it.
         captured: ends when live tensors are not read any more.
         done: ends with the thread's work.
@@ -107,13 +107,13 @@ class SavesBesideSteps:
         slot = self._slots[self._begun % len(self._slots)]
         self._wait_for(trainer, slot, f"before step {trainer.state.global_step} can be saved")
         job, state = self._prepare(trainer, metrics)
-        waited, begun = between_steps.waited, _begin_copy(slot, job)
-        save = _Save(job, state, waited, 0.0, Future(), Future(), lambda: None)
+        begun = _begin_copy(slot, job)
+        save = _Save(job, state, 0.0, 0.0, Future(), Future(), lambda: None)
         before, self._latest, slot.save = self._latest, save, save
         self._begun += 1
         save.done = slot.thread.submit(self._run, trainer, slot, save, begun, before)
         between_steps.add(save.captured)
-        save.blocked = time.monotonic() - started
+        save.waited, save.blocked = between_steps.waited, time.monotonic() - started
         trainer.runtime_timer.stop()
         if not self._in_loop:
             self.finish(trainer)
