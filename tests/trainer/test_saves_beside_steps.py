@@ -45,6 +45,26 @@ def test_a_save_beside_training_writes_the_same_under_every_layout(
     compare(ranks, tmp_path, layout)
 
 
+@pytest.mark.parametrize("layout", [SINGLE, bf16(SD2V2)], ids=lambda layout: layout.name)
+def test_a_snapshot_that_is_larger_than_the_limit_is_refused_before_training(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    arguments = {**EVERY_STEP, "flex_async_save": True, "flex_async_memory": "1MB", "flex_async_depth": 2}
+    found = ranks.run(f"{JOBS}:refused_training", layout.nproc, settings(layout, tmp_path / "out", **arguments)).values
+    assert len({one["error"] for one in found}) == 1
+    assert "flex_async_memory allows 1 MB" in found[0]["error"]
+    assert [one["step"] for one in found] == [0] * layout.nproc
+
+
+@pytest.mark.parametrize("layout", [SINGLE, bf16(SD2V2)], ids=lambda layout: layout.name)
+def test_the_bound_of_a_snapshot_is_no_more_than_its_memory_and_no_less_than_a_half(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    arguments = settings(layout, tmp_path / "out", **EVERY_STEP, flex_async_save=True, flex_check_replicas="off")
+    for one in ranks.run(f"{JOBS}:snapshot_sizes", layout.nproc, arguments).values:
+        assert one["kept"] / 2 < one["least"] <= one["kept"]
+
+
 def compare(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout) -> None:
     found, losses = [], []
     for name, options in (("in", {}), ("beside", {"flex_async_save": True})):
