@@ -11,9 +11,10 @@ no accelerator and the YAML names no device. On a machine
 
 Faults that are detectable earlier are refused before a process starts (:mod:`.start_checks`). :mod:`.log_view` filters
 the output. Ranks record their progress and errors beside their logs (:mod:`paddleformers_fc.trainer.rank_records`); the
-command reads these records at the end. The supervisor lists ranks that a signal ended. A training that is stopped
-(Ctrl-C, SIGTERM) ends its ranks. In both cases the command prints the step at which the next start resumes. Every start
-has its own log directory: ``log``, ``log-2``, ...
+command reads these records at the end. The supervisor lists ranks that a signal ended. The signal of
+``flex_save_on_signal`` is forwarded to the ranks, which save and end. Otherwise a training that is stopped (Ctrl-C,
+SIGTERM) ends its ranks. In these cases the command prints the step at which the next start resumes. Every start has its
+own log directory: ``log``, ``log-2``, ...
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -42,15 +43,15 @@ from paddleformers_fc.cli import nodes, start_checks
 from paddleformers_fc.cli.log_view import COLOUR, DEBUG, LogView
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
 from paddleformers_fc.cpu_runtime.launch import LaunchResult, launch
-from paddleformers_fc.cpu_runtime.ranks import rank_environments, tail
+from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, SAVED_ON_SIGNAL, rank_environments, tail
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
 from paddleformers_fc.storage.paths import expand_user, require_local
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import register
-from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options, check_stage
-from paddleformers_fc.trainer.rank_records import RECORDS, read_error, read_progress
+from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options, check_stage, save_signal
+from paddleformers_fc.trainer.rank_records import RECORDS, read_error, read_processes, read_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,6 +80,7 @@ class TrainingJob:
         output_dir: directory of the checkpoints; None if it is not needed.
         resume_overrides: overrides with which the same command resumes the newest checkpoint; mostly none.
         idle: keys of this package that are set and have no effect, because the run does not use it.
+        save_signal: name of the signal on which the ranks save and end; None without one.
     """
 
     argv: tuple[str, ...]
@@ -89,6 +91,7 @@ class TrainingJob:
     output_dir: Path | None = None
     resume_overrides: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
+    save_signal: str | None = None
 
     @property
     def command(self) -> list[str]:
@@ -124,7 +127,8 @@ class Ended(msgspec.Struct, frozen=True):
     """The end of a training.
 
     Attributes:
-        returncode: 0 if every rank succeeded, else that of the first rank that failed.
+        returncode: 0 if every rank succeeded, 85 if they saved and ended on a signal, else that of the first rank that
+            failed.
         command: as in :class:`LaunchPlan`.
         logs: of every rank, or their directory if ``paddle.distributed.launch`` names them.
         seconds: wall time.
@@ -175,7 +179,8 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     own = _own_registration(settings.get(REGISTER_KEY))
     start_checks.refuse_unknown_keys(settings, may_be_more=own is not None)
     check_stage(settings)
-    check_options(SimpleNamespace(**{**vars(FlexFields()), **settings}))
+    options = SimpleNamespace(**{**vars(FlexFields()), **settings})
+    check_options(options)
     start_checks.refuse_missing_paths(settings)
     node = nodes.this_node(os.environ)
     start_checks.refuse_resume(settings, node.count > 1)
@@ -201,7 +206,9 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
             start_checks.refuse_fused_norm(settings)
     if device == CPU and node.count == 1:
         argv = ("-m", "paddleformers.cli.launcher", *arguments)
-        return TrainingJob(argv, nproc or 1, environment, log_dir, flex, output_dir, resume_overrides, idle)
+        return TrainingJob(
+            argv, nproc or 1, environment, log_dir, flex, output_dir, resume_overrides, idle, save_signal(options)
+        )
     if nproc is not None and device != CPU:
         raise OptionError(
             f"--nproc is for machines without an accelerator, and this run uses {device}.",
@@ -218,7 +225,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     # On several nodes this node's disk does not determine the checkpoint that the job resumes.
     seen = output_dir if node.count == 1 else None
     argv = ("-m", "paddleformers.cli.cli", *arguments)
-    return TrainingJob(argv, None, environment, log_dir, flex, seen, resume_overrides, idle)
+    return TrainingJob(argv, None, environment, log_dir, flex, seen, resume_overrides, idle, save_signal(options))
 
 
 def local_device() -> str:
@@ -332,17 +339,20 @@ def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     try:
         with _sigterm_raises():
             if job.ranks is None:
-                code, logs = _run_launcher(job, view), [job.log_dir]
+                code, stopped_by = _run_launcher(job, view)
+                logs = [job.log_dir]
             else:
-                # A launcher needs write and flush only.
-                result = launch(job.argv, job.ranks, job.log_dir, math.inf, job.environment, cast(IO[str], view))
+                result = _run_ranks(job, view)
                 code, logs, signalled = result.returncode, list(result.logs), _signalled(result)
+                stopped_by = None if result.forwarded is None else _signal_name(result.forwarded)
                 failed = next((log for log, one in zip(logs, result.returncodes, strict=True) if one != 0), None)
     except (KeyboardInterrupt, _Terminated) as stop:
         number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
-        code, stopped_by = 128 + number, number.name
+        code, stopped_by = 1, number.name
         logs = sorted(job.log_dir.glob("rank-*.log")) or [job.log_dir]
     view.close()
+    if stopped_by and code != SAVED_ON_SIGNAL:
+        code = 128 + signal.Signals[stopped_by]
     error = read_error(job.log_dir) if code else None
     progress = read_progress(job.log_dir)
     ended = Ended(
@@ -350,16 +360,21 @@ def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
         command=job.command,
         logs=[str(log) for log in logs],
         seconds=round(time.monotonic() - started, 1),
-        report=None if error is not None or failed is None else _last_lines(failed),
+        report=None if error is not None or failed is None or _is_stopped(code, stopped_by) else _last_lines(failed),
         resumed=progress.resumed,
         step=progress.step,
         loss=None if progress.loss is None else float(progress.loss),
         checkpoint=progress.checkpoint,
         stopped_by=stopped_by,
         signalled=signalled,
-        goes_on=_resume_advice(job) if stopped_by or signalled else None,
+        goes_on=_resume_advice(job) if _is_stopped(code, stopped_by) or signalled else None,
     )
     return ended, error
+
+
+def _is_stopped(code: int, stopped_by: str | None) -> bool:
+    """Return whether a signal ended the training in order, that of this process or one that ranks got."""
+    return stopped_by is not None or code == SAVED_ON_SIGNAL
 
 
 class _Terminated(BaseException):
@@ -385,6 +400,8 @@ def _sigterm_raises() -> Iterator[None]:
 
 def _signalled(result: LaunchResult) -> tuple[Signalled, ...]:
     """Return the ranks that signals ended, if that caused the failure; ranks also abort after errors of others."""
+    if result.forwarded is not None:
+        return ()
     failed = [(rank, code) for rank in result.alone if (code := result.returncodes[rank])]
     if not failed or failed[0][1] > 0:
         return ()
@@ -413,9 +430,59 @@ def _resume_advice(job: TrainingJob) -> str | None:
     return f"run the same command again{added}; it resumes at step {step}"
 
 
-def _run_launcher(job: TrainingJob, view: LogView) -> int:
+def _run_ranks(job: TrainingJob, view: LogView) -> LaunchResult:
+    forward = () if job.save_signal is None else (signal.Signals[job.save_signal],)
+    echo = cast(IO[str], view)  # A launcher needs write and flush only.
+    return launch(job.argv, job.ranks or 1, job.log_dir, math.inf, job.environment, echo, forward=forward)
+
+
+@contextmanager
+def _forwarded_to_recorded(job: TrainingJob) -> Iterator[list[str]]:
+    """Return a block in which the signal of the job is forwarded to ranks that take it; with what was forwarded.
+
+    PaddleFormers' command starts ``paddle.distributed.launch`` and forwards nothing. Before the ranks take the signal
+    it has its former effect.
+    """
+    forwarded: list[str] = []
+    if job.save_signal is None or threading.current_thread() is not threading.main_thread():
+        yield forwarded
+        return
+    number = signal.Signals[job.save_signal]
+    killer = threading.Timer(FORWARDED_SECONDS, _signal_recorded, (job.log_dir, signal.SIGKILL))
+    killer.daemon = True
+
+    def forward(*_: object) -> None:
+        if not _signal_recorded(job.log_dir, number):
+            signal.signal(number, former)
+            os.kill(os.getpid(), number)
+        elif not forwarded:
+            forwarded.append(number.name)
+            killer.start()
+
+    former = signal.signal(number, forward)
+    try:
+        yield forwarded
+    finally:
+        killer.cancel()
+        signal.signal(number, former)
+
+
+def _signal_recorded(directory: Path, number: signal.Signals) -> bool:
+    """Send a signal to the ranks of this node that take it; return whether there are any."""
+    found = read_processes(directory)
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+    return bool(found)
+
+
+def _run_launcher(job: TrainingJob, view: LogView) -> tuple[int, str | None]:
+    """Return the exit code, and the signal that was forwarded, if any."""
     environment = {**os.environ, **job.environment}
-    with subprocess.Popen(job.command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+    with (
+        subprocess.Popen(job.command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace") as process,
+        _forwarded_to_recorded(job) as forwarded,
+    ):
         try:
             for line in process.stdout or ():
                 view.write(line)
@@ -429,7 +496,7 @@ def _run_launcher(job: TrainingJob, view: LogView) -> int:
             process.terminate()
             process.wait()
             raise
-    return returncode if returncode >= 0 else 128 - returncode
+    return returncode if returncode >= 0 else 128 - returncode, next(iter(forwarded), None)
 
 
 def _last_lines(log: Path) -> str:
@@ -475,6 +542,8 @@ def _verdict(ended: Ended) -> Text:
 
     if ended.returncode == 0:
         return Text.assemble(("trained", "bold green"), _steps_text(ended))
+    if ended.returncode == SAVED_ON_SIGNAL:
+        return Text.assemble(("saved and stopped", "bold"), f" by {ended.stopped_by or 'a signal'}", _steps_text(ended))
     cause = f" by {ended.stopped_by}" if ended.stopped_by else f" with code {ended.returncode}"
     return Text.assemble(("stopped" if ended.stopped_by else "failed", "bold red"), cause)
 

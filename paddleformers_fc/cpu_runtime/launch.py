@@ -37,6 +37,7 @@ class LaunchResult:
         logs: by rank, output and errors of that rank.
         seconds: from start to end.
         alone: the ranks that ended on their own or were killed from outside, in order.
+        forwarded: the signal that was forwarded to the ranks; None without one.
     """
 
     returncode: int
@@ -44,6 +45,7 @@ class LaunchResult:
     logs: tuple[Path, ...]
     seconds: float
     alone: tuple[int, ...] = ()
+    forwarded: int | None = None
 
     def report(self) -> str:
         """The end of every failed rank's log, as a person reads it; of all logs when time was over."""
@@ -63,6 +65,8 @@ def launch(
     env: Mapping[str, str] | None = None,
     echo: IO[str] | None = None,
     grace: float = ranks.GRACE_SECONDS,
+    forward: Sequence[int] = (),
+    forward_seconds: float = ranks.FORWARDED_SECONDS,
 ) -> LaunchResult:
     """Run ``python argv`` on ``nproc`` local ranks and wait for them.
 
@@ -74,6 +78,8 @@ def launch(
         env: variables on top of this process' environment and of those that place a rank.
         echo: a stream to which rank 0's output is copied while it runs.
         grace: seconds for the other ranks to end by themselves once one has failed.
+        forward: signals of this process that are sent to the ranks.
+        forward_seconds: seconds for the ranks to end after such a signal.
 
     Raises:
         OptionError: ``nproc`` below 1 or an empty ``argv``.
@@ -95,9 +101,16 @@ def launch(
         ]
         os.close(lifeline_read)
         copy = _Echo(stack.enter_context(logs[0].open("rb")), echo)
-        outcome = ranks.supervise(processes, timeout, grace, copy.forward)
+        forwarder = ranks.SignalForwarder(processes, forward_seconds)
+
+        def each_poll() -> bool:
+            copy.forward()
+            return forwarder.is_over()
+
+        with forwarder.forwarding(forward):
+            outcome = ranks.supervise(processes, timeout, grace, each_poll)
         copy.forward()
-    return LaunchResult(outcome.returncode, outcome.returncodes, logs, outcome.seconds, outcome.alone)
+    return LaunchResult(outcome.returncode, outcome.returncodes, logs, outcome.seconds, outcome.alone, forwarder.number)
 
 
 def _start(argv: Sequence[str], log: Path, lifeline: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

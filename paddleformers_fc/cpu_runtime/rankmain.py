@@ -21,7 +21,7 @@ def main() -> None:
     try:
         _become(command)
     except SystemExit as end:
-        if not end.code:
+        if end.code in (None, 0, ranks.SAVED_ON_SIGNAL):
             ranks.leave()
         raise
     ranks.leave()

@@ -21,10 +21,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Protocol
 
 PATIENCE_SECONDS = 1800.0
@@ -33,8 +34,17 @@ loaded machine everything takes many times as long, so no limit of the CPU runti
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0
+FORWARDED_SECONDS = 30.0
+"""How long ranks have after a signal that was forwarded to them, as under ``paddle.distributed.launch``."""
+
 DUMP_SECONDS = 60.0
 TIMED_OUT = 124
+SAVED_ON_SIGNAL = 85
+"""The exit code of a rank that has saved its training after a signal and ended. No shell, signal or sysexits.h uses
+it."""
+_GOOD = (None, 0, SAVED_ON_SIGNAL)
+"""The return codes of ranks that have not failed; the others end likewise."""
+
 _TAIL_BYTES = 6000
 _PORTS = range(12000, 32000)
 
@@ -144,7 +154,7 @@ def supervise(
             alone += _newly_ended(processes, alone)
             if now > deadline or (failed_at is not None and now > failed_at + grace):
                 break
-            if failed_at is None and any(process.poll() for process in processes):
+            if failed_at is None and any(process.poll() not in _GOOD for process in processes):
                 failed_at = now
             if each_poll():
                 break
@@ -165,6 +175,48 @@ def supervise(
         seconds=time.monotonic() - start,
         alone=tuple(alone),
     )
+
+
+class SignalForwarder:
+    """Forwards signals of this process to ranks, which may then save before they end.
+
+    Args:
+        processes: the ranks.
+        seconds: how long the ranks have from the first signal on.
+
+    Attributes:
+        number: the first signal; None before it.
+    """
+
+    def __init__(self, processes: Sequence[RankProcess], seconds: float) -> None:
+        self.number: int | None = None
+        self._processes = processes
+        self._seconds = seconds
+        self._end = 0.0
+
+    @contextmanager
+    def forwarding(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Return a block in which signals are forwarded. Python delivers signals to the main thread only."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        former = {number: signal.signal(number, self._forward) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def is_over(self) -> bool:
+        """Return whether the ranks have had their time."""
+        return self.number is not None and time.monotonic() > self._end
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if self.number is None:
+            self.number, self._end = number, time.monotonic() + self._seconds
+        for process in self._processes:
+            if process.poll() is None:
+                os.kill(process.pid, number)
 
 
 def _newly_ended(processes: Sequence[RankProcess], known: Sequence[int]) -> list[int]:

@@ -24,6 +24,7 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.distributed.host_channel import HostChannel
 from paddleformers_fc.distributed.liveness import KEY_PREFIX
+from paddleformers_fc.distributed.step_gate import StepGate
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families.changes import Change
@@ -78,6 +79,7 @@ class JobState:
     Args:
         tracker: follows the position in the data.
         between_steps: the reads of live tensors that the next update waits for.
+        gate: the ends of the steps, at which the loop does what background threads agree on.
         saver: saves checkpoints.
         ran: names of the replaced methods that have run since ``train`` was called; see :mod:`.bypass`.
         best: hides the name of the best checkpoint from PaddleFormers' loop.
@@ -101,6 +103,7 @@ class JobState:
 
     tracker: batches.PositionTracker
     between_steps: BetweenSteps
+    gate: StepGate
     saver: Saver
     ran: set[str] = field(default_factory=set)
     best: BestCheckpoint = field(default_factory=BestCheckpoint)

@@ -56,6 +56,7 @@ from paddleformers_fc.trainer import (
     reference,
     resume,
     rng,
+    save_on_signal,
     state,
     stored_states,
     undefined,
@@ -321,19 +322,15 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     generators = documents.read_generators(checkpoint, channel) if continued else None
     handed = own_file(checkpoint, channel, lambda rank: inherited.GENERATION)
     model, options = describe(trainer.model), read_options(args)
-    weights = partial(state.model_roles, trainer.model)
-    with _verifying():
-        stated = stored_states.stated_sources(
-            checkpoint, model, weights, channel, args.aoa_config, args.flex_allow_casts
-        )
+    weights = run_on_all(channel, "describing the model", lambda: state.model_roles(trainer.model))
+    names = stored_states.live_names(checkpoint, model, weights, channel, args.aoa_config, args.flex_allow_casts)
 
-    def prepare() -> tuple[stored_states.LiveNames, state.LiveRoles, bytes | None]:
-        names = stored_states.live_names(checkpoint, model, weights(), stated)
+    def prepare() -> tuple[state.LiveRoles, bytes | None]:
         filled = _roles_to_fill(trainer, checkpoint, continued, names)
-        return names, filled, own_or_handed(checkpoint, inherited.GENERATION, handed)
+        return filled, own_or_handed(checkpoint, inherited.GENERATION, handed)
 
+    roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
     with _verifying():
-        names, roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
         may_change, may_cast = args.flex_allow_config_changes, args.flex_allow_casts
         load = prepare_load(
             checkpoint, roles, model, channel, options, args.aoa_config, _plans(args), may_change, may_cast
@@ -513,6 +510,7 @@ def inner_training_loop(
 
     Raises:
         OptionError: the order or the batches of the data do not fit, or the states of the optimizer are not supported.
+        SystemExit: the run was saved after a signal.
     """
     run = job_state_of(trainer)
     # The optimizer and its sharding wrappers are known only now.
@@ -537,7 +535,7 @@ def inner_training_loop(
     run.tracker.begin(order, passes, start, run.progress is not None, num_train_epochs, on_made_up)
     run.has_trained = True
     run.ran.add("_inner_training_loop")
-    with run.best.kept_from(trainer), run.saver.followed(trainer):
+    with save_on_signal.heeded(trainer) as watch, run.best.kept_from(trainer), run.saver.followed(trainer):
         result = native(
             args,
             model,
@@ -550,6 +548,8 @@ def inner_training_loop(
             None,
             ignore_keys_for_eval,
         )
+    if watch is not None:
+        watch.leave_if_saved(trainer.state.global_step)
     if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         _load_best(trainer, Path(trainer.state.best_model_checkpoint))
     return result

@@ -33,7 +33,17 @@ READ_WAYS = ("each", "once")
 UNKNOWN_WAYS = ("refuse", "warn")
 """What to do with untested versions of Paddle and PaddleFormers."""
 
-_MAY_BE_OFF = {"flex_verify": LEVELS, "flex_check_replicas": REPLICA_WAYS}
+OFF = "off"
+SAVE_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
+"""The signals on which a run can save and end."""
+
+_DUMP_SIGNAL = "SIGUSR1"
+
+_MAY_BE_OFF = {
+    "flex_verify": LEVELS,
+    "flex_check_replicas": REPLICA_WAYS,
+    "flex_save_on_signal": (OFF, *SAVE_SIGNALS),
+}
 """Keys with the value ``off``, which YAML reads as false without quotes."""
 
 _OWN_WAYS = ("ernie_pretrain",)
@@ -163,6 +173,11 @@ class FlexFields:
         "Maximum host memory per process for the copies of flex_async_save, such as 40GiB, at least 1MB, or none "
         "for no limit. Default: none.",
     )
+    flex_save_on_signal: str = _option(
+        SAVE_SIGNALS[0],
+        "The signal on which all processes save at the same step and end with code 85: SIGTERM, SIGINT, SIGUSR2, "
+        "SIGHUP, or off. Default: SIGTERM.",
+    )
     flex_accept_model: bool = _option(
         False,
         "Train a model whose weights were set by another loader, such as set_state_dict, which skips tensors that do "
@@ -202,7 +217,7 @@ class FlexFields:
         check_options(self)
         for name in _MAY_BE_OFF:
             if getattr(self, name) is False:
-                setattr(self, name, "off")
+                setattr(self, name, OFF)
         if self.flex_checkpoint:
             _take_over_averages(self)
         parent = getattr(super(), "__post_init__", None)
@@ -385,6 +400,12 @@ def saves_beside_steps(options: Any) -> bool:
     return bool(options.flex_async_save or options.use_flex_async_save)
 
 
+def save_signal(options: Any) -> str | None:
+    """Return the name of the signal on which a run saves and ends; None if there is none."""
+    named = options.flex_save_on_signal
+    return None if named in (False, OFF) or not options.flex_checkpoint else str(named)
+
+
 def _range_faults(options: Any) -> list[str]:
     faults = []
     for name in _SWITCHES:
@@ -393,7 +414,8 @@ def _range_faults(options: Any) -> list[str]:
     for name, ways in _MAY_BE_OFF.items():
         value = getattr(options, name)
         if value is not False and value not in ways:
-            faults.append(f"{name}: {value!r} is none of {', '.join(ways)}")
+            taken = ": ranks write their stacks on it" if value == _DUMP_SIGNAL else ""
+            faults.append(f"{name}: {value!r} is none of {', '.join(ways)}{taken}")
     for name, known in {"flex_read": READ_WAYS, "flex_tied": TIED_WAYS, "flex_unknown_versions": UNKNOWN_WAYS}.items():
         if getattr(options, name) not in known:
             faults.append(f"{name}: {getattr(options, name)!r} is none of {', '.join(known)}")

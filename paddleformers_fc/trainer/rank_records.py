@@ -1,4 +1,4 @@
-"""Records that ranks leave for the process that started them: their progress, and the error by which a rank ended.
+"""Records that ranks leave for the process that started them: progress, process ids, and errors that ended a rank.
 
 The starter sets the environment variable :data:`RECORDS` to a directory, and reads figures and errors there instead of
 log lines. :mod:`.progress_recorder` writes the progress. This module does not import Paddle.
@@ -6,8 +6,10 @@ log lines. :mod:`.progress_recorder` writes the progress. This module does not i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -39,7 +41,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 def record_path(directory: Path, kind: str) -> Path:
-    """Return the path of this rank's record, ``error`` or ``progress``."""
+    """Return the path of this rank's record, ``error``, ``progress`` or ``process``."""
     return directory / f"rank-{int(os.environ.get('PADDLE_TRAINER_ID', '0')):05d}.{kind}.json"
 
 
@@ -58,6 +60,27 @@ def record_error_at_exit() -> None:
         previous(kind, error, trace)
 
     sys.excepthook = record
+
+
+@contextlib.contextmanager
+def process_recorded() -> Iterator[None]:
+    """Return a block in which the starter of this rank can send it signals, if it reads records."""
+    if RECORDS not in os.environ:
+        yield
+        return
+    path = record_path(Path(os.environ[RECORDS]), "process")
+    with contextlib.suppress(OSError):  # A full disk must not end the training.
+        path.write_text(str(os.getpid()), encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def read_processes(directory: Path) -> list[int]:
+    """Return the process ids of the ranks of this node that take signals now."""
+    found = (read_document(path) for path in sorted(directory.glob("rank-*.process.json")))
+    return [msgspec.json.decode(raw, type=int) for raw in found]
 
 
 def read_error(directory: Path) -> FlexError | None:

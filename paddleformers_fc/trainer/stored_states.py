@@ -58,55 +58,40 @@ class LiveNames:
         }
 
 
-def stated_sources(
+def live_names(
     checkpoint: OpenedCheckpoint,
     model: ModelDescription,
-    weights: Callable[[], Roles],
+    weights: Roles,
     channel: Channel,
-    aoa_config: Mapping[str, object] | None,
-    may_cast: bool,
-) -> dict[str, Names] | None:
-    """Return the stored parameters of every live parameter under statements; None without. Every rank must call.
+    aoa_config: Mapping[str, object] | None = None,
+    may_cast: bool = False,
+) -> LiveNames:
+    """Return the names of a checkpoint's states in a live model. Every rank must call.
 
     Args:
         checkpoint: an opened checkpoint.
         model: the live model.
-        weights: returns its tensors on this rank, in the role ``model_state``.
+        weights: its tensors on this rank, in the role ``model_state``.
         channel: all ranks of the job.
         aoa_config: statements from stored names to the model's.
         may_cast: whether the precision may differ.
     Raises:
         FlexError: the same on every rank: the model cannot be mapped, or a statement is invalid.
     """
+    owners = {tie.alias: tie.owner for tie in checkpoint.rules.ties}
     if not aoa_config:
-        return None
-    tensors = whole_model(run_on_all(channel, "describing the model", weights), channel)
+        return run_on_all(
+            channel,
+            "looking for the names of states",
+            lambda: LiveNames(_derived_sources(checkpoint, model, weights), owners),
+        )
+    tensors = whole_model(weights, channel)
 
-    def evaluate() -> dict[str, Names]:
+    def evaluate() -> LiveNames:
         source, _ = statements_source(checkpoint, model, aoa_config, tensors, may_cast)
-        return {name: made.names for name, made in source.mapping.made.items()}
+        return LiveNames({name: made.names for name, made in source.mapping.made.items()}, owners)
 
-    return run_on_all(channel, "reading aoa_config", evaluate)
-
-
-def live_names(
-    checkpoint: OpenedCheckpoint,
-    model: ModelDescription,
-    weights: Roles,
-    stated: Mapping[str, Names] | None,
-) -> LiveNames:
-    """Return the names of a checkpoint's states in a live model.
-
-    Args:
-        checkpoint: an opened checkpoint.
-        model: the live model.
-        weights: its tensors on this rank, in the role ``model_state``.
-        stated: see :func:`stated_sources`.
-    Raises:
-        FlexError: the model cannot be mapped.
-    """
-    sources = _derived_sources(checkpoint, model, weights) if stated is None else stated
-    return LiveNames(sources, {tie.alias: tie.owner for tie in checkpoint.rules.ties})
+    return run_on_all(channel, "looking for the names of states", evaluate)
 
 
 def _derived_sources(

@@ -96,6 +96,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     run = JobState(
         batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))),
         BetweenSteps(lambda: _passes_change_weights(trainer)),
+        gate,
         SavesBesideSteps(gate) if saves_beside_steps(arguments) else SavesInSteps(),
     )
     setattr(trainer, RUN, run)

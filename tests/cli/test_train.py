@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -37,6 +39,7 @@ from paddleformers_fc.verification.demo.settings import SINGLE, settings
 from tests.cli.support import Outcome, run, save
 from tests.execute.simulated import canonical
 from tests.harness.limits import LIMIT
+from tests.harness.waiting import wait_for_file
 
 OURS = f"custom_register_path={register.PATH}"
 LAUNCHER = ("-m", "paddleformers.cli.launcher", "train")
@@ -168,10 +171,14 @@ def heeding() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heeding")
+@pytest.mark.parametrize("forwarded", [None, "SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
-def test_a_stopped_training_reports_the_step_at_which_it_resumes(tmp_path: Path, name: str, code: int) -> None:
+def test_a_stopped_training_reports_the_step_at_which_it_resumes(
+    tmp_path: Path, name: str, code: int, forwarded: str | None
+) -> None:
     save(tmp_path / "out/checkpoint-3", canonical())
     job = job_of_two(tmp_path, "os.getppid()", name, ("resume_from_checkpoint=true",))
+    job = dataclasses.replace(job, save_signal=forwarded)
     before = signal.getsignal(signal.SIGTERM)
     ended, _ = training.run(job, io.StringIO())
     assert (ended.returncode, ended.stopped_by, signal.getsignal(signal.SIGTERM)) == (code, name, before)
@@ -180,6 +187,45 @@ def test_a_stopped_training_reports_the_step_at_which_it_resumes(tmp_path: Path,
     assert lines[1:3] == [f"  log: {tmp_path / 'out/log' / f'rank-0000{rank}.log'}" for rank in (0, 1)]
     added = "with resume_from_checkpoint=true"
     assert lines[3:] == [f"  next: run the same command again {added}; it resumes at step 3"]
+
+
+SAVED = """
+import signal, sys, time
+from paddleformers_fc.trainer.rank_records import process_recorded
+
+def save(*_):
+    sys.exit(85)
+
+signal.signal(signal.SIGTERM, save)
+with process_recorded():
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["local ranks", "another launcher"])
+def test_a_training_that_was_saved_on_a_signal_reports_where_it_resumes(tmp_path: Path, local: bool) -> None:
+    save(tmp_path / "out/checkpoint-3", canonical())
+    script, log_dir = tmp_path / "script.py", tmp_path / "out/log"
+    script.write_text(SAVED)
+    job = training.TrainingJob(
+        (str(script),), 1 if local else None, {RECORDS: str(log_dir)}, log_dir, True, tmp_path / "out"
+    )
+
+    class Stopping(io.StringIO):
+        def write(self, text: str) -> int:
+            if "ready" in text:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().write(text)
+
+    before = signal.getsignal(signal.SIGTERM)
+    ended, error = training.run(dataclasses.replace(job, save_signal="SIGTERM"), Stopping())
+    assert (ended.returncode, ended.stopped_by, ended.report, error) == (85, "SIGTERM", None, None)
+    assert signal.getsignal(signal.SIGTERM) == before
+    lines = shown(ended)
+    assert lines[0].startswith("saved and stopped by SIGTERM; ")
+    assert lines[-1] == "  next: run the same command again; it resumes at step 3"
 
 
 def test_a_rank_that_aborts_after_an_error_of_another_is_not_reported_as_the_cause(tmp_path: Path) -> None:
@@ -743,6 +789,31 @@ def test_a_training_leaves_a_checkpoint_that_passes_verification(tmp_path: Path)
     again = run("train", tmp_path / "job.yaml")
     assert "trained 0 steps, resumed at 3; " in again.out
     assert "overwrite_output_dir=true" in again.out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("named", ["SIGTERM", "off"])
+def test_the_command_forwards_the_signal_of_its_option(tmp_path: Path, on: Any, named: str) -> None:
+    job = prepare(config(tmp_path, flex_save_on_signal=named), None, [])
+    assert job.save_signal == (None if named == "off" else named)
+    assert prepare(config(tmp_path, flex_checkpoint=False), None, []).save_signal is None
+
+
+def test_a_training_that_is_stopped_saves_and_reports_where_it_resumes(tmp_path: Path) -> None:
+    path, main = recipe(tmp_path, max_steps=100_000, save_steps=100_000), os.getpid()
+
+    def stop() -> None:
+        wait_for_file(tmp_path / "out/log/rank-00000.progress.json")
+        os.kill(main, signal.SIGTERM)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    stopped = run("train", path, "--nproc", "2")
+    stopper.join()
+    assert stopped.code == 85
+    (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    assert "saved and stopped by SIGTERM" in stopped.out
+    assert f"it resumes at step {step}" in stopped.out.splitlines()[-1]
 
 
 def facts_of_weights(directory: Path) -> int:

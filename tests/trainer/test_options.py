@@ -112,6 +112,9 @@ def test_the_defaults_are_in_range() -> None:
         ("flex_ema_start_step", 0),
         ("flex_ema_bias_correction", 1),
         ("flex_ema_evaluate", "yes"),
+        ("flex_save_on_signal", "SIGKILL"),
+        ("flex_save_on_signal", True),
+        ("flex_save_on_signal", 15),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:

@@ -1,0 +1,117 @@
+"""A step that the ranks agree on through the store of the job, without a process group.
+
+Any rank may ask for it, at any time and alone. A background thread of every rank polls one counter for such a request,
+so seldom that the server gets at most 2,000 requests a second. Then the ranks meet (:mod:`.liveness`) while their loops
+go on, so that loops are held only by threads that are all there. At last each rank stores its step, and rank 0 reads
+all steps and stores the highest before it meets the others: a rank that has met all others finds the result.
+
+A rank that does not arrive in time ends the attempt on all ranks alike: nothing is agreed, on any rank. There is one
+attempt per agreement.
+"""
+
+from __future__ import annotations
+
+import time
+
+from paddleformers_fc.distributed.liveness import KVStore, Liveness
+
+ARRIVAL_SECONDS = 20.0
+"""Seconds for the threads of all ranks to arrive while loops go on."""
+
+HELD_SECONDS = 20.0
+"""Most seconds for which the loops are held."""
+
+_COLLECT_PART = 0.2
+_MEETING_PART = 0.4
+"""The parts of the time for the collection of the steps, and for a meeting; its report takes up to as long again."""
+
+_POLL_SECONDS = 0.5
+_POLLS_PER_SECOND = 2000
+_COLLECT_POLL_SECONDS = 0.005
+
+_REQUESTS, _GIVEN, _STEP, _HIGHEST = "requests", "given", "step", "highest"
+_READER = 0
+
+
+class StepAgreement:
+    """One agreement of the ranks; one thread of each rank uses it.
+
+    Args:
+        store: shared by all ranks, and used by this object alone.
+        rank: this rank.
+        world_size: number of ranks.
+        prefix: prefix of all keys in the store; equal on all ranks, and different for each agreement of a job.
+        held: seconds within which :meth:`highest` returns or raises.
+        arrival: seconds for all ranks to arrive in :meth:`meet`.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        rank: int,
+        world_size: int,
+        prefix: str,
+        held: float = HELD_SECONDS,
+        arrival: float = ARRIVAL_SECONDS,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = world_size
+        self._prefix = prefix
+        self._collect = _COLLECT_PART * held
+        self._before = Liveness(store, rank, world_size, arrival, f"{prefix}/before")
+        self._held = Liveness(store, rank, world_size, _MEETING_PART * held, f"{prefix}/held")
+
+    @property
+    def poll_seconds(self) -> float:
+        """Seconds between two looks for a request."""
+        return max(_POLL_SECONDS, self._size / _POLLS_PER_SECOND)
+
+    def request(self) -> None:
+        """Ask all ranks to agree.
+
+        Raises:
+            OSError: the store does not answer.
+        """
+        self._store.add(f"{self._prefix}/{_REQUESTS}", 1)
+
+    def is_requested(self) -> bool:
+        """Return whether any rank has asked.
+
+        Raises:
+            OSError: the store does not answer.
+        """
+        return self._store.add(f"{self._prefix}/{_REQUESTS}", 0) > 0
+
+    def meet(self) -> None:
+        """Wait for the threads of all ranks. Every rank must call.
+
+        Raises:
+            PeerError: the same on every living rank, with the ranks that did not arrive.
+        """
+        self._before.wait_for_all()
+
+    def highest(self, step: int) -> int:
+        """Return the highest step of all ranks. Every rank must call, after :meth:`meet`.
+
+        Raises:
+            PeerError: the same on every living rank, with the ranks that did not arrive.
+            OSError: the store does not answer.
+        """
+        self._store.set(f"{self._prefix}/{_STEP}/{self._rank}", str(step))
+        self._store.add(f"{self._prefix}/{_GIVEN}", 1)
+        if self._rank == _READER:
+            self._publish()
+        self._held.wait_for_all()
+        return int(bytes(self._store.get(f"{self._prefix}/{_HIGHEST}")))
+
+    def _publish(self) -> None:
+        """Store the highest step; the other ranks wait in a meeting, which fails without this rank."""
+        end = time.monotonic() + self._collect
+        while self._store.add(f"{self._prefix}/{_GIVEN}", 0) < self._size:
+            if time.monotonic() > end:
+                self._held.abort()
+                raise self._held.report("Not every rank has given its step.")
+            time.sleep(_COLLECT_POLL_SECONDS)
+        steps = [int(bytes(self._store.get(f"{self._prefix}/{_STEP}/{rank}"))) for rank in range(self._size)]
+        self._store.set(f"{self._prefix}/{_HIGHEST}", str(max(steps)))

@@ -1,0 +1,70 @@
+"""Trainings that get a signal; each public function is a job of the fork server and returns JSON."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tests.harness import tiny
+from tests.trainer.jobs import flex_trainer
+
+
+def run_signalled(
+    signalled: Sequence[int],
+    event: str = "on_step_end",
+    at: int = 2,
+    name: str = "SIGTERM",
+    resume: str | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train until a signal ends the training; how it ended.
+
+    Args:
+        signalled: the ranks that get the signal.
+        event: the callback in which they get it.
+        at: the step after which they get it.
+        name: the signal.
+    """
+    from paddle.distributed import get_rank
+    from paddleformers.trainer import TrainerCallback
+
+    saves: list[int] = []
+    evaluated: list[int] = []
+
+    class Sender(TrainerCallback):
+        sent = False
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            saves.append(state.global_step)
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            evaluated.append(state.global_step)
+
+    def send(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step >= at:
+            time.sleep(0.05)  # Fewer steps until the threads have agreed.
+        if state.global_step >= at and not self.sent and get_rank() in signalled:
+            self.sent = True
+            os.kill(os.getpid(), signal.Signals[name])
+
+    setattr(Sender, event, send)
+    before = signal.getsignal(signal.Signals[name])
+    samples = tiny.Samples()
+    trainer = flex_trainer(**settings, eval_dataset=[samples[index] for index in range(tiny.GLOBAL_BATCH)])
+    trainer.add_callback(Sender())
+    code = None
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except SystemExit as end:
+        code = end.code
+    return {
+        "code": code,
+        "step": trainer.state.global_step,
+        "losses": trainer.losses,
+        "saves": saves,
+        "evaluated": evaluated,
+        "restored": signal.getsignal(signal.Signals[name]) == before,
+    }

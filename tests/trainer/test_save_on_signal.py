@@ -1,0 +1,181 @@
+"""A save on the way out: which step it saves, how the process ends, and what resumes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL
+from paddleformers_fc.distributed.step_agreement import StepAgreement
+from paddleformers_fc.distributed.step_gate import StepGate
+from paddleformers_fc.errors import OptionError, PeerError
+from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.trainer.options import FlexFields
+from tests.distributed.test_liveness import Counters
+from tests.harness import tiny
+from tests.harness.limits import LIMIT
+from tests.harness.tiny import DP2, PP2, SINGLE, MatrixLayout
+from tests.trainer.test_trainer import settings
+
+JOBS = "tests.trainer.jobs"
+SIGNALLED = "tests.trainer.signal_jobs:run_signalled"
+FOR_LONG = 10_000
+"""Steps that no test waits for."""
+
+
+def signalled(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, signalled: list[int], **given: Any) -> int:
+    """Train until a signal; the step that all ranks saved last, once, without an evaluation."""
+    arguments = {"max_steps": FOR_LONG, **given.pop("arguments", {})}
+    job = {**settings(layout, output_dir, **arguments), "signalled": signalled, **given}
+    ran = ranks.run(SIGNALLED, layout.nproc, job)
+    ended = ran.values
+    (step,) = {one["step"] for one in ended}
+    assert [one["code"] for one in ended] == [SAVED_ON_SIGNAL] * layout.nproc
+    assert [one["saves"][-1:] for one in ended] == [[step]] * layout.nproc
+    assert all(one["saves"].count(step) == 1 and one["restored"] for one in ended)
+    assert step not in ended[0]["evaluated"]
+    assert "The model now has the weights of its best checkpoint" not in ran.logs[0].read_text()
+    return step
+
+
+def assert_resumes(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, step: int, **arguments: Any) -> None:
+    """A run that resumes at the saved step equals one that was not interrupted."""
+    last = step + 2
+    losses = []
+    for name, resume in (("whole", None), ("resumed", tmp_path / "out" / f"checkpoint-{step}")):
+        given = {"max_steps": last, "save_steps": last, **arguments}
+        ran = ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, tmp_path / name, resume, **given))
+        losses.append(ran.values[0]["losses"])
+    assert losses[0][step:] == losses[1]
+    whole, resumed = (list(canonical_digests(tmp_path / name / f"checkpoint-{last}")) for name in ("whole", "resumed"))
+    assert whole == resumed
+
+
+@pytest.mark.parametrize("layout", [DP2, PP2], ids=lambda layout: layout.name)
+def test_all_ranks_save_if_one_gets_the_signal_and_resume_as_if_uninterrupted(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    step = signalled(ranks, layout, tmp_path / "out", [1])
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == [f"checkpoint-{step}"]
+    assert_resumes(ranks, tmp_path, layout, step)
+
+
+def test_ranks_that_all_get_the_signal_save_once(ranks: ForkServer, tmp_path: Path) -> None:
+    step = signalled(ranks, DP2, tmp_path / "out", [0, 1], name="SIGUSR2", arguments={"flex_save_on_signal": "SIGUSR2"})
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == [f"checkpoint-{step}"]
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside steps", "in steps"])
+def test_a_signal_during_accumulation_saves_a_whole_step(ranks: ForkServer, tmp_path: Path, beside: bool) -> None:
+    accumulated = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "flex_async_save": beside}
+    # Every step saves and evaluates, so the last one would do both without a signal too.
+    given = {"save_steps": 1, "save_total_limit": 2, "evaluation_strategy": "steps", "eval_steps": 1}
+    given |= {"load_best_model_at_end": True, **accumulated}
+    step = signalled(ranks, SINGLE, tmp_path / "out", [0], event="on_substep_end", arguments=given)
+    assert_resumes(ranks, tmp_path, SINGLE, step, **accumulated)
+
+
+def test_a_signal_at_the_end_of_an_epoch_saves_its_last_step_once(ranks: ForkServer, tmp_path: Path) -> None:
+    # Every step is the last one of an epoch.
+    given = {"per_device_train_batch_size": tiny.SAMPLES, "save_strategy": "epoch", "evaluation_strategy": "epoch"}
+    signalled(ranks, SINGLE, tmp_path / "out", [0], arguments=given)
+
+
+def test_off_leaves_the_signal_to_the_process(ranks: ForkServer, tmp_path: Path) -> None:
+    job = {**settings(SINGLE, tmp_path, max_steps=FOR_LONG, flex_save_on_signal=False), "signalled": [0]}
+    assert ranks.attempt(SIGNALLED, 1, job).returncodes == (-15,)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_the_signal_of_stack_dumps_is_refused_with_its_reason() -> None:
+    with pytest.raises(OptionError) as caught:
+        FlexFields(flex_save_on_signal="SIGUSR1")
+    (line,) = caught.value.evidence
+    assert line.startswith("flex_save_on_signal: 'SIGUSR1' is none of off, SIGTERM, ")
+    assert line.endswith("SIGHUP: ranks write their stacks on it")
+
+
+# ---- The agreement, between threads.
+
+RANKS = 3
+
+
+def in_threads(works: list[Callable[[], Any]]) -> list[Any]:
+    """What each of several threads returned or raised."""
+    found: list[Any] = [None] * len(works)
+
+    def run(number: int) -> None:
+        try:
+            found[number] = works[number]()
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(works))]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(LIMIT)
+    return found
+
+
+def test_the_ranks_agree_on_the_highest_step_of_all() -> None:
+    board = Counters()
+    agreements = [StepAgreement(board, rank, RANKS, "signal") for rank in range(RANKS)]
+    assert not agreements[0].is_requested()
+    agreements[2].request()
+    assert all(one.is_requested() for one in agreements)
+
+    def agree(rank: int) -> int:
+        agreements[rank].meet()
+        return agreements[rank].highest(10 * rank)
+
+    assert in_threads([lambda rank=rank: agree(rank) for rank in range(RANKS)]) == [20] * RANKS
+
+
+@pytest.mark.parametrize("absent", range(RANKS))
+def test_no_loop_is_held_for_a_rank_that_does_not_answer_and_nothing_is_agreed(absent: int) -> None:
+    board = Counters()
+    gates = [StepGate() for _ in range(RANKS)]
+    acted: list[int] = []
+
+    def agree(rank: int) -> None:
+        agreement = StepAgreement(board, rank, RANKS, "signal", held=1.0, arrival=0.5)
+        agreement.request()
+        agreement.meet()
+        gates[rank].agree(lambda step: [agreement.highest(step)], lambda: acted.append(rank))
+
+    found = in_threads([lambda rank=rank: agree(rank) for rank in range(RANKS) if rank != absent])
+    assert all(isinstance(one, PeerError) and f"rank {absent} did not arrive" in one.evidence[0] for one in found)
+    for gate in gates:
+        gate.step_ended(100)
+    assert acted == []
+
+
+@pytest.mark.parametrize("absent", range(RANKS))
+def test_loops_are_released_in_time_if_a_rank_is_lost_while_they_are_held(absent: int) -> None:
+    board, held = Counters(), 2.0
+    gates = [StepGate() for _ in range(RANKS)]
+    seconds: list[float] = []
+
+    def agree(rank: int) -> None:
+        agreement = StepAgreement(board, rank, RANKS, "signal", held=held)
+        agreement.meet()
+        if rank == absent:
+            return
+        started = time.monotonic()
+        try:
+            gates[rank].agree(lambda step: [agreement.highest(step)], lambda: None)
+        finally:
+            seconds.append(time.monotonic() - started)
+
+    found = in_threads([lambda rank=rank: agree(rank) for rank in range(RANKS)])
+    assert [isinstance(one, PeerError) for one in found] == [rank != absent for rank in range(RANKS)]
+    for gate in gates:
+        gate.step_ended(100)
+    assert len(seconds) == RANKS - 1
