@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint guarantees optimizers mutants soak bench bench-mapping bench-planning derive-table format install clean
+.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint guarantees optimizers mutants soak bench bench-async bench-mapping bench-planning derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
@@ -40,6 +40,7 @@ help:
 	@echo "make mutants  small faults in the sources, one at a time: the share that the tests notice"
 	@echo "make soak     10,000 random mutations, 39,000 hostile documents, every instant at which a save can meet an accident"
 	@echo "make bench    saving, loading and exporting, beside a raw copy and other systems: docs/performance.md"
+	@echo "make bench-async  for how long training stands still for a save: docs/async.md"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
 	@echo "make bench-planning  planning a load of 100,000 stored tensors for 8 ranks"
 	@echo "make derive-table  how far mappings are derived where no family declares them"
@@ -112,6 +113,10 @@ soak: $(STAMP)
 # PyTorch takes part where it is installed: $(BIN)/pip install torch==2.13.0
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks.performance --write docs/performance.md
+	@$(BIN)/python benchmarks/asynchronous.py --write docs/async.md
+
+bench-async: $(STAMP)
+	@$(BIN)/python benchmarks/asynchronous.py --write docs/async.md
 
 bench-mapping: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mapping.py --write docs/mapping-performance.md

@@ -322,15 +322,19 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     generators = documents.read_generators(checkpoint, channel) if continued else None
     handed = own_file(checkpoint, channel, lambda rank: inherited.GENERATION)
     model, options = describe(trainer.model), read_options(args)
-    weights = run_on_all(channel, "describing the model", lambda: state.model_roles(trainer.model))
-    names = stored_states.live_names(checkpoint, model, weights, channel, args.aoa_config, args.flex_allow_casts)
-
-    def prepare() -> tuple[state.LiveRoles, bytes | None]:
-        filled = _roles_to_fill(trainer, checkpoint, continued, names)
-        return filled, own_or_handed(checkpoint, inherited.GENERATION, handed)
-
-    roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
+    weights = partial(state.model_roles, trainer.model)
     with _verifying():
+        stated = stored_states.stated_sources(
+            checkpoint, model, weights, channel, args.aoa_config, args.flex_allow_casts
+        )
+
+    def prepare() -> tuple[stored_states.LiveNames, state.LiveRoles, bytes | None]:
+        names = stored_states.live_names(checkpoint, model, weights(), stated)
+        filled = _roles_to_fill(trainer, checkpoint, continued, names)
+        return names, filled, own_or_handed(checkpoint, inherited.GENERATION, handed)
+
+    with _verifying():
+        names, roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
         may_change, may_cast = args.flex_allow_config_changes, args.flex_allow_casts
         load = prepare_load(
             checkpoint, roles, model, channel, options, args.aoa_config, _plans(args), may_change, may_cast

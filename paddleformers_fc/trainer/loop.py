@@ -150,15 +150,15 @@ def load(
 
     everyone, (source, described) = gather_and_keep(channel, "describing the model", look, HeldTensors)
 
-    def align() -> tuple[OpenedCheckpoint, ModelDescription, Roles]:
-        description = _with_rules(described, everyone)
-        aligned = _aligned(opened, description, _is_by_name(described), aoa_config)
-        return *aligned, sharded_state_dicts(model, None).roles()
+    def align() -> tuple[OpenedCheckpoint, ModelDescription]:
+        return _aligned(opened, _with_rules(described, everyone), _is_by_name(described), aoa_config)
 
-    checkpoint, description, weights = run_on_all(channel, "comparing the models", align)
-    names = stored_states.live_names(checkpoint, description, weights, channel, aoa_config, allow_casts)
+    checkpoint, description = run_on_all(channel, "comparing the models", align)
+    weights = sharded_state_dicts(model, None).roles
+    stated = stored_states.stated_sources(checkpoint, description, weights, channel, aoa_config, allow_casts)
 
     def prepare() -> Roles:
+        names = stored_states.live_names(checkpoint, description, weights(), stated)
         half = source.trained_in_half() if allow_casts else frozenset[str]()
         creation = stored_states.creation(names, checkpoint, partial(_with_aliases, description), half)
         before = source.roles() if creation.masters else {}

@@ -49,7 +49,10 @@ _OF_PADDLE = ("LR_Scheduler", "master_weights")
 """Entries of ``state_dict`` that are no accumulators. They are saved in another way."""
 
 _CONTAINERS_OF_PADDLE = frozenset(
-    {"_accumulators_holder", "_auxiliary_vars", "_default_dict", "_grad_dict", "_learning_rate_map", "_master_grads"}
+    {
+        *("_accumulators_holder", "_auxiliary_vars", "_default_dict", "_grad_dict", "_learning_rate_map"),
+        *("_master_grads", "_param_dict", "_param_groups", "_parameter_list"),
+    }
 )
 """Containers of Paddle's optimizers whose tensors are no states, or are refused by themselves."""
 
@@ -311,9 +314,9 @@ def _refuse_kept_apart(optimizer: Any) -> None:
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:
-    groups = getattr(optimizer, "_param_groups", None) or getattr(optimizer, "_parameter_list", None) or ()
-    for group in groups:
-        yield from group["params"] if isinstance(group, dict) else [group]
+    for name in ("_param_groups", "_parameter_list"):
+        for group in getattr(optimizer, name, None) or ():
+            yield from group["params"] if isinstance(group, dict) else [group]
 
 
 def _tensors_in(value: Any, key: object = None, depth: int = 3) -> Iterator[tuple[object, Any]]:

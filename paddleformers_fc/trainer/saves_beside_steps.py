@@ -29,7 +29,7 @@ from typing import Any
 
 from paddleformers_fc.distributed.channel import Channel, run_on_all
 from paddleformers_fc.distributed.step_gate import StepGate
-from paddleformers_fc.errors import FlexError
+from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.execute.arena import SnapshotArena, SnapshotCopy, on_device
 from paddleformers_fc.execute.memory import HostTensors
 from paddleformers_fc.execute.save import Capture, LivePart, SaveReport, expected_plan, snapshot, write_and_commit
@@ -39,8 +39,10 @@ from paddleformers_fc.execute.stretches import stretches_of
 from paddleformers_fc.text import size_text
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.job_state import background_communicator, channel_of, job_state_of
+from paddleformers_fc.trainer.optimizers import descriptor_of
 from paddleformers_fc.trainer.options import memory_limit
 from paddleformers_fc.trainer.save_job import SaveJob, prepare, rotate, settle
+from paddleformers_fc.trainer.snapshot_size import least_snapshot_bytes
 
 _NUMBER_BYTES = 8
 
@@ -60,7 +62,7 @@ class _Save:
     Args:
         job: the save.
         state: the Trainer's state at its step.
-        waited: seconds that the training thread had waited for reads when it began.
+        waited: seconds that the training thread had waited for reads when it had begun.
         blocked: seconds that the training thread took to begin it.
         captured: ends when live tensors are not read any more.
         done: ends with the thread's work.
@@ -107,13 +109,13 @@ class SavesBesideSteps:
         slot = self._slots[self._begun % len(self._slots)]
         self._wait_for(trainer, slot, f"before step {trainer.state.global_step} can be saved")
         job, state = self._prepare(trainer, metrics)
-        waited, begun = between_steps.waited, _begin_copy(slot, job)
-        save = _Save(job, state, waited, 0.0, Future(), Future(), lambda: None)
+        begun = _begin_copy(slot, job)
+        save = _Save(job, state, 0.0, 0.0, Future(), Future(), lambda: None)
         before, self._latest, slot.save = self._latest, save, save
         self._begun += 1
         save.done = slot.thread.submit(self._run, trainer, slot, save, begun, before)
         between_steps.add(save.captured)
-        save.blocked = time.monotonic() - started
+        save.waited, save.blocked = between_steps.waited, time.monotonic() - started
         trainer.runtime_timer.stop()
         if not self._in_loop:
             self.finish(trainer)
@@ -122,6 +124,7 @@ class SavesBesideSteps:
     def followed(self, trainer: Any) -> Iterator[None]:
         """Return a block in which the training loop runs; at its end every save is committed."""
         self._open(trainer.args)
+        run_on_all(channel_of(trainer.args), "estimating a snapshot", lambda: _refuse_too_large(trainer))
         handler = trainer.callback_handler
         tell = handler.call_event
 
@@ -264,6 +267,27 @@ class SavesBesideSteps:
         """A save has failed; on the training thread."""
         slot.save = None
         raise error
+
+
+def _refuse_too_large(trainer: Any) -> None:
+    """Refuse before training what the first save would refuse.
+
+    Raises:
+        OptionError: the snapshots take more than ``flex_async_memory`` at least.
+    """
+    args, limit = trainer.args, memory_limit(trainer.args.flex_async_memory)
+    if limit is None:
+        return
+    optimizer = None if args.ignore_save_lr_and_optim else descriptor_of(trainer.optimizer)
+    least = args.flex_async_depth * least_snapshot_bytes(trainer, optimizer)
+    if least > limit:
+        raise OptionError(
+            f"Saves beside training keep at least {size_text(least)} on this rank, and flex_async_memory allows "
+            f"{size_text(limit)}.",
+            where="training arguments",
+            evidence=[f"flex_async_depth: {args.flex_async_depth}", f"flex_async_memory: {args.flex_async_memory}"],
+            next_step="Raise flex_async_memory, lower flex_async_depth, or remove flex_async_save.",
+        )
 
 
 def _begin_copy(slot: _Slot, job: SaveJob) -> _Begun | None:

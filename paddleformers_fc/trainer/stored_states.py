@@ -58,40 +58,55 @@ class LiveNames:
         }
 
 
-def live_names(
+def stated_sources(
     checkpoint: OpenedCheckpoint,
     model: ModelDescription,
-    weights: Roles,
+    weights: Callable[[], Roles],
     channel: Channel,
-    aoa_config: Mapping[str, object] | None = None,
-    may_cast: bool = False,
-) -> LiveNames:
-    """Return the names of a checkpoint's states in a live model. Every rank must call.
+    aoa_config: Mapping[str, object] | None,
+    may_cast: bool,
+) -> dict[str, Names] | None:
+    """Return the stored parameters of every live parameter under statements; None without. Every rank must call.
 
     Args:
         checkpoint: an opened checkpoint.
         model: the live model.
-        weights: its tensors on this rank, in the role ``model_state``.
+        weights: returns its tensors on this rank, in the role ``model_state``.
         channel: all ranks of the job.
         aoa_config: statements from stored names to the model's.
         may_cast: whether the precision may differ.
     Raises:
         FlexError: the same on every rank: the model cannot be mapped, or a statement is invalid.
     """
-    owners = {tie.alias: tie.owner for tie in checkpoint.rules.ties}
     if not aoa_config:
-        return run_on_all(
-            channel,
-            "looking for the names of states",
-            lambda: LiveNames(_derived_sources(checkpoint, model, weights), owners),
-        )
-    tensors = whole_model(weights, channel)
+        return None
+    tensors = whole_model(run_on_all(channel, "describing the model", weights), channel)
 
-    def evaluate() -> LiveNames:
+    def evaluate() -> dict[str, Names]:
         source, _ = statements_source(checkpoint, model, aoa_config, tensors, may_cast)
-        return LiveNames({name: made.names for name, made in source.mapping.made.items()}, owners)
+        return {name: made.names for name, made in source.mapping.made.items()}
 
-    return run_on_all(channel, "looking for the names of states", evaluate)
+    return run_on_all(channel, "reading aoa_config", evaluate)
+
+
+def live_names(
+    checkpoint: OpenedCheckpoint,
+    model: ModelDescription,
+    weights: Roles,
+    stated: Mapping[str, Names] | None,
+) -> LiveNames:
+    """Return the names of a checkpoint's states in a live model.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        model: the live model.
+        weights: its tensors on this rank, in the role ``model_state``.
+        stated: see :func:`stated_sources`.
+    Raises:
+        FlexError: the model cannot be mapped.
+    """
+    sources = _derived_sources(checkpoint, model, weights) if stated is None else stated
+    return LiveNames(sources, {tie.alias: tie.owner for tie in checkpoint.rules.ties})
 
 
 def _derived_sources(

@@ -93,12 +93,13 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
     import paddle
 
     from paddleformers_fc.distributed.channel import job_channel
+    from paddleformers_fc.distributed.consistency import ConsistencyCheck
     from paddleformers_fc.execute.device import in_host_memory
     from paddleformers_fc.execute.load import load_checkpoint
     from paddleformers_fc.execute.opening import open_on_all_ranks
     from paddleformers_fc.execute.read_pool import ReadOptions
     from paddleformers_fc.execute.replicas import stretch
-    from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint, snapshot
+    from paddleformers_fc.execute.save import JobRecord, config_bytes, live_part, save_checkpoint, snapshot, views
     from paddleformers_fc.execute.staging_pool import measured_transfers
     from paddleformers_fc.trainer.description import describe
 
@@ -120,7 +121,8 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
     with measured_transfers() as figures:
         save_checkpoint(target, roles, described, files, job, channel)
     saved = copied() - channel.copied - before
-    plan = snapshot(target, roles, described, files, job, channel, 5 * 10**9, "warn").plan
+    part = live_part(roles, described, files, job, 5 * 10**9, "warn")
+    plan = snapshot(lambda: part, views(), channel, ConsistencyCheck("planning again", {})).plan
     before = copied() - channel.copied
     load_checkpoint(open_on_all_ranks(target, channel), roles, described, channel, ReadOptions(once=once))
     loaded = copied() - channel.copied - before
@@ -167,7 +169,7 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
     from paddleformers_fc.execute import load
-    from paddleformers_fc.trainer import saving, state
+    from paddleformers_fc.trainer import saves_in_steps, state
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 6, "save_steps": 3, "device": on}
     paddle.set_device(on)
@@ -194,7 +196,7 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
 
     trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=FlexTrainer, callbacks=[Watch()])
     load.read_redistributed = counted("load", load.read_redistributed)
-    saving.save_checkpoint = counted("save", saving.save_checkpoint)
+    saves_in_steps.write_and_commit = counted("save", saves_in_steps.write_and_commit)
     state.create_states = counted("create", state.create_states)
     trainer.train(resume_from_checkpoint=resume)
     weights = [one.local_tensor for one in trainer.model.sharded_state_dict().values()]

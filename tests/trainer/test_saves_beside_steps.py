@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
+from tests.trainer.jobs import TO_BEST
 from tests.trainer.test_trainer import bf16, settings
 
 JOBS = "tests.trainer.jobs"
-EVERY_STEP = {"max_steps": 5, "save_steps": 1}
+BESIDE = "tests.trainer.beside_jobs"
+EVERY_STEP = {"max_steps": 4, "save_steps": 1}
+ASYNC = {"flex_async_save": True}
 
 ARGUMENTS = ("training_args", "arguments")
 """Parts of the names of files that contain the options of a run."""
@@ -28,30 +33,253 @@ def contents(checkpoint: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("layout", [SINGLE, bf16(SD2V2)], ids=lambda layout: layout.name)
-def test_a_save_beside_training_writes_what_a_save_in_the_step_writes(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+def all_contents(output_dir: Path) -> dict[str, dict[str, str]]:
+    """The contents of everything that is or looks like a checkpoint."""
+    return {path.name: contents(path) for path in sorted(output_dir.iterdir()) if "checkpoint" in path.name}
+
+
+# ---- A snapshot is that of its step.
+
+
+def compare(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, job: str = f"{JOBS}:run", **given: Any) -> None:
+    """Save in the steps, and beside them with copies that are made as late as the next update allows."""
+    arguments, found, losses = {**EVERY_STEP, **given.pop("arguments", {})}, [], []
+    for name in ("in", "beside"):
+        output_dir = tmp_path / name
+        options = {**arguments, "use_flex_async_save": True} if name == "beside" else arguments
+        job_settings = {**settings(layout, output_dir, **options), **given}
+        if name == "beside":
+            ran = ranks.run(f"{BESIDE}:with_late_copies", layout.nproc, {"job": job, **job_settings})
+        else:
+            ran = ranks.run(job, layout.nproc, job_settings)
+        losses.append(list(ran.values))
+        found.append(all_contents(output_dir))
+    assert losses[0] == losses[1]
+    assert len(found[0]) == arguments["max_steps"]
+    assert found[0] == found[1]
+
+
+ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+AVERAGED = {"flex_ema_decay": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [(SINGLE, {**AVERAGED, **ACCUMULATED}), (bf16(SD2V2), AVERAGED)],
+    ids=["one process, accumulation", "bfloat16, split_param"],
+)
+def test_a_late_copy_is_that_of_the_saved_step(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, arguments: dict[str, Any]
 ) -> None:
-    compare(ranks, tmp_path, layout)
+    compare(ranks, tmp_path, layout, arguments=arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [{}, ACCUMULATED, AVERAGED], ids=["plain", "accumulation", "average"])
+@pytest.mark.parametrize(
+    "layout",
+    [DP2, TP2, PP2, EP2, SD2V1, SD2V2, SD2S2, SD2S3, bf16(TP2), bf16(SD2V1), bf16(SD2S2), bf16(SD2S3)],
+    ids=lambda layout: layout.name,
+)
+def test_a_late_copy_is_that_of_the_saved_step_under_every_layout(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, arguments: dict[str, Any]
+) -> None:
+    if layout.ep > 1:
+        compare(ranks, tmp_path, layout, arguments=arguments, model_type="ernie4_5_moe")
+    else:
+        compare(ranks, tmp_path, layout, arguments=arguments)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [DP2, TP2, PP2, EP2, SD2V1, SD2V2, SD2S2, SD2S3, bf16(TP2)], ids=lambda layout: layout.name
+    ("layout", "job", "given"),
+    [
+        (DP2, "tests.trainer.lora_jobs:run", {}),
+        (bf16(TP2), "tests.trainer.lora_jobs:run", {"arguments": AVERAGED}),
+        (SD2V2, f"{JOBS}:run_with_frozen", {"frozen": ["model.embed_tokens.weight", "model.norm.weight"]}),
+        (SINGLE, f"{JOBS}:run_with_reference", {"every": 1}),
+        (SINGLE, f"{JOBS}:run_past_a_layer", {}),
+        (SINGLE, f"{JOBS}:run_with_scaler", {"initial": 4.0}),
+        (bf16(SINGLE), f"{JOBS}:run", {"arguments": {"tensorwise_offload_optimizer": True}}),
+        (SD2V1, f"{JOBS}:run", {"arguments": {"flex_async_depth": 2}}),
+    ],
+    ids=["LoRA", "LoRA in bfloat16", "frozen", "reference", "unused", "scaler", "offloaded", "depth 2"],
 )
-def test_a_save_beside_training_writes_the_same_under_every_layout(
+def test_a_late_copy_is_that_of_the_saved_step_of_every_kind_of_training(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, job: str, given: dict[str, Any]
+) -> None:
+    compare(ranks, tmp_path, layout, job, **given)
+
+
+@pytest.mark.parametrize("odd", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_whose_shards_have_changed_is_planned_and_copied_again(
+    ranks: ForkServer, tmp_path: Path, odd: int
+) -> None:
+    found = []
+    for name, options in (("in", {}), ("beside", ASYNC)):
+        given = {"odd": odd, "at": 3, **settings(PP2, tmp_path / name, **EVERY_STEP, **options)}
+        ran = ranks.run(f"{BESIDE}:change_shards", 2, given)
+        found.append((all_contents(tmp_path / name), [rank["losses"] for rank in ran.values]))
+    assert found[0] == found[1]
+    begun = [rank["begun"] for rank in ran.values]
+    # The other rank has begun to copy under the plan of the last save.
+    assert begun[1 - odd].count(3) == 2
+    assert begun[odd].count(3) == 1
+
+
+# ---- What training sees.
+
+
+def listened(ranks: ForkServer, output_dir: Path, layout: MatrixLayout, **given: Any) -> Any:
+    hold = given.pop("hold", False)
+    result = ranks.run(f"{BESIDE}:with_events", layout.nproc, {"hold": hold, **settings(layout, output_dir, **given)})
+    assert all(rank == result.values[0] for rank in result.values[1:])
+    return result.values[0]
+
+
+def test_a_save_that_is_due_where_the_last_one_is_told_is_made(ranks: ForkServer, tmp_path: Path) -> None:
+    found = listened(ranks, tmp_path, SINGLE, hold=True, **EVERY_STEP, **ASYNC)
+    steps = list(range(1, 5))
+    assert sorted(all_contents(tmp_path)) == [f"checkpoint-{step}" for step in steps]
+    assert [one[:2] for one in found["seen"]] == [[event, step] for step in steps for event in ("saved", "on_save")]
+
+
+def names_and_states(output_dir: Path) -> dict[str, Any]:
+    """Every name in the output directory, and the Trainer's states without times and places."""
+    found: dict[str, Any] = {path.name: None for path in output_dir.iterdir()}
+    for path in output_dir.glob("checkpoint-*"):
+        state = json.loads((path / "trainer" / "state.json").read_text())
+        best = state["best_model_checkpoint"]
+        found[path.name] = {
+            **state,
+            "best_model_checkpoint": best and Path(best).name,
+            "log_history": [
+                {key: value for key, value in line.items() if not any(one in key for one in TIMES)}
+                for line in state["log_history"]
+            ],
+        }
+    return found
+
+
+TIMES = ("runtime", "per_second")
+"""Parts of the names of measurements."""
+
+RUNS = {
+    "best": {**TO_BEST, "max_steps": 4, "learning_rate": 0.01},
+    "worse": {**TO_BEST, "max_steps": 4},
+    "limit": {"max_steps": 5, "save_steps": 1, "save_total_limit": 2, "flex_verify": "full"},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "run"),
+    [
+        (SINGLE, "best"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(SINGLE, "worse"), (DP2, "best"), (TP2, "limit")]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_callbacks_and_the_disk_are_as_after_saves_in_the_steps(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, run: str, depth: int
+) -> None:
+    found = [
+        listened(ranks, tmp_path / name, layout, **RUNS[run], **options)
+        for name, options in (("in", {}), ("beside", {**ASYNC, "flex_async_depth": depth}))
+    ]
+    assert found[0] == found[1]
+    assert all(event[-1] for event in found[1]["seen"]), "only committed checkpoints are told"
+    assert names_and_states(tmp_path / "in") == names_and_states(tmp_path / "beside")
+
+
+def test_the_training_thread_exchanges_nothing_in_a_repeated_save(ranks: ForkServer, tmp_path: Path) -> None:
+    found = ranks.run(f"{BESIDE}:count_exchanges", 2, settings(DP2, tmp_path, **EVERY_STEP, **ASYNC)).values
+    for counted in found:
+        assert counted[0] > 0, "the exchanges at the start are counted"
+        assert counted[1:] == [0, 0, 0, 0]
+
+
+def test_saves_are_committed_in_their_order_and_a_further_one_waits(ranks: ForkServer, tmp_path: Path) -> None:
+    given = {"held": 1, "until": 3, **settings(SINGLE, tmp_path, **EVERY_STEP, **ASYNC, flex_async_depth=2)}
+    (found,) = ranks.run(f"{BESIDE}:hold_the_first_save", 1, given).values
+    assert found["committed"] == [1, 2, 3, 4]
+    assert found["captured"] == [True, True]
+    assert any(" s for the save of step 1, before step 3 can be saved." in line for line in found["lines"])
+
+
+# ---- Memory.
+
+
+@pytest.mark.parametrize("layout", [SINGLE, bf16(SD2V2)], ids=lambda layout: layout.name)
+def test_a_snapshot_that_is_larger_than_the_limit_is_refused_before_training(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
 ) -> None:
-    compare(ranks, tmp_path, layout)
+    arguments = {**EVERY_STEP, "flex_async_save": True, "flex_async_memory": "1MB", "flex_async_depth": 2}
+    found = ranks.run(f"{JOBS}:refused_training", layout.nproc, settings(layout, tmp_path / "out", **arguments)).values
+    assert len({one["error"] for one in found}) == 1
+    assert "flex_async_memory allows 1 MB" in found[0]["error"]
+    assert [one["step"] for one in found] == [0] * layout.nproc
 
 
-def compare(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout) -> None:
-    found, losses = [], []
-    for name, options in (("in", {}), ("beside", {"flex_async_save": True})):
-        output_dir = tmp_path / name
-        ran = ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, output_dir, **EVERY_STEP, **options))
-        losses.append([one["losses"] for one in ran.values])
-        found.append({path.name: contents(path) for path in sorted(output_dir.glob("checkpoint-*"))})
-    assert losses[0] == losses[1]
-    assert len(found[0]) == EVERY_STEP["max_steps"]
-    assert found[0] == found[1]
+@pytest.mark.parametrize("layout", [SINGLE, bf16(SD2V2)], ids=lambda layout: layout.name)
+def test_the_bound_of_a_snapshot_is_no_more_than_its_memory_and_no_less_than_a_half(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    arguments = settings(layout, tmp_path / "out", **EVERY_STEP, flex_async_save=True, flex_check_replicas="off")
+    for one in ranks.run(f"{JOBS}:snapshot_sizes", layout.nproc, arguments).values:
+        assert one["kept"] / 2 < one["least"] <= one["kept"]
+
+
+# ---- Errors.
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "victim", "text"),
+    [
+        (SINGLE, "read-only", 0, "Read-only file system"),
+        (DP2, "disk full", 1, "No space left on device"),
+        pytest.param(SD2V2, "disk full", 0, "No space left on device", marks=pytest.mark.slow),
+        pytest.param(DP2, "copy", 1, "a broken copy", marks=pytest.mark.slow),
+        pytest.param(DP2, "read-only", 0, "Read-only file system", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value.name if isinstance(value, MatrixLayout) else str(value).replace(" ", "-"),
+)
+def test_an_error_of_a_save_is_raised_on_all_ranks_at_one_step_and_a_later_run_saves(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, kind: str, victim: int, text: str
+) -> None:
+    plain = ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, tmp_path / "plain", **EVERY_STEP)).values
+    out = tmp_path / "broken"
+    given = {"kind": kind, "victim": victim, "step": 2, **settings(layout, out, **EVERY_STEP, **ASYNC)}
+    found = ranks.run(f"{BESIDE}:fail_and_go_on", layout.nproc, given).values
+    assert all(text in rank["text"] for rank in found)
+    assert len({(rank["text"], rank["raised"]) for rank in found}) == 1
+    assert found[victim]["cause"] != "None" or layout.nproc == 1
+    assert found[0]["raised"] >= 2
+    assert found[0]["there"] == ["checkpoint-1"]
+    assert [rank["losses"] for rank in found] == [rank["losses"][1:] for rank in plain]
+    expected = all_contents(tmp_path / "plain")
+    assert all_contents(out) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "victims", "kind"),
+    [
+        (SINGLE, [0], "KeyboardInterrupt"),
+        pytest.param(DP2, [0, 1], "ValueError", marks=pytest.mark.slow),
+        (DP2, [1], "KeyError"),
+        pytest.param(DP2, [0], "SystemExit", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value.name if isinstance(value, MatrixLayout) else str(value),
+)
+def test_a_save_is_committed_before_an_error_of_training_ends_the_job(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, victims: list[int], kind: str
+) -> None:
+    given = {"at": 2, "victims": victims, "kind": kind, **settings(layout, tmp_path, **EVERY_STEP, **ASYNC)}
+    ran = ranks.attempt(f"{BESIDE}:break_off", layout.nproc, given)
+    if len(victims) == layout.nproc:
+        assert ran.values == ({"error": kind, "committed": True},) * layout.nproc
+    else:
+        assert not ran.ok
+    checkpoint = tmp_path / "checkpoint-2"
+    verify_files(checkpoint, read_manifest(checkpoint), "full")
+    assert sorted(all_contents(tmp_path)) == ["checkpoint-1", "checkpoint-2"]

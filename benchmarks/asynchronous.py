@@ -1,0 +1,273 @@
+"""For how long training stands still for a save, as multiples of one copy of what is saved.
+
+``python benchmarks/asynchronous.py [--write PAGE]``. A Llama of 51 million float32 parameters with AdamW, 612 MB, is
+trained and saved to a file system in memory. Each contender has a process of its own, in which its saves and the plain
+copy take turns; a figure is the median ratio to the copies of the same process.
+
+* in the step: training waits for the whole save;
+* at once: training waits for the copy, as where upstream changes weights in the passes;
+* beside: the copy runs during the next passes, and training waits for the rest of it before the next update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 512}
+MICRO_BATCH = 8
+BEGIN, END = "<!-- measured -->", "<!-- end -->"
+MARK = "flex-figures "
+
+Figures = dict[str, list[float]]
+"""Seconds by what was timed; ``copy`` is the plain copy."""
+
+
+def copies(nbytes: int) -> Callable[[], float]:
+    """Return a function that times one copy between two kept buffers."""
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+
+    def once() -> float:
+        started = time.perf_counter()
+        np.copyto(target, source)
+        return time.perf_counter() - started
+
+    return once
+
+
+# ---- Ours.
+
+
+def ours(output_dir: str, rounds: int) -> Figures:
+    """Save in the step, at once and beside, in turn, at every second step of one training."""
+    from paddleformers_fc import FlexCheckpointCallback, FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.trainer.job_state import job_state_of
+    from paddleformers_fc.trainer.saves_in_steps import SavesInSteps
+    from paddleformers_fc.verification.matrix import tiny
+    from paddleformers_fc.verification.matrix.layouts import MatrixLayout
+
+    ways = ("in the step", "at once", "beside")
+    found: Figures = {name: [] for name in ("copy", *ways, *(f"step after {way}" for way in ways))}
+    layout = MatrixLayout("single")
+    args = tiny.training_arguments(
+        layout,
+        output_dir,
+        cls=FlexTrainingArguments,
+        flex_checkpoint=True,
+        flex_async_save=True,
+        max_steps=2 * len(ways) * (rounds + 1),
+        save_steps=2,
+        save_total_limit=1,
+        flex_verify="size",
+    )
+
+    class Turns(FlexCheckpointCallback):
+        """Chooses the way of every save, and waits for it before the next one."""
+
+        def __init__(self) -> None:
+            self.begun = 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % 2 == 1:
+                way = ways[state.global_step // 2 % len(ways)]
+                run.saver = SavesInSteps() if way == "in the step" else beside
+                # Read at every save; the optimizer has been wrapped already, and ignores it.
+                args.stage1_broadcast_overlap = way == "at once"
+                if state.global_step // 2 >= len(ways):
+                    found["copy"].append(copy())
+            self.begun = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % 2 == 1 and state.global_step > 1:
+                way = ways[(state.global_step - 2) // 2 % len(ways)]
+                if (state.global_step - 2) // 2 >= len(ways):
+                    found[f"step after {way}"].append(time.perf_counter() - self.begun)
+                beside.finish(trainer)
+
+        def on_checkpoint_saved(self, args: Any, report: Any) -> None:
+            number = report.step // 2 - 1
+            if number >= len(ways):
+                found[ways[number % len(ways)]].append(report.blocked)
+
+    model = tiny.build("llama", layout, args, **SIZES)
+    copy = copies(3 * sum(parameter.numel().item() * 4 for parameter in model.parameters()))
+    trainer = tiny.trainer(model, args, cls=FlexTrainer, callbacks=[Turns()])
+    run = job_state_of(trainer)
+    beside: Any = run.saver
+    trainer.train()
+    return found
+
+
+# ---- PaddleFormers' unified checkpoint, saved asynchronously.
+
+
+def unified(output_dir: str, rounds: int) -> Figures:
+    """Save PaddleFormers' unified checkpoint with ``async_save``, which copies to shared memory in the step."""
+    from paddleformers.trainer import Trainer, TrainingArguments
+
+    from paddleformers_fc.verification.matrix import tiny
+    from paddleformers_fc.verification.matrix.layouts import MatrixLayout
+
+    found: Figures = {"copy": [], "in the step": []}
+    layout = MatrixLayout("single")
+    args = tiny.training_arguments(
+        layout,
+        output_dir,
+        cls=TrainingArguments,
+        save_checkpoint_format="unified_checkpoint",
+        load_checkpoint_format="unified_checkpoint",
+        unified_checkpoint_config="async_save",
+        max_steps=2 * (rounds + 1),
+        save_steps=2,
+        save_total_limit=1,
+    )
+
+    class Timed(Trainer):
+        def _save_checkpoint(self, *given: Any, **named: Any) -> None:
+            copied, started = copy(), time.perf_counter()
+            super()._save_checkpoint(*given, **named)
+            if self.state.global_step > 2:
+                found["in the step"].append(time.perf_counter() - started)
+                found["copy"].append(copied)
+
+    model = tiny.build("llama", layout, args, **SIZES)
+    copy = copies(3 * sum(parameter.numel().item() * 4 for parameter in model.parameters()))
+    tiny.trainer(model, args, cls=Timed).train()
+    return found
+
+
+# ---- PyTorch.
+
+
+def dcp(output_dir: str, rounds: int) -> Figures:
+    """``torch.distributed.checkpoint.async_save`` with a stager that is kept, at once and beside a computation."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(49)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    copy = copies(3 * sum(parameter.numel() * 4 for parameter in model.parameters()))
+    found: Figures = {name: [] for name in ("copy", "at once", "beside")}
+    batch, kept = torch.randn(4096, 1024), Path(output_dir)
+
+    def passes() -> None:
+        model(batch).sum().backward()
+
+    passes()
+    optimizer.step()
+    for number in range(2 * (rounds + 1)):
+        way = ("at once", "beside")[number % 2]
+        copied = copy()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        started = time.perf_counter()
+        saved = checkpoint.async_save(state, checkpoint_id=kept / f"step-{number}", async_stager=stager)
+        staged = getattr(saved, "staging_completion", None)
+        blocked = time.perf_counter() - started
+        if way == "beside":
+            passes()
+        started = time.perf_counter()
+        if staged is not None:
+            staged.result()
+        blocked += time.perf_counter() - started
+        if number >= 2:
+            found["copy"].append(copied)
+            found[way].append(blocked)
+        getattr(saved, "upload_completion", saved).result()
+        shutil.rmtree(kept / f"step-{number}")
+    return found
+
+
+CONTENDERS = {"ours": ours, "unified": unified, "dcp": dcp}
+TITLES = {
+    ("ours", "in the step"): "flex, in the step",
+    ("ours", "at once"): "flex_async_save, copied at once",
+    ("ours", "beside"): "flex_async_save, passes of {passes:.1f} copies follow",
+    ("unified", "in the step"): "PaddleFormers' unified checkpoint, `async_save`",
+    ("dcp", "at once"): "PyTorch `dcp.async_save`, kept stager, waited for at once",
+    ("dcp", "beside"): "PyTorch `dcp.async_save`, kept stager, passes follow",
+}
+
+
+def measured(name: str, rounds: int, scratch: Path) -> Figures | str:
+    """Return the figures of a contender in a process of its own, or why there are none."""
+    place = Path(tempfile.mkdtemp(prefix="flex-async-", dir=scratch))
+    try:
+        command = [sys.executable, __file__, "--contender", name, "--rounds", str(rounds), "--scratch", str(place)]
+        # PaddleFormers' saving process lives on after a failure.
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(MARK)]
+    if not lines:
+        return (ended.stderr.strip().splitlines() or ["no output"])[-1][:120]
+    figures: Figures = json.loads(lines[-1].removeprefix(MARK))
+    return figures
+
+
+def table(results: dict[str, Figures | str]) -> str:
+    """Return the report as Markdown."""
+    lines = ["| save | training stands still, in copies | seconds |", "|---|---:|---:|"]
+    for (name, way), title in TITLES.items():
+        found = results.get(name)
+        if found is None:
+            continue
+        if isinstance(found, str):
+            lines.append(f"| {title} | {found} | |")
+            continue
+        copied = statistics.median(found["copy"])
+        seconds = statistics.median(found[way])
+        passes = statistics.median(found.get("step after in the step", [0.0])) / copied
+        lines.append(f"| {title.format(passes=passes)} | {seconds / copied:.2f} | {seconds:.3f} |")
+    own = results.get("ours")
+    if isinstance(own, dict):
+        after = {way: statistics.median(own[f"step after {way}"]) for way in ("in the step", "beside")}
+        lines += ["", f"One copy takes {statistics.median(own['copy']):.3f} s. The step after a save beside it takes "]
+        lines[-1] += (
+            f"{after['beside']:.2f} s, after a save in the step {after['in the step']:.2f} s: the write goes on."
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure all contenders, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="saves of every kind after the warm-up")
+    parser.add_argument("--only", default="", help="contenders, with commas between; all by default")
+    parser.add_argument("--contender", help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="a file system in memory")
+    parser.add_argument("--write", type=Path, help="a page whose measured part is replaced")
+    options = parser.parse_args()
+    if options.contender:
+        figures = CONTENDERS[options.contender](str(options.scratch), options.rounds)
+        print(MARK + json.dumps(figures), flush=True)
+        return
+    names = options.only.split(",") if options.only else list(CONTENDERS)
+    text = table({name: measured(name, options.rounds, options.scratch) for name in names})
+    print(text)
+    if options.write:
+        page = options.write.read_text(encoding="utf-8")
+        before, rest = page.split(BEGIN)
+        _, after = rest.split(END)
+        options.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

@@ -1,0 +1,309 @@
+"""Trainings that save beside their steps, held or broken at a moment of a save; each job returns JSON."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.harness import tiny
+from tests.trainer.jobs import flex_trainer, outcome
+
+_LONG = 60.0
+_A_WHILE = 0.3
+
+
+def with_late_copies(job: str, **settings: Any) -> Any:
+    """Run a job whose snapshots are copied when the next update wants to begin, and after it if it does not wait.
+
+    Args:
+        job: module and function.
+        settings: its arguments.
+    """
+    from paddleformers_fc.execute.arena import SnapshotCopy
+    from paddleformers_fc.trainer import saves_beside_steps
+    from paddleformers_fc.trainer.between_steps import BetweenSteps
+
+    wanted, updated = threading.Event(), threading.Event()
+    prepare, finish, copy = saves_beside_steps.prepare, BetweenSteps.finish, SnapshotCopy.finish
+
+    def prepare_anew(*args: Any) -> Any:
+        wanted.clear()
+        updated.clear()
+        return prepare(*args)
+
+    def finish_wanted(self: Any) -> None:
+        wanted.set()
+        finish(self)
+
+    def copy_late(self: Any) -> Any:
+        assert wanted.wait(_LONG), "no update has followed"
+        updated.wait(_A_WHILE)
+        return copy(self)
+
+    saves_beside_steps.prepare = prepare_anew
+    BetweenSteps.finish = finish_wanted
+    BetweenSteps.on_optimizer_end = lambda *args, **kwargs: updated.set()
+    SnapshotCopy.finish = copy_late
+    module, _, name = job.partition(":")
+    return getattr(importlib.import_module(module), name)(**settings)
+
+
+def with_events(hold: bool = False, **settings: Any) -> dict[str, Any]:
+    """Train and evaluate; what callbacks and reporters see of every save, in order.
+
+    Args:
+        hold: whether every step but the first begins when the save of the one before has agreed on its end.
+    """
+    from paddleformers.trainer import TrainerCallback
+
+    from paddleformers_fc import FlexCheckpointCallback
+    from paddleformers_fc.distributed.step_gate import StepGate
+
+    agreed, agree = threading.Semaphore(0), StepGate.agree
+    seen: list[Any] = []
+
+    def agree_and_note(self: Any, *args: Any) -> None:
+        agree(self, *args)
+        agreed.release()
+
+    class Listener(FlexCheckpointCallback):
+        def on_checkpoint_saved(self, args: Any, report: Any) -> None:
+            seen.append(["saved", report.step, (Path(report.directory) / "flex_checkpoint.json").is_file()])
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            best, there = state.best_model_checkpoint, Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            found = [
+                best and Path(best).name,
+                best is None or Path(best).is_dir(),
+                state.best_metric,
+                len(state.log_history),
+                (there / "flex_checkpoint.json").is_file(),
+            ]
+            seen.append(["on_save", state.global_step, *found])
+
+    class Hold(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if hold and state.global_step:
+                assert agreed.acquire(timeout=_LONG)
+
+    StepGate.agree = agree_and_note
+    trainer = flex_trainer(**settings, callbacks=[Listener(), Hold()], eval_dataset=tiny.Samples())
+    trainer.train()
+    state = trainer.state
+    best = state.best_model_checkpoint
+    return {**outcome(trainer), "seen": seen, "best": best and Path(best).name, "metric": state.best_metric}
+
+
+class Fault:
+    """What goes wrong in one save of one rank.
+
+    Args:
+        kind: of the fault.
+        is_victim: whether this rank has it.
+        step: of the save.
+    """
+
+    def __init__(self, kind: str, is_victim: bool, step: int) -> None:
+        self.kind, self.is_victim, self.step, self.is_over = kind, is_victim, step, False
+
+    def due(self, path: str) -> bool:
+        """Return whether an operation on a file is to be refused."""
+        return self.is_victim and not self.is_over and f"checkpoint-{self.step}.unfinished" in path
+
+
+def _install(fault: Fault) -> Any:
+    """Make the fault happen in this process, as long as what is returned lives."""
+    import errno
+
+    from paddleformers_fc.execute.arena import SnapshotCopy
+    from tests.crash.net import Net, Open, Operation, cast
+
+    class Refuse(Open):
+        def before(self, operation: Operation) -> None:
+            wanted = {"disk full": "write", "read-only": "mkdir"}.get(fault.kind)
+            if operation.kind == wanted and fault.due(operation.path):
+                number = errno.ENOSPC if wanted == "write" else errno.EROFS
+                raise OSError(number, os.strerror(number), operation.path)
+
+    copy, begun = SnapshotCopy.finish, Counter[str]()
+
+    def broken(self: Any) -> Any:
+        begun["copies"] += 1
+        if fault.kind == "copy" and fault.is_victim and not fault.is_over and begun["copies"] == fault.step:
+            raise ValueError("a broken copy")
+        return copy(self)
+
+    SnapshotCopy.finish = broken
+    net = cast(Net(Refuse()))
+    net.__enter__()  # This process ends with the job.
+    return net
+
+
+def fail_and_go_on(kind: str, victim: int, step: int, **settings: Any) -> dict[str, Any]:
+    """Train; a save fails on one rank. Then train on in the same Trainer from the newest checkpoint.
+
+    Returns:
+        the error, the step at which it was raised, the checkpoints that were there, and what a training returns.
+    """
+    from paddleformers_fc.errors import FlexError
+
+    fault = Fault(kind, os.environ.get("PADDLE_TRAINER_ID", "0") == str(victim), step)
+    installed = _install(fault)
+    trainer = flex_trainer(**settings)
+    try:
+        trainer.train()
+    except FlexError as error:
+        text, cause = error.render(), repr(error.__cause__)
+    else:
+        return {"text": f"no error under {installed}"}
+    fault.is_over = True
+    there = sorted(path.name for path in Path(settings["output_dir"]).iterdir() if "checkpoint" in path.name)
+    found = {"text": text, "cause": cause, "raised": trainer.state.global_step, "there": there}
+    trainer.losses.clear()
+    trainer.train(resume_from_checkpoint=True)
+    return {**found, **outcome(trainer)}
+
+
+def break_off(at: int, victims: list[int], kind: str, **settings: Any) -> dict[str, Any]:
+    """Train; some ranks raise an error of their own in the pass after a step, while its save has not begun to write.
+
+    Args:
+        at: the step.
+        victims: the ranks.
+        kind: of the error, a built-in exception.
+    """
+    import builtins
+
+    from paddleformers.trainer import TrainerCallback
+
+    from paddleformers_fc.trainer import saves_beside_steps
+
+    raised, write = threading.Event(), saves_beside_steps.write_and_commit
+    is_victim = int(os.environ.get("PADDLE_TRAINER_ID", "0")) in victims
+
+    def write_late(taken: Any, *args: Any) -> Any:
+        if is_victim and taken.job.step == at:
+            assert raised.wait(_LONG)
+        return write(taken, *args)
+
+    class BreakOff(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if is_victim and state.global_step == at:
+                raised.set()
+                raise getattr(builtins, kind)("broken off")
+
+    saves_beside_steps.write_and_commit = write_late
+    trainer = flex_trainer(**settings, callbacks=[BreakOff()])
+    try:
+        trainer.train()
+    except BaseException as error:
+        if len(victims) < int(os.environ.get("PADDLE_TRAINERS_NUM", "1")):
+            raise
+        newest = Path(settings["output_dir"]) / f"checkpoint-{at}"
+        return {"error": type(error).__name__, "committed": (newest / "flex_checkpoint.json").is_file()}
+    return {"error": None}
+
+
+def count_exchanges(**settings: Any) -> list[int]:
+    """Train; the exchanges of the training thread from the end of every save's beginning to that of the next one."""
+    from paddleformers_fc.distributed import channel
+    from paddleformers_fc.distributed.communicator import Communicator
+    from paddleformers_fc.trainer.saves_beside_steps import SavesBesideSteps
+
+    counted = [0]
+    save = SavesBesideSteps.save
+
+    def counting(native: Callable[..., Any]) -> Callable[..., Any]:
+        def exchange(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                counted[-1] += 1
+            return native(*args, **kwargs)
+
+        return exchange
+
+    def save_and_begin(self: Any, *args: Any) -> None:
+        save(self, *args)
+        counted.append(0)
+
+    SavesBesideSteps.save = save_and_begin
+    for kind in (Communicator, channel.PaddleChannel):
+        kind.all_gather, kind.all_to_all = counting(kind.all_gather), counting(kind.all_to_all)
+    flex_trainer(**settings).train()
+    return counted
+
+
+def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any]:
+    """Train; the save of one step is not written before that of a later step waits for it.
+
+    Returns:
+        the steps in the order of their commits, whether the snapshots between the two were whole before the first
+        commit, and the lines of the log about waiting.
+    """
+    from paddleformers_fc.trainer import saves_beside_steps
+    from paddleformers_fc.trainer.host import logger
+    from paddleformers_fc.trainer.saves_beside_steps import SavesBesideSteps
+
+    waits, committed, captured = threading.Event(), [], []
+    write, wait_for = saves_beside_steps.write_and_commit, SavesBesideSteps._wait_for
+    lines: list[str] = []
+
+    def write_held(taken: Any, *args: Any) -> Any:
+        if taken.job.step == held:
+            assert waits.wait(_LONG)
+        report = write(taken, *args)
+        committed.append(taken.job.step)
+        return report
+
+    def wait_and_note(self: Any, trainer: Any, slot: Any, why: str) -> None:
+        if trainer.state.global_step == until and slot.save is not None and slot.save.job.step == held:
+            captured.extend(one.save.captured.done() for one in self._slots)
+            waits.set()
+        wait_for(self, trainer, slot, why)
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "Waited" in record.getMessage():
+                lines.append(record.getMessage())
+
+    saves_beside_steps.write_and_commit, SavesBesideSteps._wait_for = write_held, wait_and_note
+    getattr(logger, "logger", logger).addHandler(Lines())
+    trainer = flex_trainer(**settings)
+    trainer.train()
+    return {"committed": committed, "captured": captured, "lines": lines}
+
+
+def change_shards(odd: int, at: int, **settings: Any) -> Any:
+    """Train; from one step on one rank saves a state that it has not saved before, as one that it has just created.
+
+    Args:
+        odd: the rank.
+        at: the step.
+    """
+    from paddleformers_fc.execute import arena
+    from paddleformers_fc.trainer import save_job
+
+    roles, begin = save_job._roles, arena.SnapshotArena.begin
+    begun: list[int] = []
+    trainer = flex_trainer(**settings)
+
+    def without_one(*args: Any) -> Any:
+        found = roles(*args)
+        if int(os.environ["PADDLE_TRAINER_ID"]) == odd and trainer.state.global_step < at:
+            states = dict(found["optimizer_state"])
+            del states[max(states)]
+            found = {**found, "optimizer_state": states}
+        return found
+
+    def noted(self: Any, *args: Any) -> Any:
+        begun.append(trainer.state.global_step)
+        return begin(self, *args)
+
+    save_job._roles, arena.SnapshotArena.begin = without_one, noted
+    trainer.train()
+    return {**outcome(trainer), "begun": begun}
