@@ -100,6 +100,12 @@ def test_fine_tuning_on_packed_dialogues_resumes_with_tensor_parallelism(workflo
     resume_and_compare(workflows, "llama_sft", tmp_path, TP2)
 
 
+def test_a_training_that_saves_beside_its_steps_resumes_with_tensor_parallelism(
+    workflows: Workflows, tmp_path: Path
+) -> None:
+    resume_and_compare(workflows, "llama_async", tmp_path, TP2)
+
+
 def test_preference_training_resumes_with_the_reference_model_that_was_updated(
     workflows: Workflows, tmp_path: Path
 ) -> None:
