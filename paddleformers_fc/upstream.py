@@ -80,7 +80,14 @@ TRAINER = (
         "(self, args, model, train_dataloader, len_dataloader, max_steps, num_train_epochs, "
         "num_update_steps_per_epoch, num_train_samples, resume_from_checkpoint, ignore_keys_for_eval)",
         ("callback_handler", "on_train_begin", "on_epoch_begin", "on_step_end", "on_epoch_end", "set_epoch")
-        + ("_load_rng_state", "_maybe_log_save_evaluate", "load_best_model_at_end", "best_model_checkpoint"),
+        + (
+            "on_optimizer_begin",
+            "on_train_end",
+            "_load_rng_state",
+            "_maybe_log_save_evaluate",
+            "load_best_model_at_end",
+            "best_model_checkpoint",
+        ),
     ),
     Hook(f"{_TRAINER}._load_flex_checkpoint", "(self, resume_from_checkpoint)"),
     Hook(f"{_TRAINER}._load_rng_state", "(self, checkpoint)"),
@@ -129,6 +136,9 @@ TRAINER = (
         Hook(f"{_CALLBACKS}:CallbackHandler.{event}", "(self, args, state, control)", ("call_event", event))
         for event in ("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_step_end", "on_save")
     ),
+    Hook(f"{_CALLBACKS}:CallbackHandler.on_train_end", names=("call_event", "on_train_end")),
+    Hook(f"{_CALLBACKS}:CallbackHandler.on_optimizer_begin", names=("call_event", "on_optimizer_begin")),
+    Hook(f"{_CALLBACKS}:TrainerCallback.on_optimizer_begin", "(self, args, state, control, **kwargs)"),
     *(
         Hook(f"{_CALLBACKS}:TrainerCallback.{event}", "(self, args, state, control, **kwargs)")
         for event in ("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_step_end", "on_save")
@@ -355,7 +365,14 @@ NLP_TRAINER = (
         "(self, args, model, train_dataloader, len_dataloader, max_steps, num_train_epochs, "
         "num_update_steps_per_epoch, num_train_samples, resume_from_checkpoint, ignore_keys_for_eval)",
         ("callback_handler", "on_train_begin", "on_epoch_begin", "on_step_end", "on_epoch_end", "set_epoch")
-        + ("_load_rng_state", "_maybe_log_save_evaluate", "load_best_model_at_end", "best_model_checkpoint"),
+        + (
+            "on_optimizer_begin",
+            "on_train_end",
+            "_load_rng_state",
+            "_maybe_log_save_evaluate",
+            "load_best_model_at_end",
+            "best_model_checkpoint",
+        ),
     ),
     Hook(f"{_NLP}._load_from_checkpoint", "(self, resume_from_checkpoint=None)"),
     Hook(f"{_NLP}._load_optimizer_and_scheduler", "(self, checkpoint)"),
@@ -377,6 +394,9 @@ NLP_TRAINER = (
         Hook(f"{_NLP_CALLBACKS}:CallbackHandler.{event}", "(self, args, state, control)", ("call_event", event))
         for event in ("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_step_end", "on_save")
     ),
+    Hook(f"{_NLP_CALLBACKS}:CallbackHandler.on_train_end", names=("call_event", "on_train_end")),
+    Hook(f"{_NLP_CALLBACKS}:CallbackHandler.on_optimizer_begin", names=("call_event", "on_optimizer_begin")),
+    Hook(f"{_NLP_CALLBACKS}:TrainerCallback.on_optimizer_begin", "(self, args, state, control, **kwargs)"),
     *(
         Hook(f"{_NLP_CALLBACKS}:TrainerCallback.{event}", "(self, args, state, control, **kwargs)")
         for event in ("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_step_end", "on_save")

@@ -59,6 +59,9 @@ from paddleformers_fc.trainer.step_ends import StepEnds
 _OVERLAPPING = ("stage1_broadcast_overlap", "stage1_allgather_overlap", "stage2_overlap")
 """Training arguments under which updated parameters arrive during the next forward pass."""
 
+_RELEASES_WEIGHTS = "FP8QuantWeightCallback"
+"""PaddleFormers' callback that keeps quantized weights alone during the passes; PaddleNLP has none."""
+
 
 def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
     """``Trainer.__init__``: afterwards the model exports through us and the loop is followed.
@@ -157,6 +160,7 @@ def _add_average(trainer: Any, run: JobState) -> None:
 
 
 def _passes_change_weights(trainer: Any) -> bool:
-    """Return whether the forward passes receive parameters, or update a reference model."""
+    """Return whether the passes receive parameters, update a reference model, or release weights."""
     overlapped = any(getattr(trainer.args, name, False) for name in _OVERLAPPING)
-    return overlapped or reference.model_of(trainer) is not None
+    kinds = {kind.__name__ for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
+    return overlapped or _RELEASES_WEIGHTS in kinds or reference.model_of(trainer) is not None
