@@ -263,9 +263,17 @@ TRAINER = (
     # The optimizer and its wrappers.
     Hook("paddle.optimizer:AdamW.__init__", names=("_use_lowprecision_moment", "_param_groups", "_parameter_list")),
     Hook("paddle.optimizer:AdamW._create_accumulators", "(self, block, parameters)", ("_add_moments_pows",)),
+    Hook(
+        "paddle.optimizer:Optimizer.__init__",
+        names=("_auxiliary_vars", "_default_dict", "_learning_rate_map", "_param_dict"),
+    ),
+    Hook("paddle.optimizer:Optimizer._create_master_grad", names=("_master_grads",)),
+    Hook("paddle.optimizer:Adam.__init__", names=("_multi_precision",)),
     Hook("paddle.optimizer:Optimizer._add_accumulator", names=("_accumulators", "_accumulators_holder", "_name")),
     Hook("paddle.optimizer:Optimizer._create_master_weight", "(self, param)", ("_master_weights",)),
     Hook("paddleformers.trainer.utils.offload_optimizer:offload", "(tensor)", ("to_device",)),
+    # The store through which gloo groups of background threads find each other.
+    Hook("paddle.distributed.collective:_default_store"),
     Hook("paddle.optimizer:AdamW.clear_grad", "(self, set_to_zero=True)"),
     Hook("paddle.optimizer:Optimizer._gen_master_weight_var_name", "(self, param)", ("_fp32_master",)),
     Hook("paddleformers.utils.optimizer:AdamWCustom"),

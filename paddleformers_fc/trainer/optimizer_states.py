@@ -50,7 +50,7 @@ _OF_PADDLE = ("LR_Scheduler", "master_weights")
 
 _CONTAINERS_OF_PADDLE = frozenset(
     {
-        *("_accumulators_holder", "_auxiliary_vars", "_default_dict", "_grad_dict", "_learning_rate_map"),
+        *("_accumulators_holder", "_auxiliary_vars", "_default_dict", "_learning_rate_map"),
         *("_master_grads", "_param_dict", "_param_groups", "_parameter_list"),
     }
 )
