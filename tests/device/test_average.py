@@ -12,16 +12,14 @@ from paddleformers_fc.execute.digest import canonical_digests
 from tests.device.running import FAKE, Ranks, device
 from tests.harness.tiny import SD2V1, SINGLE, TP2, MatrixLayout
 
-pytestmark = pytest.mark.sampled
-
 
 @pytest.mark.parametrize(
     ("layout", "arguments"),
     [
         (replace(SINGLE, bf16=True), {"flex_staging_size": "1MiB"}),
-        (TP2, {}),
-        (replace(SINGLE, bf16=True), {"tensorwise_offload_optimizer": True}),
-        (replace(SD2V1, bf16=True), {"flex_async_save": True}),
+        pytest.param(TP2, {}, marks=pytest.mark.slow),
+        pytest.param(replace(SINGLE, bf16=True), {"tensorwise_offload_optimizer": True}, marks=pytest.mark.slow),
+        pytest.param(replace(SD2V1, bf16=True), {"flex_async_save": True}, marks=pytest.mark.slow),
     ],
     ids=["single-bf16", "tp2", "offloaded", "sd2v1-async"],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.averaging import update_weight
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.storage.block_checksums import digest_of
-from tests.harness.tiny import DP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
+from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 
 JOBS = "tests.trainer.jobs"
 EMA_JOBS = "tests.trainer.ema_jobs"
@@ -239,3 +240,88 @@ def test_what_a_checkpoint_lacks_is_refused_by_name(ranks: ForkServer, tmp_path:
         paddleformers_fc.open(tmp_path / "checkpoint-1").export(tmp_path / "export", role="ema_state")
     with pytest.raises(OptionError, match="'optimizer_state' contains no weights"):
         paddleformers_fc.open(tmp_path / "checkpoint-1").export(tmp_path / "export", role="optimizer_state")
+
+
+# ---- When it is updated, and what is reported.
+
+
+def test_an_average_is_updated_when_it_is_due(ranks: ForkServer, tmp_path: Path) -> None:
+    """After the step at which it starts, and after every multiple of the interval, by the keys of both spellings."""
+    keys = {"flex_ema_decay": 0.0, "zcc_save_ema_coef": DECAY, "zcc_ema_interval": 2, "flex_ema_start_step": 3}
+    values, _ = run(ranks, SINGLE, tmp_path, arguments={**keys, "flex_ema_bias_correction": True})
+    assert len(values[0]["losses"]) == 6
+    assert not (tmp_path / "checkpoint-2" / "ema_state").exists()
+    assert_averages(averages(tmp_path / "checkpoint-3"), weights(tmp_path / "checkpoint-3"))
+    assert_averages(averages(tmp_path / "checkpoint-6"), reference(tmp_path, [3, 4, 6], corrected=True))
+    # An interrupted run knows how many updates there were.
+    run(
+        ranks,
+        SINGLE,
+        tmp_path / "again",
+        arguments={**keys, "flex_ema_bias_correction": True},
+        resume=str(tmp_path / "checkpoint-5"),
+    )
+    assert digests(tmp_path / "again" / "checkpoint-6") == digests(tmp_path / "checkpoint-6")
+
+
+def test_updates_of_steps_with_a_large_loss_are_skipped(ranks: ForkServer, tmp_path: Path) -> None:
+    """The loss is that of the step, whatever the interval of the log is, with accumulation and on all ranks alike."""
+    accumulated = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    (plain, _), log = run(ranks, DP2, tmp_path / "plain", arguments={**accumulated, "flex_ema_decay": 0.0})
+    losses = plain["losses"]
+    threshold = (sorted(losses)[2] + sorted(losses)[3]) / 2
+    arguments = {**accumulated, "zcc_ema_loss_threshold": threshold, "logging_steps": 4}
+    _, log = run(ranks, DP2, tmp_path, arguments=arguments)
+    below = [step for step, loss in enumerate(losses, 1) if loss < threshold]
+    assert len(below) == 3
+    assert_averages(averages(tmp_path / "checkpoint-6"), reference(tmp_path, below))
+    assert log.count("The moving average is not updated after step") == 3
+
+
+def test_a_run_that_starts_or_ends_an_average_or_changes_it_says_so(ranks: ForkServer, tmp_path: Path) -> None:
+    three = {"max_steps": 3, "save_steps": 3}
+    run(ranks, SINGLE, tmp_path / "without", arguments={**three, "flex_ema_decay": 0.0})
+    run(ranks, SINGLE, tmp_path / "with", arguments=three)
+    _, late = run(ranks, SINGLE, tmp_path / "late", resume=str(tmp_path / "without" / "checkpoint-3"))
+    assert "checkpoint-3 has no moving average. It starts as a copy" in late
+    assert_averages(averages(tmp_path / "late" / "checkpoint-6"), reference(tmp_path / "late", [4, 5, 6]))
+    third = str(tmp_path / "with" / "checkpoint-3")
+    _, off = run(ranks, SINGLE, tmp_path / "off", resume=third, arguments={"flex_ema_decay": 0.0})
+    assert "checkpoint-3 has a moving average of 39 tensors, and this run has none" in off
+    assert not (tmp_path / "off" / "checkpoint-6" / "ema_state").exists()
+    _, changed = run(ranks, SINGLE, tmp_path / "changed", resume=third, arguments={"flex_ema_decay": 0.5})
+    assert re.search(r"flex_ema_decay +.*0\.9 .*0\.5", changed)
+
+
+def test_an_average_that_fails_on_one_rank_stops_all_ranks_at_the_next_save(ranks: ForkServer, tmp_path: Path) -> None:
+    settings = {"layout": DP2.to_json(), "output_dir": str(tmp_path), "at": 2}
+    arguments = {"max_steps": 6, "save_steps": 3, **AVERAGE}
+    for rank in ranks.run(f"{EMA_JOBS}:fail_to_average", 2, {**settings, "arguments": arguments}).values:
+        assert "MemoryError" in rank["error"]
+        assert "no memory for the average" in rank["error"]
+        assert "on rank 1" in rank["error"]
+        assert rank["step"] == 3
+    assert not (tmp_path / "checkpoint-3").exists()
+
+
+def test_a_save_beside_training_contains_the_average_of_its_step(ranks: ForkServer, tmp_path: Path) -> None:
+    for name, beside in (("beside", True), ("in-step", False)):
+        run(ranks, half(SD2V2), tmp_path / name, arguments={"flex_async_save": beside, "save_steps": 2})
+    for step in (2, 4, 6):
+        found, wanted = (tmp_path / name / f"checkpoint-{step}" for name in ("beside", "in-step"))
+        assert list(canonical_digests(found)) == list(canonical_digests(wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [TP2, EP2], ids=lambda layout: layout.name)
+def test_experts_are_averaged_and_loaded_under_another_layout(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    given = {"model_type": "ernie4_5_moe"}
+    run(ranks, layout, tmp_path / "there", **given)
+    sixth = tmp_path / "there" / "checkpoint-6"
+    found, wanted = averages(sixth), reference(tmp_path / "there", [1, 2, 3, 4, 5, 6])
+    assert_averages(found, {name: values for name, values in wanted.items() if name in found})
+    back = {**given, "resume": str(sixth), "arguments": {"max_steps": 6}}
+    run(ranks, SINGLE, tmp_path / "back", "resume_and_save_again", **back)
+    assert digests(tmp_path / "back" / "checkpoint-6") == digests(sixth)
