@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from paddleformers_fc.distributed.channel import Bytes, Channel
@@ -31,7 +32,7 @@ from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
-from paddleformers_fc.layout.roles import split_state_name
+from paddleformers_fc.layout.roles import EMA_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
@@ -144,7 +145,7 @@ def round_trips(
         chosen: which hops, by the names of source and target.
     """
     root = directory / "alone"
-    save(root, [filled(alone.roles(0), value_of)], alone)
+    save(root, [filled(_roles_of(alone, 0), value_of)], alone)
     expected, exported = _facts(root, directory)
     for name, row in rows.items():
         targets = [target for target in columns if chosen(name, target)]
@@ -226,13 +227,19 @@ def load(directory: Path, model: SimulatedModel) -> list[Roles]:
     Raises:
         FlexError: as every rank of a job would.
     """
-    held = [filled(model.roles(rank), _zeros) for rank in range(model.grid.world_size)]
+    held = [filled(_roles_of(model, rank), _zeros) for rank in range(model.grid.world_size)]
 
     def work(channel: Channel) -> None:
         load_checkpoint(open_on_all_ranks(directory, channel), held[channel.rank], model.model, channel)
 
     run_threads(model.grid.world_size, work)
     return held
+
+
+def _roles_of(model: SimulatedModel, rank: int) -> dict[str, dict[str, Shard]]:
+    """Return every shard of one rank of a run with a moving average of its weights."""
+    averages = {name: msgspec.structs.replace(one, dtype="float32") for name, one in model.owned(rank).items()}
+    return {**model.roles(rank), EMA_STATE: averages}
 
 
 @lru_cache(maxsize=64)
@@ -321,7 +328,9 @@ def _weight(shard: Shard, whole: Array) -> SimulatedWeight:
 def value_of(role: str, shard: Shard) -> Array:
     """Return a tensor of random numbers that depend on its name alone; powers of beta are equal for all parameters."""
     state = split_state_name(role, shard.name, shard.global_shape)
-    seed = zlib.crc32((state.suffix if state.scalar else shard.name).encode())
+    # An average has the name of its parameter, and other numbers.
+    named = f"{role} {shard.name}" if role == EMA_STATE else shard.name
+    seed = zlib.crc32((state.suffix if state.scalar else named).encode())
     numbers = np.random.default_rng(seed).standard_normal(shard.global_shape)
     return numbers.astype(to_numpy(to_safetensors(shard.dtype)))
 

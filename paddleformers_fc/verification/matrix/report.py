@@ -115,7 +115,8 @@ def _summary(recipe: Recipe, cells: Sequence[Cell], known: Mapping[str, CellOutc
     return "\n".join(
         [
             f"* {md5} of {len(cells)} cells: every tensor md5-equal, A to B and back to A ({tensors:,} tensors compared"
-            f" twice: weights, {'master weights, ' if recipe.bf16 else ''}moments, powers of beta).",
+            f" twice: weights, {'master weights, ' if recipe.bf16 else ''}moments, powers of beta"
+            f"{', moving averages' if recipe.arguments.get('flex_ema_decay') else ''}).",
             f"* {exports} of {len(cells)} cells: the exports of A and B are md5-equal.",
             f"* {close} of {len(cells)} cells: the losses of the three steps after the resume are within"
             f" {recipe.tolerance:.0e} of those of A, which went on; in {equal} of them bitwise equal.",

@@ -123,7 +123,7 @@ def _write(recipe: SimulatedRecipe, found: Sequence[RoundTrip], stem: Path) -> N
         f"# {recipe.title}: any layout to any layout",
         textwrap.fill(" ".join(recipe.text.split()), 120),
         f"* {equal} of {len(found)} cells: every tensor md5-equal, A to B and back to A, and the exports of A and B "
-        f"too ({found[0].tensors} tensors a cell: weights, master weights, moments, powers of beta).",
+        f"too ({found[0].tensors} tensors a cell: weights, master weights, moments, powers of beta, averages).",
         "\n".join(lines),
         f"![The same as a picture]({stem.name}.png)",
         textwrap.fill(" ".join(_LEGEND.split()), 120)

@@ -17,14 +17,14 @@ from paddleformers_fc.verification.matrix.layouts import MatrixLayout, parse_lay
 LLAMA = Training(
     model_type="llama",
     model={"num_hidden_layers": 8, "num_key_value_heads": 4},
-    arguments={"learning_rate": 0.002},
+    arguments={"learning_rate": 0.002, "flex_ema_decay": 0.9},
     layout=parse_layout("dp2"),
     output_dir="",
 )
 ERNIE = Training(
     model_type="ernie4_5_moe",
     model={"num_key_value_heads": 4, "num_nextn_predict_layers": 1},
-    arguments={"learning_rate": 0.002, "max_grad_norm": 0.0},
+    arguments={"learning_rate": 0.002, "max_grad_norm": 0.0, "flex_ema_decay": 0.9},
     layout=parse_layout("dp2"),
     output_dir="",
     micro_batch=1,
