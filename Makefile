@@ -114,6 +114,7 @@ soak: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks.performance --write docs/performance.md
 	@$(BIN)/python benchmarks/asynchronous.py --write docs/async.md
+	@$(BIN)/python benchmarks/averaging.py --write docs/ema.md
 
 bench-async: $(STAMP)
 	@$(BIN)/python benchmarks/asynchronous.py --write docs/async.md

@@ -144,6 +144,7 @@ def test_a_resume_with_another_base_as_reference_model_is_refused(workflows: Wor
     [
         ("llama_pt", PP2, {}),
         ("llama_pt", TP2, {"packing": True}),
+        ("llama_ema", TP2, {}),
         ("ernie_moe_pt", TP2, {}),
         ("llama_sft", PP2, {}),
         ("llama_sft", SD2, {"greedy_intokens": False}),
