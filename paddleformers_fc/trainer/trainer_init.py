@@ -150,7 +150,7 @@ def _add_average(trainer: Any, run: JobState) -> None:
         return
     run.average = ema.MovingAverage(
         settings,
-        lambda: averaged.trained_parts(trainer.model, trainer.optimizer),
+        averaged.KnownParts(trainer),
         run.between_steps,
         lambda: channel_of(args),
     )
