@@ -251,6 +251,11 @@ class _HostPlace:
     """Where the arrays of simulated ranks are."""
 
     @staticmethod
+    def is_gpu_place() -> bool:
+        """Not on a GPU."""
+        return False
+
+    @staticmethod
     def is_cpu_place() -> bool:
         """In main memory."""
         return True

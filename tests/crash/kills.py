@@ -30,6 +30,7 @@ from tests.crash.worlds import (
     resume_and_save,
     rotate_alone,
     save,
+    save_beside,
     save_together,
     whole,
 )
@@ -64,7 +65,7 @@ class Scenario:
 
 
 def scenarios() -> Iterator[Scenario]:
-    """Every job: a new step, a step again, a step again after a resume with fewer ranks, and rotation."""
+    """Every job: a new step, also beside training, a step again, also after a resume with fewer ranks, and rotation."""
     for grid in GRIDS:
         yield Scenario(
             f"a new step, {grid}",
@@ -94,6 +95,16 @@ def scenarios() -> Iterator[Scenario]:
             lambda there, channel, fewer=fewer: resume_and_save(there, fewer, 6, NEW, channel),
             Found(6, OLD),
             Found(6, NEW),
+        )
+    for grid in SOME_GRIDS:
+        yield Scenario(
+            f"a new step beside training, {grid}",
+            ranks_of(grid),
+            lambda there, grid=grid: save_together(there, grid, 5, OLD),
+            lambda there, channel, grid=grid: save_beside(there, grid, 6, NEW, channel),
+            Found(5, OLD),
+            Found(6, NEW),
+            untouched="checkpoint-5",
         )
     for grid in SOME_GRIDS:
         yield Scenario(

@@ -11,7 +11,10 @@ import functools
 import json
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,25 @@ from typing import Any
 import numpy as np
 
 from paddleformers_fc.distributed.channel import ALONE, Channel
+from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import FlexError
+from paddleformers_fc.execute.arena import SnapshotArena
 from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.memory import HostTensors
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.execute.save import (
+    DEFAULT_MAX_FILE_BYTES,
+    JobRecord,
+    LivePart,
+    comparable_facts,
+    config_bytes,
+    live_part,
+    save_checkpoint,
+    snapshot,
+    write_and_commit,
+)
+from paddleformers_fc.execute.save_plan import SavePlan
+from paddleformers_fc.execute.stretches import stretches_of
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
@@ -75,12 +93,56 @@ def ranks_of(grid: str) -> int:
 
 def save(output_dir: Path, grid: str, step: int, generation: int, channel: Channel) -> None:
     """What one rank does to save ``checkpoint-step``."""
-    files = {f"trainer/rng-{channel.rank:05d}.json": json.dumps({"generation": generation}).encode()}
-    if channel.rank == 0:
-        files["config.json"] = config_bytes(CONFIG)
-    roles = weights_of(grid, channel.rank, generation)
+    files, roles = _files(channel.rank, generation), weights_of(grid, channel.rank, generation)
     record = JobRecord(step, generation, {})
     save_checkpoint(output_dir / f"checkpoint-{step}", roles, MODEL, files, record, channel)
+
+
+def save_beside(output_dir: Path, grid: str, step: int, generation: int, channel: Channel) -> None:
+    """As :func:`save`, by a thread; the weights become those of another generation once they are copied."""
+    roles = weights_of(grid, channel.rank, generation)
+    files = _files(channel.rank, generation)
+    record = JobRecord(step, generation, {})
+    captured = threading.Event()
+
+    def capture(part: LivePart, plan: SavePlan) -> HostTensors:
+        try:
+            stretches = stretches_of(plan, channel.rank, step, part.replicas)
+            arena = SnapshotArena()
+            arena.reserve(part.tensors, stretches)
+            return arena.begin(part.tensors, stretches).finish()
+        finally:
+            captured.set()
+
+    def run() -> None:
+        try:
+            facts = comparable_facts(MODEL, record, DEFAULT_MAX_FILE_BYTES, "warn")
+            taken = snapshot(
+                lambda: live_part(roles, MODEL, files, record, DEFAULT_MAX_FILE_BYTES, "warn"),
+                capture,
+                channel,
+                ConsistencyCheck("saving", facts),
+            )
+            write_and_commit(taken, output_dir / f"checkpoint-{step}", channel)
+        finally:
+            captured.set()
+
+    with ThreadPoolExecutor(1) as thread:
+        saving = thread.submit(run)
+        captured.wait()
+        while not saving.done():
+            for held in roles.values():
+                for one in held.values():
+                    one.local_tensor.array[...] += 1
+            time.sleep(0.0001)
+        saving.result()
+
+
+def _files(rank: int, generation: int) -> dict[str, bytes]:
+    files = {f"trainer/rng-{rank:05d}.json": json.dumps({"generation": generation}).encode()}
+    if rank == 0:
+        files["config.json"] = config_bytes(CONFIG)
+    return files
 
 
 def save_together(output_dir: Path, grid: str, step: int, generation: int) -> None:

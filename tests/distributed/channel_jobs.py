@@ -18,22 +18,57 @@ def started() -> Channel:
     return job_channel()
 
 
-def pass_on_in_a_ring(nbytes: int) -> list[int]:
+def started_beside() -> Channel:
+    """The channel of a background thread of such a job."""
+    from paddleformers_fc.trainer.job_state import background_communicator
+
+    started()
+    return background_communicator(0, 30.0)
+
+
+def pass_on_in_a_ring(nbytes: int, beside: bool = False) -> list[int]:
     """Every rank but the last gives ``nbytes`` times its number to the next; what arrived, and from whom."""
     import numpy as np
 
-    channel = started()
+    channel = started_beside() if beside else started()
     rank, last = channel.rank, channel.world_size - 1
     outgoing = {rank + 1: np.full(nbytes, rank + 1, np.uint8)} if rank < last else {}
     arrived = channel.all_to_all(outgoing, {rank - 1: nbytes} if rank else {})
     return [value for source, array in arrived.items() for value in (source, array.size, *set(array.tolist()))]
 
 
-def gather_texts(lengths: list[int]) -> list[int]:
+def gather_texts(lengths: list[int], beside: bool = False) -> list[int]:
     """Every rank gives as many bytes of its number; their lengths, and whether they are those that were given."""
-    channel = started()
+    channel = started_beside() if beside else started()
     texts = channel.all_gather(bytes([channel.rank]) * lengths[channel.rank])
     return [*map(len, texts), int(all(set(text) <= {rank} for rank, text in enumerate(texts)))]
+
+
+def exchange_on_two_threads(rounds: int) -> bool:
+    """Two threads of every rank exchange texts at the same time, each over a channel of its own; whether all are right.
+
+    A Trainer with another timeout gets another communicator of the second thread's group.
+    """
+    import threading
+
+    from paddleformers_fc.trainer.job_state import background_communicator
+
+    channels = [started(), started_beside()]
+    wrong: list[str] = []
+
+    def exchange(name: str, channel: Channel) -> None:
+        for number in range(rounds):
+            expected = [f"{name} {number} {rank}".encode() * (1 + 300 * (number % 2)) for rank in range(2)]
+            if channel.all_gather(expected[channel.rank]) != expected:
+                wrong.append(f"{name} {number}")
+
+    threads = [threading.Thread(target=exchange, args=(f"thread {n}", one)) for n, one in enumerate(channels)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    exchange("another timeout", background_communicator(0, 31.0))
+    return not wrong
 
 
 def spread_among(members: list[int], text: str) -> str:

@@ -121,16 +121,23 @@ def test_a_process_alone_passes_on_to_itself() -> None:
     assert ALONE.all_to_all({}, {}) == {}
 
 
-@pytest.mark.parametrize("nbytes", [1, 1 << 20])
-def test_bytes_pass_between_real_ranks_some_of_which_give_or_get_nothing(ranks: ForkServer, nbytes: int) -> None:
-    values = ranks.run(f"{JOBS}:pass_on_in_a_ring", 3, {"nbytes": nbytes}).values
+@pytest.mark.parametrize(("nbytes", "beside"), [(1, False), (1 << 20, False), (70_000, True)])
+def test_bytes_pass_between_real_ranks_some_of_which_give_or_get_nothing(
+    ranks: ForkServer, nbytes: int, beside: bool
+) -> None:
+    values = ranks.run(f"{JOBS}:pass_on_in_a_ring", 3, {"nbytes": nbytes, "beside": beside}).values
     assert values == ([], [0, nbytes, 1], [1, nbytes, 2])
 
 
-def test_texts_of_any_length_reach_all_real_ranks(ranks: ForkServer) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_texts_of_any_length_reach_all_real_ranks(ranks: ForkServer, beside: bool) -> None:
     lengths = [5, 3000, 1016, 0]
-    values = ranks.run(f"{JOBS}:gather_texts", 4, {"lengths": lengths}).values
+    values = ranks.run(f"{JOBS}:gather_texts", 4, {"lengths": lengths, "beside": beside}).values
     assert values == ([*lengths, 1],) * 4
+
+
+def test_threads_of_real_ranks_exchange_beside_each_other(ranks: ForkServer) -> None:
+    assert ranks.run(f"{JOBS}:exchange_on_two_threads", 2, {"rounds": 100}).values == (True, True)
 
 
 def test_bytes_spread_between_real_ranks(ranks: ForkServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -46,3 +47,55 @@ def test_an_error_of_a_read_is_raised_once_all_reads_have_ended() -> None:
             reads.finish()
         assert log == ["read"]
     reads.finish()
+
+
+def test_work_of_a_reading_thread_is_done_on_the_thread_of_the_update() -> None:
+    reads, done_on = BetweenSteps(lambda: False), []
+
+    def work() -> int:
+        done_on.append(threading.get_ident())
+        return 7
+
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(lambda: reads.call(work)) for _ in range(2)]
+        for one in found:
+            reads.add(one)
+        reads.on_optimizer_begin(None, None, None)
+        assert [one.result() for one in found] == [7, 7]
+    assert done_on == [threading.get_ident()] * 2
+
+
+def test_an_error_of_such_work_is_raised_where_it_was_asked_for() -> None:
+    reads = BetweenSteps(lambda: False)
+
+    def read() -> str:
+        with pytest.raises(ZeroDivisionError):
+            reads.call(lambda: 1 // 0)
+        return "went on"
+
+    with ThreadPoolExecutor(1) as threads:
+        reads.add(threads.submit(read))
+        reads.finish()
+
+
+def test_work_that_is_asked_for_beside_a_read_is_done_at_the_next_update() -> None:
+    reads, asked = BetweenSteps(lambda: False), threading.Event()
+
+    def ask() -> str:
+        asked.set()
+        return reads.call(lambda: "done")
+
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(ask)
+        asked.wait()
+        while not answer.done():
+            reads.finish()
+        assert answer.result() == "done"
+
+
+def test_the_time_of_waiting_is_counted() -> None:
+    reads = BetweenSteps(lambda: False)
+    with ThreadPoolExecutor(1) as threads:
+        reads.add(threads.submit(lambda: time.sleep(0.05)))
+        reads.finish()
+    assert reads.waited >= 0.04

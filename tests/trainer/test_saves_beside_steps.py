@@ -95,7 +95,7 @@ def test_a_late_copy_is_that_of_the_saved_step_under_every_layout(
     ("layout", "job", "given"),
     [
         (DP2, "tests.trainer.lora_jobs:run", {}),
-        (bf16(TP2), "tests.trainer.lora_jobs:run", {"arguments": AVERAGED}),
+        (TP2, "tests.trainer.lora_jobs:run", {"arguments": AVERAGED}),
         (SD2V2, f"{JOBS}:run_with_frozen", {"frozen": ["model.embed_tokens.weight", "model.norm.weight"]}),
         (SINGLE, f"{JOBS}:run_with_reference", {"every": 1}),
         (SINGLE, f"{JOBS}:run_past_a_layer", {}),
@@ -103,7 +103,7 @@ def test_a_late_copy_is_that_of_the_saved_step_under_every_layout(
         (bf16(SINGLE), f"{JOBS}:run", {"arguments": {"tensorwise_offload_optimizer": True}}),
         (SD2V1, f"{JOBS}:run", {"arguments": {"flex_async_depth": 2}}),
     ],
-    ids=["LoRA", "LoRA in bfloat16", "frozen", "reference", "unused", "scaler", "offloaded", "depth 2"],
+    ids=["LoRA", "LoRA, average", "frozen", "reference", "unused", "scaler", "offloaded", "depth 2"],
 )
 def test_a_late_copy_is_that_of_the_saved_step_of_every_kind_of_training(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, job: str, given: dict[str, Any]

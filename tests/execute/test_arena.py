@@ -1,0 +1,225 @@
+"""Snapshots in kept memory: exactly what a save reads, of any tensor, and what is written from them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddleformers_fc.distributed.channel import Channel
+from paddleformers_fc.distributed.consistency import ConsistencyCheck
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute import replicas
+from paddleformers_fc.execute.arena import SnapshotArena, snapshot_bytes
+from paddleformers_fc.execute.memory import HostTensors, host_view
+from paddleformers_fc.execute.replica_assignment import Replica
+from paddleformers_fc.execute.save import (
+    JobRecord,
+    LivePart,
+    SaveReport,
+    comparable_facts,
+    config_bytes,
+    live_part,
+    snapshot,
+    views,
+    write_and_commit,
+)
+from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite, SavePlan
+from paddleformers_fc.execute.stretches import Stretches, stretches_of
+from paddleformers_fc.execute.ties import CopyPart, TiedPart, Ties
+from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.verification import simulate_ranks
+from tests.execute.test_ties import TIED, model_of, tied_value
+
+ROLE = "model_state"
+MAX_FILE_BYTES = 20_000
+
+
+# ---- A whole save.
+
+
+def copied_and_overwritten(part: LivePart, plan: SavePlan, rank: int) -> HostTensors:
+    """A snapshot in an arena of tensors that are other numbers afterwards."""
+    stretches = stretches_of(plan, rank, part.job.step, part.replicas)
+    arena = SnapshotArena()
+    assert arena.reserve(part.tensors, stretches)
+    taken = arena.begin(part.tensors, stretches).finish()
+    for weights in part.tensors.values():
+        for weight in weights.values():
+            weight.local_tensor.array.view(np.uint8)[...] = 0x55
+    return taken
+
+
+def saved(directory: Path, grid: str, beside: bool, odd: bool) -> tuple[list[SaveReport], dict[str, str]]:
+    """Save a model with tied weights; the reports of all ranks, and the digests of all files but the manifest."""
+    model, record = model_of(grid), JobRecord(3, 24, {})
+
+    def save(channel: Channel) -> SaveReport:
+        roles = simulate_ranks.filled(model.roles(channel.rank), tied_value)
+        if odd and channel.rank == 1:
+            for weight in roles[ROLE].values():
+                weight.local_tensor.array.view(np.uint8)[...] ^= 1
+        files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
+
+        def capture(part: LivePart, plan: SavePlan) -> HostTensors:
+            return copied_and_overwritten(part, plan, channel.rank) if beside else views()(part, plan)
+
+        facts = comparable_facts(TIED, record, MAX_FILE_BYTES, "warn")
+        check = ConsistencyCheck("saving", facts)
+        taken = snapshot(lambda: live_part(roles, TIED, files, record, MAX_FILE_BYTES, "warn"), capture, channel, check)
+        return write_and_commit(taken, directory, channel)
+
+    reports: dict[int, SaveReport] = {}
+    simulate_ranks.run_threads(model.grid.world_size, lambda channel: reports.__setitem__(channel.rank, save(channel)))
+    files = {
+        str(path.relative_to(directory)): hashlib.md5(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != MANIFEST_NAME
+    }
+    return [reports[rank] for rank in sorted(reports)], files
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["equal", "diverged"])
+@pytest.mark.parametrize("grid", ["dp=2,pp=2", "tp=2,pp=2", "sharding=2,split=true,pp=2"])
+def test_a_save_from_a_snapshot_reads_no_live_tensor_and_writes_and_finds_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grid: str, odd: bool
+) -> None:
+    monkeypatch.setattr(replicas, "WHOLE_BYTES", 512)  # Of larger replicas one part is hashed.
+    (plain, expected), (reports, found) = (
+        saved(tmp_path / str(beside) / "checkpoint-3", grid, beside, odd) for beside in (False, True)
+    )
+    assert found == expected
+    for one, other in zip(reports, plain, strict=True):
+        assert (one.differences, one.diverged_ties) == (other.differences, other.diverged_ties)
+        assert bool(one.differences or one.diverged_ties) == odd
+
+
+# ---- What is read.
+
+
+def plan_of(pieces: list[PlannedWrite], found: tuple[Replica, ...] = (), ties: Ties | None = None) -> SavePlan:
+    files = (PlannedFile("a.safetensors", ROLE, SimpleNamespace(), tuple(pieces)),)  # type: ignore[arg-type]
+    return SavePlan(files, None, found, ties or Ties())
+
+
+def test_stretches_are_joined_where_they_overlap_or_meet() -> None:
+    pieces = [PlannedWrite("a", 8, 12), PlannedWrite("a", 0, 4), PlannedWrite("a", 4, 6), PlannedWrite("b", 0, 0)]
+    assert stretches_of(plan_of(pieces), 0, 3, "warn") == {(ROLE, "a"): ((0, 6), (8, 12)), (ROLE, "b"): ((0, 0),)}
+
+
+def test_a_replica_that_another_rank_writes_is_read_where_it_is_hashed() -> None:
+    small = Replica(ROLE, "small", rows=4, row=2, nbytes=32, holders=2, group="g", described="small")
+    large = Replica(ROLE, "large", rows=1 << 20, row=1, nbytes=4 << 20, holders=2, group="g", described="large")
+    plan = plan_of([PlannedWrite("a", 0, 4)], (small, large))
+    found = [stretches_of(plan, 0, step, "warn")[ROLE, "large"] for step in range(8)]
+    assert set(found) == {((0, 1 << 19),), ((1 << 19, 1 << 20),)}
+    assert stretches_of(plan, 0, 3, "refuse")[ROLE, "small"] == ((0, 8),)
+    assert stretches_of(plan, 0, 3, "off") == {(ROLE, "a"): ((0, 4),)}
+
+
+def test_a_tied_copy_is_read_by_whole_rows_on_its_rank_alone() -> None:
+    box = CopyPart(0, ROLE, "alias", 100, (6, 10), Box((2, 3), (4, 5)))
+    scalar = CopyPart(1, ROLE, "owner", 7, (), Box((), ()))
+    plan = plan_of([], ties=Ties((TiedPart("owner", "line", (box, scalar)),)))
+    assert stretches_of(plan, 0, 3, "off") == {(ROLE, "alias"): ((120, 140),)}
+    assert stretches_of(plan, 1, 3, "off") == {(ROLE, "owner"): ((7, 8),)}
+    assert stretches_of(plan, 2, 3, "off") == {}
+
+
+# ---- One tensor.
+
+
+def taken(tensors: dict[str, Any], stretches: Stretches, arena: SnapshotArena | None = None) -> HostTensors:
+    roles = {ROLE: {name: SimpleNamespace(local_tensor=tensor) for name, tensor in tensors.items()}}
+    arena = arena or SnapshotArena()
+    arena.reserve(roles, stretches)
+    return arena.begin(roles, stretches).finish()
+
+
+def read(pieces: Callable[..., Any], start: int, stop: int) -> bytes:
+    return b"".join(np.ascontiguousarray(part).tobytes() for part in pieces(start, stop))
+
+
+def strided(shape: list[int], dtype: str) -> tuple[Any, np.ndarray[Any, Any]]:
+    """A tensor that is not contiguous, and its elements in row-major order, as bytes of each."""
+    base = (paddle.arange(int(np.prod(shape))).reshape(shape[::-1]) % 50).astype(dtype)
+    tensor = base.transpose(list(range(len(shape)))[::-1])
+    assert not tensor.is_contiguous()
+    dense = host_view(tensor.contiguous())
+    assert dense is not None
+    return tensor, dense.copy()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+@pytest.mark.parametrize(("shape", "row"), [([6, 5], 5), ([1, 6, 5], 5), ([4, 3, 5], 15)])
+def test_rows_of_a_strided_tensor_are_copied_in_order(dtype: str, shape: list[int], row: int) -> None:
+    tensor, dense = strided(shape, dtype)
+    found = taken({"a": tensor}, {(ROLE, "a"): ((row, 3 * row),)})[ROLE]["a"]
+    assert read(found, row, 3 * row) == dense[row : 3 * row].tobytes()
+    assert read(found, 2 * row - 1, 3 * row - 2) == dense[2 * row - 1 : 3 * row - 2].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+def test_scalars_empty_and_several_tensors_of_one_snapshot_keep_their_bytes(dtype: str) -> None:
+    tensors = {
+        "scalar": paddle.to_tensor(1).astype(dtype),
+        "empty": paddle.zeros([0, 4], dtype=dtype),
+        "odd": (paddle.arange(13) % 7).astype(dtype),
+    }
+    expected = {name: host_view(tensor).tobytes() for name, tensor in tensors.items()}  # type: ignore[union-attr]
+    ends = {"scalar": 1, "empty": 0, "odd": 13}
+    found = taken(tensors, {(ROLE, name): ((0, end),) for name, end in ends.items()})[ROLE]
+    for tensor in tensors.values():
+        if tensor.size:
+            tensor.zero_()
+    assert {name: read(found[name], 0, end) for name, end in ends.items()} == expected
+
+
+def test_what_is_not_in_a_snapshot_is_not_read() -> None:
+    found = taken({"a": paddle.arange(20)}, {(ROLE, "a"): ((2, 5), (8, 12))})[ROLE]["a"]
+    assert read(found, 3, 5) == np.arange(3, 5).tobytes()
+    assert read(found, 8, 12) == np.arange(8, 12).tobytes()
+    for start, stop in ((0, 2), (4, 6), (2, 12), (12, 13), (5, 8)):
+        with pytest.raises(IndexError, match="not in the snapshot"):
+            read(found, start, stop)
+
+
+# ---- Memory.
+
+
+def test_memory_is_kept_for_the_next_snapshot_and_grows_only_if_it_is_too_small() -> None:
+    arena, tensors = SnapshotArena(), {"a": paddle.zeros([100])}
+    roles = {ROLE: {"a": SimpleNamespace(local_tensor=tensors["a"])}}
+    small, large = {(ROLE, "a"): ((0, 40),)}, {(ROLE, "a"): ((0, 100),)}
+    assert snapshot_bytes(roles, small) == 192, "copies are aligned"
+    assert not arena.has_room(roles, small)
+    assert arena.reserve(roles, small)
+    assert arena.has_room(roles, small)
+    assert not arena.has_room(roles, large)
+    assert not arena.reserve(roles, small)
+    assert arena.reserve(roles, large)
+    assert arena.capacity == snapshot_bytes(roles, large) == 448
+    assert not arena.reserve(roles, small)
+
+
+def test_more_memory_than_the_limit_is_refused_and_what_is_there_stays() -> None:
+    arena = SnapshotArena(limit=400)
+    roles = {ROLE: {"a": SimpleNamespace(local_tensor=paddle.ones([100]))}}
+    small = {(ROLE, "a"): ((0, 100 - 8),)}
+    assert arena.reserve(roles, small)
+    with pytest.raises(OptionError, match="flex_async_memory allows"):
+        arena.reserve(roles, {(ROLE, "a"): ((0, 100),)})
+    assert arena.has_room(roles, small)
+    assert read(arena.begin(roles, small).finish()[ROLE]["a"], 0, 92) == np.ones(92, np.float32).tobytes()
+
+
+def test_whole_boxes_are_their_rows() -> None:
+    box = CopyPart(0, ROLE, "a", 0, (3, 4), whole((3, 4)))
+    assert stretches_of(plan_of([], ties=Ties((TiedPart("o", "l", (box, box)),))), 0, 1, "off")[ROLE, "a"] == ((0, 12),)
