@@ -325,3 +325,22 @@ def test_experts_are_averaged_and_loaded_under_another_layout(
     back = {**given, "resume": str(sixth), "arguments": {"max_steps": 6}}
     run(ranks, SINGLE, tmp_path / "back", "resume_and_save_again", **back)
     assert digests(tmp_path / "back" / "checkpoint-6") == digests(sixth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [half(PP2), PP2, TP2], ids=lambda layout: layout.name)
+def test_tied_parameters_are_averaged_on_every_stage_that_holds_them(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    given = {"model": {"tie_word_embeddings": True}}
+    run(ranks, layout, tmp_path / "there", **given)
+    sixth = tmp_path / "there" / "checkpoint-6"
+    assert_averages(averages(sixth), reference(tmp_path / "there", [1, 2, 3, 4, 5, 6]))
+    other, loaded = replace(SD2S3, bf16=layout.bf16), sixth
+    for name, one in (("elsewhere", other), ("back", layout)):
+        again = {**given, "resume": str(loaded), "arguments": {"max_steps": 6}}
+        run(ranks, one, tmp_path / name, "resume_and_save_again", **again)
+        loaded = tmp_path / name / "checkpoint-6"
+        assert digests(loaded) == digests(sixth)
+    found = swap(ranks, layout, tmp_path / "swapped", **given)
+    assert all(rank["before"] == rank["after"] != rank["inside"] for rank in found)
