@@ -31,6 +31,7 @@ from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.job_state import channel_of, job_state_of
 from paddleformers_fc.trainer.options import save_signal
 from paddleformers_fc.trainer.rank_records import process_recorded
+from paddleformers_fc.trainer.shielded_workers import WorkerShield
 
 _LOOK_SECONDS = 0.25
 _STORE_SECONDS = 5.0
@@ -137,6 +138,7 @@ class SignalWatch:
         self._process = os.getpid()
         self.listens = False
         self._former: Any = None
+        self._shield: WorkerShield | None = None
         self._received = 0
         self._has_failed = False
         self._is_due = False
@@ -145,6 +147,7 @@ class SignalWatch:
 
     def listen(self) -> None:
         """Install the handler, on the main thread."""
+        self._shield = WorkerShield(self._number)
         self._former = signal.signal(self._number, self._receive)
         self.listens = True
 
@@ -171,6 +174,8 @@ class SignalWatch:
         """Restore the former handler when the loop has ended."""
         if signal.getsignal(self._number) == self._receive:
             signal.signal(self._number, signal.SIG_DFL if self._former is None else self._former)
+        if self._shield is not None:
+            self._shield.lower()
         self._ended.set()
         self._thread.join(_JOIN_SECONDS)  # A thread that waits for other ranks is left to itself.
         if self._received and not self._is_due:
@@ -189,7 +194,7 @@ class SignalWatch:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal: no lock and no log line, because the code that it interrupts may be in one."""
         if os.getpid() != self._process or self._has_failed:
-            inherited = os.getpid() != self._process  # A forked worker of a data loader ends on the signal.
+            inherited = os.getpid() != self._process  # A forked process that is not shielded ends.
             signal.signal(number, signal.SIG_DFL if inherited or self._former is None else self._former)
             os.kill(os.getpid(), number)
             return

@@ -17,6 +17,7 @@ def run_signalled(
     event: str = "on_step_end",
     at: int = 2,
     name: str = "SIGTERM",
+    group: bool = False,
     resume: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def run_signalled(
         event: the callback in which they get it.
         at: the step after which they get it.
         name: the signal.
+        group: whether the workers of data loaders get it too.
     """
     from paddle.distributed import get_rank
     from paddleformers.trainer import TrainerCallback
@@ -48,11 +50,13 @@ def run_signalled(
             time.sleep(0.05)  # Fewer steps until the threads have agreed.
         if state.global_step >= at and not self.sent and get_rank() in signalled:
             self.sent = True
-            os.kill(os.getpid(), signal.Signals[name])
+            (os.killpg if group else os.kill)(os.getpid(), signal.Signals[name])
 
     setattr(Sender, event, send)
     before = signal.getsignal(signal.Signals[name])
     samples = tiny.Samples()
+    if group:
+        settings["data_collator"] = in_numpy
     trainer = flex_trainer(**settings, eval_dataset=[samples[index] for index in range(tiny.GLOBAL_BATCH)])
     trainer.add_callback(Sender())
     code = None
@@ -68,3 +72,10 @@ def run_signalled(
         "evaluated": evaluated,
         "restored": signal.getsignal(signal.Signals[name]) == before,
     }
+
+
+def in_numpy(rows: Sequence[Any]) -> dict[str, Any]:
+    """A batch that a forked worker can make, which must not touch Paddle's tensors."""
+    import numpy as np
+
+    return {key: np.stack([np.asarray(row[key]) for row in rows]) for key in rows[0]}

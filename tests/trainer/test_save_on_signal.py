@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -17,10 +21,12 @@ from paddleformers_fc.distributed.step_gate import StepGate
 from paddleformers_fc.errors import OptionError, PeerError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.trainer.options import FlexFields
+from paddleformers_fc.trainer.shielded_workers import WorkerShield
 from tests.distributed.test_liveness import Counters
 from tests.harness import tiny
 from tests.harness.limits import LIMIT
 from tests.harness.tiny import DP2, PP2, SINGLE, MatrixLayout
+from tests.harness.waiting import wait_for_file
 from tests.trainer.test_trainer import settings
 
 JOBS = "tests.trainer.jobs"
@@ -85,6 +91,35 @@ def test_a_signal_at_the_end_of_an_epoch_saves_its_last_step_once(ranks: ForkSer
     # Every step is the last one of an epoch.
     given = {"per_device_train_batch_size": tiny.SAMPLES, "save_strategy": "epoch", "evaluation_strategy": "epoch"}
     signalled(ranks, SINGLE, tmp_path / "out", [0], arguments=given)
+
+
+def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_data_loader(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    signalled(ranks, SINGLE, tmp_path / "out", [0], group=True, at=9, arguments={"dataloader_num_workers": 2})
+
+
+@pytest.mark.parametrize("handles", [False, True], ids=["default", "own handler"])
+def test_a_shielded_worker_ends_if_its_parent_ends_it(tmp_path: Path, handles: bool) -> None:
+    shield = WorkerShield(signal.SIGTERM)
+    worker = multiprocessing.get_context("fork").Process(target=wait_to_be_ended, args=(tmp_path, handles))
+    worker.start()
+    shield.lower()
+    wait_for_file(tmp_path / "waiting")
+    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # Not the parent.
+    worker.join(0.3)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(LIMIT)
+    assert worker.exitcode == (7 if handles else 0)
+
+
+def wait_to_be_ended(directory: Path, handles: bool) -> None:
+    if handles:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+    (directory / "waiting").touch()
+    while True:
+        time.sleep(0.01)
 
 
 def test_off_leaves_the_signal_to_the_process(ranks: ForkServer, tmp_path: Path) -> None:
