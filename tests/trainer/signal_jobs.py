@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +51,11 @@ def run_signalled(
             time.sleep(0.05)  # Fewer steps until the threads have agreed.
         if state.global_step >= at and not self.sent and get_rank() in signalled:
             self.sent = True
-            (os.killpg if group else os.kill)(os.getpid(), signal.Signals[name])
+            # Paddle's workers end well on a signal of their parent, so another process sends it to the group.
+            target = -os.getpid() if group else os.getpid()
+            subprocess.run(
+                ["kill", "-s", name.removeprefix("SIG"), "--", str(target)], check=True, start_new_session=True
+            )
 
     setattr(Sender, event, send)
     before = signal.getsignal(signal.Signals[name])
