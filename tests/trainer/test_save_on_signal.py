@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL
+from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL, free_ports
 from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.distributed.step_gate import StepGate
 from paddleformers_fc.errors import OptionError, PeerError
@@ -26,7 +27,7 @@ from tests.distributed.test_liveness import Counters
 from tests.harness import tiny
 from tests.harness.limits import LIMIT
 from tests.harness.tiny import DP2, PP2, SINGLE, MatrixLayout
-from tests.harness.waiting import wait_for_file
+from tests.harness.waiting import wait_for_file, wait_until
 from tests.trainer.test_trainer import settings
 
 JOBS = "tests.trainer.jobs"
@@ -134,6 +135,29 @@ def test_the_signal_of_stack_dumps_is_refused_with_its_reason() -> None:
     (line,) = caught.value.evidence
     assert line.startswith("flex_save_on_signal: 'SIGUSR1' is none of off, SIGTERM, ")
     assert line.endswith("SIGHUP: ranks write their stacks on it")
+
+
+@pytest.mark.slow
+def test_ranks_of_paddles_launcher_save_when_it_is_ended(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    launcher = [sys.executable, "-m", "paddle.distributed.launch", "--master", f"127.0.0.1:{port}", "--nnodes", "1"]
+    script = ["--nproc_per_node", "2", str(Path(__file__).with_name("signal_script.py")), str(tmp_path)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PADDLE_DISTRI_BACKEND": "gloo",
+        "OMP_NUM_THREADS": "1",
+    }
+    with subprocess.Popen([*launcher, *script], cwd=tmp_path, env=environment) as process:
+        try:
+            wait_until(lambda: (tmp_path / "started-1").exists() or process.poll() is not None, "the loop runs")
+        finally:
+            process.terminate()
+        process.wait(LIMIT)
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    step = checkpoint.name.removeprefix("checkpoint-")
+    log = (tmp_path / "log" / "workerlog.0").read_text()
+    assert f"Saved step {step} after SIGTERM; the process ends with code {SAVED_ON_SIGNAL}." in log
 
 
 # ---- The agreement, between threads.
