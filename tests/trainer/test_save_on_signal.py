@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from paddleformers_fc.distributed.step_gate import StepGate
 from paddleformers_fc.errors import OptionError, PeerError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.trainer.options import FlexFields
+from paddleformers_fc.trainer.save_on_signal import SignalWatch
 from paddleformers_fc.trainer.shielded_workers import WorkerShield
 from tests.distributed.test_liveness import Counters
 from tests.harness import tiny
@@ -238,3 +240,31 @@ def test_loops_are_released_in_time_if_a_rank_is_lost_while_they_are_held(absent
     for gate in gates:
         gate.step_ended(100)
     assert len(seconds) == RANKS - 1
+
+
+class OneIsGone:
+    """Two ranks, of which the other does not answer."""
+
+    is_reachable = True
+
+    def open(self) -> StepAgreement:
+        return StepAgreement(Counters(), 0, 2, "signal", held=1.0, arrival=0.3)
+
+
+def test_the_signal_has_its_former_effect_once_a_rank_has_not_answered() -> None:
+    former: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: former.append(number))
+    try:
+        watch = SignalWatch(signal.SIGUSR2, StepGate(), OneIsGone())  # type: ignore[arg-type]
+        watch.listen()
+        trainer = SimpleNamespace(callback_handler=SimpleNamespace(call_event=lambda *_: None))
+        with watch.directing(trainer):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            wait_until(lambda: "flex-signal" not in {one.name for one in threading.enumerate()}, "a rank is given up")
+            assert former == []
+            os.kill(os.getpid(), signal.SIGUSR2)
+            wait_until(lambda: bool(former), "the former handler runs")
+        watch.end()
+        watch.leave_if_saved(1)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
