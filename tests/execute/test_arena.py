@@ -110,7 +110,8 @@ def plan_of(pieces: list[PlannedWrite], found: tuple[Replica, ...] = (), ties: T
 
 
 def test_stretches_are_joined_where_they_overlap_or_meet() -> None:
-    pieces = [PlannedWrite("a", 8, 12), PlannedWrite("a", 0, 4), PlannedWrite("a", 4, 6), PlannedWrite("b", 0, 0)]
+    ends = [(8, 12), (0, 4), (1, 3), (4, 6)]
+    pieces = [*(PlannedWrite("a", start, stop) for start, stop in ends), PlannedWrite("b", 0, 0)]
     assert stretches_of(plan_of(pieces), 0, 3, "warn") == {(ROLE, "a"): ((0, 6), (8, 12)), (ROLE, "b"): ((0, 0),)}
 
 
