@@ -3,7 +3,7 @@
 ``paddle.distributed.launch``, Slurm and terminals signal process groups. A rank that saves on the signal still needs
 the batches of its workers, and Paddle ends a rank whose worker was killed. So processes that :mod:`multiprocessing`
 forks block the signal, and a thread of each takes it: a signal of the parent process ends the worker, as in Paddle's
-own handler, and any other is dropped. A worker ends with its parent in any case.
+own handler, and any other is dropped while the parent lives.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class WorkerShield:
 
 def _take(number: signal.Signals, inherited: int | Callable[..., object] | None) -> None:
     """Take the signals of a worker, on a thread."""
-    while signal.sigwaitinfo({number}).si_pid != os.getppid():
+    parent = os.getppid()
+    while signal.sigwaitinfo({number}).si_pid != parent == os.getppid():
         pass
     if signal.getsignal(number) == inherited:
         os._exit(0)
