@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -134,7 +133,7 @@ def save_beside(output_dir: Path, grid: str, step: int, generation: int, channel
             for held in roles.values():
                 for one in held.values():
                     one.local_tensor.array[...] += 1
-            time.sleep(0.0001)
+            os.sched_yield()
         saving.result()
 
 

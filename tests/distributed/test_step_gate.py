@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Sequence
 
 import pytest
 
 from paddleformers_fc.distributed.step_gate import StepGate
+from tests.harness.limits import LIMIT
+from tests.harness.waiting import wait_until
 
 RANKS = 3
 STEPS = 40
@@ -24,14 +25,14 @@ class Exchange:
 
     def gather(self, rank: int, number: int) -> Sequence[int]:
         self._given[rank] = number
-        self._barrier.wait(30)
+        self._barrier.wait(LIMIT)
         return [self._given[one] for one in range(RANKS)]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_loop_runs_an_action_at_the_end_of_the_same_step(seed: int) -> None:
     chance = random.Random(seed)
-    delays = [chance.random() * 0.02 for _ in range(RANKS)]
+    begins = [chance.randrange(STEPS // 2) for _ in range(RANKS)]
     gates, exchange = [StepGate() for _ in range(RANKS)], Exchange()
     # Training exchanges gradients in every step, so no loop is more than a step ahead of another.
     gradients = threading.Barrier(RANKS)
@@ -40,19 +41,19 @@ def test_every_loop_runs_an_action_at_the_end_of_the_same_step(seed: int) -> Non
 
     def loop(rank: int) -> None:
         for step in range(1, STEPS + 1):
-            gradients.wait(30)
+            gradients.wait(LIMIT)
             steps[rank] = step
             gates[rank].step_ended(step)
 
     def thread(rank: int) -> None:
-        time.sleep(delays[rank])
+        wait_until(lambda: steps[rank] >= begins[rank], "the step at which the thread begins")
         gates[rank].agree(lambda step: exchange.gather(rank, step), lambda: acted.__setitem__(rank, steps[rank]))
 
     threads = [threading.Thread(target=work, args=(rank,)) for work in (loop, thread) for rank in range(RANKS)]
     for one in threads:
         one.start()
     for one in threads:
-        one.join(60)
+        one.join(LIMIT)
     for rank, gate in enumerate(gates):
         if rank not in acted:  # The loops ended before the agreed step.
             gate.step_ended(STEPS + 1)
@@ -67,18 +68,18 @@ def test_a_loop_waits_at_the_end_of_its_step_while_its_rank_agrees() -> None:
     def gather(step: int) -> list[int]:
         log.append(f"gave {step}")
         begun.set()
-        may_end.wait(30)
+        may_end.wait(LIMIT)
         return [step, 9]
 
     agreeing = threading.Thread(target=gate.agree, args=(gather, lambda: log.append("acted")))
     agreeing.start()
-    begun.wait(30)
+    begun.wait(LIMIT)
     loop = threading.Thread(target=lambda: (gate.step_ended(8), log.append("ended 8")))
     loop.start()
     assert log == ["gave 7"]
     may_end.set()
-    loop.join(30)
-    agreeing.join(30)
+    loop.join(LIMIT)
+    agreeing.join(LIMIT)
     gate.step_ended(9)
     assert log == ["gave 7", "ended 8"]
     gate.step_ended(10)

@@ -18,6 +18,11 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
+def pause() -> None:
+    """Let others run for a moment; what a test finds must not depend on how long it is."""
+    time.sleep(0.02)
+
+
 def wait_for_file(path: Path) -> str:
     """The content of a file as soon as it exists."""
     wait_until(path.exists, f"{path} comes")

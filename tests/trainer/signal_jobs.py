@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from tests.harness import tiny
+from tests.harness.waiting import pause
 from tests.trainer.jobs import flex_trainer
 
 
@@ -48,7 +48,7 @@ def run_signalled(
 
     def send(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step >= at:
-            time.sleep(0.05)  # Fewer steps until the threads have agreed.
+            pause()  # Fewer steps until the threads have agreed.
         if state.global_step >= at and not self.sent and get_rank() in signalled:
             self.sent = True
             # Paddle's workers end well on a signal of their parent, so another process sends it to the group.

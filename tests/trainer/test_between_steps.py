@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from paddleformers_fc.trainer.between_steps import BetweenSteps
+from tests.harness.waiting import pause, wait_until
 
 
 def test_the_next_update_waits_for_a_read_that_is_under_way() -> None:
@@ -33,7 +33,7 @@ def test_the_next_update_waits_for_a_read_that_is_under_way() -> None:
 def test_a_read_is_waited_for_at_once_where_the_passes_change_weights() -> None:
     log: list[str] = []
     with ThreadPoolExecutor(1) as threads:
-        BetweenSteps(lambda: True).add(threads.submit(lambda: (time.sleep(0.1), log.append("read"))))
+        BetweenSteps(lambda: True).add(threads.submit(lambda: (pause(), log.append("read"))))
         assert log == ["read"]
 
 
@@ -82,17 +82,13 @@ def test_work_that_is_asked_for_beside_a_read_is_done_at_an_update() -> None:
     reads, answer = BetweenSteps(lambda: False), []
     asking = threading.Thread(target=lambda: answer.append(reads.call(lambda: "done")), daemon=True)
     asking.start()
-    for _ in range(500):
-        reads.finish()
-        asking.join(0.01)
-        if answer:
-            break
+    wait_until(lambda: (reads.finish(), bool(answer))[1], "work is done")
     assert answer == ["done"]
 
 
 def test_the_time_of_waiting_is_counted() -> None:
     reads = BetweenSteps(lambda: False)
     with ThreadPoolExecutor(1) as threads:
-        reads.add(threads.submit(lambda: time.sleep(0.05)))
+        reads.add(threads.submit(pause))
         reads.finish()
-    assert reads.waited >= 0.04
+    assert reads.waited > 0
