@@ -227,13 +227,18 @@ def load(directory: Path, model: SimulatedModel) -> list[Roles]:
     Raises:
         FlexError: as every rank of a job would.
     """
-    held = [filled(_roles_of(model, rank), _zeros) for rank in range(model.grid.world_size)]
+    held: dict[int, Roles] = {}
 
     def work(channel: Channel) -> None:
-        load_checkpoint(open_on_all_ranks(directory, channel), held[channel.rank], model.model, channel)
+        checkpoint = open_on_all_ranks(directory, channel)
+        # A run without an average wants none of a checkpoint that has none.
+        averaged = EMA_STATE in checkpoint.catalog.roles
+        shards = _roles_of(model, channel.rank) if averaged else model.roles(channel.rank)
+        held[channel.rank] = filled(shards, _zeros)
+        load_checkpoint(checkpoint, held[channel.rank], model.model, channel)
 
     run_threads(model.grid.world_size, work)
-    return held
+    return [held[rank] for rank in range(model.grid.world_size)]
 
 
 def _roles_of(model: SimulatedModel, rank: int) -> dict[str, dict[str, Shard]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Sequence
@@ -10,10 +11,9 @@ import pytest
 
 from paddleformers_fc.distributed.step_gate import StepGate
 from tests.harness.limits import LIMIT
-from tests.harness.waiting import wait_until
 
 RANKS = 3
-STEPS = 40
+STEPS = 400
 
 
 class Exchange:
@@ -36,6 +36,7 @@ def test_every_loop_runs_an_action_at_the_end_of_the_same_step(seed: int) -> Non
     gates, exchange = [StepGate() for _ in range(RANKS)], Exchange()
     # Training exchanges gradients in every step, so no loop is more than a step ahead of another.
     gradients = threading.Barrier(RANKS)
+    arrivals = threading.Barrier(RANKS)
     acted: dict[int, int] = {}
     steps = [0] * RANKS
 
@@ -46,7 +47,9 @@ def test_every_loop_runs_an_action_at_the_end_of_the_same_step(seed: int) -> Non
             gates[rank].step_ended(step)
 
     def thread(rank: int) -> None:
-        wait_until(lambda: steps[rank] >= begins[rank], "the step at which the thread begins")
+        while steps[rank] < begins[rank]:
+            os.sched_yield()  # A slower look would come after the last step.
+        arrivals.wait(LIMIT)  # A thread that comes later would need a step of a loop that is held.
         gates[rank].agree(lambda step: exchange.gather(rank, step), lambda: acted.__setitem__(rank, steps[rank]))
 
     threads = [threading.Thread(target=work, args=(rank,)) for work in (loop, thread) for rank in range(RANKS)]

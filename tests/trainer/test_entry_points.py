@@ -43,6 +43,7 @@ REPLACED = [
     "Trainer._save",
     "Trainer._save_checkpoint",
     "Trainer._sorted_checkpoints",
+    "Trainer.evaluate",
     "Trainer.save_model",
     "Trainer.train",
 ]

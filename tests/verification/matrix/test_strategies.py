@@ -121,7 +121,8 @@ def test_bfloat16_and_its_master_weights_are_taken_over_by_every_mix_of_strategi
     target = replace(training, layout=half(name), output_dir=str(tmp_path), resume=str(source.checkpoint))
     # Gradients are rounded to eight bits before they are added up, so that layouts differ by more than a float32.
     assert train(ranks, target) == pytest.approx(source.losses, abs=HALF_TOLERANCE, rel=0)
-    assert {digest.role for digest in source.digests} == {"model_state", "master_weight", "optimizer_state"}
+    roles = {"model_state", "master_weight", "optimizer_state", "ema_state"}
+    assert {digest.role for digest in source.digests} == roles
     assert list(canonical_digests(tmp_path / "checkpoint-3")) == source.digests
 
 
