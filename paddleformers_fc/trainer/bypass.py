@@ -61,7 +61,7 @@ class BypassCheck(TrainerCallback):
             EnvironmentMismatch: the same on every rank.
         """
         if state is not self._trainer.state:
-            return  # A save beside training is told with the state of its step, also on a rank that ends alone.
+            return  # After a save beside training the event has the state of its step, also on a rank that ends alone.
         directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         skipped = [] if job_state_of(self._trainer).saved == directory else ["_save_checkpoint"]
         run_on_all(

@@ -133,7 +133,7 @@ def _roles(trainer: Any, run: JobState) -> state.LiveRoles:
 
 
 def settle(trainer: Any, job: SaveJob, report: SaveReport, transfers: TransferFigures, blocked: float) -> None:
-    """Tell the run and its reporters of a committed checkpoint.
+    """Report a committed checkpoint to the run and its reporters.
 
     Args:
         trainer: the Trainer.

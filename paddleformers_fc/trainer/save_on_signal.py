@@ -155,10 +155,10 @@ class SignalWatch:
     def directing(self, trainer: Any) -> Iterator[None]:
         """Return a block in which the loop of a Trainer saves and stops at the agreed step."""
         handler = trainer.callback_handler
-        tell = handler.call_event
+        call = handler.call_event
 
         def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            control = tell(event, args, state, control, **kwargs)
+            control = call(event, args, state, control, **kwargs)
             if self._is_due:
                 _direct(event, control)
             return control
@@ -168,7 +168,7 @@ class SignalWatch:
         try:
             yield
         finally:
-            handler.call_event = tell
+            handler.call_event = call
 
     def end(self) -> None:
         """Restore the former handler when the loop has ended."""

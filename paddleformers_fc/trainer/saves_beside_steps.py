@@ -6,9 +6,9 @@ the next update waits for the copy (:mod:`.between_steps`). After that the threa
 checkpoints. Its exchanges are those of a save in a step, over a communicator of its own, so the training thread makes
 none.
 
-When a save has ended, on all ranks alike, they agree on a step (:mod:`~paddleformers_fc.distributed.step_gate`). At the
-end of it every training thread is told: reporters and ``on_save`` with the state of the saved step, or the error of the
-save is raised. At the end of the loop, and at an error in it, every save is waited for.
+When all ranks have finished a save, they agree on a step (:mod:`~paddleformers_fc.distributed.step_gate`). At the end
+of that step every training thread reports the save: reporters and ``on_save`` receive the state of the saved step, or
+the error of the save is raised. The end of the loop, and an error in it, wait for every save.
 
 ``flex_async_depth`` saves may be under way, each with a thread, a communicator and an arena. Their writes and commits
 are in the order of their steps. A further save waits for the oldest.
@@ -29,7 +29,7 @@ from typing import Any
 
 from paddleformers_fc.distributed.channel import Channel, run_on_all
 from paddleformers_fc.distributed.step_gate import StepGate
-from paddleformers_fc.errors import FlexError, OptionError
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.arena import SnapshotArena, SnapshotCopy, on_device
 from paddleformers_fc.execute.memory import HostTensors
 from paddleformers_fc.execute.save import Capture, LivePart, SaveReport, expected_plan, snapshot, write_and_commit
@@ -66,8 +66,8 @@ class _Save:
         blocked: seconds that the training thread took to begin it.
         captured: ends when live tensors are not read any more.
         done: ends with the thread's work.
-        ending: tells the training thread of the end.
-        is_event_held: whether ``on_save`` is told when the save is committed.
+        report: reports the result on the training thread.
+        is_event_held: whether ``on_save`` is called when the save is committed.
     """
 
     job: SaveJob
@@ -76,7 +76,7 @@ class _Save:
     blocked: float
     captured: Future[None]
     done: Future[None]
-    ending: Callable[[], None]
+    report: Callable[[], None]
     is_event_held: bool = False
 
 
@@ -126,14 +126,14 @@ class SavesBesideSteps:
         self._open(trainer.args)
         run_on_all(channel_of(trainer.args), "estimating a snapshot", lambda: _refuse_too_large(trainer))
         handler = trainer.callback_handler
-        tell = handler.call_event
+        call = handler.call_event
 
         def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             if event == "on_train_end":
                 self.finish(trainer)
             if event == "on_save" and self._holds_event(state.global_step):
                 return control
-            return tell(event, args, state, control, **kwargs)
+            return call(event, args, state, control, **kwargs)
 
         handler.call_event = call_event
         self._in_loop = True
@@ -145,7 +145,7 @@ class SavesBesideSteps:
             raise
         finally:
             self._in_loop = False
-            handler.call_event = tell
+            handler.call_event = call
 
     def finish(self, trainer: Any) -> None:
         """Wait until every save is committed.
@@ -153,11 +153,11 @@ class SavesBesideSteps:
         Raises:
             FlexError: that of a save, the same on every rank.
         """
-        failures: list[FlexError] = []
+        failures: list[Exception] = []
         for number in range(self._begun, self._begun + len(self._slots)):
             try:
                 self._wait_for(trainer, self._slots[number % len(self._slots)], "before training can end")
-            except FlexError as error:
+            except Exception as error:  # The other saves are waited for first.
                 failures.append(error)
         if failures:
             raise failures[0]
@@ -184,7 +184,7 @@ class SavesBesideSteps:
     def _prepare(self, trainer: Any, metrics: dict[str, float] | None) -> tuple[SaveJob, Any]:
         """Return the save and a copy of the Trainer's state, which names the best checkpoint when it is committed."""
         committed = trainer.state.best_model_checkpoint
-        if self._latest is not None and not self._is_told(self._latest):
+        if self._latest is not None and not self._is_reported(self._latest):
             trainer.state.best_model_checkpoint = self._latest.job.best
         try:
             job = prepare(trainer, metrics)
@@ -193,18 +193,18 @@ class SavesBesideSteps:
             trainer.state.best_model_checkpoint = committed
 
     def _holds_event(self, step: int) -> bool:
-        """Return whether ``on_save`` of a step is told later, with the end of its save."""
+        """Return whether ``on_save`` of a step is called later, when its save is committed."""
         save = self._latest
-        if save is None or save.job.step != step or self._is_told(save):
+        if save is None or save.job.step != step or self._is_reported(save):
             return False
         save.is_event_held = True
         return True
 
-    def _is_told(self, save: _Save) -> bool:
+    def _is_reported(self, save: _Save) -> bool:
         return all(slot.save is not save for slot in self._slots)
 
     def _wait_for(self, trainer: Any, slot: _Slot, why: str) -> None:
-        """Wait for the save of a slot, and tell this thread of its end; every rank does so at the same step."""
+        """Wait for the save of a slot and report it; every rank does so at the same step."""
         save = slot.save
         if save is None:
             return
@@ -215,7 +215,7 @@ class SavesBesideSteps:
             if trainer.args.should_log:
                 seconds = time.monotonic() - started
                 logger.info(f"Waited {seconds:.2f} s for the save of step {save.job.step}, {why}.")
-        self._gate.run_now(save.ending)
+        self._gate.run_now(save.report)
 
     def _run(self, trainer: Any, slot: _Slot, save: _Save, begun: _Begun | None, before: _Save | None) -> None:
         """Save, on the thread of a slot."""
@@ -233,26 +233,28 @@ class SavesBesideSteps:
                 report = write_and_commit(taken, job.directory, slot.channel)
             # The state of the run names the former best checkpoint for a step more, which may be deleted here.
             rotate(args, job.directory, job.best, report.disks, slot.channel, args.output_dir)
-            save.ending = partial(self._tell, trainer, slot, save, report, transfers)
+            save.report = partial(self._report_success, trainer, slot, save, report, transfers)
         except Exception as error:  # Raised on the training thread.
-            save.ending = partial(self._fail, slot, error)
-        self._agree(slot.channel, save.ending)
+            save.report = partial(self._report_failure, slot, error)
+        self._agree(slot.channel, save.report)
 
-    def _agree(self, channel: Channel, ending: Callable[[], None]) -> None:
-        """Have every training thread run an ending at the same step."""
+    def _agree(self, channel: Channel, report: Callable[[], None]) -> None:
+        """Have every training thread report a save at the same step."""
 
         def gather(step: int) -> list[int]:
             return [int.from_bytes(one, "little") for one in channel.all_gather(step.to_bytes(_NUMBER_BYTES, "little"))]
 
         try:
             channel.all_gather(b"")  # Training is held for the second exchange alone.
-            self._gate.agree(gather, ending)
-        except Exception as error:  # The end is told in any case.
-            logger.warning(f"The ranks have not agreed on a step at which they learn of the end of a save.\n{error}")
-            self._gate.alone(ending)
+            self._gate.agree(gather, report)
+        except Exception as error:  # The save is reported in any case.
+            logger.warning(f"The ranks have not agreed on a step at which a save is reported.\n{error}")
+            self._gate.alone(report)
 
-    def _tell(self, trainer: Any, slot: _Slot, save: _Save, report: SaveReport, transfers: TransferFigures) -> None:
-        """A save is committed; on the training thread."""
+    def _report_success(
+        self, trainer: Any, slot: _Slot, save: _Save, report: SaveReport, transfers: TransferFigures
+    ) -> None:
+        """Report a committed save, on the training thread."""
         slot.save = None
         run = job_state_of(trainer)
         with run.best.shown_in(trainer):
@@ -263,8 +265,8 @@ class SavesBesideSteps:
             handler = trainer.callback_handler
             trainer.control = handler.call_event("on_save", trainer.args, save.state, trainer.control)
 
-    def _fail(self, slot: _Slot, error: Exception) -> None:
-        """A save has failed; on the training thread."""
+    def _report_failure(self, slot: _Slot, error: Exception) -> None:
+        """Raise the error of a save, on the training thread."""
         slot.save = None
         raise error
 

@@ -9,7 +9,7 @@ from paddleformers_fc.trainer.host import TrainerCallback
 
 
 class StepEnds(TrainerCallback):
-    """Tells a gate where the loop is.
+    """Reports the steps of a loop to a gate.
 
     Args:
         gate: shared with the background threads of the Trainer.

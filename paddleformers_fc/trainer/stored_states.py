@@ -140,7 +140,7 @@ class Creation:
     Args:
         stored: live names of stored states.
         masters: live names of master weights that are read from stored weights. The other states of their parameters
-            are not stored, and begin anew.
+            are not stored, and start at their initial values.
     """
 
     stored: frozenset[str]
@@ -152,7 +152,7 @@ class Creation:
         return self.stored | self.masters
 
     def filled(self, live: Roles, before: Roles) -> LiveRoles:
-        """Return the tensors without states that begin anew.
+        """Return the tensors without states that start at their initial values.
 
         Args:
             live: all tensors after the states were created.

@@ -32,7 +32,7 @@ def with_late_copies(job: str, **settings: Any) -> Any:
     wanted, updated = threading.Event(), threading.Event()
     prepare, finish, copy = saves_beside_steps.prepare, BetweenSteps.finish, SnapshotCopy.finish
 
-    def prepare_anew(*args: Any) -> Any:
+    def prepare_again(*args: Any) -> Any:
         wanted.clear()
         updated.clear()
         return prepare(*args)
@@ -46,7 +46,7 @@ def with_late_copies(job: str, **settings: Any) -> Any:
         updated.wait(_A_WHILE)
         return copy(self)
 
-    saves_beside_steps.prepare = prepare_anew
+    saves_beside_steps.prepare = prepare_again
     BetweenSteps.finish = finish_wanted
     BetweenSteps.on_optimizer_end = lambda *args, **kwargs: updated.set()
     SnapshotCopy.finish = copy_late

@@ -188,7 +188,7 @@ def test_callbacks_and_the_disk_are_as_after_saves_in_the_steps(
         for name, options in (("in", {}), ("beside", {**ASYNC, "flex_async_depth": depth}))
     ]
     assert found[0] == found[1]
-    assert all(event[-1] for event in found[1]["seen"]), "only committed checkpoints are told"
+    assert all(event[-1] for event in found[1]["seen"]), "only committed checkpoints are reported"
     assert names_and_states(tmp_path / "in") == names_and_states(tmp_path / "beside")
 
 
