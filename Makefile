@@ -113,11 +113,11 @@ soak: $(STAMP)
 # PyTorch takes part where it is installed: $(BIN)/pip install torch==2.13.0
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks.performance --write docs/performance.md
-	@$(BIN)/python benchmarks/asynchronous.py --write docs/async.md
-	@$(BIN)/python benchmarks/averaging.py --write docs/ema.md
+	@$(BIN)/python -m benchmarks.asynchronous --write docs/async.md
+	@$(BIN)/python -m benchmarks.averaging --write docs/ema.md
 
 bench-async: $(STAMP)
-	@$(BIN)/python benchmarks/asynchronous.py --write docs/async.md
+	@$(BIN)/python -m benchmarks.asynchronous --write docs/async.md
 
 bench-mapping: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mapping.py --write docs/mapping-performance.md

@@ -1,6 +1,6 @@
 """For how long training stands still for a save, as multiples of one copy of what is saved.
 
-``python benchmarks/asynchronous.py [--write PAGE]``. A Llama of 51 million float32 parameters with AdamW, 612 MB, is
+``python -m benchmarks.asynchronous [--write PAGE]``. A Llama of 51 million float32 parameters with AdamW, 612 MB, is
 trained and saved to a file system in memory. Each contender has a process of its own, in which its saves and the plain
 copy take turns; a figure is the median ratio to the copies of the same process.
 
@@ -25,10 +25,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pages import replace_measured
+
 ROOT = Path(__file__).resolve().parent.parent
 SIZES: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 512}
 MICRO_BATCH = 8
-BEGIN, END = "<!-- measured -->", "<!-- end -->"
 MARK = "flex-figures "
 
 Figures = dict[str, list[float]]
@@ -209,7 +210,17 @@ def measured(name: str, rounds: int, scratch: Path) -> Figures | str:
     """Return the figures of a contender in a process of its own, or why there are none."""
     place = Path(tempfile.mkdtemp(prefix="flex-async-", dir=scratch))
     try:
-        command = [sys.executable, __file__, "--contender", name, "--rounds", str(rounds), "--scratch", str(place)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.asynchronous",
+            "--contender",
+            name,
+            "--rounds",
+            str(rounds),
+            "--scratch",
+            str(place),
+        ]
         # PaddleFormers' saving process lives on after a failure.
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
     finally:
@@ -262,12 +273,8 @@ def main() -> None:
     text = table({name: measured(name, options.rounds, options.scratch) for name in names})
     print(text)
     if options.write:
-        page = options.write.read_text(encoding="utf-8")
-        before, rest = page.split(BEGIN)
-        _, after = rest.split(END)
-        options.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        replace_measured(options.write, text)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()

@@ -1,6 +1,6 @@
 """What a moving average of weights costs: its bandwidth beside that of a plain copy, and the time that training loses.
 
-``python benchmarks/averaging.py [--write PAGE]``. A rank averages 200 million float32 elements in 100 tensors.
+``python -m benchmarks.averaging [--write PAGE]``. A rank averages 200 million float32 elements in 100 tensors.
 
 * The update is timed alone, in turn with a copy of the same elements. It moves 12 bytes per element, two reads and a
   write; the copy moves 8.
@@ -13,20 +13,20 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.pages import replace_measured
+
 ELEMENTS, TENSORS = 200_000_000, 100
 INTERVAL, STEP_SECONDS = 10, 1.0
 DECAY = 0.999
-BEGIN, END = "<!-- measured -->", "<!-- end -->"
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -105,9 +105,9 @@ def slowdown(rounds: int) -> tuple[float, float]:
     steps(1, updates=True)  # Memory is allocated, and the average begins.
     plain, increases = [], []
     for number in range(1, rounds + 1):
-        without = timed(lambda: steps(0, updates=False))
+        without = timed(partial(steps, 0, updates=False))
         # The update after the first of ten steps runs beside the others.
-        with_update = timed(lambda number=number: steps(INTERVAL * number, updates=True))  # type: ignore[misc]
+        with_update = timed(partial(steps, INTERVAL * number, updates=True))
         plain.append(without)
         increases.append(with_update / without - 1)
     average.settled()
@@ -137,12 +137,8 @@ def main() -> None:
     text = table(options.rounds)
     print(text)
     if options.write:
-        page = options.write.read_text(encoding="utf-8")
-        before, rest = page.split(BEGIN)
-        _, after = rest.split(END)
-        options.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        replace_measured(options.write, text)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()
