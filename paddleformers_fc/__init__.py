@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from paddleformers_fc import upstream
-
 __version__ = "0.1.0"
 
 _HOME = {
@@ -60,6 +58,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if home.startswith(f"{__name__}.trainer"):
+        from paddleformers_fc import upstream
+
         # Before the modules that import the names of the table, so that one error lists all that are missing.
         upstream.require(upstream.TRAINER)
     return getattr(importlib.import_module(home), name)

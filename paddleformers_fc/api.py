@@ -33,6 +33,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import canonical_layout, canonical_source
+from paddleformers_fc.plan.explain import Explanation, explain_tensor
 from paddleformers_fc.plan.forecast import GridPlan, plan_for_grid
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.paths import RemotePath, expand_user, parse_path
@@ -223,6 +224,20 @@ class Checkpoint:
             4
         """
         return plan_for_grid(self._opened, layout, dtype)
+
+    def explain(self, name: str) -> Explanation:
+        """Explain a tensor: every stored box that it is read from, or that reads it, and the rules in between.
+
+        Args:
+            name: canonical or stored name.
+        Raises:
+            OptionError: the name is unknown.
+
+        Example:
+            >>> [box.file for box in checkpoint.explain("model.norm.weight").tensors[0].boxes]
+            ['model_state/rank-00000.safetensors']
+        """
+        return explain_tensor(self._opened, name)
 
     def export(
         self,

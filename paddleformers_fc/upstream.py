@@ -593,6 +593,51 @@ NLP_CPU_RUNTIME = (
 """The same of PaddleNLP."""
 
 
+@dataclass(frozen=True)
+class KnownFault:
+    """A fault of upstream that this package avoids.
+
+    Args:
+        id: its row in docs/guarantees.md.
+        package: the module that has it.
+        version: the version in which it was observed.
+        what: trigger and effect in one line.
+    """
+
+    id: str
+    package: str
+    version: str
+    what: str
+
+
+KNOWN_FAULTS = tuple(
+    KnownFault(id, package, VERSIONS[package], what)
+    for package, faults in {
+        "paddle": {
+            "S1": "a resharding load from another dtype fills tensors with other numbers, without an error",
+            "S3": "the second of two tied weights keeps its initial values, without an error",
+            "S4": "a stored tensor of another shape is cut off or filled in part, without an error",
+            "S5": "fused feed-forward weights of several tensor-parallel ranks are taken apart wrongly",
+            "S6": "fused attention weights of several tensor-parallel ranks are taken apart wrongly",
+            "S11": "a resharding load under FLAGS_use_stride_kernel=0 loads nothing, without an error",
+            "S12": "a save over one of more ranks leaves tensors of the older save in place",
+            "S13": "after a load that failed, the next one in the process uses the metadata of the first",
+            "S18": "a flipped bit of a stored tensor is loaded: there are no checksums",
+        },
+        "paddleformers": {
+            "T3": "an empty newest directory is chosen for a resume",
+            "T5": "load_best_model_at_end keeps the weights of the last step",
+            "T7": "samples are repeated and skipped if the data-parallel degree changes on resume",
+            "T8": "training begins again at step 1 if the file of the Trainer's state is missing",
+            "T18": "replicas with different numbers are saved without a warning",
+            "T19": "a resume unpickles files of the checkpoint, which can run code",
+        },
+    }.items()
+    for id, what in faults.items()
+)
+"""The faults that decide whether numbers are right, by package and version."""
+
+
 def require(hooks: Iterable[Hook]) -> None:
     """Refuse an installed Paddle or PaddleFormers in which a hook is missing or different.
 
@@ -654,7 +699,7 @@ def unknown_versions() -> list[str]:
     for name, known in VERSIONS.items():
         if importlib.util.find_spec(name) is None:
             continue
-        found = sorted({_without_build(version) for version in _installed_versions(name)} - {known})
+        found = sorted({without_build(version) for version in _installed_versions(name)} - {known})
         if found:
             lines.append(f"{name} {', '.join(found)} is installed; the known version is {name} {known}")
     return lines
@@ -667,7 +712,7 @@ def _installed_versions(name: str) -> Iterator[str]:
         yield importlib.metadata.version(name)
 
 
-def _without_build(version: str) -> str:
+def without_build(version: str) -> str:
     """The version without what names a build for a device, such as ``.post126`` or ``+cu126``."""
     return re.sub(r"(\.post\d{1,3})?(\+.*)?$", "", version)
 

@@ -19,6 +19,7 @@ from tests.execute.simulated import canonical
 SURFACE = """\
 Checkpoint
 Checkpoint.diff(self, other: 'Checkpoint', role: 'str | None' = None) -> 'Difference'
+Checkpoint.explain(self, name: 'str') -> 'Explanation'
 Checkpoint.export(self, directory: 'str | PathLike[str]', *, max_shard_bytes: 'int' = 5000000000, \
 verify: 'str' = 'full', replace: 'bool' = False, tied: 'str' = 'refuse', \
 format: 'str' = '', base: 'Location | None' = None, accept_base: 'bool' = False, \

@@ -4,6 +4,8 @@
 ``main``                                      commands, options, exit codes
 ``output``                                    JSON, text and errors on the right stream
 ``inspection``, ``listing``                   ``inspect``: facts of a checkpoint, its tensors
+``checkpoints``, ``explaining``               ``list``, ``explain``
+``diagnosing``                                ``doctor``
 ``verification``, ``difference``              ``verify``, ``diff``
 ``planning``, ``exporting``                   ``plan``, ``export``
 ``cleaning``, ``rederiving``, ``deriving``    ``clean``, ``rederive``, ``derive``

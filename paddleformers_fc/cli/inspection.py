@@ -60,6 +60,8 @@ def _headline(found: Inspection) -> list[tuple[str, str]]:
         job = found.job
         lines.append(("step", f"{job.step:,}, after {count_text(job.consumed_samples, 'sample')}"))
         lines.append(("saved by", f"{job.written_by}, {count_text(job.world_size, 'rank')}{_degrees(job.parallel)}"))
+        if job.time:
+            lines.append(("saved", f"{job.time} on {job.host}"))
         lines.append(("family", job.family))
         if job.run:
             lines.append(

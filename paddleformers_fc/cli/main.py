@@ -43,7 +43,6 @@ _T = TypeVar("_T")
 
 app = typer.Typer(
     help="Flex checkpoints for PaddleFormers: train, inspect, verify, compare and export.",
-    add_completion=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -80,8 +79,24 @@ class Tied(str, Enum):
     last = "last"
 
 
+def _directories(incomplete: str) -> list[str]:
+    """Return the directories that begin with a text, for the completion of a shell."""
+    parent = Path(incomplete).parent if not incomplete.endswith("/") else Path(incomplete)
+    found = [f"{path}/" for path in parent.expanduser().glob("*") if path.is_dir()]
+    return sorted(path for path in found if path.startswith(incomplete.removeprefix("./")))
+
+
 Directory = Annotated[
-    str, typer.Argument(metavar="DIR", help="A flex checkpoint or open weights: a path, or a URL such as s3://...")
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="A flex checkpoint or open weights: a path, or a URL such as s3://...",
+        autocompletion=_directories,
+    ),
+]
+OutputDirectory = Annotated[
+    str,
+    typer.Argument(metavar="OUTPUT_DIR", help="The directory of the checkpoints.", autocompletion=_directories),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -103,6 +118,66 @@ def inspect(
     found = inspect_directory(_named(directory), pattern or ("*" if tensors else None))
     _present(found, inspection.show, as_json)
     return OK
+
+
+@app.command("list")
+def list_checkpoints(directory: OutputDirectory, as_json: Json = False) -> int:
+    """List the checkpoints of an output directory: steps, layouts, sizes, whether each is whole; and leftovers.
+
+    A checkpoint is whole if its files have the recorded sizes and its documents the recorded checksums.
+    """
+    from paddleformers_fc.cli import checkpoints
+    from paddleformers_fc.execute.output_directory import list_output
+
+    _present(list_output(_local(directory, "Listing")), checkpoints.show, as_json)
+    return OK
+
+
+@app.command()
+def explain(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CKPT", help="A checkpoint or open weights: a path or a URL.", autocompletion=_directories
+        ),
+    ],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A canonical or stored name; states end in a suffix, as .moment1_0.")
+    ],
+    as_json: Json = False,
+) -> int:
+    """Show every stored box that a tensor is read from, or that reads it, and the rules in between."""
+    import paddleformers_fc
+    from paddleformers_fc.cli import explaining
+
+    source = _named(checkpoint)
+    with output.working(f"explaining {name}"):
+        found = paddleformers_fc.open(source).explain(name)
+    _present(found, explaining.show, as_json)
+    return OK
+
+
+@app.command()
+def doctor(
+    directory: Annotated[
+        str | None,
+        typer.Argument(metavar="OUTPUT_DIR", help="Where a job saves or will save.", autocompletion=_directories),
+    ] = None,
+    hooks: Annotated[bool, typer.Option(help="Import Paddle, and compare what this package replaces in it.")] = True,
+    as_json: Json = False,
+) -> int:
+    """Diagnose this environment and an output directory: versions, disk, space, and what a resume would do.
+
+    128 MiB are written to the directory and read again to measure its disk; none of it stays.
+    """
+    from paddleformers_fc.cli import diagnosing
+    from paddleformers_fc.execute.diagnosis import diagnose
+
+    output_dir = None if directory is None else _local(directory, "A diagnosis")
+    with output.working("examining the environment"):
+        found = diagnose(output_dir, hooks)
+    _present(found, diagnosing.show, as_json)
+    return OK if found.passed else FAULT
 
 
 @app.command()
@@ -285,7 +360,7 @@ def rederive(
 
 @app.command()
 def clean(
-    directory: Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="The directory of the checkpoints.")],
+    directory: OutputDirectory,
     yes: Annotated[bool, typer.Option("--yes", help="Remove all leftovers without confirmation.")] = False,
     as_json: Json = False,
 ) -> int:
@@ -296,17 +371,14 @@ def clean(
     """
     from paddleformers_fc.cli import cleaning
     from paddleformers_fc.execute import output_directory
-    from paddleformers_fc.storage.paths import require_local
     from paddleformers_fc.text import size_text
-
-    source = _named(directory)
 
     def confirmed(one: output_directory.LeftoverFacts) -> bool:
         if yes or as_json:
             return yes
         return typer.confirm(f"Remove {one.name} ({size_text(one.bytes)})? {one.why}", err=True)
 
-    found = output_directory.clean(require_local(str(source), "Cleaning"), confirmed)
+    found = output_directory.clean(_local(directory, "Cleaning"), confirmed)
     _present(found, cleaning.show, as_json)
     return OK
 
@@ -509,6 +581,13 @@ def _named(text: str) -> AnyPath:
         fault = "is a file" if found.exists() else "does not exist"
         raise typer.BadParameter(f"Directory {str(found)!r} {fault}.")
     return found
+
+
+def _local(text: str, doing: str) -> Path:
+    """Return the directory of an argument that must be on this machine."""
+    from paddleformers_fc.storage.paths import require_local
+
+    return require_local(_named(text), doing)
 
 
 def _present(found: _T, show: Callable[[_T, Console], None], as_json: bool) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from paddleformers_fc.execute.verify import Verification
+from paddleformers_fc.formats.checks import Check
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -12,18 +16,12 @@ if TYPE_CHECKING:
 
 def show(outcome: Verification, console: Console) -> None:
     """Print a line per check, and the verdict."""
-    from rich.table import Table
     from rich.text import Text
 
     console.print(Text(outcome.path, "bold"))
-    table = Table.grid(padding=(0, 2))
-    for check in outcome.checks:
-        mark = Text("  OK", "green") if check.passed else Text("  FAILED", "bold red")
-        # The error below lists the faults once.
-        table.add_row(mark, check.name, check.detail if check.passed else "see below")
-    for name in outcome.not_checked:
-        table.add_row(Text("  -", "dim"), name, Text("not checked", "dim"))
-    console.print(table)
+    # The error below lists the faults once.
+    shown = [one if one.passed else msgspec.structs.replace(one, detail="see below") for one in outcome.checks]
+    show_checks(shown, console, outcome.not_checked)
     for line in outcome.cannot_be_checked:
         console.print(Text(f"  cannot be checked: {line}"), soft_wrap=True)
     if outcome.below:
@@ -31,6 +29,20 @@ def show(outcome: Verification, console: Console) -> None:
     for line in outcome.below:
         console.print(Text(f"    {line}"), soft_wrap=True)
     console.print(Text.assemble(_verdict(outcome), f": level {outcome.level}, {outcome.seconds:.2f} s"))
+
+
+def show_checks(checks: Iterable[Check], console: Console, not_checked: Iterable[str] = ()) -> None:
+    """Print a line per check: whether it passed, and what was found."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for check in checks:
+        mark = Text("  OK", "green") if check.passed else Text("  FAILED", "bold red")
+        table.add_row(mark, check.name, Text(check.detail))
+    for name in not_checked:
+        table.add_row(Text("  -", "dim"), name, Text("not checked", "dim"))
+    console.print(table)
 
 
 def _verdict(outcome: Verification) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc.errors import CheckpointError, Diverged, OptionError, StorageError
+from paddleformers_fc.formats import format_of
 from paddleformers_fc.storage.files import exists, files_within, stat_path
 from paddleformers_fc.storage.leftovers import Leftover, leftovers, remove_leftover
 from paddleformers_fc.storage.manifest import (
@@ -71,12 +72,7 @@ def clean(output_dir: Path, confirmed: Callable[[LeftoverFacts], bool]) -> Clean
         OptionError: the directory is a checkpoint itself.
         StorageError: the operating system refused to list it.
     """
-    if exists(output_dir / MANIFEST_NAME):
-        raise OptionError(
-            "The directory is a checkpoint.",
-            where=str(output_dir),
-            next_step="Name the output directory that holds it.",
-        )
+    refuse_checkpoint(output_dir)
     found = leftovers(output_dir)
     before = {one.path: _state(one.path) for one in found}
     if any(one.removable and not one.disposable for one in found):
@@ -92,6 +88,20 @@ def clean(output_dir: Path, confirmed: Callable[[LeftoverFacts], bool]) -> Clean
         else:
             left.append(facts)
     return Cleaned(str(output_dir), removed, left)
+
+
+def refuse_checkpoint(output_dir: Path) -> None:
+    """Refuse a checkpoint where its output directory is required.
+
+    Raises:
+        OptionError: the directory is a checkpoint.
+    """
+    if exists(output_dir / MANIFEST_NAME):
+        raise OptionError(
+            "The directory is a checkpoint.",
+            where=str(output_dir),
+            next_step="Name the output directory that holds it.",
+        )
 
 
 def facts_of(leftover: Leftover) -> LeftoverFacts:
@@ -124,24 +134,47 @@ class CheckpointFacts(msgspec.Struct, frozen=True):
         step: of its manifest; None where that cannot be read.
         run: id of the run that saved it; empty where it is not recorded.
         fault: why ``resume_from_checkpoint: true`` skips it; empty where it does not. Tensors are not read.
+        kind: name of its format; empty if no format recognises it.
+        world_size: number of ranks that saved it; 0 where it is not recorded.
+        parallel: degree per parallel axis.
+        bytes: of its files.
+        time: when it was saved, UTC; empty where it is not recorded.
     """
 
     name: str
     step: int | None
     run: str
     fault: str
+    kind: str
+    world_size: int
+    parallel: dict[str, int]
+    bytes: int
+    time: str
 
 
 class OutputFacts(msgspec.Struct, frozen=True):
     """The content of an output directory.
 
     Attributes:
+        path: the directory as it was named.
         checkpoints: by descending step.
         leftovers: of interrupted saves.
     """
 
+    path: str
     checkpoints: list[CheckpointFacts]
     leftovers: list[LeftoverFacts]
+
+
+def list_output(directory: Path) -> OutputFacts:
+    """Return the checkpoints and leftovers of an output directory.
+
+    Raises:
+        OptionError: the directory is a checkpoint itself.
+        StorageError: the operating system refused to list it.
+    """
+    refuse_checkpoint(directory)
+    return _content(directory)
 
 
 def output_facts(directory: Path) -> OutputFacts | None:
@@ -150,20 +183,38 @@ def output_facts(directory: Path) -> OutputFacts | None:
     Raises:
         StorageError: the operating system refused to list it.
     """
-    named = [path for path in candidates_in(directory) if parse_step(path) is not None]
-    found = OutputFacts([_checkpoint(path) for path in named], [facts_of(one) for one in leftovers(directory)])
+    found = _content(directory)
     return found if found.checkpoints or found.leftovers else None
 
 
+def _content(directory: Path) -> OutputFacts:
+    named = [path for path in candidates_in(directory) if parse_step(path) is not None]
+    checkpoints, others = [_checkpoint(path) for path in named], [facts_of(one) for one in leftovers(directory)]
+    return OutputFacts(str(directory), checkpoints, others)
+
+
 def _checkpoint(path: Path) -> CheckpointFacts:
+    format = format_of(path)
+    kind = format.name if format is not None else ""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return CheckpointFacts(path.name, None, "", error.in_one_line())
+        size = sum(length for _, _, length in _state(path))
+        return CheckpointFacts(path.name, None, "", error.in_one_line(), kind, 0, {}, size, "")
     fault = ""
     try:
         refuse_as_newest(path, manifest)
         verify_files(path, manifest, "size")
     except (CheckpointError, Diverged) as error:
         fault = error.in_one_line()
-    return CheckpointFacts(path.name, manifest.step, manifest.saved_by.id, fault)
+    return CheckpointFacts(
+        path.name,
+        manifest.step,
+        manifest.saved_by.id,
+        fault,
+        kind,
+        manifest.world_size,
+        manifest.parallel,
+        sum(one.size for one in manifest.files),
+        manifest.saved_at.time,
+    )

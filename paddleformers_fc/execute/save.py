@@ -19,6 +19,8 @@ of which three have a staging buffer (:mod:`.staging_pool`).
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +53,7 @@ from paddleformers_fc.layout.codec import decode_held, encode_held
 from paddleformers_fc.layout.live import LocalTensor, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, RunRecord
+from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, RunRecord, SaveOrigin
 from paddleformers_fc.storage.regions import DEFAULT_STAGING_MEMORY_BYTES
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter
 
@@ -449,6 +451,7 @@ def _describe(
         differing_replicas=list(written.differences) or msgspec.UNSET,
         diverged_ties=list(written.ties) or msgspec.UNSET,
         run=job.run or msgspec.UNSET,
+        origin=SaveOrigin(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), socket.gethostname()),
     )
 
 

@@ -34,6 +34,8 @@ class JobFacts(msgspec.Struct, frozen=True):
         diverged_ties: where copies of tied tensors differ, one line each; an automatic resume skips such a checkpoint.
         run: id of the run; empty in checkpoints of earlier versions.
         branches: the runs and steps that it goes back to, first to last.
+        time: when it was saved, UTC; empty in checkpoints of earlier versions.
+        host: the host that committed it; empty in checkpoints of earlier versions.
     """
 
     step: int
@@ -46,6 +48,8 @@ class JobFacts(msgspec.Struct, frozen=True):
     diverged_ties: list[str]
     run: str
     branches: list[Branch]
+    time: str
+    host: str
 
 
 class RoleFacts(msgspec.Struct, frozen=True):
@@ -122,6 +126,8 @@ def job_facts(checkpoint: OpenedCheckpoint) -> JobFacts | None:
         [line for tie in manifest.ties for line in tie.differences],
         manifest.saved_by.id,
         manifest.saved_by.branches,
+        manifest.saved_at.time,
+        manifest.saved_at.host,
     )
 
 

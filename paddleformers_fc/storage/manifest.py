@@ -52,6 +52,7 @@ __all__ = [
     "FileChecksum",
     "Manifest",
     "RunRecord",
+    "SaveOrigin",
     "candidates",
     "candidates_in",
     "first_usable",
@@ -123,6 +124,20 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     branches: list[Branch]
 
 
+class SaveOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When and where a checkpoint was committed, for the reader.
+
+    Attributes:
+        time: UTC, as in ``2026-11-23T06:30:12Z``.
+        host: name of the coordinator's host.
+        must_understand: always false, so that earlier versions ignore the field.
+    """
+
+    time: str
+    host: str
+    must_understand: bool = False
+
+
 class DivergedTie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tied tensor whose copies were saved with different values.
 
@@ -153,6 +168,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             where they did not.
         diverged_ties: tied tensors whose copies differ; absent where all are equal. Such a checkpoint is not whole.
         run: the run that saved it; absent in checkpoints of earlier versions.
+        origin: when and where it was committed; absent in checkpoints of earlier versions.
     """
 
     format: str = FORMAT
@@ -168,6 +184,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     differing_replicas: list[str] | msgspec.UnsetType = msgspec.UNSET
     diverged_ties: list[DivergedTie] | msgspec.UnsetType = msgspec.UNSET
     run: RunRecord | msgspec.UnsetType = msgspec.UNSET
+    origin: SaveOrigin | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def differences(self) -> list[str]:
@@ -178,6 +195,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def saved_by(self) -> RunRecord:
         """The run that saved it, with an empty id where that is not known."""
         return RunRecord("", []) if isinstance(self.run, msgspec.UnsetType) else self.run
+
+    @property
+    def saved_at(self) -> SaveOrigin:
+        """When and where it was committed; both empty where that is not recorded."""
+        return SaveOrigin("", "") if isinstance(self.origin, msgspec.UnsetType) else self.origin
 
     @property
     def ties(self) -> list[DivergedTie]:

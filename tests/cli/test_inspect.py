@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from pathlib import Path
 
 import msgspec
@@ -34,6 +35,8 @@ def test_inspect_reports_the_job_that_saved(four: Path) -> None:
         "diverged_ties": [],
         "run": "",
         "branches": [],
+        "time": found["job"]["time"],
+        "host": socket.gethostname(),
     }
     assert found["model"]["num_key_value_heads"] == 2
 

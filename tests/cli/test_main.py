@@ -14,12 +14,25 @@ from typing import Any
 import pytest
 
 from paddleformers_fc import __version__, errors
-from paddleformers_fc.cli.main import exit_code, main
+from paddleformers_fc.cli.main import PROGRAM, exit_code, main
 from paddleformers_fc.execute import inspect
 from tests.cli.support import run
 from tests.harness.limits import LIMIT
 
-VERBS = ("inspect", "verify", "diff", "plan", "export", "train", "demo", "matrix", "register-path")
+VERBS = (
+    "inspect",
+    "list",
+    "explain",
+    "doctor",
+    "verify",
+    "diff",
+    "plan",
+    "export",
+    "train",
+    "demo",
+    "matrix",
+    "register-path",
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 # Runs the verbs in a process where Paddle cannot be imported. An attempt is reported even when it is swallowed.
@@ -48,6 +61,17 @@ from paddleformers_fc.cli.main import main
 
 main(json.loads(sys.argv[1]))
 print(json.dumps([name for name in sys.argv[2:] if name in sys.modules]), file=sys.stderr)
+"""
+
+
+# Prints how many modules one command line imports beside those of the interpreter.
+COUNTED = """
+import json, sys
+before = set(sys.modules)
+from paddleformers_fc.cli.main import main
+
+main(json.loads(sys.argv[1]))
+print(json.dumps(len(set(sys.modules) - before)), file=sys.stderr)
 """
 
 
@@ -93,6 +117,34 @@ def test_an_import_of_paddle_would_be_noticed(tmp_path: Path) -> None:
 def test_a_command_imports_no_more_than_it_needs(four: Path, command: list[str], modules: list[str]) -> None:
     command = [argument.format(four=four) for argument in command]
     assert python(IMPORTED, json.dumps(command), "numpy", "rich.table", "yaml", "paddle") == modules
+
+
+@pytest.mark.parametrize(("command", "most"), [(["--help"], 320), (["register-path", "--json"], 250)])
+def test_a_command_starts_with_few_imports(command: list[str], most: int) -> None:
+    """Each takes about a millisecond; numpy alone would be a hundred, Paddle thousands."""
+    assert python(COUNTED, json.dumps(command)) < most
+
+
+def test_the_module_runs_as_a_program() -> None:
+    command = [sys.executable, "-m", "paddleformers_fc", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True)
+    assert done.stdout == f"paddleformers-fc {__version__}\n"
+
+
+def test_a_shell_completes_commands_and_directories(four: Path) -> None:
+    for words, found in ((f"{PROGRAM} expl", "explain"), (f"{PROGRAM} list {str(four)[:-1]}", f"{four}/")):
+        asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+        environment = {**os.environ, **asked, "_PADDLEFORMERS_FC_COMPLETE": "complete_bash"}
+        done = subprocess.run(
+            [sys.executable, "-m", "paddleformers_fc"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+        assert found in done.stdout.split()
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -28,7 +28,7 @@ from paddleformers_fc.storage.manifest import (
 )
 from tests.storage.support import BLOCK, STATE, WEIGHTS, manifest_of, names_in, save, value_of
 
-OPTIONAL = {"differing_replicas", "diverged_ties", "run"}
+OPTIONAL = {"differing_replicas", "diverged_ties", "origin", "run"}
 RECEIPT = FileChecksum("model_state/x", 5, "0" * 32, 4, ["1" * 16, "2" * 16])
 
 

@@ -1,0 +1,43 @@
+"""``list``: the checkpoints and leftovers of an output directory as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paddleformers_fc.cli.cleaning import show_leftovers
+from paddleformers_fc.execute.output_directory import OutputFacts
+from paddleformers_fc.text import count_text, layout_text, size_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def show(found: OutputFacts, console: Console) -> None:
+    """Print a row per checkpoint, the reason below one that is not whole, and the leftovers."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(Text(found.path, "bold"))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
+    table.add_column("checkpoint", style="cyan")
+    for heading in ("step", "ranks", "layout", "size", "saved (UTC)", "whole"):
+        table.add_column(heading, justify="right" if heading in ("step", "ranks", "size") else "left")
+    for one in found.checkpoints:
+        state = Text("FAILED", "bold red") if one.fault else Text("OK", "green")
+        step, ranks = "" if one.step is None else f"{one.step:,}", str(one.world_size or "")
+        when = one.time.replace("T", " ").removesuffix("Z")
+        table.add_row(one.name, step, ranks, layout_text(one.parallel), size_text(one.bytes), when, state)
+    if found.checkpoints:
+        console.print(table)
+    for one in found.checkpoints:
+        if one.fault:
+            console.print(Text(f"  {one.name}: {one.fault}"), soft_wrap=True)
+    if found.leftovers:
+        console.print("  leftovers (paddleformers-fc clean removes those that you confirm):")
+        show_leftovers(found.leftovers, console)
+    whole = sum(not one.fault for one in found.checkpoints)
+    console.print(
+        f"{count_text(len(found.checkpoints), 'checkpoint')}, {whole} whole, "
+        f"{size_text(sum(one.bytes for one in found.checkpoints))}; {count_text(len(found.leftovers), 'leftover')}"
+    )

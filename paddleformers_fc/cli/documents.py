@@ -1,0 +1,46 @@
+"""The JSON document of every command, as types; ``docs/json.md`` is written from them.
+
+Keys are not renamed or removed within a major version. New keys may be added, so a reader ignores unknown ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paddleformers_fc.cli.exporting import Exported
+from paddleformers_fc.cli.training import Ended, LaunchPlan
+from paddleformers_fc.execute.diagnosis import Diagnosis
+from paddleformers_fc.execute.difference import Difference
+from paddleformers_fc.execute.inspect import Inspection
+from paddleformers_fc.execute.output_directory import Cleaned, OutputFacts
+from paddleformers_fc.execute.rederive import Rederivation
+from paddleformers_fc.execute.verify import Verification
+from paddleformers_fc.formats.aoa_statements import StatementList
+from paddleformers_fc.plan.explain import Explanation
+from paddleformers_fc.plan.forecast import GridPlan
+from paddleformers_fc.verification.derivation.from_weights import DerivedModel
+
+DOCUMENTS: dict[str, type[Any]] = {
+    "inspect": Inspection,
+    "list": OutputFacts,
+    "explain": Explanation,
+    "doctor": Diagnosis,
+    "verify": Verification,
+    "diff": Difference,
+    "plan": GridPlan,
+    "export": Exported,
+    "clean": Cleaned,
+    "rederive": Rederivation,
+    "aoa": StatementList,
+    "derive": DerivedModel,
+    "train": Ended,
+    "train --dry-run": LaunchPlan,
+}
+"""The type of the document that a command prints if it succeeds; ``verify`` and ``train`` add the keys of an error."""
+
+FREE = {
+    "register-path": "`custom_register_path`, the path of the file.",
+    "matrix": "`cells`, `experiments` and `wrong`, the names of the cells that differ.",
+    "demo": "the summary of `demo_out/`, for people; its keys may change.",
+}
+"""Commands whose document has no type of its own."""

@@ -1,0 +1,51 @@
+"""``explain``: the stored boxes of a tensor, and the rules between its names, as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paddleformers_fc.mapping import Rule
+from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.plan.explain import CANONICAL, BoxSource, ExplainedTensor, Explanation
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def show(found: Explanation, console: Console) -> None:
+    """Print every tensor of the name with its boxes and rules."""
+    from rich.text import Text
+
+    console.print(Text(f"{found.name} in {found.path}", "bold"))
+    for tensor in found.tensors:
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        console.print(Text.assemble((f"{tensor.role}, {tensor.side}  ", "bold cyan"), f"{tensor.dtype} {shape}"))
+        verb = "is read from" if tensor.side == CANONICAL else "is read by"
+        console.print(Text(f"  {verb}"))
+        for box in tensor.boxes:
+            console.print(Text(f"    {_box_text(box, tensor)}"), soft_wrap=True)
+        for rule in tensor.rules:
+            console.print(Text(f"  rule  {_rule_text(rule)}"), soft_wrap=True)
+        if tensor.tied:
+            console.print(Text(f"  tied with {', '.join(tensor.tied)}: copies must be equal"), soft_wrap=True)
+
+
+def _box_text(box: BoxSource, tensor: ExplainedTensor) -> str:
+    """Return both ends of a box, its own side first, and where the bytes are."""
+    stored, canonical = f"{box.stored} {box.stored_box}", f"{box.canonical} {box.canonical_box}"
+    own, other = (box.canonical_box, stored) if tensor.side == CANONICAL else (box.stored_box, canonical)
+    turned = "" if list(box.axes) == sorted(box.axes) else f", axes {list(box.axes)}"
+    shard = "" if box.shard == whole(tensor.shape) else f", in the shard {box.shard}"
+    return f"{own} = {other}{turned}  ({box.file} at byte {box.begin:,}{shard})"
+
+
+def _rule_text(rule: Rule) -> str:
+    """Return a rule in words: its tensors, its parts, and how each side interleaves them."""
+    facts = [f"parts {list(rule.parts)} along axis {rule.axis}"] if len(rule.parts) > 1 else []
+    if list(rule.axes) != sorted(rule.axes):
+        facts.append(f"axes {list(rule.axes)}")
+    for side, blocks in (("canonical", rule.source_blocks), ("stored", rule.target_blocks)):
+        facts += [f"{side} side interleaved in {blocks} groups"] if blocks > 1 else []
+    facts += [f"cast to {rule.cast}"] if rule.cast else []
+    facts += [str(rule.slab)] if rule.slab is not None else []
+    return f"{', '.join(rule.sources)} = {', '.join(rule.targets)}" + (f": {'; '.join(facts)}" if facts else "")

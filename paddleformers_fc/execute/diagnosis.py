@@ -1,0 +1,211 @@
+"""Diagnosis of an installation and an output directory: what would fail or be slow, before a job finds out.
+
+Nothing is left on disk: speed is measured with an unnamed file, which is gone even after a kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from paddleformers_fc import __version__, upstream
+from paddleformers_fc.errors import CheckpointError
+from paddleformers_fc.execute.output_directory import list_output
+from paddleformers_fc.formats.checks import Check
+from paddleformers_fc.storage.files import refused
+from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
+from paddleformers_fc.text import count_text, size_text
+
+PROBE_BYTES = 128 << 20
+"""Bytes that are written and read to measure a disk."""
+
+_CHUNK = 8 << 20
+_PACKAGES = ("numpy", "ml_dtypes", "msgspec", "fsspec", "xxhash")
+_DISTRIBUTIONS = {
+    "paddle": ("paddlepaddle", "paddlepaddle-gpu"),
+    "paddleformers": ("paddleformers",),
+    "paddlenlp": ("paddlenlp",),
+}
+
+
+class PackageFacts(msgspec.Struct, frozen=True):
+    """An installed package.
+
+    Attributes:
+        name: its name.
+        version: the installed version; empty if it is not installed.
+        known: the version that this package is written for; empty if any will do.
+    """
+
+    name: str
+    version: str
+    known: str
+
+
+class DiskFacts(msgspec.Struct, frozen=True):
+    """The disk of an output directory.
+
+    Attributes:
+        free: bytes that this user can write.
+        next_save: bytes of the newest whole checkpoint, which the next save needs again; 0 if there is none.
+        write: bytes written and synced per second; 0 if it was not measured.
+        read: bytes read per second, past the page cache where the system allows it; 0 if it was not measured.
+    """
+
+    free: int
+    next_save: int
+    write: int
+    read: int
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """What ``doctor`` reports.
+
+    Attributes:
+        passed: whether no check failed.
+        packages: of this environment.
+        known_faults: of the installed versions of Paddle and PaddleFormers; this package avoids each of them.
+        checks: in the order in which they were made.
+        path: the output directory; empty if none was named.
+        disk: its disk; None without a directory.
+        resume: the checkpoint that ``resume_from_checkpoint: true`` resumes; empty if it starts from the beginning.
+        skipped: newer checkpoints that it skips, with the reasons.
+    """
+
+    passed: bool
+    packages: list[PackageFacts]
+    known_faults: list[upstream.KnownFault]
+    checks: list[Check]
+    path: str = ""
+    disk: DiskFacts | None = None
+    resume: str = ""
+    skipped: list[str] = []
+
+
+def diagnose(output_dir: Path | None, hooks: bool = True) -> Diagnosis:
+    """Examine this environment, and an output directory if one is named.
+
+    Args:
+        output_dir: where a job saves; None for the environment alone.
+        hooks: whether to import Paddle and PaddleFormers, and compare what this package replaces in them.
+    Raises:
+        OptionError: the directory is a checkpoint.
+        StorageError: the operating system refused to list, write or read in the directory.
+    """
+    packages = _packages()
+    versions = {one.name: one.version for one in packages}
+    faults = [one for one in upstream.KNOWN_FAULTS if _plain(versions[one.package]) == one.version]
+    checks = list(_environment(packages, hooks))
+    if output_dir is None:
+        return Diagnosis(all(one.passed for one in checks), packages, faults, checks)
+    newest, skipped = newest_checkpoint(output_dir)
+    disk = _disk(output_dir, newest)
+    checks += _directory(output_dir, disk, newest, [path.name for path, _ in skipped])
+    return Diagnosis(
+        all(one.passed for one in checks),
+        packages,
+        faults,
+        checks,
+        str(output_dir),
+        disk,
+        "" if newest is None else newest.name,
+        [why if why.startswith(path.name) else f"{path.name}: {why}" for path, why in skipped],
+    )
+
+
+def _packages() -> list[PackageFacts]:
+    """Return versions from the metadata of distributions: nothing is imported."""
+    own = [PackageFacts("python", platform.python_version(), ""), PackageFacts("paddleformers_fc", __version__, "")]
+    named = [PackageFacts(name, _version((name,)), "") for name in _PACKAGES]
+    return [*own, *named, *(PackageFacts(n, _version(_DISTRIBUTIONS[n]), v) for n, v in upstream.VERSIONS.items())]
+
+
+def _version(distributions: tuple[str, ...]) -> str:
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
+
+
+def _plain(version: str) -> str:
+    return upstream.without_build(version)
+
+
+def _environment(packages: list[PackageFacts], hooks: bool) -> Iterator[Check]:
+    wrong = [one for one in packages if one.known and one.version and _plain(one.version) != one.known]
+    found = [f"{one.name} {one.version}" for one in packages if one.known and one.version]
+    if wrong:
+        text = ", ".join(f"{one.name} {one.version}, known is {one.known}" for one in wrong)
+        yield Check("versions", False, f"{text}; jobs are refused unless flex_unknown_versions: warn is set")
+    elif "paddle" in {one.name for one in packages if one.version}:
+        yield Check("versions", True, f"{', '.join(found)}: the known ones")
+    else:
+        yield Check("versions", True, "Paddle is not installed: every command but those that train works")
+        return
+    if hooks and importlib.util.find_spec("paddleformers") is not None:
+        with contextlib.redirect_stdout(sys.stderr):  # Imports print; standard output is for the report.
+            differences = upstream.differences(upstream.TRAINER)
+        text = "; ".join(differences) or f"{count_text(len(upstream.TRAINER), 'place')} of Paddle and PaddleFormers fit"
+        yield Check("hooks", not differences, text)
+
+
+def _directory(output_dir: Path, disk: DiskFacts, newest: Path | None, skipped: list[str]) -> Iterator[Check]:
+    rate = f"write {size_text(disk.write)}/s, read {size_text(disk.read)}/s" if disk.write else "too full to measure"
+    yield Check("disk", bool(disk.write), rate)
+    needed = f"the next save needs {size_text(disk.next_save)}" if disk.next_save else "no checkpoint to compare with"
+    yield Check("space", disk.free > disk.next_save, f"{size_text(disk.free)} free; {needed}")
+    if newest is not None:
+        text = f"{newest.name} is resumed" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
+    else:
+        text = "the run starts from the beginning" if not skipped else "no checkpoint can be resumed, see below"
+    yield Check("resume", newest is not None or not skipped, text)
+    left = list_output(output_dir).leftovers
+    size = size_text(sum(one.bytes for one in left))
+    yield Check("leftovers", True, f"{count_text(len(left), 'leftover')}, {size}" if left else "none")
+
+
+def _disk(output_dir: Path, newest: Path | None) -> DiskFacts:
+    needed = 0
+    if newest is not None:
+        with contextlib.suppress(CheckpointError):
+            needed = sum(one.size for one in read_manifest(newest).files)
+    try:
+        free = shutil.disk_usage(output_dir).free
+        write, read = _rates(output_dir) if free > 2 * PROBE_BYTES else (0, 0)
+    except OSError as error:
+        raise refused("measure the disk of", output_dir, error) from error
+    return DiskFacts(free, needed, write, read)
+
+
+def _rates(directory: Path) -> tuple[int, int]:
+    """Write, sync and read an unnamed file; bytes per second of both."""
+    chunk = os.urandom(_CHUNK)
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        started = time.monotonic()
+        for _ in range(PROBE_BYTES // _CHUNK):
+            file.write(chunk)
+        os.fsync(file.fileno())
+        written = time.monotonic()
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        into = bytearray(_CHUNK)
+        begun = time.monotonic()
+        while file.readinto(into):
+            pass
+        return _rate(written - started), _rate(time.monotonic() - begun)
+
+
+def _rate(seconds: float) -> int:
+    return int(PROBE_BYTES / max(seconds, 1e-9))

@@ -1,0 +1,86 @@
+"""``doctor`` reports versions, the disk, and what a resume would do; it leaves no file."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc import upstream
+from paddleformers_fc.execute import diagnosis
+from tests.cli.support import run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _probe_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "PROBE_BYTES", 8 << 20)
+
+
+@pytest.fixture
+def output_dir(one: Path, tmp_path: Path) -> Path:
+    """A whole checkpoint, and a newer one that a resume skips."""
+    shutil.copytree(one, tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-9").mkdir()
+    return tmp_path
+
+
+def test_the_checkpoint_of_a_resume_and_the_space_of_a_save_are_reported(output_dir: Path, one: Path) -> None:
+    outcome = run("doctor", output_dir, "--no-hooks", "--json")
+    found = outcome.document
+    assert (outcome.code, found["passed"], found["resume"]) == (0, True, "checkpoint-3")
+    assert [line.split(":")[0].split()[0] for line in found["skipped"]] == ["checkpoint-9"]
+    assert found["disk"]["next_save"] == run("inspect", one, "--json").document["bytes"]
+    assert min(found["disk"]["write"], found["disk"]["read"], found["disk"]["free"]) > 0
+    assert [check["name"] for check in found["checks"]] == ["versions", "disk", "space", "resume", "leftovers"]
+
+
+def test_no_file_is_left(output_dir: Path) -> None:
+    before = sorted(output_dir.rglob("*"))
+    run("doctor", output_dir, "--no-hooks")
+    assert sorted(output_dir.rglob("*")) == before
+
+
+def test_checkpoints_that_cannot_be_resumed_are_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-9").mkdir()
+    outcome = run("doctor", tmp_path, "--no-hooks")
+    assert outcome.code == 1
+    assert "no checkpoint can be resumed" in outcome.out
+    assert outcome.out.splitlines()[-1] == "FAILED"
+
+
+def test_a_disk_without_space_for_the_next_save_is_a_fault(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
+    outcome = run("doctor", output_dir, "--no-hooks", "--json")
+    assert outcome.code == 1
+    assert {one["name"] for one in outcome.document["checks"] if not one["passed"]} == {"disk", "space"}
+
+
+def test_the_hooks_of_the_installed_versions_are_compared() -> None:
+    outcome = run("doctor", "--json")
+    assert outcome.code == 0
+    assert [(one["name"], one["passed"]) for one in outcome.document["checks"]] == [("versions", True), ("hooks", True)]
+    assert outcome.document["disk"] is None
+    versions = {one["name"]: one["version"] for one in outcome.document["packages"]}
+    assert versions["paddle"] == upstream.VERSIONS["paddle"]
+
+
+def test_an_unknown_version_is_a_fault_without_known_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(upstream.VERSIONS, "paddle", "9.9.9")
+    monkeypatch.setattr(upstream, "KNOWN_FAULTS", tuple(one for one in upstream.KNOWN_FAULTS if one.version != "3.3.1"))
+    outcome = run("doctor", "--no-hooks", "--json")
+    assert outcome.code == 1
+    assert "known is 9.9.9" in outcome.document["checks"][0]["detail"]
+    assert {one["package"] for one in outcome.document["known_faults"]} == {"paddleformers"}
+
+
+def test_every_known_fault_is_a_row_of_the_guarantees() -> None:
+    page = (ROOT / "docs/guarantees.md").read_text()
+    rows = set(re.findall(r"^\| ([ST]\d+) \|", page, re.MULTILINE))
+    assert {one.id for one in upstream.KNOWN_FAULTS} <= rows
+    assert {(one.package, one.version) for one in upstream.KNOWN_FAULTS} == {
+        (name, upstream.VERSIONS[name]) for name in ("paddle", "paddleformers")
+    }

@@ -1,0 +1,77 @@
+"""The documents of ``--json`` have exactly the documented keys and types."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+
+from paddleformers_fc.cli.documents import DOCUMENTS, FREE
+from paddleformers_fc.cli.main import app
+from paddleformers_fc.errors import FlexError
+from tests.cli import json_page
+from tests.cli.support import run, save
+from tests.cli.test_plan import SIZES
+from tests.execute.simulated import canonical
+
+WRITE = "FLEX_WRITE_JSON"
+ERROR = {"error", "what", "where", "evidence", "next_step"}
+
+
+def test_the_page_is_that_of_the_types() -> None:
+    text = json_page.page()
+    if os.environ.get(WRITE):
+        json_page.PAGE.write_text(text)
+    assert json_page.PAGE.read_text() == text, f"run make json-page ({WRITE}=1)"
+
+
+def test_every_command_has_a_documented_document() -> None:
+    documented = {name.split()[0] for name in (*DOCUMENTS, *FREE)}
+    assert documented == set(typer.main.get_group(app).commands)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with the sizes of its model, and an output directory around it."""
+    return save(tmp_path_factory.mktemp("out") / "checkpoint-3", canonical(), tp=2, config=SIZES)
+
+
+COMMANDS = {
+    "inspect": ["inspect", "{stored}", "--tensors"],
+    "inspect output": ["inspect", "{out}"],
+    "list": ["list", "{out}"],
+    "explain": ["explain", "{stored}", "model.norm.weight"],
+    "doctor": ["doctor", "{out}", "--no-hooks"],
+    "verify": ["verify", "{stored}"],
+    "diff": ["diff", "{stored}", "{other}"],
+    "plan": ["plan", "{stored}", "--to", "tp=2,dp=2"],
+    "export": ["export", "{stored}", "{target}"],
+    "clean": ["clean", "{out}"],
+    "aoa": ["aoa", "llama", "--toy"],
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_a_document_has_the_documented_keys_and_types(case: str, stored: Path, tmp_path: Path) -> None:
+    arrays = canonical()
+    arrays["model.norm.weight"][0] += 1
+    other = save(tmp_path / "other", arrays) if case == "diff" else stored
+    shutil.rmtree(tmp_path / "hf", ignore_errors=True)
+    places = {"stored": stored, "out": stored.parent, "other": other, "target": tmp_path / "hf"}
+    outcome = run(*(part.format(**places) for part in COMMANDS[case]), "--json")
+    assert outcome.code == (1 if case == "diff" else 0), outcome.out
+    kind = DOCUMENTS[case.split()[0]]
+    found = msgspec.json.decode(outcome.out, type=kind)
+    # Nothing is lost or invented: no key is undocumented, and none is left out.
+    assert msgspec.json.decode(msgspec.json.encode(found)) == outcome.document
+
+
+def test_a_failed_verification_has_the_keys_of_an_error_beside_its_own(copy: Path) -> None:
+    (copy / "config.json").unlink()
+    document = run("verify", copy, "--json").document
+    assert document.keys() == ERROR | set(DOCUMENTS["verify"].__struct_fields__)
+    assert set(msgspec.json.decode(FlexError("It failed.").to_wire())) == ERROR
