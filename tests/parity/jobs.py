@@ -1,0 +1,128 @@
+"""Jobs for ranks: load fixtures through the replaced ``from_pretrained``, compute logits, export."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.harness import fleet_stub, tiny
+from tests.parity import fixtures
+from tests.parity.fixtures import Arrays, Fixture
+
+KEYS: Mapping[str, Mapping[str, Any]] = {
+    "ernie4_5-biases": {"mlp_bias": True},
+    "ernie4_5_moe": {"num_nextn_predict_layers": 0},
+    "ernie4_5_moe-tied-every_second_layer": {"num_nextn_predict_layers": 0},
+    "ernie4_5_moe-biases": {"num_nextn_predict_layers": 0, "mlp_bias": False, "lm_head_bias": True},
+}
+"""Keys that PaddleFormers reads and Transformers does not write."""
+
+TRAINING = ("gpt_oss",)
+"""Model types whose forward pass is wrong unless the model is in training mode: it tiles tokens, not experts."""
+
+
+def compare(names: Sequence[str], layout: Mapping[str, Any], output_dir: str) -> dict[str, dict[str, Any]]:
+    """For every fixture the largest difference of ``logits`` and what an ``export`` changes, or the ``error``.
+
+    Args:
+        names: of fixtures.
+        layout: how the ranks of this job are used.
+        output_dir: a directory for checkpoints.
+    """
+    args = arguments(layout, output_dir)
+    return {name: _compared(fixtures.read(name), args, Path(output_dir)) for name in names}
+
+
+def arguments(layout: Mapping[str, Any], output_dir: str) -> Any:
+    """Training arguments that let this package read open weights, where every class can be imported."""
+    from paddleformers_fc import FlexTrainingArguments
+
+    fleet_stub.install()
+    return tiny.training_arguments(layout, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
+
+
+def _compared(fixture: Fixture, args: Any, directory: Path) -> dict[str, Any]:
+    try:
+        model = load(fixture, args, directory / "given")
+    except Exception as error:  # Refusals of ours and faults of upstream, which the tests name.
+        return {"error": f"{type(error).__name__}: {error}"}
+    difference = np.abs(logits(model, fixture) - _expected(fixture, args)).max()
+    return {"logits": float(difference), "export": _changed(model, fixture, directory / "exported" / fixture.name)}
+
+
+def _expected(fixture: Fixture, args: Any) -> np.ndarray[Any, Any]:
+    """The logits; upstream leaves out the bias of a head that tensor parallelism cuts."""
+    if args.tensor_model_parallel_size <= 1 or "lm_head.bias" not in fixture.tensors:
+        return fixture.logits
+    return np.asarray(fixture.logits - fixture.tensors["lm_head.bias"])
+
+
+def load(fixture: Fixture, args: Any, directory: Path) -> Any:
+    """The model of a fixture, by the replaced ``from_pretrained`` of PaddleFormers' own class."""
+    from paddleformers_fc.distributed.channel import job_channel, run_on_all
+
+    channel = job_channel()
+    run_on_all(channel, "writing a fixture", lambda: fixture.write(directory) if channel.rank == 0 else None)
+    source = str(directory / fixture.name)
+    package = f"paddleformers.transformers.{fixture.config['model_type']}"
+    (architecture,) = fixture.config["architectures"]
+    modeling = importlib.import_module(f"{package}.modeling")
+    kind = getattr(modeling, f"{architecture}Deprecated", None) or getattr(modeling, architecture)
+    config = kind.config_class.from_pretrained(source)
+    settings = {
+        "tensor_model_parallel_size": max(1, args.tensor_model_parallel_size),
+        "tensor_parallel_rank": args.tensor_parallel_rank,
+        "tensor_model_parallel_rank": args.tensor_parallel_rank,
+        "max_sequence_length": fixture.inputs["input_ids"].shape[1],
+        "fuse_rms_norm": False,
+        "_attn_implementation": "eager",
+        # Without it upstream reshapes the latent attention of a rank to the heads of all ranks.
+        "sequence_parallel": config.model_type == "deepseek_v3" and args.tensor_model_parallel_size > 1,
+        **KEYS.get(fixture.name, {}),
+    }
+    for key, value in settings.items():
+        setattr(config, key, value)
+    model = kind.from_pretrained(source, config=config, dtype="float32")
+    return model.train() if config.model_type in TRAINING else model.eval()
+
+
+def logits(model: Any, fixture: Fixture) -> np.ndarray[Any, Any]:
+    """The logits of a model, of all ranks."""
+    import paddle
+
+    with paddle.no_grad():
+        found = model(**{name: paddle.to_tensor(array) for name, array in fixture.inputs.items()}, return_dict=True)
+    part = found[0] if isinstance(found, tuple) else found.logits
+    parts = [part]
+    if part.shape[-1] < fixture.logits.shape[-1]:
+        parts = []
+        paddle.distributed.all_gather(parts, part)
+    return np.concatenate([one.numpy() for one in parts], axis=-1)
+
+
+def _changed(model: Any, fixture: Fixture, target: Path) -> list[str]:
+    """The names of tensors whose bytes an export changes, adds or leaves out."""
+    from safetensors.numpy import load_file
+
+    from paddleformers_fc.distributed.channel import job_channel
+    from paddleformers_fc.execute.export import save_weights
+    from paddleformers_fc.trainer import documents, state
+    from paddleformers_fc.trainer.description import describe
+
+    channel = job_channel()
+    files = {"config.json": documents.config_text(model).encode()} if channel.rank == 0 else {}
+    save_weights(state.model_roles(model)["model_state"], describe(model), files, target, 10**9, channel)
+    found, given = (_digests(tensors) for tensors in (load_file(target / "model.safetensors"), fixture.tensors))
+    return sorted(name for name in found.keys() | given.keys() if found.get(name) != given.get(name))
+
+
+def _digests(tensors: Arrays) -> dict[str, str]:
+    return {
+        name: f"{array.dtype} {array.shape} {hashlib.md5(np.ascontiguousarray(array)).hexdigest()}"
+        for name, array in tensors.items()
+    }

@@ -1,0 +1,84 @@
+"""Numbers are the last judge: logits of PaddleFormers' models, filled by us, against those of Transformers.
+
+Every fixture is a checkpoint that Transformers wrote, with logits that it computed on PyTorch. It is loaded through the
+replaced ``from_pretrained``, and exported again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.families import FAMILIES
+from tests.harness import tiny
+from tests.harness.tiny import MatrixLayout
+from tests.parity import fixtures
+
+TOLERANCE = 2e-6
+"""Of logits of order one in float32."""
+
+NAMES = fixtures.names()
+FIRST = [name for name in NAMES if "-" not in name]
+"""The first fixture of every family."""
+
+NOT_RUN = {
+    "kimi_k2": "its only class is PaddleFleet's, which is on no public index; Transformers has no class of this type",
+    "minimax_m2": "its only class is PaddleFleet's, which is on no public index",
+}
+"""Families that cannot run on a CPU: other tests compare their names and shapes, and stock's statements."""
+
+# What PaddleFormers gets wrong, so that there are no logits to compare.
+EVERY_LAYER = "model.layers.0.mlp.gate.weight: shape [32, 4] is declared for `(layer not in (mlp_only_layers"
+REFUSED = {"qwen2_moe-every_second_layer": EVERY_LAYER}  # It builds experts in layers that have none.
+REFUSED_APART = REFUSED | {
+    # Each rank describes its own sinks as those of all.
+    "gpt_oss": "self_attn.sinks: is described as whole with shape [2]",
+    "gpt_oss-no_biases": "self_attn.sinks: is described as whole with shape [2]",
+    "gpt_oss-tied": "self_attn.sinks: is described as whole with shape [2]",
+    # Its latent attention runs only with sequence parallelism, and that only with compressed queries.
+    "deepseek_v3-whole_queries": "'DeepseekV3Attention' object has no attribute 'q_a_proj'",
+    # The tied head, whole on every rank, is described as a half.
+    "gemma3_text-tied": "lm_head.weight: mapped [64, 32], wanted [128, 32]",
+}
+
+
+def compared(ranks: ForkServer, names: list[str], layout: MatrixLayout, directory: Path) -> dict[str, dict[str, Any]]:
+    """What a job finds for fixtures."""
+    kwargs = {"names": names, "layout": layout.to_json(), "output_dir": str(directory)}
+    found: dict[str, dict[str, Any]] = ranks.run("tests.parity.jobs:compare", layout.nproc, kwargs).values[0]
+    return found
+
+
+def require_equal(found: dict[str, dict[str, Any]], refused: dict[str, str]) -> None:
+    """Logits within the tolerance and equal exports, but of those that are refused for a reason."""
+    for name in found.keys() & refused.keys():
+        assert refused[name] in found[name].get("error", "no error"), name
+    rest = {name: one for name, one in found.items() if name not in refused}
+    wrong = {name: one for name, one in rest.items() if one.get("export") != [] or not one["logits"] < TOLERANCE}
+    assert wrong == {}
+
+
+def test_every_family_has_three_fixtures_or_a_reason() -> None:
+    count = {family.name: sum(name.split("-")[0] == family.name for name in NAMES) for family in FAMILIES}
+    assert {name for name, number in count.items() if number < 3} == NOT_RUN.keys()
+    assert all((fixtures.DIRECTORY / f"{name}.npz").stat().st_size < 300_000 for name in NAMES)
+
+
+def test_logits_and_exports_are_those_of_transformers(ranks: ForkServer, tmp_path: Path) -> None:
+    require_equal(compared(ranks, NAMES, tiny.SINGLE, tmp_path), REFUSED)
+
+
+def test_logits_and_exports_under_tensor_parallelism_are_those_of_transformers(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    require_equal(compared(ranks, FIRST, tiny.TP2, tmp_path), REFUSED_APART)
+
+
+@pytest.mark.slow
+def test_logits_and_exports_of_further_models_under_tensor_parallelism_are_those_of_transformers(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    require_equal(compared(ranks, [name for name in NAMES if name not in FIRST], tiny.TP2, tmp_path), REFUSED_APART)
