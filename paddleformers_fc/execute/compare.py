@@ -95,7 +95,7 @@ def differing_stored(pool: ReadPool, left: Catalog, right: Catalog, names: Mappi
         tensor = left.roles[role][name]
         lengths = sizes.get(tensor.form)
         if lengths is None:
-            width = dtype_of(tensor.form.dtype).itemsize
+            width = dtype_of(tensor.form.held_dtype).itemsize
             lengths = sizes[tensor.form] = [box.volume * width for box in tensor.form.boxes]
         offsets = zip(tensor.offsets, right.roles[role][name].offsets, lengths, strict=True)
         runs += [(file, begin, other, start, size, number) for (file, begin), (other, start), size in offsets if size]

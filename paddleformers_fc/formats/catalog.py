@@ -51,11 +51,34 @@ class StoredForm:
         dtype: element type by its numpy name.
         shape: the global shape.
         boxes: the boxes that are stored, in global coordinates.
+        file_dtype: element type in the files, if it differs: numbers are cast when they are read.
+        turned: whether files contain every box with its axes in reverse order.
     """
 
     dtype: str
     shape: Shape
     boxes: tuple[Box, ...]
+    file_dtype: str = ""
+    turned: bool = False
+
+    @property
+    def held_dtype(self) -> str:
+        """Element type of the bytes in the files."""
+        return self.file_dtype or self.dtype
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """Everything that the form consists of, for comparisons of forms by value."""
+        return self.dtype, self.shape, self.boxes, self.file_dtype, self.turned
+
+    def in_file(self, shape: Shape, part: Box) -> tuple[Shape, Box]:
+        """Return the shape of a stored box and a region of it as the file contains them."""
+        return (shape[::-1], Box(part.lo[::-1], part.hi[::-1])) if self.turned else (shape, part)
+
+    def file_axes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return axes of the file for axes of the tensor; negative ones are kept."""
+        last = len(self.shape) - 1
+        return tuple(last - axis if axis >= 0 else axis for axis in axes) if self.turned else axes
 
     @cached_property
     def finder(self) -> BoxFinder:

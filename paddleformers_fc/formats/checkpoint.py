@@ -348,6 +348,6 @@ def stored_boxes(catalog: Catalog, role: str, names: Collection[str]) -> Iterato
     """Yield every stored box of some tensors as a shard: formats whose files record no other cut."""
     for name in sorted(names):
         tensor = catalog.roles[role][name]
-        width = item_size(to_safetensors(tensor.dtype))
+        width = item_size(to_safetensors(tensor.form.held_dtype))
         for part in tensor.fragments:
             yield Shard(name, tensor.dtype, tensor.shape, part.box), part.file, part.begin, width

@@ -81,8 +81,8 @@ class PatternPiece(msgspec.Struct, frozen=True, gc=False):
     Args:
         tensor: index of the stored tensor.
         box: index of its stored box.
-        stored_shape: shape of that box.
-        stored_part: the region, in coordinates of that box.
+        stored_shape: shape of that box in its file.
+        stored_part: the region, in coordinates of that box in its file.
         start: index, in elements, of the wanted fragment in the shard's buffer.
         shape: shape of the wanted fragment.
         part: the region, in coordinates of the wanted fragment.
@@ -127,7 +127,7 @@ class ShardFill(msgspec.Struct, frozen=True, eq=False, gc=False):
         for one in self.pattern.pieces:
             tensor = tensors[one.tensor]
             file, begin = tensor.offsets[one.box]
-            stored = StoredPart(file, begin, one.stored_shape, one.stored_part, tensor.form.dtype)
+            stored = StoredPart(file, begin, one.stored_shape, one.stored_part, tensor.form.held_dtype)
             items.append(ReadItem(role, name, stored, one.start, one.shape, one.part, one.axes))
         return items
 
@@ -338,7 +338,8 @@ class Planner:
     def _must_equal(self, owner: StoredTensor, other: StoredTensor, tied: bool = False) -> None:
         if (owner.name, other.name) in self.checks:
             return
-        if (owner.shape, owner.dtype) != (other.shape, other.dtype):
+        one, two = owner.form, other.form
+        if (one.shape, one.dtype, one.held_dtype, one.turned) != (two.shape, two.dtype, two.held_dtype, two.turned):
             self.report.add("unequal", f"{other.name}: {other.dtype} {list(other.shape)} is not {owner.name}'s form")
             return
         for index, (left, right) in enumerate(_common(owner, whole(owner.shape), other)):
@@ -388,8 +389,9 @@ def _linked(fragment: Fragment, link: BoxLink, part: Box, form: StoredForm) -> I
     for index, common in _touching(form, pulled(link, part)):
         box = form.boxes[index]
         filled = pushed(link, common).relative_to(fragment.box.lo)
-        region = common.relative_to(box.lo)
-        yield PatternPiece(link.source, index, box.shape, region, fragment.start, fragment.box.shape, filled, link.axes)
+        shape, region = form.in_file(box.shape, common.relative_to(box.lo))
+        axes = form.file_axes(link.axes)
+        yield PatternPiece(link.source, index, shape, region, fragment.start, fragment.box.shape, filled, axes)
 
 
 def _touching(form: StoredForm, box: Box) -> Iterator[tuple[int, Box]]:
@@ -407,4 +409,5 @@ def _common(left: StoredTensor, box: Box, right: StoredTensor) -> Iterator[tuple
 
 def _stored_part(tensor: StoredTensor, index: int, box: Box) -> StoredPart:
     (file, begin), stored = tensor.offsets[index], tensor.form.boxes[index]
-    return StoredPart(file, begin, stored.shape, box.relative_to(stored.lo), tensor.dtype)
+    shape, part = tensor.form.in_file(stored.shape, box.relative_to(stored.lo))
+    return StoredPart(file, begin, shape, part, tensor.form.held_dtype)

@@ -158,7 +158,7 @@ def _catalog_bytes(catalog: Catalog) -> bytes:
         )
         for role, tensors in catalog.roles.items()
     ]
-    return msgspec.msgpack.encode((roles, [(form.dtype, form.shape, form.boxes) for form in forms]))
+    return msgspec.msgpack.encode((roles, [form.content for form in forms]))
 
 
 class PlanCache:
