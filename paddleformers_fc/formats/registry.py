@@ -8,9 +8,11 @@ from paddleformers_fc.errors import NotACheckpoint, OptionError
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, ExportWriter, Format, OpenedCheckpoint
 from paddleformers_fc.formats.flex import FLEX
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.formats.legacy_hybrid import LEGACY_HYBRID
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.paddleformers_lora import LORA_CONFIG_NAME, PADDLEFORMERS_LORA
 from paddleformers_fc.formats.peft import ADAPTER_CONFIG_NAME, PEFT
+from paddleformers_fc.formats.sharding_io import SHARDING_IO
 from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.names import parse_step
@@ -19,7 +21,15 @@ from paddleformers_fc.storage.paths import AnyPath
 SAVED, EXPORTED = FLEX, HUGGINGFACE
 """The formats that a save and, by default, an export write."""
 
-FORMATS: tuple[Format, ...] = (FLEX, HUGGINGFACE, PADDLE_DISTCP, PADDLEFORMERS_LORA, PEFT)
+FORMATS: tuple[Format, ...] = (
+    FLEX,
+    LEGACY_HYBRID,
+    SHARDING_IO,
+    HUGGINGFACE,
+    PADDLE_DISTCP,
+    PADDLEFORMERS_LORA,
+    PEFT,
+)
 """Every format; the first that recognises a directory opens it."""
 
 _NAME_A_CHECKPOINT = "Name a finished checkpoint-N directory, or a directory with safetensors files and their index."

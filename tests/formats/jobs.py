@@ -49,3 +49,17 @@ def arrays() -> dict[str, Any]:
         "whole.int64": counted(7, dtype="int64"),
         "whole.one": counted(1),
     }
+
+
+def train(**arguments: Any) -> dict[str, Any]:
+    """Train as :func:`tests.corruption.jobs.train`, under stage 3 as well.
+
+    Paddle gathers slices for a save into a buffer, copies it to the host and releases it. On a CPU that copy shares the
+    buffer; here it is one of its own.
+    """
+    from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_stage3
+
+    from tests.corruption import jobs
+
+    group_sharded_stage3._device2cpu = lambda tensor, convert_dtype=False: tensor.clone()
+    return jobs.train(**arguments)

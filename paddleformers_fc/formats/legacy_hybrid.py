@@ -1,0 +1,76 @@
+"""Checkpoints of PaddleNLP's and PaddleFormers' older Trainers: one ``.pdparams`` and ``.pdopt`` per rank.
+
+Files of weights are per tensor-parallel rank and stage, files of optimizer states per rank of the sharding group as
+well. All sharding stages have these names (:mod:`.rank_shards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.formats.checkpoint import Format, OpenedCheckpoint, StoredShard, stored_boxes
+from paddleformers_fc.formats.checks import CheckList
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
+from paddleformers_fc.formats.rank_files import EMA, MODEL, OPTIMIZER, is_rank_file, refuse_mixed
+from paddleformers_fc.formats.rank_shards import META_NAME, open_ranked
+from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
+from paddleformers_fc.storage.files import list_directory
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import count_text
+
+
+class LegacyHybridFormat(Format):
+    """One pickle per rank, as older Trainers write them."""
+
+    name = "legacy_hybrid"
+    title = "checkpoint of hybrid parallelism (one .pdparams and .pdopt per rank)"
+    predicate = "was written rank by rank by an older Trainer"
+    roles = ROLES
+    canonical = False
+    loadable = True
+    advice = "Convert it with paddleformers-fc convert, and name the result."
+    checks = ("tensors",)
+    writer = None
+
+    described = False
+    """Whether the ranks are described by ``model_meta.json``."""
+
+    def recognises(self, directory: AnyPath) -> bool:
+        """Return whether there are files of ranks: of an optimizer, or of weights without open weights beside them."""
+        if not isinstance(directory, Path) or not directory.is_dir():
+            return False
+        names = {path.name for path in list_directory(directory)}
+        if (META_NAME in names) is not self.described:
+            return False
+        if any(is_rank_file(name, OPTIMIZER, EMA) for name in names):
+            return True
+        return not names & {INDEX_NAME, SINGLE_NAME} and any(is_rank_file(name, MODEL) for name in names)
+
+    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
+        """As :func:`open_ranked`; there is nothing that a level could compare."""
+        if PADDLE_DISTCP.recognises(directory):
+            refuse_mixed(directory, [(MODEL_STATE, "files of ranks")])
+        return open_ranked(directory, self)
+
+    def read_config(self, directory: AnyPath) -> dict[str, Any]:
+        """Return ``config.json``."""
+        return HUGGINGFACE.read_config(directory)
+
+    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+        """Check that every tensor is stored whole and once."""
+        checks.impossible.append("changed bytes: this format has no checksums")
+        return checks.check(
+            "tensors",
+            lambda: self.open(directory, level),
+            lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
+        )
+
+    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
+        """Yield the stored boxes of some tensors."""
+        return stored_boxes(checkpoint.catalog, role, names)
+
+
+LEGACY_HYBRID = LegacyHybridFormat()

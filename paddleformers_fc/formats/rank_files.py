@@ -1,0 +1,283 @@
+"""The files that the ranks of a hybrid-parallel run wrote with ``paddle.save``: their names, and what they contain.
+
+A file is named after its rank: ``model_state.tp01_pp00.pdparams``, ``optimizer.tp01_pp00_shard01.pdopt``. An axis of
+one rank is omitted. All files of a kind have the same axes, and one file exists per combination of ranks. The files are
+pickles and are read as data (:mod:`paddleformers_fc.storage.pickles`): of an array only its place in the file is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.errors import Corrupt, FormatError, StorageError
+from paddleformers_fc.mapping.boxes import Shape
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.dtypes import from_safetensors
+from paddleformers_fc.storage.files import list_directory
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.pickles import PickledArray, quoted, read_pickle
+from paddleformers_fc.storage.safetensors import read_header
+
+MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"
+"""The kinds of files."""
+
+AGAIN = "Use another checkpoint, or copy the files again: all of one save."
+
+AXES = ("tp", "pp", "shard")
+_KINDS = {
+    ("model_state", "pdparams"): MODEL,
+    ("model", "safetensors"): MODEL,
+    ("optimizer", "pdopt"): OPTIMIZER,
+    ("ema", "pdopt"): EMA,
+}
+_PART = r"[a-z]+(?:_[a-z]+)*[0-9]{1,6}"
+_NAME = re.compile(rf"([a-z_]+)(?:\.({_PART}(?:_{_PART})*))?\.(pdparams|pdopt|safetensors)")
+_RANK = re.compile(r"([a-z]+(?:_[a-z]+)*)([0-9]{1,6})(?:_|\Z)")
+_SIGNAL = re.compile(r"saved_signal_[0-9]{1,9}")
+_TABLE = "StructuredToParameterName@@"
+_SCHEDULER, _MASTER = "LR_Scheduler", "master_weights"
+_DTYPES = {
+    "f8": "float64",
+    "f4": "float32",
+    "f2": "float16",
+    "i8": "int64",
+    "i4": "int32",
+    "i2": "int16",
+    "i1": "int8",
+    "u1": "uint8",
+    "b1": "bool",
+    # Paddle writes the bits of bfloat16, which numpy lacks, as unsigned integers.
+    "u2": "bfloat16",
+}
+
+Place = tuple[int, int, int]
+"""Tensor-parallel rank, pipeline stage, rank in the sharding group."""
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files of a checkpoint by kind and rank.
+
+    Args:
+        files: kind -> rank -> name.
+        tp: number of tensor-parallel ranks.
+        pp: number of pipeline stages.
+    """
+
+    files: Mapping[str, Mapping[Place, str]]
+    tp: int
+    pp: int
+
+    def of(self, kind: str, tp: int, pp: int) -> list[str]:
+        """Return the files of a kind of one tensor-parallel rank and stage, in the order of the sharding group."""
+        return [name for place, name in sorted(self.files.get(kind, {}).items()) if place[:2] == (tp, pp)]
+
+
+@dataclass(frozen=True, slots=True)
+class FileArray:
+    """An array that lies in one piece in a file.
+
+    Args:
+        file: the name of the file.
+        begin: offset of its first byte.
+        shape: its shape.
+        dtype: element type by its numpy name.
+    """
+
+    file: str
+    begin: int
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True)
+class RankContent:
+    """The content of one file.
+
+    Args:
+        arrays: arrays by name, in the order of the file.
+        master: arrays of master weights by name.
+        names: the name of the parameter of every tensor by its structured name, as far as the file contains it.
+        epoch: the scheduler's count of steps; None if the file has none.
+    """
+
+    arrays: Mapping[str, FileArray]
+    master: Mapping[str, FileArray] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    epoch: int | None = None
+
+
+def is_rank_file(name: str, *kinds: str) -> bool:
+    """Return whether a name is that of a file of one of some kinds."""
+    found = _parsed(name)
+    return found is not None and found[0] in kinds
+
+
+def find_rank_files(directory: Path) -> RankFiles:
+    """Find the files of a checkpoint and refuse an incomplete set.
+
+    Raises:
+        Corrupt: files of some ranks are missing.
+        FormatError: files of two formats or grids, or of expert-parallel ranks; links that leave the directory.
+    """
+    names = sorted(path.name for path in list_directory(directory))
+    found: dict[str, dict[Place, str]] = {}
+    axes: dict[str, dict[tuple[str, ...], str]] = {}
+    endings: dict[str, str] = {}
+    for name in names:
+        parsed = _parsed(name)
+        if parsed is None:
+            continue
+        kind, ranks = parsed
+        strange = [axis for axis in ranks if axis not in AXES]
+        if strange:
+            raise FormatError(
+                f"{directory} was saved by expert-parallel ranks, which is not supported in this format.",
+                where=str(directory / name),
+                evidence=[f"{name}: axis {strange[0]}"],
+                next_step="Load it with the software that saved it, and save a flex checkpoint.",
+            )
+        axes.setdefault(kind, {}).setdefault(tuple(ranks), name)
+        endings.setdefault(Path(name).suffix if kind == MODEL else kind, name)
+        found.setdefault(kind, {})[(ranks.get("tp", 0), ranks.get("pp", 0), ranks.get("shard", 0))] = name
+    _refuse_links(directory, [name for kind in found.values() for name in kind.values()])
+    mixed = [list(one.values()) for one in axes.values()]
+    mixed.append([endings[one] for one in (".pdparams", ".safetensors") if one in endings])
+    refuse_mixed(directory, [one for one in mixed if len(one) > 1])
+    degrees = {kind: _degrees(next(iter(axes[kind])), places) for kind, places in found.items()}
+    tp, pp = (max(one[axis] for one in degrees.values()) for axis in range(2))
+    missing = [] if MODEL in found else ["no file of weights"]
+    missing += list(_missing(found, degrees, tp, pp, {kind: next(iter(one)) for kind, one in axes.items()}))
+    world = sum(_SIGNAL.fullmatch(name) is not None for name in names)
+    ranks_of_grid = tp * pp * max((one[2] for one in degrees.values()), default=1)
+    if not missing and world and world % ranks_of_grid:
+        missing = [f"{world} files saved_signal_* of ranks; the other files are of {ranks_of_grid} ranks"]
+    if missing:
+        raise Corrupt(
+            f"Files of some ranks are missing from {directory}.",
+            where=str(directory),
+            evidence=fold(missing),
+            next_step=AGAIN,
+        )
+    return RankFiles(found, tp, pp)
+
+
+def refuse_mixed(directory: AnyPath, mixed: Sequence[Sequence[str]]) -> None:
+    """Refuse files that belong to two checkpoints.
+
+    Args:
+        directory: the directory.
+        mixed: groups of names that one checkpoint cannot have together.
+    Raises:
+        FormatError: there is a group.
+    """
+    if mixed:
+        raise FormatError(
+            f"{directory} contains files of two checkpoints.",
+            where=str(directory),
+            evidence=[", ".join(names) for names in mixed],
+            next_step="Move the files of one of them into another directory.",
+        )
+
+
+def _parsed(name: str) -> tuple[str, dict[str, int]] | None:
+    """Return the kind of a file and its ranks by axis; None for any other file."""
+    found = _NAME.fullmatch(name)
+    kind = None if found is None else _KINDS.get((found[1], found[3]))
+    if found is None or kind is None:
+        return None
+    return kind, {axis: int(rank) for axis, rank in _RANK.findall(found[2] or "")}
+
+
+def _degrees(axes: tuple[str, ...], places: Iterable[Place]) -> Place:
+    """Return the number of ranks on every axis: an axis that names have is one of at least two ranks."""
+    highest = [max(ranks) for ranks in zip(*places, strict=True)]
+    tp, pp, shard = (max(high + 1, 2) if axis in axes else 1 for axis, high in zip(AXES, highest, strict=True))
+    return tp, pp, shard
+
+
+def _missing(
+    found: Mapping[str, Mapping[Place, str]],
+    degrees: Mapping[str, Place],
+    tp: int,
+    pp: int,
+    axes: Mapping[str, tuple[str, ...]],
+) -> Iterable[str]:
+    for kind, places in found.items():
+        if degrees[kind][:2] != (tp, pp):
+            yield f"{kind}: files of tp={degrees[kind][0]} pp={degrees[kind][1]}, and others of tp={tp} pp={pp}"
+            continue
+        for place in itertools.product(*map(range, degrees[kind])):
+            if place not in places:
+                ranks = dict(zip(AXES, place, strict=True))
+                yield f"{kind}: {'_'.join(f'{axis}{ranks[axis]:02d}' for axis in axes[kind])}"
+
+
+def _refuse_links(directory: Path, names: Iterable[str]) -> None:
+    """Refuse names that are links to files outside of the directory."""
+    root = os.path.realpath(directory)
+    outside = [name for name in names if os.path.dirname(os.path.realpath(directory / name)) != root]
+    if outside:
+        raise FormatError(
+            f"{directory} is a checkpoint of which parts are links to somewhere else.",
+            where=str(directory),
+            evidence=outside,
+            next_step="Copy what the links lead to into the directory.",
+        )
+
+
+def read_rank_file(directory: Path, name: str) -> RankContent:
+    """Return the content of one file, without the numbers of its arrays.
+
+    Raises:
+        FormatError: the file is not a pickle of arrays.
+    """
+    path = directory / name
+    if path.suffix == ".safetensors":
+        return RankContent(
+            {
+                key: FileArray(name, one.begin, one.shape, from_safetensors(one.dtype))
+                for key, one in read_header(path).tensors.items()
+            }
+        )
+    content = read_pickle(path)
+    if not isinstance(content, dict):
+        raise _malformed(path, "it contains no tensors by name")
+    names, scheduler, master = (content.pop(key, {}) for key in (_TABLE, _SCHEDULER, _MASTER))
+    if not all(isinstance(one, dict) for one in (names, scheduler, master)):
+        raise _malformed(path, f"{_TABLE}, {_SCHEDULER} or {_MASTER} is not a dictionary")
+    epoch = scheduler.get("last_epoch")
+    return RankContent(
+        {key: _array(path, key, value) for key, value in content.items()},
+        {key: _array(path, key, value) for key, value in master.items()},
+        {key: value for key, value in names.items() if isinstance(key, str) and isinstance(value, str)},
+        epoch if type(epoch) is int else None,
+    )
+
+
+def scheduler_epoch(directory: Path, name: str) -> int | None:
+    """Return the count of steps in a scheduler's file; None if the file is missing or contains other data."""
+    try:
+        content = read_pickle(directory / name)
+    except (Corrupt, FormatError, StorageError):
+        return None
+    epoch = content.get("last_epoch") if isinstance(content, dict) else None
+    return epoch if type(epoch) is int else None
+
+
+def _array(path: Path, key: Any, value: Any) -> FileArray:
+    # Tensors of a state are written as pairs of their name and their numbers.
+    array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
+    if not isinstance(key, str) or not isinstance(array, PickledArray) or array.code not in _DTYPES:
+        raise _malformed(path, f"{quoted(key)} is not a tensor")
+    return FileArray(path.name, array.begin, array.shape, _DTYPES[array.code])
+
+
+def _malformed(path: Path, fault: str) -> FormatError:
+    return FormatError(f"{path} is not a file of a checkpoint of Paddle: {fault}.", where=str(path), next_step=AGAIN)

@@ -1,0 +1,496 @@
+"""Checkpoints that consist of one pickle per rank, as shards of whole tensors.
+
+A rank's file has local tensors under two names: weights under the structured name of the parameter
+(``model.norm.weight``), optimizer states and master weights under the name of the variable (``linear_5.w_0``), which
+starts again at 0 in every pipeline stage. The table of both is in ``model_meta.json``, in the files of weights, or
+follows from the order in which the model builds its parameters (:mod:`.build_order`). The box of a tensor-parallel part
+follows from the declaration of the family and is proved by its shape. A state of a sharding group is whole in one file,
+or a range of elements in each of several, padded at the end (version 2 of stage 1, stage 3). A weight that no file
+contains is read from its master weight, with a cast.
+
+There are no checksums, and files of weights record no step. A missing file, two grids, different steps of optimizer
+files, and tensors that are not stored whole are found; a changed byte is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotACheckpoint
+from paddleformers_fc.families import ModelDescription, ModelTensor, OptionalNames, bind, enumerate_tensors, family_for
+from paddleformers_fc.families.bind import tied_names, tied_sources
+from paddleformers_fc.families.declarations import Stage
+from paddleformers_fc.families.local import LocalShapes
+from paddleformers_fc.families.registry import is_known
+from paddleformers_fc.families.stored import completed
+from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor, gather_shards
+from paddleformers_fc.formats.checkpoint import (
+    CONFIG_NAME,
+    Format,
+    OpenedCheckpoint,
+    StoredModel,
+    StoredShard,
+    parse_config,
+)
+from paddleformers_fc.formats.huggingface import read_description
+from paddleformers_fc.formats.rank_files import (
+    AGAIN,
+    EMA,
+    MODEL,
+    OPTIMIZER,
+    FileArray,
+    RankContent,
+    RankFiles,
+    find_rank_files,
+    read_rank_file,
+    scheduler_epoch,
+)
+from paddleformers_fc.layout.roles import (
+    EMA_STATE,
+    MASTER,
+    MASTER_WEIGHT,
+    MODEL_STATE,
+    OPTIMIZER_STATE,
+    StateShape,
+    split_state_name,
+)
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping import Shape
+from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.identity import identities_of
+from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_document
+from paddleformers_fc.storage.paths import AnyPath, require_local
+from paddleformers_fc.text import count_text
+
+META_NAME = "model_meta.json"
+SCHEDULER_NAME = "scheduler.pdparams"
+
+_SLICE = "slice@"
+"""The beginning of the names of states of parameters that stage 3 slices."""
+_OF_MASTER = "fp32_master_0_"
+"""Between the name of a parameter and that of its state, in optimizers with master weights."""
+_MAX_PADDING_BYTES = 4096
+"""Bound on the padding of a rank's part of a flattened state. Devices align to 256 bytes or more."""
+_PADDLE_DTYPES = {10: "float32", 11: "float64", 15: "float16", 16: "bfloat16", 22: "bfloat16", 5: "float32"}
+"""Numbers of Paddle's element types in ``model_meta.json``; the last two are those of earlier versions."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one tensor-parallel rank of one pipeline stage has of a parameter.
+
+    Args:
+        name: structured name.
+        dtype: element type of the weight; empty if nothing states it.
+        shape: shape of the whole tensor.
+        box: the part.
+        first: whether no rank before this one has the same part.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    box: Box
+    first: bool
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The files of one tensor-parallel rank of one pipeline stage, each kind in the order of the sharding group.
+
+    Args:
+        tp: tensor-parallel rank.
+        pp: pipeline stage.
+        models: files of weights.
+        optimizers: files of optimizer states.
+        averages: files of moving averages.
+        names: structured name -> name of the variable.
+        shapes: local shape and dtype of parameters that the directory describes, by structured name.
+    """
+
+    tp: int
+    pp: int
+    models: Sequence[RankContent]
+    optimizers: Sequence[RankContent]
+    averages: Sequence[RankContent]
+    names: Mapping[str, str]
+    shapes: Mapping[str, tuple[Shape, str]]
+
+
+def open_ranked(directory: AnyPath, format_: Format) -> OpenedCheckpoint:
+    """Open a checkpoint of one pickle per rank.
+
+    Args:
+        directory: the directory.
+        format_: the format that recognised it.
+    Raises:
+        NotACheckpoint: a step needs a ``config.json``, which is not there.
+        Corrupt: files are missing or of different steps, or tensors are not stored whole; all of them.
+        FormatError: a pickle with more than data, files of two checkpoints, or a malformed document.
+        MappingError: the family of the model does not declare a tensor that is cut.
+    """
+    directory = require_local(directory, "A checkpoint of Paddle")
+    files = find_rank_files(directory)
+    names = sorted(name for found in files.files.values() for name in found.values())
+    identities = identities_of(directory / name for name in names)
+    contents = {name: read_rank_file(directory, name) for name in names}
+    _refuse_steps(directory, contents)
+    raw = read_description(directory, CONFIG_NAME)
+    config = {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
+    cells = _cells(files, contents, _read_meta(directory, files))
+    assembly = Assembly(directory, config, files.tp, sum(len(one.optimizers) for one in cells) > 0)
+    for cell in cells:
+        assembly.add(cell)
+    catalog = Catalog(directory, assembly.roles(), identities)
+    assembly.faults += catalog.faults()
+    if assembly.faults:
+        raise Corrupt(
+            f"The checkpoint does not contain all of its model, whole and once: "
+            f"{count_text(len(assembly.faults), 'fault')}.",
+            where=str(directory),
+            evidence=fold(assembly.faults),
+            next_step=AGAIN,
+        )
+    hasher = BlockHasher()
+    hasher.update(raw or b"")
+    recorded = {} if raw is None else {CONFIG_NAME: hasher.file_checksum(CONFIG_NAME)}
+    cuts = assembly.cuts
+    return OpenedCheckpoint(format_, catalog, config, lambda: _described(catalog, config, cuts), recorded)
+
+
+def _refuse_steps(directory: Path, contents: Mapping[str, RankContent]) -> None:
+    """Refuse optimizer files and a scheduler whose counts of steps differ."""
+    epochs = {name: one.epoch for name, one in contents.items() if one.epoch is not None}
+    if (epoch := scheduler_epoch(directory, SCHEDULER_NAME)) is not None and epochs:
+        epochs[SCHEDULER_NAME] = epoch
+    if len(set(epochs.values())) > 1:
+        raise Corrupt(
+            f"{directory} contains files of different steps.",
+            where=str(directory),
+            evidence=fold(f"{name}: step {epoch}" for name, epoch in sorted(epochs.items())),
+            next_step=AGAIN,
+        )
+
+
+def _read_meta(directory: Path, files: RankFiles) -> Mapping[str, Any]:
+    """Return what ``model_meta.json`` describes by tensor-parallel rank and stage; empty if there is none."""
+    path = directory / META_NAME
+    if not path.is_file():
+        return {}
+    try:
+        meta = parse_json(read_document(path, MAX_DOCUMENT_BYTES))
+        degrees, described = meta["parallel_config"], meta["sharding_metas"] or {}
+        stated = [degrees[key] for key in ("mp_degree", "pp_degree", "sharding_degree")]
+        experts = degrees.get("ep_degree", 1)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _malformed(path, str(error)) from error
+    shards = max((place[2] + 1 for found in files.files.values() for place in found), default=1)
+    if experts not in (0, 1) or stated != [files.tp, files.pp, shards]:
+        raise Corrupt(
+            f"{META_NAME} and the files of {directory} are of different numbers of ranks.",
+            where=str(path),
+            evidence=[
+                f"{META_NAME}: tp={stated[0]} pp={stated[1]} sharding={stated[2]} ep={experts}",
+                f"files: tp={files.tp} pp={files.pp} sharding={shards}",
+            ],
+            next_step=AGAIN,
+        )
+    if not isinstance(described, dict):
+        raise _malformed(path, "sharding_metas is not an object")
+    return described
+
+
+def _cells(files: RankFiles, contents: Mapping[str, RankContent], meta: Mapping[str, Any]) -> list[Cell]:
+    return [_cell(files, contents, meta, tp, pp) for pp in range(files.pp) for tp in range(files.tp)]
+
+
+def _cell(files: RankFiles, contents: Mapping[str, RankContent], meta: Mapping[str, Any], tp: int, pp: int) -> Cell:
+    models, optimizers, averages = (
+        [contents[name] for name in files.of(kind, tp, pp)] for kind in (MODEL, OPTIMIZER, EMA)
+    )
+    names = {name: variable for one in models for name, variable in one.names.items()}
+    shapes: dict[str, tuple[Shape, str]] = {}
+    key = f"tp{tp:02d}_pp{pp:02d}"
+    if meta:
+        try:
+            described = meta[key]
+            names |= {str(name): str(variable) for name, variable in described["structure_name_mapping"].items()}
+            shapes = {
+                str(name): (tuple(map(int, one[0])), _PADDLE_DTYPES.get(one[1], ""))
+                for name, one in described["param_meta"].items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise _malformed(Path(META_NAME), f"{key}: {error}") from error
+    return Cell(tp, pp, models, optimizers, averages, names, shapes)
+
+
+def _malformed(path: Path, fault: str) -> FormatError:
+    return FormatError(f"{path} is not the description of a checkpoint: {fault}.", where=str(path), next_step=AGAIN)
+
+
+@dataclass
+class Assembly:
+    """Collects the shards of all cells.
+
+    Args:
+        directory: the checkpoint.
+        config: its configuration.
+        tp: number of tensor-parallel ranks.
+        has_states: whether there are files of optimizer states.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    tp: int
+    has_states: bool
+    faults: list[str] = field(default_factory=list)
+    cuts: dict[str, Shape] = field(default_factory=dict)
+    _shards: dict[str, list[StoredShard]] = field(default_factory=dict)
+    _cast: list[StoredShard] = field(default_factory=list)
+    _seen: set[tuple[str, Box]] = field(default_factory=set)
+    _families: list[LocalShapes] = field(default_factory=list)
+
+    def add(self, cell: Cell) -> None:
+        """Add the tensors of one cell."""
+        weights = {name: one for content in reversed(cell.models) for name, one in content.arrays.items()}
+        parts = self._parts(cell, weights)
+        variables = _by_variable(cell.names)
+        states = self._states(cell.optimizers, variables, "optimizer")
+        averages = self._averages(cell, variables)
+        for part in parts.values():
+            master = states.pop((MASTER_WEIGHT, part.name + MASTER.suffix), [])
+            own = [(key, pieces) for key, pieces in states.items() if _parameter(key) == part.name]
+            if not part.first:
+                continue
+            if part.name in weights:
+                self._keep(MODEL_STATE, self._joined(part, part.name, part.dtype, [weights[part.name]]))
+            elif master and part.dtype:
+                self._cast += self._joined(part, part.name, part.dtype, master)
+            else:
+                self.faults.append(f"{part.name}: neither the weight nor its master weight is stored")
+            if master:
+                self._keep(MASTER_WEIGHT, self._joined(part, part.name + MASTER.suffix, master[0].dtype, master))
+            for (role, name), pieces in own:
+                self._keep(role, self._state(part, name, pieces))
+            if part.name in averages:
+                self._keep(EMA_STATE, self._joined(part, part.name, "float32", averages[part.name]))
+            shared = cell.names.get(part.name) is not None and variables[cell.names[part.name]] != part.name
+            if self.has_states and not own and not shared and self._is_trained(part.name):
+                self.faults.append(f"{part.name}: no optimizer state is stored")
+
+    def roles(self) -> dict[str, dict[str, StoredTensor]]:
+        """Return the tensors by role."""
+        roles: dict[str, dict[str, StoredTensor]] = {}
+        for role, shards in self._shards.items():
+            roles[role], contradictions = gather_shards(shards)
+            self.faults += contradictions
+        cast, contradictions = gather_shards(self._cast)
+        twice = cast.keys() & roles.get(MODEL_STATE, {}).keys()
+        self.faults += [f"{name}: some ranks have the weight, others the master weight alone" for name in twice]
+        self.faults += contradictions
+        if cast:
+            roles.setdefault(MODEL_STATE, {}).update(held_otherwise(cast, file_dtype="float32"))
+        if not roles.get(MODEL_STATE):
+            self.faults.append(f"{MODEL_STATE}: no tensor is stored")
+        order = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE, EMA_STATE)
+        return {role: roles[role] for role in order if roles.get(role)}
+
+    def _keep(self, role: str, shards: Iterator[StoredShard]) -> None:
+        self._shards.setdefault(role, []).extend(shards)
+
+    def _parts(self, cell: Cell, weights: Mapping[str, FileArray]) -> dict[str, Part]:
+        parts: dict[str, Part] = {}
+        for name in dict.fromkeys((*cell.names, *cell.shapes, *weights)):
+            weight, described = weights.get(name), cell.shapes.get(name)
+            if weight is None and described is None:
+                self.faults.append(f"{name}: no file states its shape")
+                continue
+            shape, dtype = (weight.shape, weight.dtype) if weight is not None else (described or ((), ""))
+            part = self._part(cell, name, shape, dtype)
+            if part is not None:
+                parts[name] = part
+        return parts
+
+    def _part(self, cell: Cell, name: str, shape: Shape, dtype: str) -> Part | None:
+        total, axis = shape, None
+        if self.tp > 1:
+            found = self._declared().whole(name, shape, self.tp)
+            if isinstance(found, str):
+                self.faults.append(f"{name}: the axis that tensor parallelism cuts cannot be proved: {found}")
+                return None
+            total, axis = found
+        lo = [0] * len(shape)
+        if axis is not None:
+            lo[axis] = cell.tp * shape[axis]
+        box = Box(tuple(lo), tuple(low + length for low, length in zip(lo, shape, strict=True)))
+        first = (name, box) not in self._seen
+        self._seen.add((name, box))
+        self.cuts[name] = tuple(self.tp if index == axis else 1 for index in range(len(shape)))
+        return Part(name, dtype, total, box, first)
+
+    def _declared(self) -> LocalShapes:
+        if not self._families:
+            model = described(self.directory, self.config)
+            self._families.append(LocalShapes(family_for(model.config), model))
+        return self._families[0]
+
+    def _is_trained(self, name: str) -> bool:
+        return not is_known(self.config) or self._declared().trained(name)
+
+    def _states(
+        self, contents: Sequence[RankContent], variables: Mapping[str, str], kind: str
+    ) -> dict[tuple[str, str], list[FileArray]]:
+        """Return the pieces of every state by role and full name, in the order of the sharding group."""
+        found: dict[tuple[str, str], list[FileArray]] = {}
+        for content in contents:
+            for key, array in content.arrays.items():
+                split = _split(key, variables)
+                if split is None:
+                    self.faults.append(f"{array.file}: {key} belongs to no parameter of this stage")
+                else:
+                    found.setdefault((OPTIMIZER_STATE, f"{split[0]}.{split[1]}"), []).append(array)
+            for key, array in content.master.items():
+                name = variables.get(key.removeprefix(_SLICE))
+                if name is None:
+                    self.faults.append(f"{array.file}: the master weight {key} belongs to no parameter of this stage")
+                else:
+                    found.setdefault((MASTER_WEIGHT, name + MASTER.suffix), []).append(array)
+        return found
+
+    def _averages(self, cell: Cell, variables: Mapping[str, str]) -> dict[str, list[FileArray]]:
+        """Return the pieces of every moving average by structured name. Those of master weights take precedence."""
+        found: dict[str, list[FileArray]] = {}
+        for content in cell.averages:
+            for key, array in content.master.items():
+                found.setdefault(variables.get(key.removeprefix(_SLICE), key), []).append(array)
+        for content in cell.averages:
+            for key, array in content.arrays.items():
+                if array.dtype == "float32":
+                    found.setdefault(variables.get(key, key), [array])
+        for name in found.keys() - cell.names.keys():
+            self.faults.append(f"{found[name][0].file}: the average {name} belongs to no parameter of this stage")
+        return found
+
+    def _state(self, part: Part, name: str, pieces: Sequence[FileArray]) -> Iterator[StoredShard]:
+        first = pieces[0]
+        if split_state_name(OPTIMIZER_STATE, name, first.shape).shape is StateShape.NUMBER:
+            if not any(part.box.lo):
+                width = item_size(to_safetensors(first.dtype))
+                yield Shard(name, first.dtype, first.shape, whole(first.shape)), first.file, first.begin, width
+            return
+        yield from self._joined(part, name, first.dtype, pieces)
+
+    def _joined(self, part: Part, name: str, dtype: str, pieces: Sequence[FileArray]) -> Iterator[StoredShard]:
+        """Yield the part as the pieces of a sharding group: whole in the first, or ranges that follow each other."""
+        width, volume, at = item_size(to_safetensors(pieces[0].dtype)), part.box.volume, 0
+        if pieces[0].shape == part.box.shape:
+            yield Shard(name, dtype, part.shape, part.box), pieces[0].file, pieces[0].begin, width
+            return
+        if any(len(piece.shape) != 1 for piece in pieces):
+            shapes = ", ".join(f"{list(piece.shape)} in {piece.file}" for piece in pieces)
+            self.faults.append(f"{name}: {shapes}, and its parameter is {list(part.box.shape)}")
+            return
+        for piece in pieces:
+            end = min(at + piece.shape[0], volume)
+            if end > at:
+                yield Shard(name, dtype, part.shape, part.box, (at, end)), piece.file, piece.begin, width
+            at += piece.shape[0]
+            if pieces[0].shape[0] >= volume:
+                break
+        if not volume <= at < volume + len(pieces) * _MAX_PADDING_BYTES // width:
+            self.faults.append(f"{name}: {at} elements are stored, and its parameter has {volume}")
+
+
+def held_otherwise(
+    tensors: Mapping[str, StoredTensor], file_dtype: str = "", turned: bool = False
+) -> dict[str, StoredTensor]:
+    """Return tensors whose files contain another element type, or boxes with their axes in reverse order."""
+    forms: dict[StoredForm, StoredForm] = {}
+    return {
+        name: StoredTensor(
+            name,
+            forms.setdefault(one.form, replace(one.form, file_dtype=file_dtype, turned=turned)),
+            one.offsets,
+        )
+        for name, one in tensors.items()
+    }
+
+
+def described(directory: AnyPath, config: Mapping[str, Any]) -> ModelDescription:
+    """Return the model that a configuration describes.
+
+    Raises:
+        NotACheckpoint: there is no configuration.
+    """
+    if not config:
+        raise NotACheckpoint(
+            f"{directory} does not describe the model that it is of.",
+            where=str(directory),
+            evidence=[f"{CONFIG_NAME} is not in it"],
+            next_step=f"Copy the model's {CONFIG_NAME} into a copy of the directory.",
+        )
+    return ModelDescription(config)
+
+
+def _described(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Shape]) -> StoredModel:
+    """Return the mapping that a save of this package would have stored.
+
+    Raises:
+        NotACheckpoint: there is no configuration to name the family.
+        MappingError: the family is unknown, or does not declare what is stored.
+        Corrupt: layers of the model are missing.
+    """
+    model = described(catalog.root, config)
+    family = family_for(model.config)
+    weights = catalog.roles[MODEL_STATE].values()
+    tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
+    model, rules = completed(family, model, tensors)
+    try:
+        declared = [one.under() for one in enumerate_tensors(family, model) if one.stage is not Stage.ABSENT]
+        wanted = bind(family, model, declared).mapping().sources
+        optional = OptionalNames(family, model)
+    except MappingError:
+        return StoredModel(
+            rules, model
+        )  # A key that the enumeration needs is unknown: the proof of the mapping remains.
+    stored, tied = rules.mapping().sources, {**tied_sources(family, model), **tied_names(family, model)}
+    missing = [name for name in wanted if name not in stored and name not in tied and optional.group(name) is None]
+    if missing:
+        raise Corrupt(
+            f"{catalog.root} lacks tensors of the model that {CONFIG_NAME} describes: "
+            f"{count_text(len(missing), 'tensor')}.",
+            where=str(catalog.root),
+            evidence=fold(missing),
+            next_step=AGAIN,
+        )
+    return StoredModel(rules, model)
+
+
+def _by_variable(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the structured name of every variable; of tied parameters the one that sorts first."""
+    found: dict[str, str] = {}
+    for name in sorted(names):
+        found.setdefault(names[name], name)
+    return found
+
+
+def _parameter(key: tuple[str, str]) -> str:
+    return split_state_name(*key).parameter
+
+
+def _split(key: str, variables: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return parameter and state of a key such as ``linear_5.w_0_fp32_master_0_moment1_0``; None if it has none."""
+    key = key.removeprefix(_SLICE)
+    at = key.rfind("_")
+    while at > 0:
+        name = variables.get(key[:at])
+        if name is not None:
+            return name, key[at + 1 :].removeprefix(_OF_MASTER)
+        at = key.rfind("_", 0, at)
+    return None

@@ -1,0 +1,240 @@
+"""Checkpoints of one pickle per rank: every strategy of the stock Trainer equals a flex save of the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddleformers_fc
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
+from paddleformers_fc.execute.difference import compare_checkpoints
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.inspect import inspect_directory
+from paddleformers_fc.execute.verify import verify_checkpoint
+from paddleformers_fc.formats import format_of, open_checkpoint
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.verification.matrix.layouts import parse_layout
+from tests.cli.support import run
+
+STEPS = {"max_steps": 2, "save_steps": 2}
+STOCK = {"save_checkpoint_format": "", "load_checkpoint_format": "", "save_to_hf": False}
+SHARDED = {**STOCK, "save_sharded_model": True}
+
+
+def saved(
+    ranks: ForkServer,
+    output_dir: Path,
+    layout: str,
+    options: Mapping[str, Any] | None,
+    bf16: bool = False,
+    model: Mapping[str, Any] | None = None,
+) -> Path:
+    """The checkpoint of a run of two steps: of the stock Trainer with some options, or of ours for None."""
+    used = replace(parse_layout(layout), bf16=bf16)
+    given = {
+        "layout": used.to_json(),
+        "output_dir": str(output_dir),
+        "arguments": {**STEPS, **(options or {})},
+        "ours": options is None,
+        "model": model,
+    }
+    assert ranks.run("tests.formats.jobs:train", used.nproc, given).values[0]["step"] == 2
+    return output_dir / "checkpoint-2"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file of a directory."""
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+@pytest.mark.parametrize(
+    ("layout", "bf16", "options", "model"),
+    [
+        ("sd2+tp2+pp2", True, SHARDED, {}),
+        ("dp2", False, STOCK, {}),
+        ("tp2", False, STOCK, {}),
+        ("pp2", False, STOCK, {}),
+        ("sd2v1", False, STOCK, {}),
+        ("sd2s2", False, STOCK, {}),
+        ("sd2v2", False, STOCK, {}),
+        ("sd2s3", False, STOCK, {}),
+        ("pp4vpp2+tp2", False, STOCK, {"num_hidden_layers": 8}),
+        ("tp2+sd2v1", False, STOCK, {}),
+        ("tp2+pp2+sd2v1", False, STOCK, {}),
+        ("tp2+pp2+sd2v2", False, STOCK, {}),
+        ("tp2", True, STOCK, {}),
+        ("sd2v2", True, STOCK, {}),
+        ("sd2s3", True, STOCK, {}),
+        ("pp2", False, STOCK, {"tie_word_embeddings": True}),
+        ("sd2v1", False, SHARDED, {}),
+        ("sd2v2", False, SHARDED, {}),
+        ("sd2v2", True, SHARDED, {}),
+        ("tp2+sd2v2", True, SHARDED, {}),
+        ("tp2+pp2+sd2v1", True, SHARDED, {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_every_strategy_holds_in_every_role_what_a_flex_save_of_the_same_run_holds(
+    layout: str, bf16: bool, options: Mapping[str, Any], model: Mapping[str, Any], ranks: ForkServer, tmp_path: Path
+) -> None:
+    stock = saved(ranks, tmp_path / "stock", layout, options, bf16, model)
+    before = contents(stock)
+    theirs = open_checkpoint(stock)
+    ours = open_checkpoint(saved(ranks, tmp_path / "ours", layout, None, bf16, model))
+    found = compare_checkpoints(theirs, ours)
+    assert found.equal, found
+    assert theirs.format.name == ("sharding_io" if options is SHARDED else "legacy_hybrid")
+    assert theirs.format.loadable
+    assert list(found.roles) == [MODEL_STATE, *([MASTER_WEIGHT] if bf16 else []), OPTIMIZER_STATE]
+    assert contents(stock) == before
+
+
+# ---- What is made of one.
+
+
+@pytest.fixture(scope="module")
+def pair(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run on two tensor-parallel ranks with two sharding ranks each: of sharding_io without weights, and of ours."""
+    names = [tmp_path_factory.mktemp(name) for name in ("theirs", "ours")]
+    return tuple(  # type: ignore[return-value]
+        saved(ranks, name, "tp2+sd2v2", options, bf16=True)
+        for name, options in zip(names, (SHARDED, None), strict=True)
+    )
+
+
+def test_weights_without_files_are_exported_from_their_master_weights(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    theirs, ours = pair
+    written = [export_checkpoint(source, tmp_path / source.parent.name, 10**9) for source in pair]
+    assert written[0].digests() == written[1].digests()
+    opened, other = paddleformers_fc.open(theirs), paddleformers_fc.open(ours)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    box = (slice(3, 50), slice(10, 30))
+    assert opened.read(name, box, MODEL_STATE).tobytes() == other.read(name, box, MODEL_STATE).tobytes()
+    moment = f"{name}.moment1_0"
+    assert opened.read(moment, box).tobytes() == other.read(moment, box).tobytes()
+
+
+def test_a_checkpoint_of_ranks_is_inspected_verified_planned_and_compared(pair: tuple[Path, Path]) -> None:
+    theirs, ours = pair
+    seen = inspect_directory(theirs, "*q_proj*")
+    assert (seen.kind, seen.roles[MODEL_STATE].files) == ("sharding_io", 4)
+    outcome, problem = verify_checkpoint(theirs, "full")
+    assert outcome.passed, problem
+    assert run("plan", theirs, "--to", "tp=2,pp=2").code == 0
+    assert run("diff", theirs, ours).code == 0
+
+
+# ---- What is refused.
+
+
+def copied(source: Path, target: Path) -> Path:
+    """A copy whose files are links to the same bytes, to be changed by name alone."""
+    target.mkdir()
+    for path in source.iterdir():
+        os.link(path, target / path.name)
+    return target
+
+
+def replaced(path: Path, old: bytes, new: bytes) -> None:
+    """Change bytes of a file of a copy, at one place."""
+    data = path.read_bytes()
+    assert data.count(old) == 1
+    path.unlink()
+    path.write_bytes(data.replace(old, new))
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).unlink()
+
+
+def of_another_step(directory: Path) -> None:
+    replaced(directory / "optimizer.tp01_shard01.pdopt", b"last_epoch\x94K\x02", b"last_epoch\x94K\x03")
+
+
+def of_two_grids(directory: Path) -> None:
+    shutil.copy(directory / "optimizer.tp00_shard00.pdopt", directory / "optimizer.tp00.pdopt")
+
+
+def with_open_weights(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"")
+
+
+def with_distcp(directory: Path) -> None:
+    (directory / "model_state").mkdir()
+    (directory / "model_state" / "0.metadata").write_bytes(b"")
+
+
+def of_fewer_ranks(directory: Path) -> None:
+    path = directory / "model_meta.json"
+    text = path.read_text().replace('"sharding_degree": 2', '"sharding_degree": 4')
+    path.unlink()
+    path.write_text(text)
+
+
+def of_another_size(directory: Path) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | {"intermediate_size": 96}
+    path.unlink()
+    path.write_text(json.dumps(config))
+
+
+def of_more_layers(directory: Path) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | {"num_hidden_layers": 6}
+    path.unlink()
+    path.write_text(json.dumps(config))
+
+
+def with_a_link_outside(directory: Path) -> None:
+    path = directory / "optimizer.tp01_shard01.pdopt"
+    outside = directory.parent / "outside.pdopt"
+    path.rename(outside)
+    path.symlink_to(outside)
+
+
+def with_experts(directory: Path) -> None:
+    (directory / "optimizer.tp01_shard01.pdopt").rename(directory / "optimizer.tp01_shard01_moe01.pdopt")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message", "evidence"),
+    [
+        (without("optimizer.tp01_shard01.pdopt"), Corrupt, "Files of some ranks are missing", "tp01_shard01"),
+        (without("model_state.tp00_shard01.pdparams"), Corrupt, "Files of some ranks are missing", "tp00_shard01"),
+        (without("config.json"), NotACheckpoint, "does not describe the model", "config.json is not in it"),
+        (without("model_meta.json"), Corrupt, "not contain all", "belongs to no parameter of this stage"),
+        (of_another_step, Corrupt, "files of different steps", "optimizer.tp01_shard01.pdopt: step 3"),
+        (of_two_grids, FormatError, "files of two checkpoints", "optimizer.tp00.pdopt"),
+        (with_open_weights, FormatError, "files of two checkpoints", "model.safetensors"),
+        (with_distcp, FormatError, "files of two checkpoints", "model_state"),
+        (of_fewer_ranks, Corrupt, "different numbers of ranks", "sharding=4"),
+        (of_another_size, Corrupt, "not contain all", "the axis that tensor parallelism cuts cannot be proved"),
+        (of_more_layers, Corrupt, "lacks tensors of the model", "model.layers.{4...5}.input_layernorm.weight"),
+        (with_a_link_outside, FormatError, "links to somewhere else", "optimizer.tp01_shard01.pdopt"),
+        (with_experts, FormatError, "expert-parallel", "moe"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_is_not_one_whole_checkpoint_is_refused_with_evidence_and_advice(
+    change: Callable[[Path], None],
+    kind: type[FlexError],
+    message: str,
+    evidence: str,
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+) -> None:
+    directory = copied(pair[0], tmp_path / "checkpoint-2")
+    change(directory)
+    assert format_of(directory) is not None
+    with pytest.raises(kind, match=message) as caught:
+        _ = open_checkpoint(directory).rules
+    assert any(evidence in line for line in caught.value.evidence), caught.value.evidence
+    assert caught.value.next_step
