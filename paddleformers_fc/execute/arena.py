@@ -4,16 +4,20 @@ New memory is 20 times as slow as memory that has been touched, because every pa
 allocated once, with its pages, and filled again by every snapshot. Its memory is page-locked if Paddle supports that
 for the device.
 
-Host memory is copied by the thread that calls :meth:`SnapshotCopy.finish`. Copies from a device are begun by
-:meth:`SnapshotArena.begin`, which runs on the training thread: Paddle's choice of a stream holds for the whole process,
-so another thread would move kernels of the training to the stream of the copies.
+Host memory is copied in pieces by every thread that calls :meth:`SnapshotCopy.help`: that of the save, and the training
+thread once it would only wait. Copies from a device are begun by :meth:`SnapshotArena.begin`, which runs on the
+training thread: Paddle's choice of a stream holds for the whole process, so another thread would move kernels of the
+training to the stream of the copies.
 """
 
 from __future__ import annotations
 
 import mmap
+import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +30,9 @@ from paddleformers_fc.execute.staging_pool import Transfer, page_locked_bytes
 from paddleformers_fc.execute.stretches import Stretch, Stretches
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.text import size_text
+
+_PIECE_BYTES = 16 << 20
+"""Bytes of host memory that a thread copies at a time."""
 
 _ALIGNMENT = 64
 """Bytes that the copies of tensors are aligned to, so that any dtype can be viewed."""
@@ -85,9 +92,8 @@ class SnapshotArena:
             stretches: what to copy of them; memory for it is reserved.
         """
         copied: dict[str, dict[str, list[_Copied]]] = {}
-        on_host: list[tuple[Any, _Copied]] = []
+        on_host: list[_HostPiece] = []
         transfers: list[Transfer] = []
-        copying = SnapshotCopy(tensors, copied, on_host, transfers)
         used = 0
         try:
             for (role, name), some in stretches.items():
@@ -99,13 +105,13 @@ class SnapshotArena:
                     used += _aligned(size)
                     copied.setdefault(role, {}).setdefault(name, []).append(one)
                     if in_host_memory(tensor.place):
-                        on_host.append((tensor, one))
+                        on_host.extend(_host_pieces(tensor, one))
                     else:
                         transfers.extend(begin_copies(tensor, begin, end, one.memory))
         except BaseException:
-            copying.wait()  # The memory is used again.
+            _wait_for(transfers)  # The memory is used again.
             raise
-        return copying
+        return SnapshotCopy(tensors, copied, _HostCopies(on_host), transfers)
 
 
 @dataclass(frozen=True)
@@ -117,26 +123,82 @@ class _Copied:
 
 
 @dataclass(frozen=True)
+class _HostPiece:
+    """A part of a stretch of host memory, with the memory for it."""
+
+    tensor: Any
+    one: _Copied
+
+    def copy(self) -> None:
+        copy_to_host(self.tensor, *self.one.stretch, self.one.memory)
+
+
+class _HostCopies:
+    """Copies of host memory that several threads share.
+
+    Attributes:
+        pieces: their number.
+    """
+
+    def __init__(self, pieces: Sequence[_HostPiece]) -> None:
+        self.pieces = len(pieces)
+        self._pieces = deque(pieces)
+        self._left = self.pieces
+        self._errors: list[Exception] = []
+        self._changed = threading.Condition()
+
+    def help(self) -> None:
+        """Copy pieces until none is left that no thread has begun."""
+        while self._pieces:
+            with suppress(IndexError):  # Another thread has taken the last one.
+                self._copy(self._pieces.popleft())
+
+    def finish(self) -> None:
+        """Copy what is left, and wait for the other threads.
+
+        Raises:
+            Exception: that of the first piece that could not be copied.
+        """
+        self.help()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left)
+        if self._errors:
+            raise self._errors[0]
+
+    def _copy(self, piece: _HostPiece) -> None:
+        try:
+            piece.copy()
+        except Exception as error:  # Raised by the thread of the save.
+            self._errors.append(error)
+        with self._changed:
+            self._left -= 1
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
 class SnapshotCopy:
     """A snapshot that is being copied.
 
     Args:
         tensors: the live tensors, role -> name -> weight.
         copied: where the stretches are copied to.
-        on_host: tensors of host memory with the memory for their stretches.
+        on_host: copies of host memory.
         transfers: copies from devices that have begun.
     """
 
     tensors: Roles
     copied: Mapping[str, Mapping[str, list[_Copied]]]
-    on_host: list[tuple[Any, _Copied]]
+    on_host: _HostCopies
     transfers: list[Transfer]
+
+    def help(self) -> None:
+        """Copy host memory until no piece is left that no thread has begun; an error is raised by :meth:`finish`."""
+        self.on_host.help()
 
     def finish(self) -> HostTensors:
         """Copy what is in host memory, and wait for devices. Afterwards the live tensors may change."""
         try:
-            for tensor, one in self.on_host:
-                copy_to_host(tensor, *one.stretch, one.memory)
+            self.on_host.finish()
         finally:
             self.wait()
         return {
@@ -146,8 +208,22 @@ class SnapshotCopy:
 
     def wait(self) -> None:
         """Wait for copies from devices, of a snapshot that may be dropped. Afterwards the memory may be used again."""
-        for transfer in self.transfers:
-            transfer.wait()
+        _wait_for(self.transfers)
+
+
+def _wait_for(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()
+
+
+def _host_pieces(tensor: Any, one: _Copied) -> Iterator[_HostPiece]:
+    """Yield the parts of a stretch that one thread copies at a time."""
+    begin, end = one.stretch
+    width = dtype_of(tensor).itemsize
+    most = _PIECE_BYTES // width
+    for start in range(begin, end, most):
+        stop = min(start + most, end)
+        yield _HostPiece(tensor, _Copied((start, stop), one.memory[(start - begin) * width : (stop - begin) * width]))
 
 
 def on_device(tensors: Roles, stretches: Stretches) -> bool:

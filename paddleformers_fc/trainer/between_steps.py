@@ -19,6 +19,10 @@ from paddleformers_fc.trainer.host import TrainerCallback
 _T = TypeVar("_T")
 
 
+def _nothing() -> None:
+    """Do no part of a read, or end one wait for a call."""
+
+
 class BetweenSteps(TrainerCallback):
     """The reads that have begun since the last update.
 
@@ -33,17 +37,21 @@ class BetweenSteps(TrainerCallback):
     def __init__(self, passes_change_weights: Callable[[], bool]) -> None:
         self.waited = 0.0
         self._passes_change_weights = passes_change_weights
-        self._reads: list[Future[Any]] = []
+        self._reads: list[tuple[Future[Any], Callable[[], None]]] = []
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
-    def add(self, read: Future[Any]) -> None:
+    def add(self, read: Future[Any], help: Callable[[], None] = _nothing) -> None:
         """Have the next update wait for a read of live tensors.
+
+        Args:
+            read: ends when live tensors are not read any more.
+            help: does a part of the read on the training thread, instead of waiting.
 
         Raises:
             Exception: that of a read, where it is waited for at once.
         """
         read.add_done_callback(lambda _: self._calls.put(_nothing))
-        self._reads.append(read)
+        self._reads.append((read, help))
         if self._passes_change_weights():
             self.finish()
 
@@ -71,12 +79,14 @@ class BetweenSteps(TrainerCallback):
             Exception: that of the first read that failed.
         """
         started = time.monotonic()
-        while not all(read.done() for read in self._reads):
+        for _, help in self._reads:
+            help()
+        while not all(read.done() for read, _ in self._reads):
             self._calls.get()()
         self._run_calls()
         reads, self._reads = self._reads, []
         self.waited += time.monotonic() - started
-        for read in reads:
+        for read, _ in reads:
             read.result()
 
     def _run_calls(self) -> None:
@@ -88,7 +98,3 @@ class BetweenSteps(TrainerCallback):
     def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait before weights and states change."""
         self.finish()
-
-
-def _nothing() -> None:
-    """End one wait for a call."""

@@ -114,7 +114,7 @@ class SavesBesideSteps:
         before, self._latest, slot.save = self._latest, save, save
         self._begun += 1
         save.done = slot.thread.submit(self._run, trainer, slot, save, begun, before)
-        between_steps.add(save.captured)
+        between_steps.add(save.captured, *([] if begun is None else [begun.copy.help]))
         save.waited, save.blocked = between_steps.waited, time.monotonic() - started
         trainer.runtime_timer.stop()
         if not self._in_loop:
@@ -223,6 +223,8 @@ class SavesBesideSteps:
         try:
             with measured_transfers() as transfers:
                 try:
+                    if begun is not None:
+                        begun.copy.help()  # Before the ranks exchange anything.
                     taken = snapshot(job.part, _capture(trainer, slot, begun), slot.channel, job.consistency)
                 finally:
                     if begun is not None:

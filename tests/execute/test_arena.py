@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +191,41 @@ def test_what_is_not_in_a_snapshot_is_not_read() -> None:
     for start, stop in ((0, 2), (4, 6), (2, 12), (12, 13), (5, 8)):
         with pytest.raises(IndexError, match="not in the snapshot"):
             read(found, start, stop)
+
+
+def test_several_threads_copy_parts_of_one_tensor() -> None:
+    """Of 40 MiB, in pieces of 16 MiB that begin and end inside rows."""
+    tensor = paddle.arange(10 << 20, dtype="int32").reshape([-1, 4096])[:-1]
+    begin, end = 5, int(tensor.size) - 3
+    expected = host_view(tensor)
+    assert expected is not None
+    expected = expected.reshape(-1)[begin:end].copy()
+    roles, stretches = {ROLE: {"a": SimpleNamespace(local_tensor=tensor)}}, {(ROLE, "a"): ((begin, end),)}
+    arena = SnapshotArena()
+    arena.reserve(roles, stretches)
+    copying = arena.begin(roles, stretches)
+    assert copying.on_host.pieces == 3
+    with ThreadPoolExecutor(2) as threads:
+        for one in [threads.submit(copying.help) for _ in range(2)]:
+            one.result()
+        copying.help()
+        found = copying.finish()[ROLE]["a"]
+    tensor.zero_()
+    assert read(found, begin, end) == expected.tobytes()
+
+
+def test_an_error_of_a_thread_that_helps_is_raised_where_the_copy_ends() -> None:
+    roles = {ROLE: {"a": SimpleNamespace(local_tensor=paddle.arange(20))}}
+    stretches = {
+        (ROLE, "a"): ((0, 10),),
+    }
+    arena = SnapshotArena()
+    arena.reserve(roles, stretches)
+    copying = arena.begin(roles, stretches)
+    roles[ROLE]["a"].local_tensor._clear_data()
+    copying.help()
+    with pytest.raises(RuntimeError, match="not initialized"):
+        copying.finish()
 
 
 # ---- Memory.
