@@ -22,7 +22,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,6 +62,7 @@ class _Save:
     Args:
         job: the save.
         state: the Trainer's state at its step.
+        transfers: its copies between host and devices.
         waited: seconds that the training thread had waited for reads when it had begun.
         blocked: seconds that the training thread took to begin it.
         captured: ends when live tensors are not read any more.
@@ -72,6 +73,7 @@ class _Save:
 
     job: SaveJob
     state: Any
+    transfers: TransferFigures
     waited: float
     blocked: float
     captured: Future[None]
@@ -109,11 +111,13 @@ class SavesBesideSteps:
         slot = self._slots[self._begun % len(self._slots)]
         self._wait_for(trainer, slot, f"before step {trainer.state.global_step} can be saved")
         job, state = self._prepare(trainer, metrics)
+        measuring = ExitStack()
+        transfers = measuring.enter_context(measured_transfers())
         begun = _begin_copy(slot, job)
-        save = _Save(job, state, 0.0, 0.0, Future(), Future(), lambda: None)
+        save = _Save(job, state, transfers, 0.0, 0.0, Future(), Future(), lambda: None)
         before, self._latest, slot.save = self._latest, save, save
         self._begun += 1
-        save.done = slot.thread.submit(self._run, trainer, slot, save, begun, before)
+        save.done = slot.thread.submit(self._run, trainer, slot, save, begun, before, measuring)
         between_steps.add(save.captured, *([] if begun is None else [begun.copy.help]))
         save.waited, save.blocked = between_steps.waited, time.monotonic() - started
         trainer.runtime_timer.stop()
@@ -217,11 +221,19 @@ class SavesBesideSteps:
                 logger.info(f"Waited {seconds:.2f} s for the save of step {save.job.step}, {why}.")
         self._gate.run_now(save.report)
 
-    def _run(self, trainer: Any, slot: _Slot, save: _Save, begun: _Begun | None, before: _Save | None) -> None:
+    def _run(
+        self,
+        trainer: Any,
+        slot: _Slot,
+        save: _Save,
+        begun: _Begun | None,
+        before: _Save | None,
+        measuring: ExitStack,
+    ) -> None:
         """Save, on the thread of a slot."""
         job, args = save.job, trainer.args
         try:
-            with measured_transfers() as transfers:
+            with measuring:
                 try:
                     if begun is not None:
                         begun.copy.help()  # Before the ranks exchange anything.
@@ -235,7 +247,7 @@ class SavesBesideSteps:
                 report = write_and_commit(taken, job.directory, slot.channel)
             # The state of the run names the former best checkpoint for a step more, which may be deleted here.
             rotate(args, job.directory, job.best, report.disks, slot.channel, args.output_dir)
-            save.report = partial(self._report_success, trainer, slot, save, report, transfers)
+            save.report = partial(self._report_success, trainer, slot, save, report)
         except Exception as error:  # Raised on the training thread.
             save.report = partial(self._report_failure, slot, error)
         self._agree(slot.channel, save.report)
@@ -253,15 +265,13 @@ class SavesBesideSteps:
             logger.warning(f"The ranks have not agreed on a step at which a save is reported.\n{error}")
             self._gate.alone(report)
 
-    def _report_success(
-        self, trainer: Any, slot: _Slot, save: _Save, report: SaveReport, transfers: TransferFigures
-    ) -> None:
+    def _report_success(self, trainer: Any, slot: _Slot, save: _Save, report: SaveReport) -> None:
         """Report a committed save, on the training thread."""
         slot.save = None
         run = job_state_of(trainer)
         with run.best.shown_in(trainer):
             trainer.state.best_model_checkpoint = save.job.best
-        settle(trainer, save.job, report, transfers, save.blocked + run.between_steps.waited - save.waited)
+        settle(trainer, save.job, report, save.transfers, save.blocked + run.between_steps.waited - save.waited)
         if save.is_event_held:
             # The handler's on_save would drop a save that is due at this step.
             handler = trainer.callback_handler

@@ -31,7 +31,8 @@ class Case:
     bf16: bool = False
 
     def __str__(self) -> str:
-        return f"{self.saved.name}-{self.resumed.name}{'-bf16' * self.bf16}"
+        beside = "-async" * ("flex_async_save" in self.arguments)
+        return f"{self.saved.name}-{self.resumed.name}{'-bf16' * self.bf16}{beside}"
 
 
 # The fake accelerator cannot train with split_param or under stages 2 and 3: the fallback of an operator in place gives
@@ -43,6 +44,8 @@ CASES = [
     Case(TP2, SD2V1, {"flex_verify": "full"}, bf16=True),
     Case(PP2, SINGLE, model={"tie_word_embeddings": True}),
     Case(SD2V1, PP2, {"flex_read": "once"}),
+    Case(SINGLE, TP2, {"flex_async_save": True}),
+    Case(TP2, SINGLE, {"flex_async_save": True, "flex_async_depth": 2}, bf16=True),
 ]
 
 
