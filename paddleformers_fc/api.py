@@ -20,15 +20,15 @@ import numpy as np
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.difference import Difference, compare_checkpoints
 from paddleformers_fc.execute.digest import read_canonical
-from paddleformers_fc.execute.export import ExportReport, export_opened, refuse_target
+from paddleformers_fc.execute.export import ExportReport, export_opened, refuse_overlap, refuse_target
 from paddleformers_fc.execute.merging import refuse_other_base
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
-from paddleformers_fc.formats.checkpoint import with_role
+from paddleformers_fc.formats.checkpoint import with_config, with_role
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
 from paddleformers_fc.formats.peft import require_adapters
-from paddleformers_fc.formats.registry import default_writer, writer_of
+from paddleformers_fc.formats.registry import converting_writer, default_writer, require_config, writer_of
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -36,7 +36,7 @@ from paddleformers_fc.plan import canonical_layout, canonical_source
 from paddleformers_fc.plan.explain import Explanation, explain_tensor
 from paddleformers_fc.plan.forecast import GridPlan, plan_for_grid
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.paths import RemotePath, expand_user, parse_path
+from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path
 from paddleformers_fc.text import natural
 
 Location = str | PathLike[str] | RemotePath
@@ -283,6 +283,51 @@ class Checkpoint:
         chosen = dataclasses.replace(opened, tied=tied, unread=verify == "full")
         return export_opened(chosen, target, max_shard_bytes, writer=writer, base=merged)
 
+    def convert(
+        self,
+        directory: str | PathLike[str],
+        *,
+        format: str = "flex",
+        config: Location | None = None,
+        max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+        verify: str = "full",
+        replace: bool = False,
+        tied: str = "refuse",
+    ) -> ExportReport:
+        """Write the checkpoint in another format. The source is not changed.
+
+        Optimizer states and the state of the Trainer are written as far as both formats have them.
+
+        Args:
+            directory: the target on this machine. A flex checkpoint is written into an empty or new directory.
+            format: ``flex``, from which training resumes, or ``hf``, the weights as Hugging Face files.
+            config: a directory with the model's ``config.json``, for checkpoints that lack one.
+            max_shard_bytes: bound on the tensors of one file, in bytes.
+            verify: ``full`` compares all checksums that the source records first.
+            replace: replace a model in the target; for ``hf`` alone.
+            tied: as for :meth:`export`.
+        Raises:
+            OptionError: the format is unknown, or the target is not empty or inside the source.
+            FlexError: the checkpoint is damaged, or its mapping cannot be proved.
+
+        Example:
+            >>> paddleformers_fc.open("hf").convert("checkpoint-0").tensors
+            21
+        """
+        target, writer = Path(directory), converting_writer(format)
+        opened = self._opened
+        root = opened.catalog.root
+        if verify == "full" and opened.commit_record is None:
+            opened = open_checkpoint(root, verify)
+        if config is not None:
+            opened = with_config(opened, require_config(_located(config)))
+        refuse_overlap(root, target)
+        refuse_target(target, opened.model_files, replace, writer)
+        unread = verify == "full" and opened.commit_record is not None
+        return export_opened(
+            dataclasses.replace(opened, tied=tied, unread=unread), target, max_shard_bytes, writer=writer
+        )
+
 
 def open(path_or_url: Location, verify: str = "size") -> Checkpoint:
     """Open a flex checkpoint, a directory of open weights, or a checkpoint of Paddle's own FlexCheckpoint.
@@ -298,13 +343,16 @@ def open(path_or_url: Location, verify: str = "size") -> Checkpoint:
         >>> paddleformers_fc.open("out/checkpoint-3")
         Checkpoint('out/checkpoint-3', format='flex_checkpoint')
     """
-    location = path_or_url if isinstance(path_or_url, RemotePath) else parse_path(expand_user(str(path_or_url)))
-    return Checkpoint(open_checkpoint(location, verify))
+    return Checkpoint(open_checkpoint(_located(path_or_url), verify))
+
+
+def _located(path_or_url: Location) -> AnyPath:
+    return path_or_url if isinstance(path_or_url, RemotePath) else parse_path(expand_user(str(path_or_url)))
 
 
 def _base_of(adapters: OpenedCheckpoint, base: Location, verify: str, accept: bool) -> OpenedCheckpoint:
     """Return the opened base of a checkpoint of adapters."""
-    opened = open_huggingface(base if isinstance(base, RemotePath) else parse_path(expand_user(str(base))), verify)
+    opened = open_huggingface(_located(base), verify)
     if not accept:
         refuse_other_base(require_adapters(adapters), opened.catalog.root, opened.files)
     return opened

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from paddleformers_fc.text import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 class ExportedFile(msgspec.Struct, frozen=True):
@@ -110,16 +112,22 @@ def export(source: AnyPath, target: Path, choices: Choices) -> Exported:
 
 def show(found: Exported, console: Console) -> None:
     """The files, a line each, and the sum."""
-    from rich.table import Table
     from rich.text import Text
 
     console.print(Text(found.path, "bold"))
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(justify="right")
-    for file in found.files:
-        table.add_row(f"  {file.name}", size_text(file.bytes))
-    console.print(table)
+    console.print(file_table(found.files))
     console.print(f"md5 of names and bytes: {found.md5}")
     tensors = f"{count_text(found.tensors, 'tensor')}, {size_text(found.bytes)}"
     console.print(Text.assemble(("exported", "bold green"), f": {tensors}, {found.seconds:.2f} s"))
+
+
+def file_table(files: Iterable[ExportedFile]) -> Table:
+    """Return the files with their sizes, a line each."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    for file in files:
+        table.add_row(f"  {file.name}", size_text(file.bytes))
+    return table

@@ -334,6 +334,53 @@ def export(
     return OK
 
 
+class Target(str, Enum):
+    """Format of a conversion."""
+
+    flex = "flex"
+    hf = "hf"
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a path or a URL.")],
+    directory: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write.")],
+    to: Annotated[
+        Target,
+        typer.Option("--format", help="flex: a flex checkpoint. hf: the weights as Hugging Face files."),
+    ] = Target.flex,
+    config: Annotated[
+        str, typer.Option("--config", help="A directory with the model's config.json, if SRC has none.")
+    ] = "",
+    max_shard_size: Annotated[str, typer.Option(help="Maximum bytes of tensors in one file, as for export.")] = "5GB",
+    verify: Annotated[
+        Level, typer.Option(help="How recorded checksums are compared first; only full detects flipped bits.")
+    ] = Level.full,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace older weights in OUT; with --format hf.")] = False,
+    tied: Annotated[
+        Tied, typer.Option(help="Which copy of a tied tensor is read, by pipeline stage, where copies differ.")
+    ] = Tied.refuse,
+    as_json: Json = False,
+) -> int:
+    """Write a checkpoint in another format: weights, optimizer states and the state of the Trainer.
+
+    The format of SRC is detected, and SRC is not changed. Needs neither a model nor a GPU.
+    """
+    from paddleformers_fc.cli import converting
+    from paddleformers_fc.storage.paths import expand_user, require_local
+    from paddleformers_fc.trainer.options import parse_size
+
+    named, target = _named(source), require_local(expand_user(directory), "A conversion")
+    if target.exists() and not target.is_dir():
+        raise typer.BadParameter(f"Directory {directory!r} is a file.")
+    with output.working(f"converting {named}"):
+        size = parse_size(max_shard_size)
+        choices = converting.Choices(to.value, config, size, verify.value, replace, tied.value)
+        found = converting.convert(named, target, choices)
+    _present(found, converting.show, as_json)
+    return OK
+
+
 @app.command()
 def rederive(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A finished flex checkpoint on this machine.")],

@@ -40,15 +40,14 @@ from paddleformers_fc.formats.checkpoint import (
     not_a_flex_checkpoint,
     with_role,
 )
-from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, RUN_ARGUMENTS
+from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
 from paddleformers_fc.formats.registry import EXPORTED, checkpoints_advice, default_writer
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
 from paddleformers_fc.layout.shards import shard_bytes
 from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source, plan_reads
-from paddleformers_fc.plan.sources import resume_source
+from paddleformers_fc.plan.sources import model_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.commit import discard
-from paddleformers_fc.storage.export_checksums import write_checksums
 from paddleformers_fc.storage.export_commit import commit_export, replace_export, staging_parent
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.files import list_directory, real_path, write_file
@@ -136,7 +135,7 @@ def export_opened(
 
     def prepare() -> tuple[ReadSource, Layout, tuple[OutputFile, ...], ExportWriter, Merge | None]:
         _refuse_checkpoint(target)
-        if checkpoint.format.canonical:
+        if checkpoint.format.canonical and (writer is None or writer is EXPORTED.writer):
             raise not_a_flex_checkpoint(checkpoint.format, source, checkpoints_advice(source))
         if checkpoint.unread and checkpoint.commit_record is not None and not checkpoint.catalog.seen_by:
             verify_files(source, checkpoint.commit_record, "full")
@@ -158,7 +157,7 @@ def export_opened(
 
         def finish() -> None:
             if channel.rank == 0:
-                _finish(staged.path, real_path(target), documents, written, writer)
+                _finish(checkpoint, staged.path, real_path(target), documents, written, writer)
             elif channel.rank in staged.disks.sorted_leaders:
                 _try_discard(staged.path)  # An export is on one disk, that of the coordinator.
 
@@ -177,7 +176,8 @@ def _source(checkpoint: OpenedCheckpoint, writer: ExportWriter) -> ReadSource:
     rules = writer.rules(checkpoint)
     if rules is None:
         return canonical_source(checkpoint)
-    source, report = resume_source(checkpoint, rules)
+    of_format = model_source if checkpoint.format.canonical else resume_source
+    source, report = of_format(checkpoint, rules)
     report.refuse(str(checkpoint.catalog.root))
     return source
 
@@ -257,6 +257,14 @@ def refuse_target(
             evidence=[f"{inside / MANIFEST_NAME} is there"],
             next_step="Name another directory.",
         )
+    held = list_directory(target) if writer.alone else []
+    if held:
+        raise OptionError(
+            "The directory of a new checkpoint is not empty.",
+            where=str(target),
+            evidence=[f"{held[0].name} is there"],
+            next_step="Name another directory; nothing was written.",
+        )
     present = [name for name in (*writer.marks, *documents) if (target / name).exists()]
     if present and not replace:
         raise OptionError(
@@ -264,6 +272,21 @@ def refuse_target(
             where=str(target),
             evidence=[f"{name} is there" for name in present],
             next_step="Name another directory, or add --replace to replace these files and its weights.",
+        )
+
+
+def refuse_overlap(source: AnyPath, target: Path) -> None:
+    """Refuse a target that is the directory of the source, or inside of it: sources are never written to.
+
+    Raises:
+        OptionError: the target is refused.
+    """
+    if isinstance(source, Path) and real_path(source) in (real_path(target), *real_path(target).parents):
+        raise OptionError(
+            "A conversion is not written into its source.",
+            where=str(target),
+            evidence=[f"the source is {source}"],
+            next_step="Name a directory outside of the source.",
         )
 
 
@@ -302,6 +325,7 @@ def _for_coordinator(name: str, rank: int) -> str:
 
 
 def _finish(
+    checkpoint: OpenedCheckpoint,
     staging: Path,
     target: Path,
     documents: Mapping[str, bytes],
@@ -310,7 +334,7 @@ def _finish(
 ) -> None:
     """On the coordinator: write the documents and the checksums of all files, and give the directory its name."""
     checksums = [write_file(staging / name, data, root=staging) for name, data in documents.items()]
-    write_checksums(staging, [*written, *(one for one in checksums if one.path != RUN_ARGUMENTS)])
+    writer.seal(checkpoint, staging, [*written, *checksums])
     if target.is_dir() and list_directory(target):
         replace_export(staging, target, writer.marks, writer.owns)
     else:

@@ -48,7 +48,7 @@ from paddleformers_fc.execute.staging_directory import StagingDirectory, staging
 from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.stated import model_ties
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, config_bytes as config_bytes
 from paddleformers_fc.layout.codec import decode_held, encode_held
 from paddleformers_fc.layout.live import LocalTensor, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
@@ -453,8 +453,3 @@ def _describe(
         run=job.run or msgspec.UNSET,
         origin=SaveOrigin(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), socket.gethostname()),
     )
-
-
-def config_bytes(config: Mapping[str, Any]) -> bytes:
-    """A configuration as the bytes of ``config.json``."""
-    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()

@@ -7,6 +7,7 @@ that follows the protocol, and one line in :mod:`paddleformers_fc.formats.regist
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,16 +19,20 @@ from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.export_checksums import write_checksums
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.json_io import parse_json, read_recorded
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, RESTORE, TRAINER_DIRECTORY, Manifest
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout
+from paddleformers_fc.text import natural
 
 CONFIG_NAME = "config.json"
+RUN_ARGUMENTS = "training_args.json"
+"""The training arguments beside an export. They depend on the layout of the run, so they have no checksum."""
 MAPPING_NAME = "mapping.json"
 
 REFUSE = "refuse"
@@ -36,6 +41,9 @@ TIED_WAYS = (REFUSE, "first", "last")
 
 Layout = Mapping[str, Mapping[str, Shard]]
 """Tensors by role and name."""
+
+Documents = Mapping[str, Callable[[], bytes]]
+"""Small files by their path in a flex checkpoint: their bytes, on demand."""
 
 StoredShard = tuple[Shard, str, int, int]
 """A shard, its file, the byte offset of its first element, bytes per element."""
@@ -89,9 +97,11 @@ class ExportWriter(Writer, Protocol):
 
     Attributes:
         marks: the files of which one makes a directory a checkpoint of this format; they are written last.
+        alone: whether such a directory contains nothing else.
     """
 
     marks: tuple[str, ...]
+    alone: bool = False
 
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet | None:
         """Return the rules of the tensors that this format contains; None for canonical tensors."""
@@ -107,6 +117,16 @@ class ExportWriter(Writer, Protocol):
 
     def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         """Return the files beside those with tensors, such as an index, by path relative to the directory."""
+
+    def seal(self, checkpoint: OpenedCheckpoint, staging: Path, written: Sequence[FileChecksum]) -> None:
+        """Write the document that records the checksums of all other files, last.
+
+        Args:
+            checkpoint: what is exported.
+            staging: the directory of the files.
+            written: their checksums.
+        """
+        write_checksums(staging, [one for one in written if one.path != RUN_ARGUMENTS])
 
     def owns(self, path: str) -> bool:
         """Return whether an export replaces a file of an older one."""
@@ -184,6 +204,9 @@ class OpenedCheckpoint:
         tied: which copy of a tied tensor is read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
             must be equal.
         averaged: whether weights and master weights are read from their moving averages, where there are any.
+        find_unrecorded: finds the documents without a recorded checksum.
+        describe_as: returns the model under a configuration, for formats whose directories may lack one.
+        read_run: returns the record of the run that saved it, for formats that have one and no manifest.
     """
 
     format: Format
@@ -196,17 +219,28 @@ class OpenedCheckpoint:
     compared: Mapping[str, int] = field(default_factory=dict)
     tied: str = REFUSE
     averaged: bool = False
+    find_unrecorded: Callable[[], Documents] = dict
+    describe_as: Callable[[dict[str, Any]], StoredModel] | None = None
+    read_run: Callable[[], Manifest] | None = None
 
-    @property
+    @cached_property
     def manifest(self) -> Manifest:
-        """The commit record.
+        """The commit record, or what the files of a Trainer contain of one, without files.
 
         Raises:
-            NotACheckpoint: the format has none, so that no run can resume from the checkpoint.
+            NotACheckpoint: there is none, so that no run can resume from the checkpoint.
+            CheckpointError: the files of the Trainer are damaged or contradict each other.
         """
-        if self.commit_record is None:
+        if self.commit_record is not None:
+            return self.commit_record
+        if self.read_run is None:
             raise not_a_flex_checkpoint(self.format, self.catalog.root)
-        return self.commit_record
+        return self.read_run()
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it contains what a run resumes with beside tensors, so that :attr:`manifest` exists."""
+        return self.commit_record is not None or self.read_run is not None
 
     @cached_property
     def _stored_model(self) -> StoredModel:
@@ -256,6 +290,8 @@ class OpenedCheckpoint:
             FormatError: it is longer than the bound.
         """
         recorded = self.recorded.get(name)
+        if recorded is None and name in self.unrecorded:
+            return self.unrecorded[name]()
         if recorded is None:
             root = str(self.catalog.root)
             raise Corrupt(f"{root} has no recorded file {name}.", where=root, next_step="Use another checkpoint.")
@@ -265,7 +301,21 @@ class OpenedCheckpoint:
     def model_files(self) -> list[str]:
         """The files that belong into an export: configuration, tokenizer, templates."""
         others = (*ROLES, TRAINER_DIRECTORY)
-        return [path for path in self.recorded if path != MAPPING_NAME and path.split("/")[0] not in others]
+        return sorted(
+            path
+            for path in self.documents
+            if path != MAPPING_NAME and path.split("/")[0] not in others and path not in self.files
+        )
+
+    @cached_property
+    def unrecorded(self) -> Documents:
+        """The documents without a recorded checksum."""
+        return self.find_unrecorded()
+
+    @property
+    def documents(self) -> frozenset[str]:
+        """The paths of which :meth:`document` returns the bytes."""
+        return frozenset(self.recorded) | frozenset(self.unrecorded)
 
     @property
     def preferred(self) -> dict[str, tuple[str, ...]]:
@@ -282,6 +332,25 @@ class OpenedCheckpoint:
             ordered = sorted(names, key=lambda name: recorded.get(name, len(recorded)))
             found[owner] = tuple(ordered if self.tied == "first" else reversed(ordered))
         return found
+
+
+def with_config(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> OpenedCheckpoint:
+    """Return a checkpoint without a configuration under one; others are returned as they are."""
+    describe = checkpoint.describe_as
+    if checkpoint.config or describe is None:
+        return checkpoint
+    given = dict(config)
+    return replace(
+        checkpoint,
+        config=given,
+        describe=lambda: describe(given),
+        find_unrecorded=lambda: {**checkpoint.unrecorded, CONFIG_NAME: lambda: config_bytes(given)},
+    )
+
+
+def config_bytes(config: Mapping[str, Any]) -> bytes:
+    """Return a configuration as the bytes of ``config.json``."""
+    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
 def with_role(checkpoint: OpenedCheckpoint, role: str) -> OpenedCheckpoint:
@@ -342,6 +411,25 @@ def parse_config(raw: bytes, path: AnyPath) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise FormatError("The model's configuration is not a JSON object.", where=str(path))
     return config
+
+
+def grouped_by_size(tensors: Mapping[str, Shard], max_bytes: int) -> list[tuple[Shard, ...]]:
+    """Divide tensors into files, in natural order of their names, so that the same content gives the same files.
+
+    Args:
+        tensors: whole tensors by name.
+        max_bytes: bound on the tensors of one file, in bytes; a larger tensor has a file of its own.
+    """
+    groups: list[list[Shard]] = []
+    room = 0
+    for name in sorted(tensors, key=natural):
+        size = shard_bytes(tensors[name])
+        if not groups or size > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(tensors[name])
+        room -= size
+    return [tuple(group) for group in groups]
 
 
 def stored_boxes(catalog: Catalog, role: str, names: Collection[str]) -> Iterator[StoredShard]:

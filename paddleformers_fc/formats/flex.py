@@ -11,17 +11,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from paddleformers_fc import __version__
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.families.stored import decode_mapping
+from paddleformers_fc.families.stated import family_name
+from paddleformers_fc.families.stored import decode_mapping, encode_mapping
+from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     MAPPING_NAME,
+    ExportWriter,
     Format,
+    Layout,
     OpenedCheckpoint,
+    OutputFile,
     StoredModel,
     StoredShard,
-    Writer,
+    grouped_by_size,
     parse_config,
 )
 from paddleformers_fc.formats.checks import DEPTH_TEXT, CheckList
@@ -31,10 +39,19 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.files import exists, map_paths
 from paddleformers_fc.storage.identity import Identities, identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, read_listed, read_manifest, verify_files
+from paddleformers_fc.storage.manifest import (
+    MANIFEST_NAME,
+    TRAINER_DIRECTORY,
+    Manifest,
+    read_listed,
+    read_manifest,
+    verify_files,
+    write_manifest,
+)
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file, read_header
 from paddleformers_fc.text import count_text, size_text
@@ -227,8 +244,56 @@ def shards_of(directory: AnyPath, path: str) -> Iterator[StoredShard]:
         yield shard, path, entry.begin, widths[entry.dtype]
 
 
-class FlexWriter(Writer):
-    """The files of a flex checkpoint. The commit of a save writes mapping and manifest."""
+class FlexWriter(ExportWriter):
+    """The files of a flex checkpoint. The commit of a save writes mapping and manifest; a conversion seals with them.
+
+    A conversion stores the tensors of the model that was saved, whole, with its mapping: no number and no name changes.
+    """
+
+    marks = (MANIFEST_NAME,)
+    alone = True
+
+    def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
+        """Return the rules of the stored model, or of that which is built from open weights."""
+        return _model_of(checkpoint).rules
+
+    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+        """Divide the tensors of every role into files, in natural order."""
+        return tuple(
+            OutputFile(path, role, group)
+            for role, tensors in layout.items()
+            for groups in [grouped_by_size(tensors, max_file_bytes)]
+            for path, group in zip(self.names(role, 0, len(groups)), groups, strict=True)
+        )
+
+    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
+        """Return the mapping, and the state of the Trainer as far as the checkpoint has it."""
+        model = _model_of(checkpoint)
+        if MAPPING_NAME in checkpoint.recorded:
+            mapping = checkpoint.document(MAPPING_NAME, MAX_MAPPING_BYTES)
+        else:
+            mapping = encode_mapping(model.description or checkpoint.known, model.rules)
+        of_trainer = [path for path in checkpoint.documents if path.split("/")[0] == TRAINER_DIRECTORY]
+        return {MAPPING_NAME: mapping, **{path: checkpoint.document(path) for path in sorted(of_trainer)}}
+
+    def seal(self, checkpoint: OpenedCheckpoint, staging: Path, written: Sequence[FileChecksum]) -> None:
+        """Write the manifest: that of the source without its files, or that of step 0 if it has no run."""
+        record = checkpoint.manifest if checkpoint.has_run else _NO_RUN
+        write_manifest(
+            staging,
+            msgspec.structs.replace(
+                record,
+                written_by=f"paddleformers_fc {__version__}",
+                family=record.family or family_name(_model_of(checkpoint).description or checkpoint.known),
+                aoa={},
+                files=sorted(written, key=lambda one: one.path),
+                diverged_ties=msgspec.UNSET,
+            ),
+        )
+
+    def owns(self, path: str) -> bool:
+        """Return False: a checkpoint is not replaced file by file."""
+        return False
 
     def names(self, role: str, rank: int, count: int) -> list[str]:
         """Return the paths of the files of one rank and role."""
@@ -242,6 +307,16 @@ class FlexWriter(Writer):
         ]
         described = encode_shards({one.name: one for one in shards})
         return layout_file(path, entries, {"format": "flex", HEADER_KEY: described})
+
+
+_NO_RUN = Manifest(written_by="", step=0, consumed_samples=0, world_size=1, parallel={}, family="", aoa={}, files=[])
+"""The record of a checkpoint of weights alone."""
+
+
+def _model_of(checkpoint: OpenedCheckpoint) -> StoredModel:
+    if checkpoint.format.canonical:
+        return built_model(checkpoint)
+    return StoredModel(checkpoint.rules, checkpoint.model)
 
 
 class FlexFormat(Format):

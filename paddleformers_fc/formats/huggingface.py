@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,6 +20,7 @@ from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, Option
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
+    Documents,
     ExportWriter,
     Format,
     Layout,
@@ -26,6 +28,7 @@ from paddleformers_fc.formats.checkpoint import (
     OutputFile,
     StoredModel,
     StoredShard,
+    grouped_by_size,
     not_a_flex_checkpoint,
     parse_config,
     stored_boxes,
@@ -49,15 +52,12 @@ from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout, Header, layout_file, read_header
-from paddleformers_fc.text import count_text, natural
+from paddleformers_fc.text import count_text
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 """Default bound on the tensors of one file, in bytes."""
-
-RUN_ARGUMENTS = "training_args.json"
-"""The training arguments beside an export. They depend on the layout of the run, so they have no checksum."""
 
 _FETCH_AGAIN = "Fetch the files again: the index and the files are not of one download."
 _NAME_ANOTHER = "Name a directory that save_pretrained or the export verb wrote, or that was downloaded whole."
@@ -83,6 +83,13 @@ _OTHER_FORMATS = (
     (r".*\.safetensors", "a file that no index lists", f"Fetch {INDEX_NAME} as well."),
 )
 """What else may be there, by a pattern for names of entries: what it is, and how to make open weights of it."""
+_DESCRIBING = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab"})
+"""The endings of files that describe a model or its tokenizer."""
+_OF_A_FORMAT = re.compile(
+    r".*\.index\.json|training_args\.json|trainer_state\.json|model_meta\.json|flex_checksums\.json|all_results\.json"
+    r"|train_results\.json|eval_results\.json|optimizer\..*|scheduler\..*"
+)
+"""Names of documents of a run, or of a format, among files with these endings."""
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 """The longest index that is read: that of 400,000 tensors."""
 
@@ -136,7 +143,24 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
     def refuse() -> StoredModel:
         raise not_a_flex_checkpoint(HUGGINGFACE, directory)
 
-    return OpenedCheckpoint(HUGGINGFACE, catalog, config, refuse, recorded)
+    return OpenedCheckpoint(
+        HUGGINGFACE, catalog, config, refuse, recorded, find_unrecorded=lambda: model_documents(directory, checksums)
+    )
+
+
+def model_documents(directory: AnyPath, checksums: FileChecksums | None = None) -> Documents:
+    """Return the documents of a directory that describe its model and its tokenizer.
+
+    Args:
+        directory: of a checkpoint.
+        checksums: with which they are compared.
+    """
+    names = [PurePosixPath(path.name) for path in list_directory(directory) if is_file(path)]
+    return {
+        name.name: partial(read_exported, directory, checksums, name.name, MAX_DOCUMENT_BYTES)
+        for name in sorted(names)
+        if name.suffix in _DESCRIBING and not _OF_A_FORMAT.fullmatch(name.name)
+    }
 
 
 def read_description(directory: AnyPath, name: str) -> bytes | None:
@@ -283,18 +307,9 @@ class HuggingFaceWriter(ExportWriter):
 
     def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the weights into files, in natural order."""
-        weights = layout.get(MODEL_STATE, {})
-        groups: list[list[Shard]] = []
-        room = 0
-        for name in sorted(weights, key=natural):
-            size = shard_bytes(weights[name])
-            if not groups or size > room:
-                groups.append([])
-                room = max_file_bytes
-            groups[-1].append(weights[name])
-            room -= size
+        groups = grouped_by_size(layout.get(MODEL_STATE, {}), max_file_bytes)
         paths = self.names(MODEL_STATE, 0, len(groups))
-        return tuple(OutputFile(path, MODEL_STATE, tuple(group)) for path, group in zip(paths, groups, strict=True))
+        return tuple(OutputFile(path, MODEL_STATE, group) for path, group in zip(paths, groups, strict=True))
 
     def names(self, role: str, rank: int, count: int) -> list[str]:
         """Return the names of the files, whichever ranks write them."""

@@ -35,7 +35,7 @@ from paddleformers_fc.formats.checkpoint import (
     stored_boxes,
 )
 from paddleformers_fc.formats.checks import CheckList
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, read_description
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, model_documents, read_description
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
@@ -106,7 +106,19 @@ def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
     hasher = BlockHasher()
     hasher.update(raw or b"")
     recorded = {} if raw is None else {CONFIG_NAME: hasher.file_checksum(CONFIG_NAME)}
-    return OpenedCheckpoint(PADDLE_DISTCP, catalog, config, lambda: _derived(catalog, config, cuts), recorded)
+
+    def describe(config: dict[str, Any]) -> StoredModel:
+        return _derived(catalog, config, cuts)
+
+    return OpenedCheckpoint(
+        PADDLE_DISTCP,
+        catalog,
+        config,
+        lambda: describe(config),
+        recorded,
+        find_unrecorded=lambda: model_documents(directory),
+        describe_as=describe,
+    )
 
 
 def _derived(catalog: Catalog, config: dict[str, Any], cuts: dict[str, tuple[int, ...]]) -> StoredModel:
@@ -195,16 +207,17 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
 
 
 def _metadata_of(place: Path) -> Path:
+    """The metadata of the newest save: several saves into one directory count upwards, and Paddle reads the last."""
     names = [path.name for path in list_directory(place)]
-    found = [name for name in names if _METADATA.fullmatch(name)]
+    found = sorted((name for name in names if _METADATA.fullmatch(name)), key=lambda name: int(name.partition(".")[0]))
     faults = [f"{name} is there: a save was killed while it wrote" for name in names if name.endswith(".metadata.lock")]
-    if len(found) != 1:
-        faults.append(f"{len(found)} files of metadata are there, one is due{': ' if found else ''}{', '.join(found)}")
-    elif not (place / found[0]).stat().st_size:
-        faults.append(f"{found[0]} is empty")
+    if not found:
+        faults.append("0 files of metadata are there")
+    elif not (place / found[-1]).stat().st_size:
+        faults.append(f"{found[-1]} is empty")
     if faults:
         raise Corrupt(f"{place} is no finished checkpoint.", where=str(place), evidence=faults, next_step=_AGAIN)
-    return place / found[0]
+    return place / found[-1]
 
 
 def _described(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
@@ -217,9 +230,12 @@ def _described(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
     if not isinstance(tensors, dict) or not isinstance(stored, dict):
         raise _malformed(path, "it does not say which tensors there are")
     known = _known(path, tensors)
+    save = f"_{path.stem}."
     for index, file in stored.items():
         if not isinstance(index, Record) or not isinstance(file, str) or not _DATA.fullmatch(file):
             raise _malformed(path, f"a tensor is said to be in {quoted(file)!r}")
+        if not file.startswith(save, file.index("_")):
+            raise _malformed(path, f"a tensor is said to be in {file}, a file of another save into this directory")
         if index.fields.get("replica_id"):
             continue
         key = index.fields.get("tensor_key")

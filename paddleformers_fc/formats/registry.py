@@ -32,6 +32,9 @@ FORMATS: tuple[Format, ...] = (
 )
 """Every format; the first that recognises a directory opens it."""
 
+TARGETS: dict[str, Format] = {"flex": FLEX, "hf": HUGGINGFACE}
+"""The formats that a conversion writes, by the names of its option."""
+
 _NAME_A_CHECKPOINT = "Name a finished checkpoint-N directory, or a directory with safetensors files and their index."
 
 
@@ -54,6 +57,17 @@ def writer_of(name: str) -> ExportWriter:
     if name not in writers:
         raise OptionError(f"Unknown format of an export: {name!r}.", evidence=[f"known: {', '.join(writers)}"])
     return cast(ExportWriter, writers[name])
+
+
+def converting_writer(name: str) -> ExportWriter:
+    """Return the writer of a format of conversions.
+
+    Raises:
+        OptionError: there is no such format.
+    """
+    if name not in TARGETS:
+        raise OptionError(f"Unknown format of a conversion: {name!r}.", evidence=[f"known: {', '.join(TARGETS)}"])
+    return cast(ExportWriter, TARGETS[name].writer)
 
 
 def default_writer(checkpoint: OpenedCheckpoint) -> ExportWriter:

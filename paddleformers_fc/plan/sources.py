@@ -17,10 +17,19 @@ from collections.abc import Collection, Mapping as MappingABC
 from dataclasses import replace
 
 from paddleformers_fc.errors import Corrupt, MappingError
-from paddleformers_fc.families import ModelDescription, ModelTensor, OptionalNames, bind, family_for, is_known
+from paddleformers_fc.families import (
+    ModelDescription,
+    ModelTensor,
+    OptionalNames,
+    bind,
+    described_by_file,
+    family_for,
+    is_known,
+)
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.sizes import value_at
+from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.families.stored import STRIPPED, completed
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, OpenedCheckpoint
@@ -214,6 +223,15 @@ def huggingface_source(
         if spec is not None and spec.shape != tensor.shape:
             report.add("shape", f"{name}: stored {list(tensor.shape)}, wanted {list(spec.shape)}")
     return ReadSource(catalog, wanted, _aliases(live) if aliases is None else aliases, _aliases(live)), report
+
+
+def model_source(checkpoint: OpenedCheckpoint, rules: RuleSet) -> tuple[ReadSource, Report]:
+    """Return the source from opened open weights to a model whose dtypes are the stored ones.
+
+    Raises:
+        MappingError: the rules of the model cannot be proved.
+    """
+    return huggingface_source(checkpoint.catalog, rules, aliases=canonical_ties(described_by_file(checkpoint.config)))
 
 
 def _without_absent(rules: tuple[Rule, ...], stored: Collection[str], optional: OptionalNames) -> tuple[Rule, ...]:

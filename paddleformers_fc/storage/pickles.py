@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from paddleformers_fc.errors import FormatError
 from paddleformers_fc.storage.files import OpenFile, open_local, read_range
 
@@ -437,13 +439,19 @@ def _element_type(arguments: Arguments) -> _Type | None:
     return _Type(code) if len(arguments) == 3 and isinstance(code, str) and code in _WIDTHS else None
 
 
-def _scalar(arguments: Arguments) -> PickledArray | None:
+def _scalar(arguments: Arguments) -> int | float | bool | None:
     if len(arguments) != 2:
         return None
     kind, data = arguments
-    if type(kind) is not _Type or not kind.built or type(data) is not PickledBytes or data.length != _WIDTHS[kind.code]:
+    if type(kind) is not _Type or not kind.built or type(data) is not PickledBytes or data.value is None:
         return None
-    return PickledArray(kind.code, (), data.offset, data.length)
+    return _decoded(kind.code, data.value) if data.length == _WIDTHS[kind.code] else None
+
+
+def _decoded(code: str, value: bytes) -> int | float | bool:
+    """Return a number of numpy as one of Python."""
+    found: int | float | bool = np.frombuffer(value, f"<{code}")[0].item()
+    return found
 
 
 def _tuple(arguments: Arguments) -> tuple[Any, ...] | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from paddleformers_fc.distributed.channel import ALONE, run_on_all
 from paddleformers_fc.execute.export import save_weights
-from paddleformers_fc.formats.huggingface import RUN_ARGUMENTS
+from paddleformers_fc.formats.checkpoint import RUN_ARGUMENTS
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
 from paddleformers_fc.storage.paths import require_local
 from paddleformers_fc.text import count_text

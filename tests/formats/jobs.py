@@ -6,8 +6,14 @@ import os
 from typing import Any
 
 
-def save(directory: str, options: dict[str, Any]) -> None:
-    """Save tensors of every kind with Paddle's own FlexCheckpoint, two columns of each on each of two ranks."""
+def save(directory: str, options: dict[str, Any], added: int = 0) -> None:
+    """Save tensors of every kind with Paddle's own FlexCheckpoint, two columns of each on each of two ranks.
+
+    Args:
+        directory: where they are saved.
+        options: arguments of ``save_state_dict``.
+        added: a number that is added to every element.
+    """
     import numpy as np
     import paddle
     from paddle.distributed import ShardedWeight, save_state_dict
@@ -16,7 +22,7 @@ def save(directory: str, options: dict[str, Any]) -> None:
     if ranks > 1:
         paddle.distributed.init_parallel_env()
     weights: dict[str, Any] = {}
-    for name, values in arrays().items():
+    for name, values in ((name, values + values.dtype.type(added)) for name, values in arrays().items()):
         if name.startswith("flat"):
             share = values.size // ranks
             part = slice(rank * share, (rank + 1) * share)

@@ -68,6 +68,24 @@ def test_every_tensor_of_paddles_own_checkpoint_is_read_by_ranges_bit_for_bit(st
     assert len(opened.files) == 2
 
 
+def test_the_last_of_several_saves_into_one_directory_is_read(
+    bare_ranks: ForkServer, tmp_path: Path, stock: Path
+) -> None:
+    """As Paddle does; an older save stays what it was, and a newer one that is not finished is refused."""
+    twice = tmp_path / "twice"
+    shutil.copytree(stock, twice)
+    for id in (2, 10):
+        options = {"unique_id": id}
+        bare_ranks.run("tests.formats.jobs:save", 2, {"directory": str(twice), "options": options, "added": id})
+    opened = open_distcp(twice)
+    assert opened.files == {"0_10.distcp", "1_10.distcp"}
+    found = put_together(opened.catalog, MODEL_STATE, "cut.float32")
+    assert np.array_equal(found, arrays()["cut.float32"] + 10)
+    (twice / "1_10.distcp").unlink()
+    with pytest.raises(Corrupt, match=r"1_10\.distcp"):
+        open_distcp(twice)
+
+
 # ---- The Trainer's.
 
 THREE = {"max_steps": 3, "save_steps": 3}
@@ -205,8 +223,8 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
     "empty metadata": (lambda copy: (copy / METADATA).write_bytes(b""), Corrupt, "0.metadata is empty"),
     "metadata twice": (
         lambda copy: shutil.copy(copy / METADATA, copy / "model_state/1.metadata"),
-        Corrupt,
-        "one is due",
+        FormatError,
+        "a file of another save",
     ),
     "a lock": (lambda copy: (copy / f"{METADATA}.lock").touch(), Corrupt, "a save was killed"),
     "metadata cut off": (cut(METADATA, 1), FormatError, "truncated"),

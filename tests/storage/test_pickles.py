@@ -61,8 +61,10 @@ def test_arrays_are_located_and_not_read(tmp_path: Path, protocol: int) -> None:
     for name, array in arrays.items():
         again = array_of(tmp_path / "x", found[name])
         assert (again.dtype, again.shape, again.tobytes()) == (array.dtype, array.shape, array.tobytes())
-    number = described(tmp_path / "x", np.float32(2.5), protocol)
-    assert array_of(tmp_path / "x", number).item() == 2.5
+    numbers = [np.float32(2.5), np.int64(-3), np.uint16(65_535), np.bool_(False)]
+    found = described(tmp_path / "x", numbers, protocol)
+    assert found == [2.5, -3, 65_535, False]
+    assert [type(one) for one in found] == [float, int, int, bool]
 
 
 def test_bytes_of_arrays_cost_no_memory(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""The model that PaddleFormers builds from open weights on one rank: the tensors of a flex checkpoint made of them.
+
+No model is built. Names and shapes follow from the configuration and the declaration of the family, dtypes from the
+stored tensors, so that no number changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from paddleformers_fc.errors import MappingError, OptionError
+from paddleformers_fc.families import (
+    ModelTensor,
+    OptionalNames,
+    bind,
+    described_by_file,
+    enumerate_tensors,
+    family_for,
+)
+from paddleformers_fc.families.stated import canonical_ties
+from paddleformers_fc.families.stored import completed
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.text import count_text
+
+
+def built_model(checkpoint: OpenedCheckpoint) -> StoredModel:
+    """Return the model of open weights, without layers that are optional and not stored.
+
+    Args:
+        checkpoint: opened open weights.
+    Raises:
+        OptionError: there is no configuration.
+        MappingError: no family declares the model, or the weights have tensors that it does not.
+    """
+    root = checkpoint.catalog.root
+    if not checkpoint.config:
+        raise OptionError(
+            f"{root} has no {CONFIG_NAME}, from which the tensors of its model follow.",
+            where=str(root / CONFIG_NAME),
+            next_step="Name a directory with the model's config.json, or put it there.",
+        )
+    family, described = family_for(checkpoint.config), described_by_file(checkpoint.config)
+    tensors = [one.under(tp=1) for one in enumerate_tensors(family, described)]
+    model, rules = completed(family, described, tensors)
+    dtypes = {name: one.dtype for name, one in checkpoint.catalog.roles[MODEL_STATE].items()}
+    stored = frozenset(dtypes)
+    for alias, owner in canonical_ties(model).items():
+        if alias in dtypes:
+            dtypes.setdefault(owner, dtypes[alias])
+    optional = OptionalNames(family, model)
+    _refuse_unread(checkpoint, rules, optional, stored - canonical_ties(model).keys())
+    made = {name: rule.sources for rule in rules.rules for name in rule.targets}
+    owners = {tie.alias: tie.owner for tie in rules.ties}
+
+    def typed(one: ModelTensor) -> ModelTensor | None:
+        sources = made.get(owners.get(one.name, one.name), ())
+        kinds = [dtypes[name] for name in sources if name in dtypes]
+        if sources and not kinds and all(name in optional for name in sources):
+            return None
+        return msgspec.structs.replace(one, dtype=kinds[0]) if kinds else one
+
+    kept = [one for one in map(typed, tensors) if one is not None]
+    return StoredModel(bind(family, model, kept), model)
+
+
+def _refuse_unread(
+    checkpoint: OpenedCheckpoint, rules: RuleSet, optional: OptionalNames, stored: Collection[str]
+) -> None:
+    """Refuse weights with tensors of which the model has none."""
+    read = {name for rule in rules.rules for name in rule.sources}
+    left = optional.missed(sorted(name for name in stored if name not in read), stored)
+    if left:
+        raise MappingError(
+            f"{checkpoint.catalog.root} has {count_text(len(left), 'tensor')} that its model does not have.",
+            where=str(checkpoint.catalog.root),
+            evidence=fold(left),
+            next_step="Compare config.json with the weights; nothing was written.",
+        )

@@ -1,0 +1,165 @@
+"""Conversions: there and back every tensor of every role is what it was, and nothing but the target is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paddleformers_fc
+from paddleformers_fc.errors import MappingError, OptionError
+from paddleformers_fc.families import FAMILIES, Family, ModelDescription, bind, enumerate_tensors
+from paddleformers_fc.families.registry import tiny_models
+from paddleformers_fc.formats.flex import open_flex
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, open_huggingface
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.safetensors import SequentialTensorWriter
+from tests.cli.support import flip, run, save
+from tests.execute.simulated import canonical
+
+ARRAYS = canonical()
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Content of every file of a directory, and when it was written."""
+    return {
+        str(path.relative_to(directory)): f"{path.stat().st_mtime_ns} {hashlib.md5(path.read_bytes()).hexdigest()}"
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def write_weights(directory: Path, arrays: Mapping[str, np.ndarray[Any, Any]], config: Mapping[str, Any]) -> Path:
+    """A directory of open weights in one file."""
+    directory.mkdir(parents=True)
+    shards = [Shard(name, str(one.dtype), one.shape, whole(one.shape)) for name, one in arrays.items()]
+    layout = HUGGINGFACE.writer.header(directory / "model.safetensors", shards)
+    with SequentialTensorWriter(directory / "model.safetensors", layout, root=directory) as writer:
+        for name, array in arrays.items():
+            writer.write_parts(name, iter([array]))
+        writer.close()
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def weights_of(family: Family, model: ModelDescription) -> dict[str, np.ndarray[Any, Any]]:
+    """Random open weights of a model, half of them in bfloat16."""
+    tensors = [one.under(tp=1) for one in enumerate_tensors(family, model)]
+    random = np.random.default_rng(7)
+    found = {}
+    for name, spec in bind(family, model, tensors).mapping().sources.items():
+        dtype = "float32" if "norm" in name else "bfloat16"
+        found[name] = random.standard_normal(spec.shape).astype(to_numpy(to_safetensors(dtype)))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_open_weights_of_every_family_are_equal_byte_by_byte_after_flex_and_back(
+    family: Family, tmp_path: Path
+) -> None:
+    for number, model in enumerate(tiny_models(family)):
+        named = {"architectures": ["AForCausalLM" if model.is_fleet else "AForCausalLMDeprecated"]}
+        source = write_weights(tmp_path / f"{number}/hf", weights_of(family, model), {**model.config, **named})
+        flex, back = tmp_path / f"{number}/flex", tmp_path / f"{number}/back"
+        opened = paddleformers_fc.open(source)
+        opened.convert(flex)
+        converted = paddleformers_fc.open(flex)
+        assert converted.verify().passed
+        assert opened.diff(converted).equal
+        converted.convert(back, format="hf")
+        held = [open_huggingface(one).catalog.roles["model_state"] for one in (source, back)]
+        assert held[0].keys() == held[1].keys()
+        assert opened.diff(paddleformers_fc.open(back)).equal
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (2, 2), (1, 3)], ids=str)
+def test_every_role_of_a_flex_checkpoint_is_equal_after_a_conversion(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    source = save(tmp_path / "checkpoint-3", ARRAYS, *ranks)
+    before = digests(source)
+    report = paddleformers_fc.open(source).convert(tmp_path / "new/checkpoint-3")
+    assert digests(source) == before
+    one, other = paddleformers_fc.open(source), paddleformers_fc.open(tmp_path / "new/checkpoint-3")
+    found = one.diff(other)
+    assert found.equal
+    assert set(found.roles) == {"model_state", "optimizer_state"}
+    assert other.verify().passed
+    assert other.metadata.job == one.metadata.job
+    assert report.tensors == sum(facts.tensors for facts in other.metadata.roles.values())
+    again = open_flex(tmp_path / "new/checkpoint-3")
+    assert again.rules == open_flex(source).rules
+    assert all(len(tensor.form.boxes) == 1 for named in again.catalog.roles.values() for tensor in named.values())
+
+
+def test_files_of_a_converted_checkpoint_are_of_bounded_size(four: Path, tmp_path: Path) -> None:
+    outcome = run("convert", four, tmp_path / "new", "--max-shard-size", "8kB", "--json")
+    assert outcome.code == 0
+    assert outcome.document["source_format"] == outcome.document["format"] == "flex_checkpoint"
+    assert outcome.document["step"] == 3
+    assert len(outcome.document["files"]) > len(outcome.document["roles"]) > 1
+    assert run("verify", tmp_path / "new").code == 0
+    assert run("diff", four, tmp_path / "new").code == 0
+
+
+def test_documents_of_the_source_are_in_the_target(tmp_path: Path) -> None:
+    llama = next(one for one in FAMILIES if one.name == "llama")
+    model = tiny_models(llama)[0]
+    source = write_weights(tmp_path / "hf", weights_of(llama, model), model.config)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("{{ x }}")
+    (source / "model.safetensors.index.json.bak").write_text("no")
+    outcome = run("convert", source, tmp_path / "flex")
+    assert outcome.code == 0, outcome.err
+    files = {path.name for path in (tmp_path / "flex").iterdir()}
+    expected = {"chat_template.jinja", "config.json", "mapping.json", "model_state", "tokenizer.json"}
+    assert files == expected | {"flex_checkpoint.json"}
+    assert "converted: huggingface to flex_checkpoint" in outcome.out
+
+
+def test_a_target_that_holds_something_or_lies_in_the_source_is_refused(four: Path, tmp_path: Path) -> None:
+    before = digests(four)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/a.txt").write_text("mine")
+    for target, fault in ((tmp_path / "notes", "is not empty"), (four / "new", "into its source"), (four, "source")):
+        outcome = run("convert", four, target)
+        assert outcome.code == 2
+        assert fault in outcome.err
+    assert digests(four) == before
+    assert [path.name for path in (tmp_path / "notes").iterdir()] == ["a.txt"]
+
+
+def test_a_flipped_bit_is_found_before_anything_is_written(four: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "checkpoint-3"
+    shutil.copytree(four, copy)
+    file = next(copy.glob("model_state/*.safetensors"))
+    flip(file, file.stat().st_size - 5)
+    assert run("convert", copy, tmp_path / "new").code == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_weights_that_the_model_does_not_have_are_refused_by_name(tmp_path: Path) -> None:
+    family = next(one for one in FAMILIES if one.name == "llama")
+    model = tiny_models(family)[0]
+    arrays = weights_of(family, model)
+    extra = {**arrays, "model.layers.0.self_attn.q_proj.scale": np.ones(3, "float32")}
+    source = write_weights(tmp_path / "hf", extra, model.config)
+    with pytest.raises(MappingError, match="1 tensor that its model does not have") as caught:
+        paddleformers_fc.open(source).convert(tmp_path / "flex")
+    assert caught.value.evidence == ("model.layers.0.self_attn.q_proj.scale",)
+    (source / "config.json").unlink()
+    with pytest.raises(OptionError, match=r"has no config\.json"):
+        paddleformers_fc.open(source).convert(tmp_path / "flex")
+    assert not (tmp_path / "flex").exists()
+
+
+def test_an_unknown_format_of_a_conversion_is_refused_with_the_known_ones(four: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="Unknown format of a conversion") as caught:
+        paddleformers_fc.open(four).convert(tmp_path / "new", format="gguf")
+    assert caught.value.evidence == ("known: flex, hf",)
