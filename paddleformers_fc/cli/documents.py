@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paddleformers_fc.cli.converting import Converted
 from paddleformers_fc.cli.exporting import Exported
 from paddleformers_fc.cli.training import Ended, LaunchPlan
 from paddleformers_fc.execute.diagnosis import Diagnosis
@@ -29,6 +30,7 @@ DOCUMENTS: dict[str, type[Any]] = {
     "diff": Difference,
     "plan": GridPlan,
     "export": Exported,
+    "convert": Converted,
     "clean": Cleaned,
     "rederive": Rederivation,
     "aoa": StatementList,

@@ -50,6 +50,7 @@ COMMANDS = {
     "diff": ["diff", "{stored}", "{other}"],
     "plan": ["plan", "{stored}", "--to", "tp=2,dp=2"],
     "export": ["export", "{stored}", "{target}"],
+    "convert": ["convert", "{stored}", "{target}"],
     "clean": ["clean", "{out}"],
     "aoa": ["aoa", "llama", "--toy"],
 }
