@@ -58,6 +58,13 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 16,
 }
+SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
+QWEN_VL = {**TOY, **SECTIONS}
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "patch_size": 4, "out_hidden_size": 32}
+QWEN2_5_TOWER = {**TOWER, "depth": 2, "fullatt_block_indexes": [1]}
+QWEN3_TOWER = {**TOWER, "depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
+WIDE = {**QWEN_VL, "head_dim": 8}
+VL_MOE = {**WIDE, **EXPERTS, "moe_intermediate_size": 12, "num_experts": 4}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
     "llama, wide heads": {"head_dim": 8},
@@ -84,6 +91,28 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16},
     "gemma3_text, biases": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16, "attention_bias": True},
     "phi3": {},
+    "qwen2_5_vl": {"text_config": QWEN_VL, "vision_config": QWEN2_5_TOWER},
+    "qwen2_5_vl, tied": {"text_config": QWEN_VL, "vision_config": QWEN2_5_TOWER, "tie_word_embeddings": True},
+    "qwen2_5_vl, another tower": {
+        "text_config": {**QWEN_VL, "num_hidden_layers": 3, "num_key_value_heads": 2},
+        "vision_config": {**QWEN2_5_TOWER, "depth": 1, "in_channels": 1, "spatial_merge_size": 3},
+    },
+    "qwen3_vl": {"text_config": WIDE, "vision_config": QWEN3_TOWER},
+    "qwen3_vl, tied": {"text_config": WIDE, "vision_config": QWEN3_TOWER, "tie_word_embeddings": True},
+    "qwen3_vl, biases": {
+        "text_config": {**WIDE, "attention_bias": True},
+        "vision_config": {**QWEN3_TOWER, "deepstack_visual_indexes": [1], "temporal_patch_size": 1},
+    },
+    "qwen3_vl_moe": {"text_config": VL_MOE, "vision_config": QWEN3_TOWER},
+    "qwen3_vl_moe, every second layer": {
+        "text_config": {**VL_MOE, "decoder_sparse_step": 2, "attention_bias": True},
+        "vision_config": QWEN3_TOWER,
+    },
+    "qwen3_vl_moe, a dense layer, tied": {
+        "text_config": {**VL_MOE, "mlp_only_layers": [1]},
+        "vision_config": QWEN3_TOWER,
+        "tie_word_embeddings": True,
+    },
     "phi3, long": {"original_max_position_embeddings": 64, "rope_parameters": LONG},
 }
 REMOTE = {"kimi_k2": "deepseek_v3"}
@@ -93,9 +122,12 @@ REMOTE = {"kimi_k2": "deepseek_v3"}
 def case(name: str) -> dict[str, Any]:
     """Build one toy model, save it, and return its config.json and the shapes of its tensors by name."""
     model_type = name.split(",")[0]
-    config = transformers.AutoConfig.for_model(REMOTE.get(model_type, model_type), **TOY | CASES[name])
+    towers = "vision_config" in CASES[name]
+    values = CASES[name] if towers else TOY | CASES[name]
+    config = transformers.AutoConfig.for_model(REMOTE.get(model_type, model_type), **values)
+    kind = transformers.AutoModelForImageTextToText if towers else transformers.AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as directory:
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        kind.from_config(config).save_pretrained(directory)
         written = json.loads((Path(directory) / "config.json").read_text()) | {"model_type": model_type}
         return {"config": written, "tensors": _shapes(Path(directory) / "model.safetensors")}
 

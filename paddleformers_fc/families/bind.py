@@ -145,7 +145,7 @@ def family_sizes(family: Family, model: ModelDescription) -> Sizes:
         return Sizes({**SIZES, **part.sizes}, {**known, IS_FLEET: model.is_fleet}, defaults, unknown, towers)
 
     for tower in family.towers:
-        nested = value_at(model.config, tower.key)
+        nested = value_at(model.config, tower.key, model.config if tower.flat else None)
         towers[tower.name] = sizes(tower, nested if isinstance(nested, Mapping) else {})
     return sizes(family, model.config)
 
@@ -452,6 +452,9 @@ def _stack_rules(kind: _Kind, stack: Stack, tensor: ModelTensor, numbers: list[s
     unlike = sizes.knows(declared) and sizes.length(declared) != length
     if not share or share * count != length or count > MAX_EXPERTS or unlike:
         return f"shape {list(tensor.shape)} does not hold {count} experts on axis {stack.axis}"
+    if not _has_experts(kind.statement):
+        (source,) = (source.format(*numbers) for source in kind.sources)
+        return _stored_stack_rules(kind.statement, source, tensor)
     one = _layout(kind.statement, _of_one(tensor.shape, stack, share), _of_one(tensor.cuts, stack, 1), sizes)
     if isinstance(one, str):
         return one
@@ -476,6 +479,22 @@ def _stack_rules(kind: _Kind, stack: Stack, tensor: ModelTensor, numbers: list[s
         )
         for expert, names in enumerate(sources)
     ]
+
+
+def _has_experts(statement: Statement) -> bool:
+    """Return whether the canonical names are those of single experts."""
+    return any("{expert}" in source for source in statement.sources)
+
+
+def _stored_stack_rules(statement: Statement, source: str, tensor: ModelTensor) -> list[Rule] | str:
+    """Return the rule of a stack that canonical files stack as well, on the first axis."""
+    rank = len(tensor.shape)
+    if rank != len(statement.shape):
+        return f"{len(statement.shape)} axes are declared, this tensor has {rank}"
+    axes = tuple(range(rank))
+    turned = statement.geometry is Geometry.LINEAR
+    order = (*axes[:-2], axes[-1], axes[-2]) if turned else axes
+    return [Rule((source,), (tensor.name,), (tensor.shape[-1],), rank - 1, order)]
 
 
 def _of_one(lengths: Shape, stack: Stack, share: int) -> Shape:

@@ -83,7 +83,8 @@ class Statement:
     Args:
         target: the name in the model, with placeholders for numbers.
         sources: the canonical names, with the same placeholders: one that holds all parts, or one per part. Empty for
-            a tensor that always keeps its initial values. For a stack, the names of one expert, with ``{expert}``.
+            a tensor that always keeps its initial values. For a stack, the names of one expert, with ``{expert}``, or
+            the name of the canonical stack.
         geometry: the relation of the sources and the target.
         turned: whether canonical [out, in] is [in, out] in the model. Ignored for tensors of one axis.
         stack: the layout of the experts in a target that holds those of a whole layer.
@@ -159,6 +160,7 @@ class Tower:
         numbers: the placeholder of its layers.
         sizes: its sizes, which precede :data:`SIZES`.
         defaults: the values of the model's class for keys that the nested configuration lacks.
+        flat: whether a configuration without the nested one has its keys outside of it.
     """
 
     name: str
@@ -167,6 +169,7 @@ class Tower:
     numbers: Numbers
     sizes: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    flat: bool = False
 
 
 SIZES: Mapping[str, str] = {
@@ -382,6 +385,21 @@ def stacked(name: str, axis: int, new: bool, group: Statements) -> Statements:
         else tuple(f"experts * ({size})" if index == axis else size for index, size in enumerate(one.shape))
     )
     return (replace(one, target=name, stack=Stack(axis, new), shape=shape),)
+
+
+def stack_of_files(
+    name: str, source: str | None = None, shape: tuple[str, ...] = (), turned: bool = False
+) -> Statements:
+    """Declare a stack of experts on a new first axis, which canonical files stack as well.
+
+    Args:
+        name: the name of the stack in the model.
+        source: its canonical name, where that differs.
+        shape: the size of every axis of a single expert in the model.
+        turned: whether a single expert is transposed, as the weight of a linear layer.
+    """
+    geometry = Geometry.LINEAR if turned else Geometry.SAME
+    return (Statement(name, (source or name,), geometry, stack=Stack(0, True), shape=("experts", *shape)),)
 
 
 def as_stored(group: Statements) -> Statements:

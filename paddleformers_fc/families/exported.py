@@ -25,6 +25,9 @@ _OF_THE_FILE = frozenset(
 )
 """Keys that describe the file and not the model: the source's values do not hold for an export."""
 
+_CLASS = "architectures"
+"""Of a whole model. PaddleFormers' configurations with a nested one hand it down."""
+
 _ROTARY, _THETA, _SCALING, _LOCAL_THETA = "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -43,18 +46,29 @@ def exported_config(
     Raises:
         MappingError: the live configuration contradicts itself.
     """
+    values = _completed(written, live.config, source)
+    for key in {tower.key for tower in family.towers} if family is not None else ():
+        if isinstance(written.get(key), Mapping):
+            known = source.get(key) or {}
+            nested = _completed(written[key], live.config.get(key) or {}, known)
+            values[key] = {name: nested[name] for name in nested if name != _CLASS or name in known}
+    if family is not None:
+        sizes = family_sizes(family, live)
+        found = {key: sizes.value(expression) for key, expression in family.exported.items()}
+        values |= {key: value for key, value in found.items() if value is not None}
+    return values
+
+
+def _completed(written: Mapping[str, Any], live: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration, or a nested one, with the keys of the source that are not written or were overwritten."""
     values = dict(written)
     for key, value in source.items():
         if key in OVERWRITTEN:
             values[key] = value
         elif key not in values and key not in _OF_THE_FILE:
-            values[key] = live.config.get(key, value)
+            values[key] = live.get(key, value)
     if "dtype" in source and "torch_dtype" in values:
         values["dtype"] = values["torch_dtype"]
-    if family is not None:
-        sizes = family_sizes(family, live)
-        found = {key: sizes.value(expression) for key, expression in family.exported.items()}
-        values |= {key: value for key, value in found.items() if value is not None}
     return {**values, **_rotary_keys(values)}
 
 

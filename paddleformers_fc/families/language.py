@@ -41,6 +41,7 @@ from paddleformers_fc.families.declarations import (
     renamed as renamed,
     renumbered as renumbered,
     same as same,
+    stack_of_files as stack_of_files,
     stacked,
     uncut as uncut,
     untrained,
@@ -80,6 +81,27 @@ TINY_LATENT = {
 
 TINY_MOE = {"n_routed_experts": 4, "moe_intermediate_size": 16}
 """The tiny configuration of routed experts."""
+
+VISION_SIZES = {
+    "layers": "depth",
+    "heads": "num_heads",
+    "merged": "hidden * spatial_merge_size * spatial_merge_size",
+}
+"""Sizes of a vision tower; ``merged`` is the length of the patches that one token of the text replaces."""
+
+VISION_DEFAULTS = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
+"""The values of most classes for keys that the configuration of a vision tower lacks."""
+
+TINY_VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 4,
+    "patch_size": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 4,
+}
+"""The tiny configuration of a vision tower."""
 
 MTP_LAYERS = "mtp_num_layers or num_nextn_predict_layers or 0"
 """The number of prediction layers where a configuration has two keys for it."""
@@ -154,7 +176,7 @@ def family(
         scope: the prefix of its layers and ends in the model.
         canonical: their prefix in files, if that differs.
         key: the path of their nested configuration, such as ``text_config``. The layers are then tower ``text``:
-            others refer to their sizes as ``text.hidden``.
+            others refer to their sizes as ``text.hidden``. Files without a nested configuration have its keys outside.
         layer: the parts of every layer, named relative to it.
         prediction: the parts of the transformer layer in PaddleFleet's multi-token prediction layers, which follow the
             last layer. In their conditions ``layer`` is the number of the prediction layer. Files may lack them.
@@ -195,7 +217,7 @@ def family(
     tiny = {**tiny, key: {**small, **tiny.get(key, {})}} if key else {**small, **tiny}
     if key:
         text = tuple(replace(one, tower=_TEXT) for one in statements)
-        towers = (Tower(_TEXT, key, text, Numbers("layer", "text.layers"), sizes, defaults), *towers)
+        towers = (Tower(_TEXT, key, text, Numbers("layer", "text.layers"), sizes, defaults, flat=True), *towers)
         statements, sizes, defaults = (), {size: f"text.{size}" for size in ("layers", "experts", "mtp_layers")}, {}
     return Family(
         name,
@@ -325,6 +347,18 @@ def replicated(name: str, inputs: str, outputs: str, bias: str = "") -> Statemen
 def _bias(condition: str, statements: Statements) -> Statements:
     # A bias that is declared for no configuration still has a name that binding accepts.
     return only(condition or "False", statements)
+
+
+def patches(name: str, bias: str = "", frames: str = "temporal_patch_size") -> Statements:
+    """Declare the convolution that embeds the patches of images. Convolutions are equal in both spaces.
+
+    Args:
+        name: its scope.
+        bias: the condition under which it has a bias.
+        frames: the number of images in a patch; empty for a convolution of two axes.
+    """
+    shape = ("hidden", "in_channels", *([frames] if frames else []), "patch_size", "patch_size")
+    return declared(same(f"{name}.weight", shape=shape), _bias(bias, same(f"{name}.bias", shape=("hidden",))))
 
 
 def attention(prefix: str, bias: str = "", output_bias: str = "", fused_where: str = "") -> Statements:

@@ -23,6 +23,9 @@ PLAIN = {
     "qwen3_moe": "Qwen3Moe",
     "glm4_moe": "Glm4Moe",
     "deepseek_v3": "DeepseekV3",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
 }
 
 
@@ -146,6 +149,9 @@ CONFIGS = {
     "gpt_oss": "GptOssConfig",
     "gemma3_text": "Gemma3TextConfig",
     "phi3": "Phi3Config",
+    "qwen2_5_vl": "Qwen2_5_VLConfig",
+    "qwen3_vl": "Qwen3VLConfig",
+    "qwen3_vl_moe": "Qwen3VLMoeConfig",
 }
 
 
@@ -198,10 +204,13 @@ def describe_plain(model_type: str, values: Mapping[str, Any]) -> list[Any]:
     stem = PLAIN[model_type]
     package = f"paddleformers.transformers.{model_type}"
     module = importlib.import_module(f"{package}.modeling")
-    config = getattr(importlib.import_module(f"{package}.configuration"), f"{stem}Config")(
-        **values, fuse_rms_norm=False
-    )
-    kind = getattr(module, f"{stem}ForCausalLMDeprecated", None) or getattr(module, f"{stem}ForCausalLM")
+    config = getattr(importlib.import_module(f"{package}.configuration"), f"{stem}Config")(**values)
+    config.fuse_rms_norm = False
+    for nested in ("text_config", "vision_config"):
+        if hasattr(config, nested):
+            getattr(config, nested).fuse_rms_norm = False
+    names = [f"{stem}For{task}{old}" for old in ("Deprecated", "") for task in ("CausalLM", "ConditionalGeneration")]
+    kind = next(getattr(module, name) for name in names if hasattr(module, name))
     model = kind.from_config(config, dtype="float32")
     described = describe(model)
     shards = describe_roles({"model_state": model.sharded_state_dict()})["model_state"]

@@ -8,11 +8,20 @@ import pytest
 
 from paddleformers_fc.aoa import normal, parse, uncut
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families import Family, ModelDescription, bind, enumerate_tensors, language as lang, prove_family
+from paddleformers_fc.families import (
+    Family,
+    ModelDescription,
+    ModelTensor,
+    bind,
+    enumerate_tensors,
+    language as lang,
+    prove_family,
+)
 from paddleformers_fc.families.bind import family_keys, tied_names
 from paddleformers_fc.families.declarations import Geometry
 from paddleformers_fc.families.models.qwen2_moe import SPARSE
 from paddleformers_fc.families.sizes import Sizes
+from paddleformers_fc.mapping import Rule
 from tests.families import native
 
 LINEAR_ATTENTION = lang.declared(
@@ -197,3 +206,35 @@ def test_an_entry_that_a_list_does_not_have_is_refused(expression: str, reason: 
 def test_the_language_of_sizes_has_no_other_call_or_slice(expression: str) -> None:
     with pytest.raises(MappingError, match="which the language of sizes does not have"):
         Sizes({}, {"kinds": [1]}).value(expression)
+
+
+def stack_rule(turned: bool) -> Rule:
+    """The rule of a stack of three experts of shape [4, 6] that files stack as well."""
+    probe = Family(
+        "probe", ("probe",), lang.stack_of_files("model.weight1", "experts.up", ("hidden", "ffn"), turned=turned)
+    )
+    tensor = ModelTensor("model.weight1", (3, 4, 6), "float32", (1, 1, 1))
+    (rule,) = bind(probe, ModelDescription({"num_experts": 3}), [tensor]).rules
+    return rule
+
+
+def test_experts_that_files_stack_as_well_are_one_tensor_and_may_be_transposed() -> None:
+    assert (stack_rule(False).sources, stack_rule(False).axes) == (("experts.up",), (0, 1, 2))
+    assert stack_rule(True).axes == (0, 2, 1)
+    assert stack_rule(True).source_shapes((3, 4, 6)) == [(3, 6, 4)]
+
+
+def test_a_stack_with_other_axes_than_are_declared_is_refused() -> None:
+    probe = Family("probe", ("probe",), lang.stack_of_files("model.weight1", shape=("hidden", "ffn")))
+    with pytest.raises(MappingError) as caught:
+        bind(probe, ModelDescription({"num_experts": 3}), [ModelTensor("model.weight1", (3, 4), "float32", (1, 1))])
+    assert caught.value.evidence[0] == "model.weight1: 3 axes are declared, this tensor has 2"
+
+
+def test_the_keys_of_a_text_are_read_outside_where_the_configuration_is_not_nested() -> None:
+    probe = lang.family("probe", key="text_config", layer=[lang.norm("norm")], tiny={})
+    flat = {"model_type": "probe", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
+    nested = {"model_type": "probe", "text_config": flat}
+    assert list(enumerate_tensors(probe, ModelDescription(flat))) == list(
+        enumerate_tensors(probe, ModelDescription(nested))
+    )

@@ -165,7 +165,7 @@ def test_a_family_of_another_distribution_is_loaded_when_its_model_type_is_asked
 
 def test_an_unknown_model_type_names_those_of_other_distributions_without_loading_them(site: Path) -> None:
     install(site, "their-families", "their_families", GOOD.format(name="theirs"), "theirs = their_families:FAMILY")
-    with pytest.raises(MappingError, match=r"qwen3_moe, theirs"):
+    with pytest.raises(MappingError, match=r"\w, theirs"):
         family_for({"model_type": "unheard_of"})
     assert "their_families" not in sys.modules
 

@@ -29,9 +29,12 @@ DIGESTS = {
     "minimax_m2": "e43af952f1c46d3c",
     "phi3": "21832729e2e11060",
     "qwen2": "008891843bf0e8e0",
+    "qwen2_5_vl": "ed3bb89495ba3e6a",
     "qwen2_moe": "6b6d542cd89ad14d",
     "qwen3": "87f8e2dce4cf995f",
     "qwen3_moe": "4a7c871d25704adf",
+    "qwen3_vl": "a08f253c73aeb1f3",
+    "qwen3_vl_moe": "445e7f78ebc08b40",
 }
 NLP_DIGESTS = {"llama": "ac0b26d263556720", "qwen2": "4e14913bfc62f951"}
 

@@ -1,0 +1,68 @@
+"""Vision towers that several families share."""
+
+from __future__ import annotations
+
+from paddleformers_fc.families import language as lang
+from paddleformers_fc.families.declarations import Statements
+
+_NAMES = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn.qkv": "attn.qkv"}
+_NAMES |= {"self_attn.o_proj": "attn.proj", "up_gate_proj": "linear_fc1", "down_proj": "linear_fc2"}
+
+EMBEDDINGS = lang.declared(
+    lang.patches("patch_embed.proj", "True"),
+    lang.same("pos_embed.weight", shape=("num_position_embeddings", "hidden")),
+)
+"""The embeddings of patches and of their positions."""
+
+BLOCK = lang.declared(
+    lang.norm("norm{1,2}", bias="True"),
+    lang.replicated("attn.qkv", "hidden", "3 * hidden", "True"),
+    lang.replicated("attn.proj", "hidden", "hidden", "True"),
+    lang.replicated("mlp.linear_fc1", "hidden", "ffn", "True"),
+    lang.replicated("mlp.linear_fc2", "ffn", "hidden", "True"),
+)
+"""A layer of Qwen 3's tower in PaddleFormers' classes, which is whole on every rank."""
+
+FLEET_BLOCK = lang.renamed(
+    _NAMES,
+    lang.norm("{input,post_attention}_layernorm", bias="True"),
+    lang.fused_qkv("self_attn", ("qkv",), "True"),
+    lang.row("self_attn.o_proj", "hidden", "hidden", "True"),
+    lang.column("mlp.up_gate_proj", "hidden", "ffn", "True"),
+    lang.row("mlp.down_proj", "ffn", "hidden", "True"),
+)
+"""The same layer in PaddleFleet's classes: query, key and value lie per head, and in files side by side."""
+
+
+def merger(name: str, size: str) -> Statements:
+    """Declare the layers that turn ``merged`` patches into one token, after a norm over ``size``."""
+    return lang.declared(
+        lang.norm(f"{name}.norm", size, "True"),
+        lang.replicated(f"{name}.linear_fc1", "merged", "merged", "True"),
+        lang.replicated(f"{name}.linear_fc2", "merged", "out_hidden_size", "True"),
+    )
+
+
+MERGERS = lang.declared(merger("merger", "hidden"), merger("deepstack_merger_list.{deep}", "merged"))
+DEEP = lang.Numbers("deep", "len(vision.deepstack_visual_indexes)")
+"""The mergers of Qwen 3 VL: one behind the tower, others behind the layers of ``deepstack_visual_indexes``."""
+
+QWEN3_VL = lang.tower(
+    "vision",
+    "vision_config",
+    "model",
+    layers="visual.blocks.{block}",
+    layer=[lang.of_class(lang.FORMERS, BLOCK)],
+    outside=[
+        lang.of_class(lang.FORMERS, lang.within("visual", EMBEDDINGS, MERGERS)),
+        lang.of_class(
+            lang.FLEET,
+            lang.within("vision_model", EMBEDDINGS, canonical="visual"),
+            lang.within("vision_model.decoder", MERGERS, canonical="visual"),
+            lang.within("vision_model.decoder.layers.{block}", FLEET_BLOCK, canonical="visual.blocks.{block}"),
+        ),
+    ],
+    sizes=lang.VISION_SIZES,
+    defaults={**lang.VISION_DEFAULTS, "patch_size": 16, "num_position_embeddings": 2304},
+)
+"""The tower of Qwen 3 VL, dense and MoE."""
