@@ -8,7 +8,7 @@ It needs neither Paddle nor an accelerator. ``save`` and ``load`` are in :mod:`p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -22,13 +22,14 @@ from paddleformers_fc.execute.difference import Difference, compare_checkpoints
 from paddleformers_fc.execute.digest import read_canonical
 from paddleformers_fc.execute.export import ExportReport, export_opened, refuse_overlap, refuse_target
 from paddleformers_fc.execute.merging import refuse_other_base
+from paddleformers_fc.execute.recasting import refuse_dtype
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
 from paddleformers_fc.formats.checkpoint import with_config, with_role
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
 from paddleformers_fc.formats.peft import require_adapters
-from paddleformers_fc.formats.registry import converting_writer, default_writer, require_config, writer_of
+from paddleformers_fc.formats.registry import EXPORTED, converting_writer, default_writer, require_config, writer_of
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -209,12 +210,13 @@ class Checkpoint:
         """
         return compare_checkpoints(self._opened, other._opened, role)
 
-    def plan(self, layout: str, dtype: str | None = None) -> GridPlan:
+    def plan(self, layout: str, dtype: str | None = None, aoa_config: Mapping[str, object] | None = None) -> GridPlan:
         """Plan a load under a parallel layout for every rank, without any of them.
 
         Args:
             layout: degrees by axis, such as ``tp=2,pp=2,dp=4``.
             dtype: the target model's dtype; by default the stored one.
+            aoa_config: statements from stored names to the model's, as in a resume of a flex checkpoint.
         Raises:
             OptionError: the model cannot have the layout.
             MismatchError: what is stored does not fit the model of the configuration.
@@ -223,7 +225,7 @@ class Checkpoint:
             >>> paddleformers_fc.open("out/checkpoint-3").plan("tp=2,pp=2").world_size
             4
         """
-        return plan_for_grid(self._opened, layout, dtype)
+        return plan_for_grid(self._opened, layout, dtype, aoa_config)
 
     def explain(self, name: str) -> Explanation:
         """Explain a tensor: every stored box that it is read from, or that reads it, and the rules in between.
@@ -251,6 +253,7 @@ class Checkpoint:
         base: Location | None = None,
         accept_base: bool = False,
         role: str = MODEL_STATE,
+        dtype: str = "",
     ) -> ExportReport:
         """Write the weights, or their moving average, as Hugging Face files.
 
@@ -265,6 +268,8 @@ class Checkpoint:
             accept_base: whether ``base`` may be other files than those that the adapters were trained on.
             role: ``model_state``, or ``ema_state`` for the moving average, in the dtypes of the weights. Tensors
                 without an average are those of ``model_state``.
+            dtype: ``float32`` or ``bfloat16``; by default that of the weights. To float32, master weights are read
+                where they are stored.
         Raises:
             OptionError: the target contains a model or is inside a checkpoint, or there is no moving average.
             CheckpointError: the checkpoint is damaged, or is open weights already.
@@ -279,9 +284,16 @@ class Checkpoint:
         merged = None if base is None else _base_of(self._opened, base, verify, accept_base)
         if merged is not None:
             writer = writer_of("huggingface")
+        refuse_dtype(dtype)
+        if dtype and (merged is not None or writer is not EXPORTED.writer):
+            raise OptionError(
+                "Adapters are exported in their own dtype.",
+                where="--dtype",
+                next_step="Leave out --dtype, or merge the adapters first and convert the merged model.",
+            )
         refuse_target(target, self._opened.model_files, replace, writer)
         chosen = dataclasses.replace(opened, tied=tied, unread=verify == "full")
-        return export_opened(chosen, target, max_shard_bytes, writer=writer, base=merged)
+        return export_opened(chosen, target, max_shard_bytes, writer=writer, base=merged, dtype=dtype)
 
     def convert(
         self,
@@ -329,12 +341,13 @@ class Checkpoint:
         )
 
 
-def open(path_or_url: Location, verify: str = "size") -> Checkpoint:
+def open(path_or_url: Location, verify: str = "size", roles: Collection[str] | None = None) -> Checkpoint:
     """Open a flex checkpoint, a directory of open weights, or a checkpoint of Paddle's own FlexCheckpoint.
 
     Args:
         path_or_url: a directory, or a URL such as ``s3://bucket/run/checkpoint-3``.
         verify: what is compared first: ``off``, ``size`` (sizes, checksums of small files) or ``full`` (every byte).
+        roles: the roles of a flex checkpoint to open; None for all. Under ``off``, files of others need not exist.
     Raises:
         NotACheckpoint: no format recognises the directory.
         CheckpointError: it is damaged or malformed.
@@ -343,7 +356,7 @@ def open(path_or_url: Location, verify: str = "size") -> Checkpoint:
         >>> paddleformers_fc.open("out/checkpoint-3")
         Checkpoint('out/checkpoint-3', format='flex_checkpoint')
     """
-    return Checkpoint(open_checkpoint(_located(path_or_url), verify))
+    return Checkpoint(open_checkpoint(_located(path_or_url), verify, roles))
 
 
 def _located(path_or_url: Location) -> AnyPath:

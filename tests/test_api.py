@@ -18,14 +18,18 @@ from tests.execute.simulated import canonical
 
 SURFACE = """\
 Checkpoint
+Checkpoint.convert(self, directory: 'str | PathLike[str]', *, format: 'str' = 'flex', \
+config: 'Location | None' = None, max_shard_bytes: 'int' = 5000000000, verify: 'str' = 'full', \
+replace: 'bool' = False, tied: 'str' = 'refuse') -> 'ExportReport'
 Checkpoint.diff(self, other: 'Checkpoint', role: 'str | None' = None) -> 'Difference'
 Checkpoint.explain(self, name: 'str') -> 'Explanation'
 Checkpoint.export(self, directory: 'str | PathLike[str]', *, max_shard_bytes: 'int' = 5000000000, \
 verify: 'str' = 'full', replace: 'bool' = False, tied: 'str' = 'refuse', \
 format: 'str' = '', base: 'Location | None' = None, accept_base: 'bool' = False, \
-role: 'str' = 'model_state') -> 'ExportReport'
+role: 'str' = 'model_state', dtype: 'str' = '') -> 'ExportReport'
 Checkpoint.metadata
-Checkpoint.plan(self, layout: 'str', dtype: 'str | None' = None) -> 'GridPlan'
+Checkpoint.plan(self, layout: 'str', dtype: 'str | None' = None, \
+aoa_config: 'Mapping[str, object] | None' = None) -> 'GridPlan'
 Checkpoint.read(self, name: 'str', box: 'Sequence[slice] | None' = None, role: 'str | None' = None) \
 -> 'np.ndarray[Any, Any]'
 Checkpoint.tensors(self) -> 'list[TensorInfo]'
@@ -42,7 +46,7 @@ mapping: 'RuleSet | None' = None, aoa_config: 'Mapping[str, object] | None' = No
 allow_casts: 'bool' = False) -> 'LoadReport'
 load_open_weights(model: 'Any', directory: 'str | PathLike[str] | RemotePath', threads: 'int' = 4, \
 verify: 'str' = 'full') -> 'LoadReport'
-open(path_or_url: 'Location', verify: 'str' = 'size') -> 'Checkpoint'
+open(path_or_url: 'Location', verify: 'str' = 'size', roles: 'Collection[str] | None' = None) -> 'Checkpoint'
 register_optimizer(optimizer: 'type', like_parameter: 'Iterable[str]' = (), numbers: 'Iterable[str]' = ()) -> 'None'
 save(directory: 'str | PathLike[str]', model: 'Any', optimizer: 'Any' = None, *, step: 'int' = 0, \
 consumed_samples: 'int' = 0, parallel: 'Mapping[str, int] | None' = None, family: 'str | Family | None' = None, \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from paddleformers_fc.execute.difference import Difference, Different
@@ -13,6 +14,9 @@ from paddleformers_fc.text import count_text
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+_MOST_FIGURES = 10
+"""How many tensors are shown with their figures as text."""
 
 
 def show(found: Difference, console: Console) -> None:
@@ -27,6 +31,7 @@ def show(found: Difference, console: Console) -> None:
         _show_lines(console, f"{role}: different", len(one.different), _reasons(one.different))
         _show_lines(console, f"{role}: only in A", len(one.only_in_a), states_joined(one.only_in_a))
         _show_lines(console, f"{role}: only in B", len(one.only_in_b), states_joined(one.only_in_b))
+    _show_largest(found, console)
     families = (found.a.model_type, found.b.model_type)
     if not found.equal and all(families) and families[0] != families[1]:
         console.print(Text(f"A is a model of family {families[0]}, B of {families[1]}."))
@@ -41,6 +46,29 @@ def show(found: Difference, console: Console) -> None:
         unequal = sum(len(one.different) + len(one.only_in_a) + len(one.only_in_b) for one in found.roles.values())
         verdict, summary = Text("different", "bold red"), f"{unequal:,} of {count_text(equal + unequal, 'tensor')}"
     console.print(Text.assemble(verdict, f": {summary}, {found.seconds:.2f} s"))
+
+
+def _show_largest(found: Difference, console: Console) -> None:
+    """Print the figures of the tensors that are farthest apart, over all roles."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [(role, one, one.deviation) for role, roles in found.roles.items() for one in roles.different]
+    measured = [(role, one, figures) for role, one, figures in rows if figures is not None]
+    measured.sort(key=lambda row: math.inf if row[2].absolute is None else row[2].absolute, reverse=True)
+    if not measured:
+        return
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(f"largest differences ({min(_MOST_FIGURES, len(measured))} of {len(measured)})", style="cyan")
+    for heading in ("absolute", "ULP", "elements", "first at"):
+        table.add_column(heading, justify="right")
+    for role, one, figures in measured[:_MOST_FIGURES]:
+        absolute = "not finite" if figures.absolute is None else f"{figures.absolute:.3g}"
+        ulp = "" if figures.ulp is None else f"{figures.ulp:,}"
+        elements = f"{figures.elements:,} of {math.prod(one.a.shape):,}"
+        table.add_row(Text(f"{role} {one.name}"), absolute, ulp, elements, str(list(figures.first)))
+    console.print(table)
 
 
 def _reasons(different: list[Different]) -> list[str]:

@@ -12,7 +12,7 @@ import msgspec
 
 import paddleformers_fc
 from paddleformers_fc.execute.weights_md5 import weights_md5
-from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text, size_text
 
@@ -63,6 +63,7 @@ class Choices:
         base: open weights into which adapters are merged; empty for none.
         accept_base: whether ``base`` may be other files than those of the training.
         role: ``model_state``, or ``ema_state`` for the moving average of the weights.
+        dtype: of the exported weights; empty for the stored one.
     """
 
     max_shard_bytes: int
@@ -73,6 +74,7 @@ class Choices:
     base: str = ""
     accept_base: bool = False
     role: str = MODEL_STATE
+    dtype: str = ""
 
 
 def export(source: AnyPath, target: Path, choices: Choices) -> Exported:
@@ -87,7 +89,8 @@ def export(source: AnyPath, target: Path, choices: Choices) -> Exported:
         FlexError: the source cannot be opened, proved or read, or the target not be written.
     """
     started = time.monotonic()
-    checkpoint = paddleformers_fc.open(source, "size" if choices.verify == "full" else choices.verify)
+    level = "size" if choices.verify == "full" else choices.verify
+    checkpoint = paddleformers_fc.open(source, level, _roles(choices) if level == "off" else None)
     report = checkpoint.export(
         target,
         max_shard_bytes=choices.max_shard_bytes,
@@ -98,6 +101,7 @@ def export(source: AnyPath, target: Path, choices: Choices) -> Exported:
         base=choices.base or None,
         accept_base=choices.accept_base,
         role=choices.role,
+        dtype=choices.dtype,
     )
     return Exported(
         source=str(source),
@@ -108,6 +112,11 @@ def export(source: AnyPath, target: Path, choices: Choices) -> Exported:
         md5=weights_md5(target),
         seconds=round(time.monotonic() - started, 3),
     )
+
+
+def _roles(choices: Choices) -> set[str]:
+    """Return the roles that an export reads. Optimizer states may be gone where nothing is verified."""
+    return {MODEL_STATE, choices.role} | ({MASTER_WEIGHT} if choices.dtype else set())
 
 
 def show(found: Exported, console: Console) -> None:

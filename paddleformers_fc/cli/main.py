@@ -267,6 +267,16 @@ def plan(
         ),
     ],
     dtype: Annotated[str | None, typer.Option(help="The target model's dtype; by default the stored one.")] = None,
+    aoa_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--aoa-config",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="A YAML or JSON file with aoa_config, such as that of the training, or with its statements alone.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Show the bytes, reads, memory and dropped tensors of a load under another layout, rank by rank.
@@ -280,7 +290,8 @@ def plan(
     source = _named(directory)
     with output.working(f"planning {source}"):
         refuse_impossible_grid(source, to, dtype)
-        found = paddleformers_fc.open(source).plan(to, dtype)
+        stated = None if aoa_config is None else planning.read_aoa_config(aoa_config)
+        found = paddleformers_fc.open(source).plan(to, dtype, stated)
     _present(found, planning.show, as_json)
     return OK
 
@@ -297,7 +308,11 @@ def export(
         ),
     ] = "5GB",
     verify: Annotated[
-        Level, typer.Option(help="How the checkpoint is verified first; only full detects flipped bits.")
+        Level,
+        typer.Option(
+            help="How the checkpoint is verified first; only full detects flipped bits. off needs the files of weights "
+            "only."
+        ),
     ] = Level.full,
     replace: Annotated[bool, typer.Option("--replace", help="Replace an older export in the directory.")] = False,
     tied: Annotated[
@@ -316,6 +331,9 @@ def export(
     role: Annotated[
         str, typer.Option("--role", help="model_state, or ema_state: the moving average of the weights.")
     ] = "model_state",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32 (from master weights, if stored) or bfloat16; by default as stored.")
+    ] = "",
     as_json: Json = False,
 ) -> int:
     """Write a checkpoint's weights as Hugging Face files; prints them and one md5, the same for every layout."""
@@ -328,7 +346,7 @@ def export(
         raise typer.BadParameter(f"Directory {directory!r} is a file.")
     with output.working(f"exporting {source}"):
         size = parse_size(max_shard_size)
-        choices = exporting.Choices(size, verify.value, replace, tied.value, as_format, base, accept_base, role)
+        choices = exporting.Choices(size, verify.value, replace, tied.value, as_format, base, accept_base, role, dtype)
         found = exporting.export(source, target, choices)
     _present(found, exporting.show, as_json)
     return OK

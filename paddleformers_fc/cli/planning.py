@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paddleformers_fc.cli.settings import read_settings
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.forecast import GridPlan, RankForecast
 from paddleformers_fc.text import count_text, size_text
@@ -13,6 +16,23 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _SHOWN = 24
+
+
+def read_aoa_config(file: Path) -> Mapping[str, object]:
+    """Return the ``aoa_config`` of a training configuration, or of a file with nothing else.
+
+    Raises:
+        OptionError: the file contains no statements.
+    """
+    settings = read_settings(file)
+    found = settings.get("aoa_config", settings)
+    if not isinstance(found, dict) or "aoa_statements" not in found:
+        raise OptionError(
+            "The file contains no aoa_config.",
+            where=str(file),
+            next_step="Write the statements as a list under the key aoa_statements; see docs/aoa.md.",
+        )
+    return found
 
 
 def show(found: GridPlan, console: Console) -> None:

@@ -1,9 +1,10 @@
 """Comparison of two checkpoints tensor by tensor, across parallel layouts and formats.
 
 The stored bytes of both sides are read and compared in pieces (:mod:`.compare`); a tensor that differs is read again
-for its md5, in pieces too. So memory does not depend on the size of tensors. Tensors that only one side has, or with
-another shape or dtype, are not compared. Only roles that both formats can contain are compared, so that beside open
-weights the states of the optimizer, most of a checkpoint's bytes, are not read.
+for its md5 and the figures of :mod:`.deviation`, in pieces too. So memory does not depend on the size of tensors.
+Tensors that only one side has, or with another shape or dtype, are not compared. Only roles that both formats can
+contain are compared, so that beside open weights the states of the optimizer, most of a checkpoint's bytes, are not
+read.
 
 If both sides store equal boxes under equal rules, they are proved once and their stored tensors are compared first.
 Only canonical tensors that read a differing one are planned on both sides.
@@ -11,23 +12,26 @@ Only canonical tensors that read a differing one are planned on both sides.
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.compare import ComparedSide, differing_stored, differing_tensors
-from paddleformers_fc.execute.digest import digest_tensors, items_by_tensor, require_plan
+from paddleformers_fc.execute.deviation import Comparison, Deviation
+from paddleformers_fc.execute.digest import digest_tensors, items_by_tensor, read_in_pieces, require_plan
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.read_pool import ReadPool
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
 from paddleformers_fc.layout.roles import ROLES
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_names, canonical_source
 from paddleformers_fc.plan.build import Planner
+from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.text import natural
 
 
@@ -54,11 +58,19 @@ class Form(msgspec.Struct, frozen=True):
 
 
 class Different(msgspec.Struct, frozen=True):
-    """A tensor that both sides hold and that is not the same."""
+    """A tensor that both sides hold and that is not the same.
+
+    Attributes:
+        name: canonical name.
+        a: its form on one side.
+        b: its form on the other.
+        deviation: how far the numbers are apart; None where shapes or dtypes differ.
+    """
 
     name: str
     a: Form
     b: Form
+    deviation: Deviation | None = None
 
     @property
     def reason(self) -> str:
@@ -135,7 +147,7 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
             where=f"{a.catalog.root} and {b.catalog.root}",
             next_step="Leave out --role; inspect shows which roles a checkpoint has.",
         )
-    forms = _differing_forms(first, second, alike)
+    forms = _differences(first, second, alike)
     found = {name: _role_difference(name, first, second, forms) for name in present}
     left_out = [] if role is not None else [name for name in _stored_roles(both) if name not in roles]
     equal = all(one.same for one in found.values())
@@ -160,10 +172,7 @@ class _Prepared:
 
     def plan(self, keys: Iterable[Key]) -> LoadPlan:
         """Return the reads of some canonical tensors; see :func:`require_plan`."""
-        layout: dict[str, dict[str, Shard]] = {}
-        for role, name in keys:
-            layout.setdefault(role, {})[name] = self.tensors[role, name]
-        return require_plan(Planner(self.source), self.source, layout)
+        return require_plan(Planner(self.source), self.source, _layout(self, keys))
 
 
 def _prepared(checkpoint: OpenedCheckpoint, roles: Sequence[str]) -> _Prepared:
@@ -195,8 +204,12 @@ def _has_equal_forms(one: Mapping[str, StoredTensor], other: Mapping[str, Stored
     return True
 
 
-def _differing_forms(first: _Prepared, second: _Prepared, alike: bool) -> dict[Key, tuple[Form, Form]]:
-    """The tensors of both sides that are not the same, with their digests.
+_Found = Mapping[Key, tuple[Form, Form, Deviation | None]]
+"""What differs: the forms of both sides, and how far they are apart."""
+
+
+def _differences(first: _Prepared, second: _Prepared, alike: bool) -> _Found:
+    """The tensors of both sides that are not the same, with their digests and figures.
 
     Args:
         first: one side.
@@ -219,9 +232,31 @@ def _differing_forms(first: _Prepared, second: _Prepared, alike: bool) -> dict[K
             for side, plan in ((first, left), (second, right))
         )
         unequal = differing_tensors(pool, one, other, {key: same[key] for key in wanted})
-    keys = [key for key in common if key in unequal or key not in same]
-    ours, theirs = (_forms(side, keys) for side in (first, second))
-    return {key: (ours[key], theirs[key]) for key in keys}
+    others = [key for key in common if key not in same]
+    ours, theirs = (_forms(side, others) for side in (first, second))
+    found: dict[Key, tuple[Form, Form, Deviation | None]] = {key: (ours[key], theirs[key], None) for key in others}
+    found.update(_deviations(first, second, [key for key in same if key in unequal]))
+    return found
+
+
+def _deviations(
+    first: _Prepared, second: _Prepared, keys: Sequence[Key]
+) -> Iterator[tuple[Key, tuple[Form, Form, Deviation]]]:
+    """Read tensors of equal shape and dtype on both sides at once, for digests and figures."""
+    sides = (read_in_pieces(side.source, _layout(side, keys)) for side in (first, second))
+    hashers, done = (hashlib.md5(), hashlib.md5()), 0
+    comparison: Comparison | None = None
+    for (role, tensor, one), (_, _, other) in zip(*sides, strict=True):
+        comparison = comparison or Comparison(tensor.global_shape)
+        for hasher, data in zip(hashers, (one, other), strict=True):
+            hasher.update(data.data)
+        dtype = to_numpy(to_safetensors(tensor.dtype))
+        comparison.add(one.view(dtype), other.view(dtype))
+        done += one.nbytes
+        if done == shard_bytes(tensor):
+            forms = [Form(tensor.dtype, tensor.global_shape, hasher.hexdigest()) for hasher in hashers]
+            yield (role, tensor.name), (forms[0], forms[1], comparison.result())
+            hashers, done, comparison = (hashlib.md5(), hashlib.md5()), 0, None
 
 
 def _suspects(pool: ReadPool, first: _Prepared, second: _Prepared, plan: LoadPlan) -> set[Key]:
@@ -230,11 +265,15 @@ def _suspects(pool: ReadPool, first: _Prepared, second: _Prepared, plan: LoadPla
     return {(role, one) for role, name in differing for one in canonical_names(first.source, role, name)}
 
 
-def _forms(side: _Prepared, keys: Sequence[Key]) -> dict[Key, Form]:
+def _layout(side: _Prepared, keys: Iterable[Key]) -> dict[str, dict[str, Shard]]:
     layout: dict[str, dict[str, Shard]] = {}
     for role, name in keys:
         layout.setdefault(role, {})[name] = side.tensors[role, name]
-    digests = digest_tensors(side.source, layout)
+    return layout
+
+
+def _forms(side: _Prepared, keys: Sequence[Key]) -> dict[Key, Form]:
+    digests = digest_tensors(side.source, _layout(side, keys))
     return {(one.role, one.name): Form(one.dtype, one.shape, one.md5) for one in digests}
 
 
@@ -267,9 +306,7 @@ def _compared_roles(sides: Sequence[OpenedCheckpoint], role: str | None) -> tupl
     return tuple(roles)
 
 
-def _role_difference(
-    role: str, first: _Prepared, second: _Prepared, forms: Mapping[Key, tuple[Form, Form]]
-) -> RoleDifference:
+def _role_difference(role: str, first: _Prepared, second: _Prepared, forms: _Found) -> RoleDifference:
     mine, theirs = ({name for found, name in side.tensors if found == role} for side in (first, second))
     names = sorted((name for found, name in forms if found == role), key=natural)
     different = [Different(name, *forms[role, name]) for name in names]

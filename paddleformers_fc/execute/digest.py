@@ -93,7 +93,7 @@ def digest_tensors(source: ReadSource, layout: Layout, piece_bytes: int = PIECE_
         FlexError: as :func:`read_canonical`.
     """
     hasher, done = hashlib.md5(), 0
-    for role, tensor, data in _read_in_pieces(source, layout, piece_bytes):
+    for role, tensor, data in read_in_pieces(source, layout, piece_bytes):
         hasher.update(data.data)
         done += data.nbytes
         if done == shard_bytes(tensor):
@@ -132,8 +132,8 @@ class _Piece:
     items: list[ReadItem]
 
 
-def _read_in_pieces(
-    source: ReadSource, layout: Layout, piece_bytes: int
+def read_in_pieces(
+    source: ReadSource, layout: Layout, piece_bytes: int = PIECE_BYTES
 ) -> Iterator[tuple[str, Shard, np.ndarray[Any, Any]]]:
     """Yield role, tensor and the bytes of its next piece, which are valid until the next one."""
     catalog, planner = source.catalog, Planner(source)

@@ -27,6 +27,7 @@ from paddleformers_fc.execute.export_batches import batch_bytes
 from paddleformers_fc.execute.export_files import ExportJob, write_files
 from paddleformers_fc.execute.merging import Merge, read_merge
 from paddleformers_fc.execute.opening import compare_unread, open_on_all_ranks, own_file
+from paddleformers_fc.execute.recasting import recast, recast_documents
 from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging_directory import staging_beside
@@ -116,6 +117,7 @@ def export_opened(
     channel: Channel = ALONE,
     writer: ExportWriter | None = None,
     base: OpenedCheckpoint | None = None,
+    dtype: str = "",
 ) -> ExportReport:
     """Write the tensors of an opened checkpoint as a directory of another format.
 
@@ -126,6 +128,7 @@ def export_opened(
         channel: the ranks that share the work; every rank must call.
         writer: of the format; by default open weights, and PEFT's for adapters.
         base: the open weights into which the adapters of the checkpoint are merged, if any.
+        dtype: of the exported weights; empty for the stored one. Open weights without ``base`` alone.
     Raises:
         FlexError: the same on every rank; older weights in the target are untouched.
     """
@@ -142,7 +145,9 @@ def export_opened(
         merge = None if base is None else read_merge(checkpoint, base)
         chosen = EXPORTED.writer if merge is not None else writer or default_writer(checkpoint)
         wanted = _source(checkpoint, chosen) if base is None else canonical_source(base)
-        layout = canonical_layout(wanted)
+        layout: Layout = canonical_layout(wanted)
+        if dtype:
+            wanted, layout = recast(checkpoint, wanted, layout, dtype)
         return wanted, layout, chosen.files(checkpoint, layout, max_shard_bytes), chosen, merge
 
     wanted, layout, files, writer, merge = run_on_all(channel, f"preparing an export to {target.name}", prepare)
@@ -150,6 +155,8 @@ def export_opened(
         compare_unread(checkpoint, channel)
     _refuse_untied(wanted, layout, channel)
     documents = {**_model_files(checkpoint, channel), **writer.documents(checkpoint, files)}
+    if dtype:
+        documents = recast_documents(documents, dtype)
     with staging_beside(target, channel, _nothing, staging_parent) as staged:
         mine = _files_of_rank(files, staged.disks, channel.rank)
         job = ExportJob(staged.path, wanted, writer, mine, batch_bytes(wanted, max_shard_bytes), merge)

@@ -92,22 +92,27 @@ def probe(directory: AnyPath) -> FileVisibility:
     return FileVisibility(manifest, identities_of(directory / checksum.path for checksum in manifest.files))
 
 
-def open_flex(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
+def open_flex(directory: AnyPath, verify: str = "size", roles: Collection[str] | None = None) -> OpenedCheckpoint:
     """Open a finished checkpoint.
 
     Args:
         directory: ``checkpoint-N``.
         verify: ``off``, ``size`` or ``full``, see :func:`paddleformers_fc.storage.manifest.verify_files`.
+        roles: the roles whose tensors are read; None for all. Under ``off``, files of others need not exist.
     Raises:
         NotACheckpoint: without a manifest.
         Corrupt: files that are missing, of another size or checksum, or tensors not stored whole; all of them.
         FormatError: a manifest, mapping or header that does not follow its format.
     """
-    return open_probed(directory, probe(directory), verify)
+    return open_probed(directory, probe(directory), verify, roles=roles)
 
 
 def open_probed(
-    directory: AnyPath, sight: FileVisibility, verify: str, compared: Collection[str] | None = None
+    directory: AnyPath,
+    sight: FileVisibility,
+    verify: str,
+    compared: Collection[str] | None = None,
+    roles: Collection[str] | None = None,
 ) -> OpenedCheckpoint:
     """As :func:`open_flex`, for a checkpoint that :func:`probe` has looked at.
 
@@ -116,10 +121,11 @@ def open_probed(
         sight: what :func:`probe` returned.
         verify: as for :func:`open_flex`.
         compared: under ``size`` the documents whose checksums are compared; None for all of them.
+        roles: as for :func:`open_flex`.
     """
     verify_files(directory, sight.manifest, verify, documents=compared)
     documents = {name: read_document_bytes(directory, sight.manifest, name) for name in DOCUMENTS}
-    catalog, faults = build_catalog(directory, sight.manifest, lambda path: shards_of(directory, path))
+    catalog, faults = build_catalog(directory, sight.manifest, lambda path: shards_of(directory, path), roles)
     return build_checkpoint(replace(catalog, identities=sight.identities), faults, sight.manifest, documents)
 
 
@@ -134,7 +140,10 @@ def read_document_bytes(directory: AnyPath, manifest: Manifest, name: str) -> by
 
 
 def build_catalog(
-    directory: AnyPath, manifest: Manifest, shards: Callable[[str], Iterable[StoredShard]]
+    directory: AnyPath,
+    manifest: Manifest,
+    shards: Callable[[str], Iterable[StoredShard]],
+    wanted: Collection[str] | None = None,
 ) -> tuple[Catalog, list[str]]:
     """The catalog of a checkpoint, and the contradictions between its files.
 
@@ -142,10 +151,11 @@ def build_catalog(
         directory: ``checkpoint-N``.
         manifest: which files it has.
         shards: what a file holds, by its path relative to the directory.
+        wanted: the roles to read; None for all.
     """
     roles = {}
     faults: list[str] = []
-    for role in ROLES:
+    for role in ROLES if wanted is None else [one for one in ROLES if one in wanted]:
         paths = [checksum.path for checksum in manifest.files if is_shard_file(checksum.path, role)]
         tensors, contradictions = gather_shards(
             shard for held in map_paths(lambda path: list(shards(path)), paths, directory) for shard in held

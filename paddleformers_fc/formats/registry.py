@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, cast
 
 from paddleformers_fc.errors import NotACheckpoint, OptionError
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, ExportWriter, Format, OpenedCheckpoint
-from paddleformers_fc.formats.flex import FLEX
+from paddleformers_fc.formats.flex import FLEX, open_flex
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.legacy_hybrid import LEGACY_HYBRID
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
@@ -125,17 +126,19 @@ def require_format(directory: AnyPath) -> Format:
     )
 
 
-def open_checkpoint(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
+def open_checkpoint(directory: AnyPath, verify: str = "size", roles: Collection[str] | None = None) -> OpenedCheckpoint:
     """Open a checkpoint of any format.
 
     Args:
         directory: a flex checkpoint, a directory of open weights, or a checkpoint of Paddle's FlexCheckpoint.
         verify: what is compared first, where checksums are recorded: ``off``, ``size`` or ``full``.
+        roles: the roles of a flex checkpoint to open; None for all.
     Raises:
         NotACheckpoint: no format recognises it.
         CheckpointError: it is damaged or malformed.
     """
-    return require_format(directory).open(directory, verify)
+    format = require_format(directory)
+    return open_flex(directory, verify, roles) if roles and format is FLEX else format.open(directory, verify)
 
 
 def read_config(directory: AnyPath) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from paddleformers_fc.aoa import AoaTensor
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import OptionalNames, described_by_file, family_for
 from paddleformers_fc.families.bind import tied_sources
@@ -38,7 +39,8 @@ from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.plan.shard_numbers import regrouped
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, states_of, stored_model
-from paddleformers_fc.plan.sources import described_model, huggingface_source, resume_source
+from paddleformers_fc.plan.sources import described_model, huggingface_source, resume_source, stored_tensors
+from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.regions import (
@@ -290,20 +292,26 @@ class GridPlan(msgspec.Struct, frozen=True):
     ranks: list[RankForecast]
 
 
-def plan_for_grid(checkpoint: OpenedCheckpoint, to: str, dtype: str | None = None) -> GridPlan:
+def plan_for_grid(
+    checkpoint: OpenedCheckpoint,
+    to: str,
+    dtype: str | None = None,
+    aoa_config: MappingABC[str, object] | None = None,
+) -> GridPlan:
     """Plan a load for every rank of a grid.
 
     Args:
         checkpoint: a flex checkpoint, or open weights with their ``config.json``.
         to: the grid, such as ``tp=2,pp=2``.
         dtype: the target model's dtype; by default the stored one.
+        aoa_config: see :func:`forecast_load`.
     Raises:
         OptionError: the grid or the dtype is invalid, or the model cannot have the grid.
         NotACheckpoint: no model can be filled from a checkpoint of this format.
         FlexError: what is stored does not fit the target.
     """
     grid = parse_plan_target(to, dtype)
-    found, used = forecast_load(checkpoint, grid, dtype)
+    found, used = forecast_load(checkpoint, grid, dtype, aoa_config)
     return GridPlan(
         path=str(checkpoint.catalog.root),
         to=str(grid),
@@ -362,13 +370,19 @@ def _require_config(config: MappingABC[str, Any], directory: AnyPath) -> None:
         )
 
 
-def forecast_load(checkpoint: OpenedCheckpoint, grid: ParallelGrid, dtype: str | None = None) -> tuple[Forecast, str]:
+def forecast_load(
+    checkpoint: OpenedCheckpoint,
+    grid: ParallelGrid,
+    dtype: str | None = None,
+    aoa_config: MappingABC[str, object] | None = None,
+) -> tuple[Forecast, str]:
     """Forecast a load of an opened checkpoint onto a grid.
 
     Args:
         checkpoint: a flex checkpoint, or open weights with their ``config.json``.
         grid: the target ranks.
         dtype: the target model's dtype; by default the stored one.
+        aoa_config: statements from stored names to the model's; a flex checkpoint alone takes them.
     Returns:
         the forecast, and the target model's dtype.
     Raises:
@@ -382,18 +396,28 @@ def forecast_load(checkpoint: OpenedCheckpoint, grid: ParallelGrid, dtype: str |
     family = family_for(described.config)
     # A router is float32 whatever the model is; the model is what its other weights are.
     used = dtype or min({tensor.dtype for tensor in stored.values()}, key=lambda name: (name == "float32", name))
+    if canonical and aoa_config is not None:
+        raise OptionError(
+            "aoa_config applies to a resume, and open weights are read by the names of their family.",
+            where=str(checkpoint.catalog.root),
+            next_step="Leave out --aoa-config, or name a flex checkpoint.",
+        )
     if canonical:
         model: SimulatedModel = declared_model(family, described, grid, used)
         optional, aliases = OptionalNames(family, described), tied_sources(family, described)
         source, report = huggingface_source(checkpoint.catalog, model.rules, optional, aliases)
         return forecast(source, model, report, lambda untouched: optional.missed(untouched, stored)), used
     model = stored_model(family, described, grid, checkpoint.rules.targets, dtype)
-    source, report = resume_source(checkpoint, model.rules)
+    if aoa_config is None:
+        source, report = resume_source(checkpoint, model.rules)
+    else:
+        tensors = {one.name: AoaTensor(one.shape, one.dtype, one.cuts) for one in stored_tensors(model.rules)}
+        source, report = statements_source(checkpoint, described, aoa_config, tensors)
     for line in regrouped(source):
         report.add("shape", line)
-    fresh = frozenset(checkpoint.rules.fresh)
+    may_be_left = source.mapping.dropped if aoa_config else frozenset(checkpoint.rules.fresh)
 
     def unexpected(untouched: Sequence[str]) -> list[str]:
-        return [name for name in untouched if split_state_name(MASTER_WEIGHT, name).parameter not in fresh]
+        return [name for name in untouched if split_state_name(MASTER_WEIGHT, name).parameter not in may_be_left]
 
     return forecast(source, model, report, unexpected), used

@@ -51,6 +51,22 @@ def test_a_differing_tensor_is_listed_by_its_canonical_name(four: Path, tmp_path
     assert weights["only_in_a"] == weights["only_in_b"] == []
 
 
+def test_a_difference_has_its_largest_absolute_and_ulp_value_and_its_first_index(four: Path, tmp_path: Path) -> None:
+    arrays = canonical()
+    weight = arrays[CHANGED]
+    weight[2, 1] = np.nextafter(weight[2, 1], np.float32(np.inf))
+    weight[3, 5] += 1
+    outcome = run("diff", four, save(tmp_path / "changed", arrays), "--role", "model_state", "--json")
+    (different,) = outcome.document["roles"]["model_state"]["different"]
+    gone = abs(float(canonical()[CHANGED][3, 5]) - float(weight[3, 5]))
+    found = different["deviation"]
+    assert (found["elements"], found["first"], found["absolute"]) == (2, [2, 1], gone)
+    assert found["ulp"] > 1
+    lines = run("diff", four, tmp_path / "changed").out.splitlines()
+    (row,) = [line for line in lines if f"model_state {CHANGED}" in line]
+    assert row.split()[2:] == [f"{gone:.3g}", f"{found['ulp']:,}", "2", "of", "128", "[2,", "1]"]
+
+
 def test_the_text_has_the_counts_and_the_names(four: Path, tmp_path: Path) -> None:
     outcome = run("diff", four, changed(tmp_path / "changed"))
     assert outcome.code == 1

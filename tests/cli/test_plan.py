@@ -150,3 +150,30 @@ def test_a_plan_changes_nothing(stored: Path) -> None:
     planned(stored, "--to", "sharding=2,stage=2")
     assert {path: read_file(path) for path in stored.rglob("*") if path.is_file()} == before
     assert json.loads(read_file(stored / "config.json"))["hidden_size"] == HIDDEN
+
+
+def test_a_plan_follows_the_statements_of_a_training(stored: Path, tmp_path: Path) -> None:
+    name = "model.norm.weight"
+    written = tmp_path / "job.yaml"
+    statements = [f"{name} -> _", f"_ -> {name}"]
+    written.write_text(json.dumps({"output_dir": "out", "aoa_config": {"aoa_statements": statements}}))
+    assert (planned(stored, "--to", "tp=2")["fresh"], planned(stored, "--to", "tp=2")["dropped"]) == ([], [])
+    found = planned(stored, "--to", "tp=2", "--aoa-config", written)
+    assert name in found["fresh"]
+    assert {one.removesuffix("_0").split(".")[-1] for one in found["dropped"]} == {
+        *("weight", "moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
+    }
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("aoa_statements: ['nowhere -> model.norm.weight']")
+    outcome = run("plan", stored, "--to", "tp=2", "--aoa-config", wrong, "--json")
+    assert (outcome.code, outcome.document["error"]) == (1, "MappingError")
+
+
+def test_a_file_without_statements_is_refused(stored: Path, weights: Path, tmp_path: Path) -> None:
+    written = tmp_path / "job.yaml"
+    written.write_text("output_dir: out")
+    outcome = run("plan", stored, "--to", "tp=2", "--aoa-config", written, "--json")
+    assert (outcome.code, outcome.document["what"]) == (2, "The file contains no aoa_config.")
+    written.write_text("aoa_statements: ['model.norm.weight -> model.norm.weight']")
+    outcome = run("plan", weights, "--to", "tp=2", "--aoa-config", written, "--json")
+    assert (outcome.code, outcome.document["error"]) == (2, "OptionError")
