@@ -93,7 +93,8 @@ def comparable_config(model: ModelDescription) -> dict[str, object]:
     }
     rules = {} if model.rules is None else {"mapping": model.rules.digest}
     adapters = {} if model.adapters is None else {"lora": model.adapters.settings}
-    return {**config, IS_FLEET: model.is_fleet, **rules, **adapters}
+    placed = {"semi-automatic parallelism": True} if model.is_global else {}
+    return {**config, IS_FLEET: model.is_fleet, **rules, **adapters, **placed}
 
 
 def _flat(value: object, subject: str) -> Iterator[tuple[str, str]]:

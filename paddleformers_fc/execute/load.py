@@ -27,7 +27,7 @@ from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadOptions
 from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed, read_redistributed
-from paddleformers_fc.execute.save_plan import model_rules
+from paddleformers_fc.execute.save_plan import cuts_of, model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.adapters import Adapters, shared_inputs
 from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
@@ -198,7 +198,7 @@ def prepare_load(
     facts |= {"aoa_config": aoa_config or {}, "flex_tied": checkpoint.tied, OPTION: sorted(may_change)}
     facts |= {ALLOW_CASTS: may_cast}
     consistency = _consistency_check(checkpoint.catalog.root, model, facts)
-    tensors = whole_model(roles, channel, consistency) if aoa_config else {}
+    tensors = whole_model(model, roles, channel, consistency) if aoa_config else {}
 
     def preflight() -> _Preflight:
         shards = describe_roles(roles)
@@ -271,12 +271,14 @@ def _consistency_check(directory: AnyPath, model: ModelDescription, facts: Mappi
     )
 
 
-def whole_model(roles: Roles, channel: Channel, consistency: ConsistencyFacts | None = None) -> dict[str, AoaTensor]:
+def whole_model(
+    model: ModelDescription, roles: Roles, channel: Channel, consistency: ConsistencyFacts | None = None
+) -> dict[str, AoaTensor]:
     """Return every tensor of the model on all ranks: statements describe the model, and a rank holds a part of it."""
 
     def describe() -> dict[str, AoaTensor]:
         shards = describe_roles({MODEL_STATE: roles[MODEL_STATE]})[MODEL_STATE]
-        return {name: AoaTensor(one.global_shape, one.dtype, one.cuts) for name, one in shards.items()}
+        return {name: AoaTensor(one.global_shape, one.dtype, cuts_of(model, one)) for name, one in shards.items()}
 
     everyone = all_gather_checked(channel, "describing the model", describe, dict[str, AoaTensor], consistency)
     return {name: tensor for tensors in everyone for name, tensor in tensors.items()}

@@ -380,7 +380,9 @@ def _address(weight: Any) -> int:
 
 def _facts(own: LiveRoles, model: ModelDescription, max_file_bytes: int) -> bytes:
     """The digest of everything that this rank brings into a plan."""
-    described = json.dumps([dict(model.config), model.is_fleet, model.adapters], sort_keys=True, default=repr)
+    described = json.dumps(
+        [dict(model.config), model.is_fleet, model.adapters, model.is_global], sort_keys=True, default=repr
+    )
     stated = model.rules.digest if model.rules is not None else ""
     return digest(described.encode(), stated.encode(), str(max_file_bytes).encode(), facts_of(own))
 

@@ -35,7 +35,7 @@ from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.formats.registry import SAVED
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
-from paddleformers_fc.mapping import RuleSet, prove
+from paddleformers_fc.mapping import RuleSet, Shape, prove
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
@@ -196,10 +196,17 @@ def model_rules(model: ModelDescription, shards: Mapping[str, Shard]) -> RuleSet
         model: what the model was built from.
         shards: ``model_state`` shards by name.
     """
-    tensors = [ModelTensor(shard.name, shard.global_shape, shard.dtype, shard.cuts) for shard in shards.values()]
+    tensors = [
+        ModelTensor(shard.name, shard.global_shape, shard.dtype, cuts_of(model, shard)) for shard in shards.values()
+    ]
     cuts = {tensor.name: tensor.cuts for tensor in tensors if any(cut > 1 for cut in tensor.cuts)}
     rules = bind_model(model, tensors)
     return replace(rules, cuts={**cuts, **rules.cuts})
+
+
+def cuts_of(model: ModelDescription, shard: Shard) -> Shape:
+    """Return the tensor-parallel degree on every axis of a model's tensor by one of its shards."""
+    return (1,) * len(shard.global_shape) if model.is_global else shard.cuts
 
 
 def _role_files(role: str, pieces: Iterable[ShardPart], rank: int, max_file_bytes: int) -> Iterable[PlannedFile]:

@@ -34,12 +34,15 @@ class ModelDescription:
             depends on it.
         rules: the rules of the whole model, if a caller states them; None if its family declares them.
         adapters: the adapters of the model, if it has any. Its tensors are then those that are trained.
+        is_global: whether fused tensors have the layout of one device, however ranks divide them, as those of
+            semi-automatic parallelism do. It is not stored: the cuts of the stored rules are then 1.
     """
 
     config: Mapping[str, Any]
     is_fleet: bool | None = None
     rules: RuleSet | None = None
     adapters: Adapters | None = None
+    is_global: bool = False
 
     @property
     def model_type(self) -> str:

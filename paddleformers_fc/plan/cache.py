@@ -134,8 +134,9 @@ def plan_key(
     )
 
 
-def _stated(model: ModelDescription) -> list[str]:
-    return [] if model.rules is None else [model.rules.digest]
+def _stated(model: ModelDescription) -> list[object]:
+    stated: list[object] = [] if model.rules is None else [model.rules.digest]
+    return [*stated, *([True] if model.is_global else [])]
 
 
 def _digest(data: bytes) -> str:

@@ -36,10 +36,11 @@ from paddleformers_fc.trainer.host_models import PretrainedConfig
 from paddleformers_fc.trainer.job_state import job_communicator
 from paddleformers_fc.trainer.layout_source import (
     HeldTensors,
-    ShardedStateDicts,
+    LayoutSource,
+    StateDict,
     held_tensors,
+    live_source,
     rules_of_all,
-    sharded_state_dicts,
 )
 
 Config: TypeAlias = Mapping[str, Any] | PretrainedConfig
@@ -47,7 +48,7 @@ Config: TypeAlias = Mapping[str, Any] | PretrainedConfig
 
 
 def save(
-    directory: str | PathLike[str],
+    directory: str | PathLike[str] | Mapping[str, Any],
     model: Any,
     optimizer: Any = None,
     *,
@@ -62,8 +63,10 @@ def save(
 
     Args:
         directory: the checkpoint, usually ``checkpoint-N`` with the step as N; an older one is replaced in one step.
-        model: a layer with ``sharded_state_dict``, or its parallel wrapper.
-        optimizer: a declared optimizer over its parameters; None saves the weights alone.
+        model: a layer with ``sharded_state_dict``, or its parallel wrapper; or a state dict of semi-automatic
+            parallelism, which may be the first argument: ``save(state_dict, path)``.
+        optimizer: a declared optimizer over its parameters; None saves the weights alone. A state dict contains the
+            states: ``{**model.state_dict(), **optimizer.state_dict()}``.
         step: optimizer steps done.
         consumed_samples: training samples seen.
         parallel: degree per parallel axis, for a reader; a load does not need it.
@@ -78,14 +81,14 @@ def save(
         >>> paddleformers_fc.save("out/checkpoint-3", model, optimizer, step=3)
     """
     channel = job_communicator()
+    directory, model = _in_order(directory, model)
     target = require_local(expand_user(str(directory)), "A checkpoint that is saved")
     adapter_checks.refuse_unsupported(model, channel)
     base.identify_once(model, channel)
 
     def prepare() -> tuple[HeldTensors, _Prepared]:
-        source = sharded_state_dicts(model, optimizer)
+        source, described = _source(model, optimizer, family, config, mapping)
         undefined.refuse_undefined(source.model)
-        described = _described(source.model, family, config, mapping)
         roles = source.roles()
         files = {CONFIG_NAME: _config_text(source.model, described, config)} if channel.rank == 0 else {}
         return _held(described, roles), _Prepared(described, roles, files)
@@ -99,7 +102,7 @@ def save(
 
 
 def load(
-    directory: str | PathLike[str] | RemotePath,
+    directory: str | PathLike[str] | RemotePath | Mapping[str, Any],
     model: Any,
     optimizer: Any = None,
     *,
@@ -115,7 +118,8 @@ def load(
 
     Args:
         directory: the checkpoint: a path or a URL.
-        model: a layer with ``sharded_state_dict``, or its parallel wrapper.
+        model: as for :func:`save`; a state dict of semi-automatic parallelism is filled in place, and without
+            ``family`` and ``config`` it is of the family of the checkpoint.
         optimizer: gets the stored states; None loads the weights alone.
         verify: what is compared: ``off``, ``size`` (sizes and documents) or ``full`` (also all tensors that are read).
         threads: number of threads of this rank that read.
@@ -137,16 +141,16 @@ def load(
         >>> paddleformers_fc.load("out/checkpoint-3", model, optimizer)
     """
     channel = job_communicator()
+    directory, model = _in_order(directory, model)
     path = directory if isinstance(directory, RemotePath) else parse_path(expand_user(str(directory)))
     facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}
     opened = open_on_all_ranks(path, channel, verify, threads, ConsistencyCheck(f"loading {path.name}", facts))
     adapter_checks.refuse_unsupported(model, channel)
     base.identify_once(model, channel)
 
-    def look() -> tuple[HeldTensors, tuple[ShardedStateDicts, ModelDescription]]:
-        source = sharded_state_dicts(model, optimizer)
-        described = _described(source.model, family, config, mapping)
-        return _held(described, sharded_state_dicts(model, None).roles()), (source, described)
+    def look() -> tuple[HeldTensors, tuple[LayoutSource, ModelDescription]]:
+        source, described = _source(model, optimizer, family, config, mapping, opened)
+        return _held(described, source.weights()), (source, described)
 
     everyone, (source, described) = gather_and_keep(channel, "describing the model", look, HeldTensors)
 
@@ -154,18 +158,17 @@ def load(
         return _aligned(opened, _with_rules(described, everyone), _is_by_name(described), aoa_config)
 
     checkpoint, description = run_on_all(channel, "comparing the models", align)
-    weights = sharded_state_dicts(model, None).roles
-    stated = stored_states.stated_sources(checkpoint, description, weights, channel, aoa_config, allow_casts)
+    stated = stored_states.stated_sources(checkpoint, description, source.weights, channel, aoa_config, allow_casts)
 
     def prepare() -> Roles:
-        names = stored_states.live_names(checkpoint, description, weights(), stated)
+        names = stored_states.live_names(checkpoint, description, source.weights(), stated)
         half = source.trained_in_half() if allow_casts else frozenset[str]()
         creation = stored_states.creation(names, checkpoint, partial(_with_aliases, description), half)
         before = source.roles() if creation.masters else {}
         source.prepare(creation.names)
         live = creation.filled(source.roles(), before)
         # A stored role that this rank does not have is reported as missing.
-        wanted = checkpoint.catalog.roles if optimizer is not None else ()
+        wanted = checkpoint.catalog.roles if source.has_states else ()
         return {role: live.get(role, {}) for role in {**live, **dict.fromkeys(wanted)}}
 
     roles = run_on_all(channel, "preparing the optimizer", prepare)
@@ -175,6 +178,11 @@ def load(
         return load.fill()
 
 
+def _in_order(directory: Any, model: Any) -> tuple[Any, Any]:
+    """Return a path and a model, of which a state dict may come first, as in Paddle's functions."""
+    return (model, directory) if isinstance(directory, Mapping) else (directory, model)
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """The input of a save on this rank."""
@@ -182,6 +190,27 @@ class _Prepared:
     description: ModelDescription
     roles: Roles
     files: dict[str, bytes]
+
+
+def _source(
+    model: Any,
+    optimizer: Any,
+    family: str | Family | None,
+    config: Config | None,
+    mapping: RuleSet | None,
+    stored: OpenedCheckpoint | None = None,
+) -> tuple[LayoutSource, ModelDescription]:
+    """Return the live tensors and their description.
+
+    A state dict has no configuration. Without arguments it is of the family of the checkpoint that it is read from.
+    """
+    source = live_source(model, optimizer)
+    described = replace(_described(source.model, family, config, mapping), is_global=source.is_global)
+    if not isinstance(source, StateDict):
+        return source, described
+    if stored is not None and _is_by_name(described) and is_known(stored.known.config):
+        described = replace(stored.known, is_global=True)
+    return replace(source, aliases=frozenset(model_ties(described))), described
 
 
 def _described(
@@ -236,7 +265,7 @@ def _held(model: ModelDescription, roles: Roles) -> HeldTensors:
 
 
 def _with_rules(model: ModelDescription, everyone: list[HeldTensors]) -> ModelDescription:
-    return replace(model, rules=rules_of_all(everyone)) if _is_by_name(model) else model
+    return replace(model, rules=rules_of_all(everyone, model.is_global)) if _is_by_name(model) else model
 
 
 def _aligned(

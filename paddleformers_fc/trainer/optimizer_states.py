@@ -234,15 +234,24 @@ def _tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
     descriptor, inner = descriptor_of(optimizer), innermost(optimizer)
     for static, tensor in getattr(inner, "_master_weights", {}).items():
         yield MASTER, _static(static), tensor
-    _refuse_waiting(inner)
-    _refuse_others(inner)
-    _refuse_kept_apart(inner)
+    refuse_unseen(inner)
     prefix = "" if inner._name is None else f"{inner._name}_"
     for accumulator, tensors in inner._accumulators.items():
         # A tensor's own name is no help: one that was moved to page-locked memory has another one.
         state = _declaration(accumulator.removeprefix(prefix), descriptor) if tensors else MASTER
         for static, tensor in tensors.items():
             yield state, _MASTER_NAME.sub("", _static(static)), tensor
+
+
+def refuse_unseen(optimizer: Any) -> None:
+    """Refuse an optimizer with states that are no accumulators.
+
+    Args:
+        optimizer: the optimizer without wrappers.
+    """
+    _refuse_waiting(optimizer)
+    _refuse_others(optimizer)
+    _refuse_kept_apart(optimizer)
 
 
 def _declaration(accumulator: str, descriptor: OptimizerDescriptor) -> StateDescriptor:

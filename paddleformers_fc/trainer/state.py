@@ -18,7 +18,7 @@ from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.bind import tied_names
 from paddleformers_fc.families.declarations import TiedName
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE
-from paddleformers_fc.trainer import lora, optimizer_states, slices
+from paddleformers_fc.trainer import dist_tensors, lora, optimizer_states, slices
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host_models import sharded_state_dict
 from paddleformers_fc.trainer.optimizers import innermost
@@ -34,6 +34,8 @@ def model_roles(model: Any) -> LiveRoles:
     Args:
         model: the model as it was built, not its parallel wrapper.
     """
+    if dist_tensors.is_semi_auto(model):
+        return dist_tensors.roles_of(model.state_dict())
     return {MODEL_STATE: slices.cut(_parameters(model))}
 
 
@@ -72,6 +74,8 @@ def base_weights(model: Any) -> dict[str, Any]:
 
 
 def _described(model: Any) -> dict[str, Any]:
+    if dist_tensors.is_semi_auto(model):
+        return {name: dist_tensors.Named(tensor) for name, tensor in model.state_dict().items()}
     return {name: weight for name, weight in sharded_state_dict(model).items() if isinstance(weight, ShardedWeight)}
 
 
@@ -85,6 +89,8 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
     Raises:
         MismatchError: the optimizer has a state of no parameter of the model.
     """
+    if dist_tensors.is_semi_auto(model):
+        return _semi_auto_roles(model, optimizer)
     weights = _parameters(model)
     roles: LiveRoles = {MODEL_STATE: slices.cut(weights)}
     try:
@@ -99,6 +105,14 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
     roles[MASTER.role] = {name: state for name, state in states.items() if name.endswith(MASTER.suffix)}
     roles[OPTIMIZER_STATE] = {name: state for name, state in states.items() if not name.endswith(MASTER.suffix)}
     return {role: weights for role, weights in roles.items() if weights or role == MODEL_STATE}
+
+
+def _semi_auto_roles(model: Any, optimizer: Any) -> LiveRoles:
+    inner = innermost(optimizer)
+    optimizer_states.refuse_unseen(inner)
+    # The state dict of the wrapper would create states by a step, which changes weights.
+    both = {"model": model.state_dict(), "optimizer": inner.state_dict()}
+    return dist_tensors.roles_of(both, {one.alias for one in tied(model)})
 
 
 def _states(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:

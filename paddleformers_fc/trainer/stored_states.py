@@ -80,7 +80,7 @@ def stated_sources(
     """
     if not aoa_config:
         return None
-    tensors = whole_model(run_on_all(channel, "describing the model", weights), channel)
+    tensors = whole_model(model, run_on_all(channel, "describing the model", weights), channel)
 
     def evaluate() -> dict[str, Names]:
         source, _ = statements_source(checkpoint, model, aoa_config, tensors, may_cast)

@@ -7,13 +7,13 @@ succeed together, so the mark is the same on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.trainer import base
+from paddleformers_fc.trainer import base, dist_tensors
 
 _MARK = "_flex_undefined"
 
@@ -23,13 +23,16 @@ def until_filled(model: Any, directory: AnyPath) -> Iterator[None]:
     """A block that fills a model, which is undefined if the block fails.
 
     Args:
-        model: the ``paddle.nn.Layer``, without wrappers.
+        model: the ``paddle.nn.Layer``, without wrappers, or a state dict, whose tensors are marked.
         directory: what it is filled from, for the error.
     """
-    setattr(model, _MARK, str(directory))
+    marked = list(_marked(model))
+    for one in marked:
+        setattr(one, _MARK, str(directory))
     base.forget(model)
     yield
-    delattr(model, _MARK)
+    for one in marked:
+        delattr(one, _MARK)
 
 
 def refuse_undefined(model: Any) -> None:
@@ -38,10 +41,15 @@ def refuse_undefined(model: Any) -> None:
     Raises:
         MismatchError: it is undefined.
     """
-    directory = getattr(model, _MARK, None)
+    directory = next((getattr(one, _MARK) for one in _marked(model) if hasattr(one, _MARK)), None)
     if directory is not None:
         raise MismatchError(
             "The model's tensors are undefined: a load began to fill them and failed.",
             where=str(directory),
             next_step="Load a whole checkpoint into this model, or start the job again.",
         )
+
+
+def _marked(model: Any) -> Iterable[Any]:
+    """Return the objects that have the mark: a layer, or the tensors of a state dict."""
+    return [tensor for _, _, tensor in dist_tensors.leaves(model)] if isinstance(model, Mapping) else [model]

@@ -1,0 +1,211 @@
+"""Tensors of Paddle's semi-automatic parallelism, as shards of this rank.
+
+A ``DistTensor`` has a mesh, placements and a local value. Its box follows from the first two, and its memory is that of
+the local value, which saves read and loads fill in place. Paddle's own description of optimizer states
+(``AdamW.sharded_state_dict``) takes them for whole, so it is not used. Any other tensor is whole on every rank.
+
+A tensor of semi-automatic parallelism has the layout of one device, however it is placed: a fused layer is not
+interleaved by tensor-parallel ranks (``ModelDescription.is_global``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+from paddle.distributed import ShardedWeight
+
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.layout.placements import AxisShard, Placements, coordinate_of, placed_box
+from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, STATES, StateDescriptor, StateShape
+from paddleformers_fc.mapping.folding import fold
+
+_MASTERS, _SCHEDULER = "master_weights", "LR_Scheduler"
+"""Entries of ``Optimizer.state_dict`` that are no accumulators. The scheduler has no tensors and is not read."""
+
+_BY_SUFFIX = {one.suffix: one for one in STATES if one.suffix and one.shape is not StateShape.SHARD_NUMBER}
+_ACCUMULATORS = {one.paddle_name: one for one in _BY_SUFFIX.values() if one.role == OPTIMIZER_STATE}
+_SHARD = re.compile(r"Shard\(dim=(?P<axis>\d+)(, shard_order=(?P<order>\d+))?\)")
+"""The text of a placement. Paddle's class for an axis that several axes of a mesh divide has no other description."""
+
+_STATE = re.compile(rf"(?P<parameter>.+?)(_fp32_master_\d+)?_(?P<accumulator>{'|'.join(_ACCUMULATORS)})_\d+")
+"""A key of ``Optimizer.state_dict``: the static name of the parameter and the name of the accumulator."""
+
+
+def shard_of_rank(name: str, tensor: Any) -> Any:
+    """Return this rank's shard of a tensor as a ``ShardedWeight``; None if this rank has no element of it.
+
+    Args:
+        name: the key of the shard.
+        tensor: a ``DistTensor``, or a tensor that every rank has whole.
+    Raises:
+        MismatchError: a placement is not supported.
+    """
+    shape = tuple(int(length) for length in tensor.shape)
+    if not tensor.is_dist():
+        if getattr(tensor, "is_distributed", False):
+            raise MismatchError(
+                f"{name} is a part of a tensor-parallel layer, and a state dict does not contain its position.",
+                where="state_dict",
+                evidence=[f"{name}: local shape {list(shape)}, no mesh and no placements"],
+                next_step="Pass the layer in place of its state dict.",
+            )
+        return ShardedWeight(name, tensor, shape, shape, (0,) * len(shape))
+    mesh = tensor.process_mesh
+    lengths = tuple(int(length) for length in mesh.shape)
+    coordinate = coordinate_of(dist.get_rank(), lengths, mesh.process_ids)
+    placements = _placements(name, tensor)
+    if coordinate is None:
+        return None
+    box = placed_box(shape, lengths, placements, coordinate)
+    if 0 not in shape and not box.volume:
+        return None
+    if not tensor._is_initialized() or tuple(tensor._local_value().shape) != box.shape:
+        raise MismatchError(
+            f"The local value of {name} is not the part that its placements state.",
+            where="the state dict of this rank",
+            evidence=[f"placements {tensor.placements} of shape {list(shape)}: box {list(box.shape)}"],
+            next_step="Initialise the tensor, and shard it with paddle.distributed.shard_tensor.",
+        )
+    return ShardedWeight(name, tensor, box.shape, shape, box.lo)
+
+
+def _placements(name: str, tensor: Any) -> Placements:
+    """Return the placements of a tensor.
+
+    Raises:
+        MismatchError: the local value has no box in the tensor.
+    """
+    found: list[AxisShard | None] = []
+    for one in tensor.placements:
+        if one.is_partial():
+            raise _unsupported(
+                name,
+                tensor,
+                "under Partial every rank has a summand, and the tensor is the sum of all ranks",
+                "Reshard it to Replicate or Shard with paddle.distributed.reshard, which adds the summands.",
+            )
+        shard = _SHARD.fullmatch(str(one))
+        if shard is None and not one.is_replicated():
+            raise _unsupported(
+                name,
+                tensor,
+                "the part of a rank is not one box, as under split_factor",
+                "Reshard it to Shard without a split factor, or to Replicate.",
+            )
+        found.append(None if shard is None else AxisShard(int(shard["axis"]), int(shard["order"] or 0)))
+    return found
+
+
+def _unsupported(name: str, tensor: Any, reason: str, next_step: str) -> MismatchError:
+    return MismatchError(
+        f"The placement of {name} is not supported.",
+        where="the state dict of this rank",
+        evidence=[f"{name}: placements {tensor.placements}: {reason}"],
+        next_step=next_step,
+    )
+
+
+def is_semi_auto(model: Any) -> bool:
+    """Return whether any parameter of a layer is a ``DistTensor``."""
+    return isinstance(model, paddle.nn.Layer) and any(parameter.is_dist() for parameter in model.parameters())
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter in place of its shard, where names alone are read; its rank may have no element of it."""
+
+    local_tensor: Any
+
+
+def leaves(state_dict: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield the group and key of every tensor in a state dict, which may contain groups of others.
+
+    Args:
+        state_dict: such as ``{"model": layer.state_dict(), "optimizer": optimizer.state_dict()}``.
+        group: the key of the state dict in another one.
+    Raises:
+        MismatchError: a value is no tensor.
+    """
+    for key, value in state_dict.items():
+        if key == _SCHEDULER:
+            continue
+        if isinstance(value, Mapping):
+            yield from leaves(value, key)
+        elif isinstance(value, paddle.Tensor):
+            yield group, key, value
+        else:
+            raise MismatchError(
+                f"Invalid entry {key!r} of a state dict.",
+                where="state_dict",
+                evidence=[f"type {type(value).__name__}; supported are tensors, and state dicts of tensors"],
+                next_step="Remove the entry, and save it in another way.",
+            )
+
+
+def roles_of(state_dict: Mapping[str, Any], aliases: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Return this rank's shards of the tensors in a state dict: role -> name -> ``ShardedWeight``.
+
+    Args:
+        state_dict: weights, and states of an optimizer under the keys of ``Optimizer.state_dict`` or of a checkpoint.
+        aliases: names of tied weights whose states have the name of the owner.
+    Raises:
+        MismatchError: a placement is not supported, two entries are one tensor, or a state belongs to no weight.
+    """
+    entries = list(leaves(state_dict))
+    keys = {key for group, key, _ in entries if group != _MASTERS}
+    split = [(_state_of(group, key, keys), key, tensor) for group, key, tensor in entries]
+    weights = {key: tensor for state, key, tensor in split if state is None}
+    owners = {weights[key].name: key for key in sorted(weights, reverse=True) if key not in aliases}
+    owners |= {key: key for key in weights}
+    orphans = [key for state, key, _ in split if state is not None and state[0] not in owners]
+    _refuse(f"{key}: no weight in the state dict has this state" for key in orphans)
+    named = [
+        (MODEL_STATE, key, tensor) if state is None else (state[1].role, owners[state[0]] + state[1].suffix, tensor)
+        for state, key, tensor in split
+    ]
+    counts = Counter((role, name) for role, name, _ in named)
+    _refuse(f"{name}: {count} entries" for (_, name), count in counts.items() if count > 1)
+    found: dict[str, dict[str, Any]] = {MODEL_STATE: {}}
+    for role, name, tensor in named:
+        shard = shard_of_rank(name, tensor)
+        if shard is not None:
+            found.setdefault(role, {})[name] = shard
+    return found
+
+
+def _refuse(faults: Iterable[str]) -> None:
+    found = fold(sorted(faults))
+    if found:
+        raise MismatchError(
+            "The tensors of the state dict cannot be named.",
+            where="state_dict",
+            evidence=found,
+            next_step="Pass the weights with the states of one optimizer, such as {**model.state_dict(), "
+            "**optimizer.state_dict()}.",
+        )
+
+
+def _state_of(group: str, key: str, keys: Collection[str]) -> tuple[str, StateDescriptor] | None:
+    """Return the parameter of a state and its declaration by the key of the state; None for a weight.
+
+    Args:
+        group: see :func:`leaves`.
+        key: such as ``linear_0.w_0.dist_moment1_0``, or as a checkpoint names a state.
+        keys: all keys of the state dict.
+    Returns:
+        the parameter's static name or key.
+    """
+    if group == _MASTERS:
+        return key, MASTER
+    found = _STATE.fullmatch(key)
+    if found is not None:
+        return found["parameter"], _ACCUMULATORS[found["accumulator"]]
+    parameter, dot, last = key.rpartition(".")
+    state = _BY_SUFFIX.get(dot + last)
+    return None if state is None or parameter not in keys else (parameter, state)

@@ -1,0 +1,276 @@
+"""Jobs of semi-automatic parallelism, run inside rank processes: models of Paddle's ``shard_tensor``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from tests.harness import tiny
+
+Placed = Callable[[str, Sequence[int]], Sequence[Any]]
+"""Returns the placements of a parameter by its name and shape."""
+
+
+def boxes() -> tuple[int, list[str]]:
+    """Compare boxes with Paddle's own local values; the number of comparisons, and the differences."""
+    import numpy as np
+    import paddle
+    import paddle.distributed as dist
+
+    from paddleformers_fc.trainer.dist_tensors import shard_of_rank
+
+    dist.init_parallel_env()
+    meshes = [dist.ProcessMesh(ranks) for ranks in ([[0, 1], [2, 3]], [[3, 1], [0, 2]], [3, 1, 0, 2], [1, 2])]
+    wrong, count = [], 0
+    for mesh, shape in product(meshes, [(8, 4), (5, 4), (7, 3), (3, 6), (1, 4), (2, 2), (6,), (3, 5, 7)]):
+        kinds = [dist.Replicate(), *(dist.Shard(axis) for axis in range(len(shape)))]
+        cases = [list(one) for one in product(kinds, repeat=len(mesh.shape))]
+        if len(mesh.shape) > 1:
+            cases.append([dist.Shard(0, shard_order=1), dist.Shard(0, shard_order=0)])
+        for placements in cases:
+            whole = np.arange(np.prod(shape), dtype="float32").reshape(shape)
+            try:
+                tensor = dist.shard_tensor(paddle.to_tensor(whole), mesh, placements)
+            except ValueError:
+                continue  # Paddle cannot make a part that begins behind the end.
+            shard, own, mine = shard_of_rank("w", tensor), np.empty(0), np.empty(0)
+            if dist.get_rank() in mesh.process_ids:
+                own = tensor._local_value().numpy().reshape(-1)
+            if shard is not None:
+                lengths = zip(shard.global_offset, shard.local_shape, strict=True)
+                mine = whole[tuple(slice(begin, begin + size) for begin, size in lengths)].reshape(-1)
+            count += 1
+            if not np.array_equal(own, mine):
+                wrong.append(f"{shape} on {mesh.process_ids} {placements}: {own} and {mine}")
+    return count, wrong
+
+
+SCHEMES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "mp2": ([0, 1], {"column": "1", "row": "0"}),
+    "dp2mp2": ([[0, 1], [2, 3]], {"column": "r1", "row": "r0"}),
+    "rows3": ([0, 1, 2], {"column": "0", "row": "0", "other": "0"}),
+    "both2x2": ([[3, 1], [0, 2]], {"column": "01", "row": "10", "other": "r0"}),
+    "stages2": ([0, 1], {}),
+}
+"""Meshes, and by kind of layer a letter per axis of the mesh: ``r`` for replicas, else the tensor's axis that is cut.
+
+Under ``stages2`` each rank is the mesh of half of the layers.
+"""
+
+
+def one_device(model_type: str = "llama") -> Any:
+    """A tiny model as one device has it, in a job of any number of ranks."""
+    from types import SimpleNamespace
+
+    arguments = SimpleNamespace(tensor_parallel_rank=0, sequence_parallel=False)
+    return tiny.build(model_type, tiny.SINGLE, arguments)
+
+
+def semi_auto(scheme: str, model_type: str = "llama") -> Any:
+    """The same model of semi-automatic parallelism: every parameter has a mesh and placements of a scheme."""
+    import paddle.distributed as dist
+
+    dist.init_parallel_env()
+    model = one_device(model_type)
+    place(model, scheme)
+    return model
+
+
+def place(model: Any, scheme: str) -> None:
+    """Replace the parameters of a model by ``DistTensors``."""
+    import paddle.distributed as dist
+
+    ranks, kinds = SCHEMES[scheme]
+    mesh = dist.ProcessMesh(ranks)
+    made: dict[int, Any] = {}
+    for prefix, layer in model.named_sublayers(include_self=True):
+        for name, parameter in list(layer._parameters.items()):
+            if parameter is None:
+                continue
+            if scheme == "stages2":
+                mesh = dist.ProcessMesh([int(".layers.2" in prefix or ".layers.3" in prefix or "lm_head" in prefix)])
+            column = any(part in prefix for part in ("qkv_proj", "q_proj", "k_proj", "v_proj", "gate", "up_proj"))
+            kind = "column" if column else "row" if len(parameter.shape) == 2 else "other"
+            letters = kinds.get(kind, "r" * len(mesh.shape))
+            placements = [dist.Replicate() if one == "r" else dist.Shard(int(one)) for one in letters]
+            if id(parameter) not in made:
+                made[id(parameter)] = dist.shard_tensor(parameter, mesh, placements)
+            layer._parameters[name] = made[id(parameter)]
+
+
+def whole(source: str, target: str, model_type: str = "llama") -> None:
+    """Load a checkpoint into one device, and write all tensors with their names as ``.npz``."""
+    import numpy as np
+    import paddle
+
+    import paddleformers_fc
+    from paddleformers_fc.trainer import state
+
+    model = one_device(model_type)
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+    paddleformers_fc.load(source, model, optimizer)
+    roles = state.run_roles(model, optimizer)
+    np.savez(target, **{name: one.local_tensor.numpy() for role in roles.values() for name, one in role.items()})
+
+
+def load(source: str, expected: str, scheme: str, target: str | None = None, model_type: str = "llama") -> list[Any]:
+    """Load a state dict of ``DistTensors``; the number of local values, and those that differ from Paddle's own shards.
+
+    Args:
+        model_type: ``llama`` or ``ernie4_5_moe``.
+        source: a checkpoint.
+        expected: what :func:`whole` has written of it.
+        scheme: a name of :data:`SCHEMES`.
+        target: where to save the state dict afterwards.
+    """
+    import numpy as np
+    import paddle
+    import paddle.distributed as dist
+
+    import paddleformers_fc
+
+    model = semi_auto(scheme, model_type)
+    state_dict = dict(model.state_dict())
+    if scheme != "stages2":  # Paddle's CPU build crashes where it creates states of parameters of other ranks.
+        state_dict |= dist.shard_optimizer(paddle.optimizer.AdamW(0.01, parameters=model.parameters())).state_dict()
+    for tensor in state_dict.values():
+        if tensor._is_initialized():
+            tensor._local_value().fill_(7.0)
+    paddleformers_fc.load(state_dict, source)
+    wholes, wrong, count = np.load(expected), [], 0
+    named = {parameter.name: name for name, parameter in sorted(model.state_dict().items(), reverse=True)}
+    for key, tensor in state_dict.items():
+        if dist.get_rank() not in tensor.process_mesh.process_ids:
+            continue
+        static = next((one for one in named if key.startswith(f"{one}_")), None)
+        name = key if static is None else f"{named[static]}.{key.removeprefix(f'{static}_')}"
+        own = dist.shard_tensor(paddle.to_tensor(wholes[name]), tensor.process_mesh, tensor.placements)
+        count += 1
+        if own._local_value().numpy().tobytes() != tensor._local_value().numpy().tobytes():
+            wrong.append(name)
+    if target is not None:
+        paddleformers_fc.save(state_dict, target, step=1, config=model.config)
+    return [count, wrong]
+
+
+def refused(output_dir: str) -> dict[str, str]:
+    """The errors of state dicts that are not supported, by case."""
+    import paddle
+    import paddle.distributed as dist
+
+    import paddleformers_fc
+    from paddleformers_fc.errors import FlexError
+
+    dist.init_parallel_env()
+    mesh = dist.ProcessMesh([0, 1])
+    part = dist.auto_parallel.api.dtensor_from_local(paddle.ones([2, 4]), mesh, [dist.Partial()])
+    cut = dist.shard_tensor(paddle.ones([8, 4]), mesh, [dist.Shard(0, split_factor=2)])
+    good = dist.shard_tensor(paddle.ones([8, 4]), mesh, [dist.Shard(0)])
+    local = paddle.ones([2, 2])
+    local.is_distributed = True
+    cases = {
+        "partial": {"w": part},
+        "split": {"w": cut},
+        "orphan": {"w": good, "linear_0.w_0.dist_moment1_0": good},
+        "twice": {"model": {"w": good}, "other": {"w": good}},
+        "number": {"w": good, "epoch": 3},
+        "local": {"w": local},
+    }
+    found = {}
+    for case, state_dict in cases.items():
+        try:
+            paddleformers_fc.save(state_dict, f"{output_dir}/{case}/checkpoint-1")
+        except FlexError as error:
+            found[case] = error.render()
+    return found
+
+
+def by_name(target: str, again: str) -> list[Any]:
+    """Save tensors by name, load them under other placements, and save them again; what the second load has left.
+
+    Args:
+        target: the checkpoint of the first save.
+        again: that of the second.
+    """
+    import numpy as np
+    import paddle
+    import paddle.distributed as dist
+
+    import paddleformers_fc
+
+    dist.init_parallel_env()
+    mesh = dist.ProcessMesh([0, 1])
+    values = {"a": np.arange(21, dtype="float32").reshape(7, 3), "b": np.arange(5, dtype="float32"), "c": np.ones(1)}
+
+    def placed(zero: bool, **axes: int) -> dict[str, Any]:
+        return {
+            name: dist.shard_tensor(
+                paddle.to_tensor(value * (not zero)),
+                mesh,
+                [dist.Shard(axes[name])] if name in axes else [dist.Replicate()],
+            )
+            for name, value in values.items()
+        }
+
+    paddleformers_fc.save({"model": placed(False, a=0, b=0)}, target, step=1)
+    other = placed(True, a=1)
+    report = paddleformers_fc.load(other, target)
+    paddleformers_fc.save(again, other, step=1)
+    return [list(report.fresh), [tensor._local_value().numpy().tolist() for tensor in other.values()]]
+
+
+def batches(output_dir: str, target: str, steps: int) -> None:
+    """Write the tokens and labels that the Trainer gives to every layout in its first steps as ``.npz``."""
+    import numpy as np
+
+    args = tiny.training_arguments(tiny.SINGLE, output_dir)
+    loader = iter(tiny.trainer(tiny.build("llama", tiny.SINGLE, args), args).get_train_dataloader())
+    found = [next(loader) for _ in range(steps)]
+    np.savez(target, **{key: np.stack([one[key].numpy() for one in found]) for key in ("input_ids", "labels")})
+
+
+def train(
+    scheme: str,
+    batches: str,
+    steps: Sequence[int],
+    source: str | None = None,
+    target: str | None = None,
+) -> list[float]:
+    """Train a semi-automatic model in a loop; the losses.
+
+    Args:
+        scheme: a name of :data:`SCHEMES`.
+        batches: what :func:`batches` has written.
+        steps: the indices of the batches.
+        source: the checkpoint to resume.
+        target: where to save afterwards.
+    """
+    import numpy as np
+    import paddle
+    import paddle.distributed as dist
+
+    import paddleformers_fc
+
+    model = semi_auto(scheme)
+    clip = paddle.nn.ClipGradByGlobalNorm(1.0)
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters(), weight_decay=0.0, grad_clip=clip)
+    optimizer = dist.shard_optimizer(optimizer)
+    if source is not None:
+        paddleformers_fc.load({**model.state_dict(), **optimizer.state_dict()}, source)
+    data, losses = np.load(batches), []
+    mesh = dist.ProcessMesh(SCHEMES[scheme][0])
+    replicated = [dist.Replicate()] * len(mesh.shape)
+    for step in steps:
+        tokens, labels = (
+            dist.shard_tensor(paddle.to_tensor(data[key][step]), mesh, replicated) for key in ("input_ids", "labels")
+        )
+        loss = model(input_ids=tokens, labels=labels)[0]
+        loss.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(float(loss))
+    if target is not None:
+        state_dict = {**model.state_dict(), **optimizer.state_dict()}
+        paddleformers_fc.save(state_dict, target, step=steps[-1] + 1, config=model.config)
+    return losses
