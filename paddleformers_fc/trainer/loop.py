@@ -209,7 +209,7 @@ def _source(
     if not isinstance(source, StateDict):
         return source, described
     if stored is not None and _is_by_name(described) and is_known(stored.known.config):
-        described = replace(stored.known, is_global=True)
+        described = replace(stored.known, is_global=source.is_global)
     return replace(source, aliases=frozenset(model_ties(described))), described
 
 
