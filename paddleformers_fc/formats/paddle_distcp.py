@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
 from paddleformers_fc.families import ModelDescription, ModelTensor, family_for
 from paddleformers_fc.families.stored import completed
@@ -36,7 +38,7 @@ from paddleformers_fc.formats.checkpoint import (
 )
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, model_documents, read_description
-from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, ROLES
+from paddleformers_fc.layout.roles import EMA_STATE, MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
 from paddleformers_fc.mapping.folding import fold
@@ -49,7 +51,7 @@ from paddleformers_fc.storage.pickles import PickledArray, Record, quoted, read_
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.text import count_text
 
-_ROLES = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE)
+_ROLES = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE, EMA_STATE)
 _METADATA = re.compile(r"[0-9]{1,9}\.metadata")
 _DATA = re.compile(r"[0-9]{1,9}_[0-9]{1,9}\.(distcp|safetensors)")
 _NAMES = "StructuredToParameterName@@"
@@ -82,6 +84,8 @@ def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
     paths: set[str] = set()
     for role, place in found.items():
         shards = list(_shards_in(directory, place))
+        if role == EMA_STATE:
+            shards = [_average(*stored) for stored in shards]
         tensors, contradictions = gather_shards(shards)
         faults.extend(contradictions)
         paths.update(path for _, path, _, _ in shards)
@@ -204,6 +208,11 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
             evidence=fold(sorted(missing)),
             next_step=_AGAIN,
         )
+
+
+def _average(shard: Shard, file: str, begin: int, width: int) -> StoredShard:
+    """Return the shard of a moving average under the name of its parameter; that of a master weight has a suffix."""
+    return msgspec.structs.replace(shard, name=shard.name.removesuffix(MASTER.suffix)), file, begin, width
 
 
 def _metadata_of(place: Path) -> Path:

@@ -3,10 +3,11 @@
 A rank's file has local tensors under two names: weights under the structured name of the parameter
 (``model.norm.weight``), optimizer states and master weights under the name of the variable (``linear_5.w_0``), which
 starts again at 0 in every pipeline stage. The table of both is in ``model_meta.json``, in the files of weights, or
-follows from the order in which the model builds its parameters (:mod:`.build_order`). The box of a tensor-parallel part
-follows from the declaration of the family and is proved by its shape. A state of a sharding group is whole in one file,
-or a range of elements in each of several, padded at the end (version 2 of stage 1, stage 3). A weight that no file
-contains is read from its master weight, with a cast.
+follows from the order in which the model builds its parameters (:mod:`.variable_names`).
+
+The box of a tensor-parallel part follows from the declaration of the family and is proved by its shape. A state of a
+sharding group is whole in one file, or a range of elements in each of several (:mod:`.sharded_pieces`). A weight that
+no file contains is read from its master weight, with a cast.
 
 There are no checksums, and files of weights record no step. A missing file, two grids, different steps of optimizer
 files, and tensors that are not stored whole are found; a changed byte is not.
@@ -26,6 +27,7 @@ from paddleformers_fc.families.declarations import Stage
 from paddleformers_fc.families.local import LocalShapes
 from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.families.stored import completed
+from paddleformers_fc.formats.canonical_ranks import CanonicalModel, canonical_models
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
@@ -48,6 +50,8 @@ from paddleformers_fc.formats.rank_files import (
     read_rank_file,
     scheduler_epoch,
 )
+from paddleformers_fc.formats.sharded_pieces import arrange
+from paddleformers_fc.formats.variable_names import assign_variables
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
     MASTER,
@@ -75,8 +79,6 @@ _SLICE = "slice@"
 """The beginning of the names of states of parameters that stage 3 slices."""
 _OF_MASTER = "fp32_master_0_"
 """Between the name of a parameter and that of its state, in optimizers with master weights."""
-_MAX_PADDING_BYTES = 4096
-"""Bound on the padding of a rank's part of a flattened state. Devices align to 256 bytes or more."""
 _PADDLE_DTYPES = {10: "float32", 11: "float64", 15: "float16", 16: "bfloat16", 22: "bfloat16", 5: "float32"}
 """Numbers of Paddle's element types in ``model_meta.json``; the last two are those of earlier versions."""
 
@@ -112,6 +114,8 @@ class Cell:
         averages: files of moving averages.
         names: structured name -> name of the variable.
         shapes: local shape and dtype of parameters that the directory describes, by structured name.
+        canonical: boxes of weights whose files have canonical names, by structured name: whether the file has the axes
+            in reverse order, and the box.
     """
 
     tp: int
@@ -121,6 +125,7 @@ class Cell:
     averages: Sequence[RankContent]
     names: Mapping[str, str]
     shapes: Mapping[str, tuple[Shape, str]]
+    canonical: Mapping[str, Sequence[tuple[bool, StoredShard]]] = field(default_factory=dict)
 
 
 def open_ranked(directory: AnyPath, format_: Format) -> OpenedCheckpoint:
@@ -144,6 +149,8 @@ def open_ranked(directory: AnyPath, format_: Format) -> OpenedCheckpoint:
     raw = read_description(directory, CONFIG_NAME)
     config = {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
     cells = _cells(files, contents, _read_meta(directory, files))
+    if any(name.endswith(".safetensors") for name in names):
+        cells = _canonical_cells(directory, config, files.tp, cells)
     assembly = Assembly(directory, config, files.tp, sum(len(one.optimizers) for one in cells) > 0)
     for cell in cells:
         assembly.add(cell)
@@ -230,6 +237,50 @@ def _cell(files: RankFiles, contents: Mapping[str, RankContent], meta: Mapping[s
     return Cell(tp, pp, models, optimizers, averages, names, shapes)
 
 
+def _canonical_cells(directory: Path, config: Mapping[str, Any], tp: int, cells: Sequence[Cell]) -> list[Cell]:
+    """Return cells whose weights have canonical names in terms of the model that the optimizer's states are of.
+
+    Raises:
+        MappingError: no model of the configuration has these tensors and states, or several have.
+    """
+    stored = sorted({name for cell in cells for content in cell.models for name in content.arrays})
+    found: list[list[Cell]] = []
+    faults: list[str] = []
+    for model in canonical_models(described(directory, config), tp, stored):
+        named = [_canonical_cell(model, cell) for cell in cells]
+        refused = [one for one in named if isinstance(one, str)]
+        faults += refused
+        if not refused:
+            found.append([one for one in named if isinstance(one, Cell)])
+    has_states = any(cell.optimizers for cell in cells)
+    if len(found) == 1 or (found and not has_states):
+        return found[0]
+    raise MappingError(
+        f"Nothing in {directory} names the parameters of its states, and their order does not prove them.",
+        where=str(directory),
+        evidence=fold(faults) or [f"{len(found)} models of {CONFIG_NAME} have these canonical tensors"],
+        next_step="Save it again with save_to_hf: false, which stores the names; or export the weights without the "
+        "files of the optimizer, from a copy.",
+    )
+
+
+def _canonical_cell(model: CanonicalModel, cell: Cell) -> Cell | str:
+    """Return a cell in terms of a model, or as text why it does not fit."""
+    stored = {name: one for content in cell.models for name, one in content.arrays.items()}
+    shapes = model.on_stage(stored)
+    names = assign_variables(cell.optimizers, shapes) if cell.optimizers else dict.fromkeys(shapes, "")
+    if isinstance(names, str):
+        return f"tp{cell.tp:02d}_pp{cell.pp:02d}: {names}"
+    canonical: dict[str, list[tuple[bool, StoredShard]]] = {}
+    for name in shapes:
+        for placed in model.shards(name, stored, cell.tp):
+            if isinstance(placed, str):
+                return placed
+            canonical.setdefault(name, []).append(placed)
+    dtypes = {name: (shape, canonical[name][0][1][0].dtype) for name, shape in shapes.items()}
+    return replace(cell, models=[], names=names, shapes=dtypes, canonical=canonical)
+
+
 def _malformed(path: Path, fault: str) -> FormatError:
     return FormatError(f"{path} is not the description of a checkpoint: {fault}.", where=str(path), next_step=AGAIN)
 
@@ -253,6 +304,7 @@ class Assembly:
     cuts: dict[str, Shape] = field(default_factory=dict)
     _shards: dict[str, list[StoredShard]] = field(default_factory=dict)
     _cast: list[StoredShard] = field(default_factory=list)
+    _turned: list[StoredShard] = field(default_factory=list)
     _seen: set[tuple[str, Box]] = field(default_factory=set)
     _families: list[LocalShapes] = field(default_factory=list)
 
@@ -268,7 +320,10 @@ class Assembly:
             own = [(key, pieces) for key, pieces in states.items() if _parameter(key) == part.name]
             if not part.first:
                 continue
-            if part.name in weights:
+            if part.name in cell.canonical:
+                for turned, shard in cell.canonical[part.name]:
+                    (self._turned if turned else self._shards.setdefault(MODEL_STATE, [])).append(shard)
+            elif part.name in weights:
                 self._keep(MODEL_STATE, self._joined(part, part.name, part.dtype, [weights[part.name]]))
             elif master and part.dtype:
                 self._cast += self._joined(part, part.name, part.dtype, master)
@@ -290,6 +345,10 @@ class Assembly:
         for role, shards in self._shards.items():
             roles[role], contradictions = gather_shards(shards)
             self.faults += contradictions
+        turned, contradictions = gather_shards(self._turned)
+        if turned:
+            roles.setdefault(MODEL_STATE, {}).update(held_otherwise(turned, turned=True))
+        self.faults += contradictions
         cast, contradictions = gather_shards(self._cast)
         twice = cast.keys() & roles.get(MODEL_STATE, {}).keys()
         self.faults += [f"{name}: some ranks have the weight, others the master weight alone" for name in twice]
@@ -387,24 +446,14 @@ class Assembly:
         yield from self._joined(part, name, first.dtype, pieces)
 
     def _joined(self, part: Part, name: str, dtype: str, pieces: Sequence[FileArray]) -> Iterator[StoredShard]:
-        """Yield the part as the pieces of a sharding group: whole in the first, or ranges that follow each other."""
-        width, volume, at = item_size(to_safetensors(pieces[0].dtype)), part.box.volume, 0
-        if pieces[0].shape == part.box.shape:
-            yield Shard(name, dtype, part.shape, part.box), pieces[0].file, pieces[0].begin, width
+        """Yield the part as the pieces of a sharding group."""
+        placed = arrange(part.box.shape, pieces)
+        if isinstance(placed, str):
+            self.faults.append(f"{name}: {placed}")
             return
-        if any(len(piece.shape) != 1 for piece in pieces):
-            shapes = ", ".join(f"{list(piece.shape)} in {piece.file}" for piece in pieces)
-            self.faults.append(f"{name}: {shapes}, and its parameter is {list(part.box.shape)}")
-            return
-        for piece in pieces:
-            end = min(at + piece.shape[0], volume)
-            if end > at:
-                yield Shard(name, dtype, part.shape, part.box, (at, end)), piece.file, piece.begin, width
-            at += piece.shape[0]
-            if pieces[0].shape[0] >= volume:
-                break
-        if not volume <= at < volume + len(pieces) * _MAX_PADDING_BYTES // width:
-            self.faults.append(f"{name}: {at} elements are stored, and its parameter has {volume}")
+        for piece, flat in placed:
+            width = item_size(to_safetensors(piece.dtype))
+            yield Shard(name, dtype, part.shape, part.box, flat), piece.file, piece.begin, width
 
 
 def held_otherwise(

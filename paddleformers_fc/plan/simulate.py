@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import ast
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import msgspec
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind
 from paddleformers_fc.families.bind import family_sizes, tied_names
-from paddleformers_fc.families.declarations import BUILT, DIVIDED, Family, Stage
+from paddleformers_fc.families.build_order import built_order
+from paddleformers_fc.families.declarations import DIVIDED, Family, Stage
 from paddleformers_fc.families.enumerate import DeclaredTensor, enumerate_tensors, recognised_tensors
 from paddleformers_fc.layout.grid import MEBIBYTE, Coordinates, ParallelGrid
 from paddleformers_fc.layout.partition import (
@@ -287,41 +287,6 @@ def _shard_number(parameter: Shard, name: str, dtype: str) -> Shard:
     part = parameter.box.shape
     place = tuple(low // own if own else 0 for low, own in zip(parameter.box.lo, part, strict=True))
     return Shard(name, dtype, parameter.cuts, shifted((1,) * len(part), place))
-
-
-def built_order(names: Iterable[str], last_parts: Sequence[str] = ()) -> list[str]:
-    """Return names in the order in which a model builds its parameters, on which sharding depends.
-
-    The parameters of a module are adjacent, and a layer has its norms last. Everything else keeps the order given.
-
-    Args:
-        names: names of parameters.
-        last_parts: ``built`` of the model's family.
-    """
-    tree: _Node = {}
-    for name in names:
-        node = tree
-        for piece in name.split("."):
-            node = node.setdefault(piece, {})
-    return list(_walked(tree, "", "", (*BUILT, *last_parts)))
-
-
-_Node = dict[str, Any]
-
-
-def _walked(node: _Node, name: str, last: str, sections: Sequence[str]) -> Iterator[str]:
-    if not node:
-        yield name
-    for piece in sorted(node, key=lambda piece: _position(piece, last, sections)):
-        yield from _walked(node[piece], f"{name}.{piece}" if name else piece, piece, sections)
-
-
-def _position(piece: str, parent: str, sections: Sequence[str]) -> int:
-    if piece.isdecimal():
-        return int(piece)
-    if parent == "model":
-        return next((place for place, start in enumerate(sections) if piece.startswith(start)), len(sections))
-    return int(parent.isdecimal() and "norm" in piece)
 
 
 def _refuse_unfit(

@@ -69,3 +69,23 @@ def train(**arguments: Any) -> dict[str, Any]:
 
     group_sharded_stage3._device2cpu = lambda tensor, convert_dtype=False: tensor.clone()
     return jobs.train(**arguments)
+
+
+def train_with_average(**arguments: Any) -> dict[str, Any]:
+    """Train as :func:`train` with PaddleFormers' own moving average, which is on a device or in pinned memory."""
+    import paddle
+    from paddleformers.trainer.utils import zero_cost_checkpoint
+
+    def copied(tensor: Any, *_: Any) -> Any:
+        made = tensor.detach().clone()
+        made.name = tensor.name
+        return made
+
+    def of_float32(self: Any) -> dict[str, Any]:
+        return {name: one for name, one in self.model.state_dict().items() if one.dtype == paddle.float32}
+
+    os.environ["FLAGS_selected_gpus"] = os.environ["PADDLE_TRAINER_ID"]  # noqa: SIM112
+    paddle.Tensor.cuda = paddle.Tensor.pin_memory = copied
+    # It also averages weights in bfloat16, which a CPU cannot add, and does not save them.
+    zero_cost_checkpoint.EMABufferFcBased._get_model_state = of_float32
+    return train(**arguments)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import paddleformers_fc
@@ -20,13 +21,20 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.inspect import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.formats import format_of, open_checkpoint
-from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import EMA_STATE, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.verification.matrix.layouts import parse_layout
+from paddleformers_fc.verification.matrix.tiny import keys
 from tests.cli.support import run
 
 STEPS = {"max_steps": 2, "save_steps": 2}
 STOCK = {"save_checkpoint_format": "", "load_checkpoint_format": "", "save_to_hf": False}
 SHARDED = {**STOCK, "save_sharded_model": True}
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "stock": STOCK,
+    "sharded": SHARDED,
+    # Weights in the names and orientation of open weights, beside states of which nothing names the parameters.
+    "canonical": {**STOCK, "save_to_hf": True},
+}
 
 
 def saved(
@@ -56,45 +64,77 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "bf16", "options", "model"),
+    ("layout", "dtype", "way", "model"),
     [
-        ("sd2+tp2+pp2", True, SHARDED, {}),
-        ("dp2", False, STOCK, {}),
-        ("tp2", False, STOCK, {}),
-        ("pp2", False, STOCK, {}),
-        ("sd2v1", False, STOCK, {}),
-        ("sd2s2", False, STOCK, {}),
-        ("sd2v2", False, STOCK, {}),
-        ("sd2s3", False, STOCK, {}),
-        ("pp4vpp2+tp2", False, STOCK, {"num_hidden_layers": 8}),
-        ("tp2+sd2v1", False, STOCK, {}),
-        ("tp2+pp2+sd2v1", False, STOCK, {}),
-        ("tp2+pp2+sd2v2", False, STOCK, {}),
-        ("tp2", True, STOCK, {}),
-        ("sd2v2", True, STOCK, {}),
-        ("sd2s3", True, STOCK, {}),
-        ("pp2", False, STOCK, {"tie_word_embeddings": True}),
-        ("sd2v1", False, SHARDED, {}),
-        ("sd2v2", False, SHARDED, {}),
-        ("sd2v2", True, SHARDED, {}),
-        ("tp2+sd2v2", True, SHARDED, {}),
-        ("tp2+pp2+sd2v1", True, SHARDED, {}),
+        ("sd2+tp2+pp2", "bfloat16", "sharded", {}),
+        ("dp2", "float32", "stock", {}),
+        ("tp2", "float32", "stock", {}),
+        ("pp2", "float32", "stock", {}),
+        ("sd2v1", "float32", "stock", {}),
+        ("sd2s2", "float32", "stock", {}),
+        ("sd2v2", "float32", "stock", {}),
+        ("sd2s3", "float32", "stock", {}),
+        ("pp4vpp2+tp2", "float32", "stock", {"num_hidden_layers": 8}),
+        ("tp2+sd2v1", "float32", "stock", {}),
+        ("tp2+pp2+sd2v1", "float32", "stock", {}),
+        ("tp2+pp2+sd2v2", "float32", "stock", {}),
+        ("tp2", "bfloat16", "stock", {}),
+        ("sd2v2", "bfloat16", "stock", {}),
+        ("sd2s3", "bfloat16", "stock", {}),
+        ("pp2", "float32", "stock", {"tie_word_embeddings": True}),
+        ("sd2v1", "float32", "sharded", {}),
+        ("sd2v2", "float32", "sharded", {}),
+        ("sd2v2", "bfloat16", "sharded", {}),
+        ("tp2+sd2v2", "bfloat16", "sharded", {}),
+        ("tp2+pp2+sd2v1", "bfloat16", "sharded", {}),
+        ("dp2", "float32", "canonical", {}),
+        ("pp2", "float32", "canonical", {}),
+        ("sd2s2", "float32", "canonical", {}),
+        ("sd2s3", "float32", "canonical", {}),
+        ("tp2", "float32", "canonical", {"fuse_attention_qkv": True, "fuse_attention_ffn": True}),
+        ("tp2", "bfloat16", "canonical", {}),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_every_strategy_holds_in_every_role_what_a_flex_save_of_the_same_run_holds(
-    layout: str, bf16: bool, options: Mapping[str, Any], model: Mapping[str, Any], ranks: ForkServer, tmp_path: Path
+    layout: str, dtype: str, way: str, model: Mapping[str, Any], ranks: ForkServer, tmp_path: Path
 ) -> None:
-    stock = saved(ranks, tmp_path / "stock", layout, options, bf16, model)
+    bf16 = dtype == "bfloat16"
+    stock = saved(ranks, tmp_path / "stock", layout, WAYS[way], bf16, model)
     before = contents(stock)
     theirs = open_checkpoint(stock)
     ours = open_checkpoint(saved(ranks, tmp_path / "ours", layout, None, bf16, model))
     found = compare_checkpoints(theirs, ours)
     assert found.equal, found
-    assert theirs.format.name == ("sharding_io" if options is SHARDED else "legacy_hybrid")
+    assert theirs.format.name == ("sharding_io" if way == "sharded" else "legacy_hybrid")
     assert theirs.format.loadable
     assert list(found.roles) == [MODEL_STATE, *([MASTER_WEIGHT] if bf16 else []), OPTIMIZER_STATE]
     assert contents(stock) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "options"),
+    [("sharding_io", "tp2+sd2v2", SHARDED), ("sharding_io", "tp2+sd2v1", SHARDED), ("paddle", "tp2+sd2v2", {})],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_upstreams_moving_averages_are_a_role(
+    kind: str, layout: str, options: Mapping[str, Any], ranks: ForkServer, tmp_path: Path
+) -> None:
+    used = replace(parse_layout(layout), bf16=True)
+    average = {"zcc_save_ema_coef": 0.5, "zcc_ema_interval": 1, "save_steps": 1, "max_steps": 2}
+    given = {"layout": used.to_json(), "output_dir": str(tmp_path), "arguments": {**options, **average}}
+    assert ranks.run("tests.formats.jobs:train_with_average", used.nproc, given).values[0]["step"] == 2
+    config = json.dumps(keys("llama")).encode()
+    for step in (1, 2):
+        (tmp_path / f"checkpoint-{step}" / "config.json").write_bytes(config)  # Paddle's FlexCheckpoint has none.
+    first, second = (paddleformers_fc.open(tmp_path / f"checkpoint-{step}") for step in (1, 2))
+    names = [one.name for one in second.tensors() if one.role == EMA_STATE]
+    assert open_checkpoint(tmp_path / "checkpoint-2").format.name == kind
+    assert len(names) == 39
+    for name in names:
+        before, after = (one.read(f"{name}.w_0", role=MASTER_WEIGHT) for one in (first, second))
+        assert np.array_equal(first.read(name, role=EMA_STATE), before)
+        assert np.array_equal(second.read(name, role=EMA_STATE), np.float32(0.5) * before + np.float32(0.5) * after)
 
 
 # ---- What is made of one.
@@ -152,7 +192,10 @@ def replaced(path: Path, old: bytes, new: bytes) -> None:
 
 
 def without(name: str) -> Callable[[Path], None]:
-    return lambda directory: (directory / name).unlink()
+    def without_one(directory: Path) -> None:
+        (directory / name).unlink()
+
+    return without_one
 
 
 def of_another_step(directory: Path) -> None:
@@ -221,7 +264,7 @@ def with_experts(directory: Path) -> None:
         (with_a_link_outside, FormatError, "links to somewhere else", "optimizer.tp01_shard01.pdopt"),
         (with_experts, FormatError, "expert-parallel", "moe"),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_what_is_not_one_whole_checkpoint_is_refused_with_evidence_and_advice(
     change: Callable[[Path], None],

@@ -1,0 +1,83 @@
+"""Variables without a table of names: assigned if one assignment fits all shapes, else refused with the reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+
+from paddleformers_fc.formats.rank_files import FileArray, RankContent
+from paddleformers_fc.formats.variable_names import assign_variables
+
+LAYER = {
+    "model.layers.{}.self_attn.q_proj.weight": (8, 8),
+    "model.layers.{}.self_attn.k_proj.weight": (8, 4),
+    "model.layers.{}.mlp.down_proj.weight": (16, 8),
+    "model.layers.{}.input_layernorm.weight": (8,),
+}
+PARAMETERS = {
+    "model.embed_tokens.weight": (32, 8),
+    **{name.format(layer): shape for layer in (4, 5) for name, shape in LAYER.items()},
+    "model.norm.weight": (8,),
+    "lm_head.weight": (32, 8),
+}
+VARIABLES = {
+    "embedding_0.w_0": (32, 8),
+    "linear_0.w_0": (8, 8),
+    "linear_1.w_0": (8, 4),
+    "linear_2.w_0": (16, 8),
+    "create_parameter_0.w_0": (8,),
+    "linear_3.w_0": (8, 8),
+    "linear_4.w_0": (8, 4),
+    "linear_10.w_0": (16, 8),
+    "create_parameter_1.w_0": (8,),
+    "create_parameter_2.w_0": (8,),
+    "lm_head_pipe_0.w_0": (32, 8),
+}
+
+
+def optimizer(variables: Mapping[str, tuple[int, ...]]) -> RankContent:
+    """The content of an optimizer's file with these variables, in another order than that of building."""
+    arrays = {}
+    for name, shape in sorted(variables.items()):
+        arrays[f"{name}_fp32_master_0_moment1_0"] = FileArray("optimizer.pdopt", 0, shape, "float32")
+        arrays[f"{name}_fp32_master_0_beta1_pow_acc_0"] = FileArray("optimizer.pdopt", 0, (1,), "float32")
+    return RankContent(arrays)
+
+
+def test_variables_follow_from_the_order_of_building_per_class() -> None:
+    assert assign_variables([optimizer(VARIABLES)], PARAMETERS) == dict(zip(PARAMETERS, VARIABLES, strict=True))
+
+
+def test_variables_of_a_sharding_group_are_those_of_all_its_files() -> None:
+    half = [{name: shape for name, shape in VARIABLES.items() if ("linear" in name) is part} for part in (True, False)]
+    expected = dict(zip(PARAMETERS, VARIABLES, strict=True))
+    assert assign_variables([optimizer(one) for one in half], PARAMETERS) == expected
+
+
+def test_flattened_states_fit_by_their_number_of_elements() -> None:
+    flat = {name: (-(-math.prod(shape) // 64) * 64,) for name, shape in VARIABLES.items()}
+    assert assign_variables([optimizer(flat)], PARAMETERS) == dict(zip(PARAMETERS, VARIABLES, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"linear_1.w_0": (4, 8)}, "no order of the classes"),
+        ({"linear_11.w_0": (8, 8)}, "12 variables, and the model has 11 parameters"),
+    ],
+    ids=str,
+)
+def test_variables_that_do_not_fit_are_refused(change: Mapping[str, tuple[int, ...]], reason: str) -> None:
+    found = assign_variables([optimizer({**VARIABLES, **change})], PARAMETERS)
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_two_possible_assignments_are_refused() -> None:
+    twin = {name.replace("create_parameter_2", "rms_norm_0"): shape for name, shape in VARIABLES.items()}
+    parameters = {**PARAMETERS, "model.other.weight": (8,)}
+    found = assign_variables([optimizer({**twin, "layer_norm_0.w_0": (8,)})], parameters)
+    assert isinstance(found, str)
+    assert "model.norm.weight can be" in found
