@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -15,14 +13,14 @@ def size_text(count: int) -> str:
     return f"{count} B" if unit == 0 else f"{size:.3g} {_UNITS[unit]}"
 
 
+def rate_text(count: int, seconds: float) -> str:
+    """Format bytes per second: ``1.25 GiB/s``."""
+    return f"{count / max(seconds, 1e-9) / (1 << 30):.3g} GiB/s"
+
+
 def count_text(count: int, noun: str) -> str:
     """Format a count with its noun: ``1 tensor``, ``1,024 tensors``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def layout_text(parallel: Mapping[str, int]) -> str:
-    """Format parallel degrees as ``tp=2,pp=2``, without degrees of 1."""
-    return ",".join(f"{axis}={degree}" for axis, degree in parallel.items() if degree > 1)
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from paddleformers_fc.cli.cleaning import show_leftovers
 from paddleformers_fc.execute.output_directory import OutputFacts
-from paddleformers_fc.text import count_text, layout_text, size_text
+from paddleformers_fc.text import count_text, size_text
+from paddleformers_fc.trainer.degrees import degrees_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +28,8 @@ def show(found: OutputFacts, console: Console) -> None:
         state = Text("FAILED", "bold red") if one.fault else Text("OK", "green")
         step, ranks = "" if one.step is None else f"{one.step:,}", str(one.world_size or "")
         when = one.time.replace("T", " ").removesuffix("Z")
-        table.add_row(one.name, step, ranks, layout_text(one.parallel), size_text(one.bytes), when, state)
+        layout = degrees_text(one.parallel) if one.world_size else ""
+        table.add_row(one.name, step, ranks, layout, size_text(one.bytes), when, state)
     if found.checkpoints:
         console.print(table)
     for one in found.checkpoints:

@@ -98,13 +98,12 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def working(doing: str) -> Iterator[None]:
-    """Show a spinner on the error stream if that is a terminal.
+    """Show the progress of a block on the error stream; see :mod:`.progress`.
 
     Args:
         doing: the text, such as ``reading checkpoint-3``.
     """
-    if not sys.stderr.isatty():
-        yield
-        return
-    with console(stderr=True).status(f"{doing} …"):
+    from paddleformers_fc.cli.progress import shown
+
+    with shown(doing, console(stderr=True) if sys.stderr.isatty() else None):
         yield

@@ -26,6 +26,7 @@ from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.pairing import PairedBox, paired_boxes, read_item
 from paddleformers_fc.storage.files import memory_at
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace
 from paddleformers_fc.storage.vectored_read import ScatterList
@@ -71,8 +72,10 @@ def differing_tensors(
     pool.expect(_regions(left, right, keys))
     runs.sort()
     alone.sort(key=_in_file)
+    expect(2 * (sum(run[4] for run in runs) + sum(map(_bytes_of, alone))))
     pool.run(batch_jobs(chain(_run_jobs(work, runs), _box_jobs(work, alone, pool.options))))
     unclear = [box for group in groups if group.run[5] in work.differing for box in group.boxes]
+    expect(2 * sum(map(_bytes_of, unclear)))
     pool.run(batch_jobs(_box_jobs(work, unclear, pool.options)))
     return {keys[number] for number in work.differing if number < len(keys)}
 
@@ -102,6 +105,7 @@ def differing_stored(pool: ReadPool, left: Catalog, right: Catalog, names: Mappi
     runs.sort()
     pool.expect(_run_regions(left, right, runs))
     work = _Work(left.root, right.root, _Buffers(COMPARE_BYTES))
+    expect(2 * sum(run[4] for run in runs))
     pool.run(batch_jobs(_run_jobs(work, runs)))
     return {keys[number] for number in work.differing}
 
@@ -128,6 +132,10 @@ class _BoxRead:
     box: PairedBox
     left: ReadItem
     right: ReadItem
+
+
+def _bytes_of(box: _BoxRead) -> int:
+    return box.box.left.part.volume * dtype_of(box.dtype).itemsize
 
 
 def _in_file(box: _BoxRead) -> tuple[str, str, int]:
@@ -351,6 +359,7 @@ class _RunComparison:
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
         """See :class:`ReadJob`."""
         runs = [run for run in self.runs if run[5] not in self.work.differing]
+        advance(2 * sum(run[4] for run in self.runs))
         if not runs:
             return 0
         lengths = np.array([run[4] for run in runs], np.int64)
@@ -450,6 +459,7 @@ class _BoxComparison:
 
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
         """See :class:`ReadJob`."""
+        advance(2 * sum(length for _, length in self.parts))
         if all(number in self.work.differing for number, _ in self.parts):
             return 0
         pair = self.work.buffers.taken()

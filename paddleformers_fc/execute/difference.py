@@ -32,6 +32,7 @@ from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_names, canonical_source
 from paddleformers_fc.plan.build import Planner
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.text import natural
 
 
@@ -243,6 +244,7 @@ def _deviations(
     first: _Prepared, second: _Prepared, keys: Sequence[Key]
 ) -> Iterator[tuple[Key, tuple[Form, Form, Deviation]]]:
     """Read tensors of equal shape and dtype on both sides at once, for digests and figures."""
+    expect(2 * sum(shard_bytes(first.tensors[key]) for key in keys))
     sides = (read_in_pieces(side.source, _layout(side, keys)) for side in (first, second))
     hashers, done = (hashlib.md5(), hashlib.md5()), 0
     comparison: Comparison | None = None
@@ -253,6 +255,7 @@ def _deviations(
         dtype = to_numpy(to_safetensors(tensor.dtype))
         comparison.add(one.view(dtype), other.view(dtype))
         done += one.nbytes
+        advance(2 * one.nbytes)
         if done == shard_bytes(tensor):
             forms = [Form(tensor.dtype, tensor.global_shape, hasher.hexdigest()) for hasher in hashers]
             yield (role, tensor.name), (forms[0], forms[1], comparison.result())

@@ -26,10 +26,12 @@ from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadPool, run_wo
 from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
 from paddleformers_fc.execute.redistribute import ReadContext, read_redistributed
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
+from paddleformers_fc.layout.shards import shard_bytes
 from paddleformers_fc.plan import LoadPlan, ReadSource, Report
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.paths import RemotePath
+from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.safetensors import RandomAccessTensorWriter
 
 _READERS = 2
@@ -75,6 +77,7 @@ def write_files(job: ExportJob, channel: Channel) -> list[FileChecksum]:
         FlexError: the same on every rank.
     """
     together = bool(job.source.catalog.seen_by)
+    expect(sum(shard_bytes(shard) for file in job.files for shard in file.tensors))
     written = (
         _write_together(job, channel)
         if together
@@ -192,6 +195,7 @@ class _OutputWriter:
         with self._turns:
             output.hashed += batch.nbytes
             self._turns.notify_all()
+        advance(batch.nbytes)
         if output.writer.write(batch.begin, data):
             output.writer.close()
             self.checksums.append(output.hasher.file_checksum(name))

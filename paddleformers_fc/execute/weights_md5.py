@@ -6,11 +6,13 @@ Time: one pass over the files, which the page cache mostly serves after an expor
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.ranges import RangeReader
 
 _READ_BYTES = 1024 * 1024
@@ -35,6 +37,7 @@ def weights_md5(directory: Path) -> str:
     digest = hashlib.md5()
     buffer = memoryview(bytearray(_READ_BYTES))
     tensors = open_checkpoint(directory).catalog.roles[MODEL_STATE]
+    expect(sum(math.prod(one.shape) * item_size(to_safetensors(one.dtype)) for one in tensors.values()))
     with RangeReader() as reader:
         for name in sorted(tensors):
             digest.update(name.encode())
@@ -45,4 +48,5 @@ def weights_md5(directory: Path) -> str:
                     chunk = buffer[: min(end - position, _READ_BYTES)]
                     reader.read_into(directory / fragment.file, position, chunk)
                     digest.update(chunk)
+                    advance(len(chunk))
     return digest.hexdigest()

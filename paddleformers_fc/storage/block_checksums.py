@@ -22,6 +22,7 @@ from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.files import open_local, read_into
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
+from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
 
 Numbers = Sequence[int]
@@ -85,6 +86,7 @@ def compare_blocks(
     bad: dict[str, list[int]] = {checksum.path: [] for checksum, _ in files}
     unreadable: dict[str, str] = {}
     found = BlockComparison()
+    expect(sum(_bytes_of(checksum, numbers) for checksum, numbers in files))
     with RangeReader(identities=identities) as reader:
         # A file system can hold more spans than there is memory for futures, so threads draw from one iterator.
         spans, lock, stop = _spans(files), threading.Lock(), threading.Event()
@@ -108,6 +110,7 @@ def compare_blocks(
                     with lock:
                         bad[span.checksum.path].extend(blocks)
                         found.bytes += count
+                    advance(count)
 
         with ThreadPoolExecutor(max(1, threads), "flex-verify") as pool:
             try:
@@ -144,6 +147,13 @@ class _Span:
 
     checksum: FileChecksum
     numbers: Numbers
+
+
+def _bytes_of(checksum: FileChecksum, numbers: Numbers) -> int:
+    """Return the bytes of some blocks; only the last block of a file is shorter."""
+    last = len(checksum.blocks) - 1
+    short = len(checksum.blocks) * checksum.block_bytes - checksum.size if last in numbers else 0
+    return len(numbers) * checksum.block_bytes - short
 
 
 def _spans(wanted: Iterable[tuple[FileChecksum, Numbers]]) -> Iterator[_Span]:

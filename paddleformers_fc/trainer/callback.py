@@ -12,7 +12,7 @@ from typing import Any
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.execute.staging_pool import TransferFigures
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.text import size_text
+from paddleformers_fc.text import rate_text, size_text
 from paddleformers_fc.trainer.host import TrainerCallback, logger
 
 ATTENDED = "_flex_attended"
@@ -94,7 +94,7 @@ class FlexCheckpointCallback(TrainerCallback):
             layouts = "" if report.layouts is None else " (saved as {}, now {})".format(*report.layouts)
             logger.info(
                 f"{done} step {report.step}{layouts} {where} {report.directory}: "
-                f"{size_text(report.bytes)} in {report.seconds:.2f} s{known}"
+                f"{size_text(report.bytes)} in {report.seconds:.2f} s, {rate_text(report.bytes, report.seconds)}{known}"
                 f"{_transfers_text(report.transfers)}{_casts_text(report.casts)}"
             )
 

@@ -168,8 +168,11 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     started = time.monotonic()
     args, channel = trainer.args, channel_of(trainer.args)
     run = job_state_of(trainer)
+    named = _path_of(run, resume_from_checkpoint)
+    if args.should_log:
+        logger.info(f"Resuming from {named}")
     with measured_transfers() as transfers:
-        ready, report = _fill_usable(trainer, _path_of(run, resume_from_checkpoint), channel)
+        ready, report = _fill_usable(trainer, named, channel)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root
     inherited.take_over(trainer.model, checkpoint.config, ready.generation)

@@ -36,7 +36,7 @@ from paddleformers_fc.trainer import (
 )
 from paddleformers_fc.trainer.bypass import refuse_other_loop
 from paddleformers_fc.trainer.callback import CheckpointReport
-from paddleformers_fc.trainer.degrees import parallel_degrees
+from paddleformers_fc.trainer.degrees import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.host_models import PREFIX_CHECKPOINT_DIR
@@ -87,7 +87,10 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> SaveJob:
     _look_at_reference(trainer, channel_of(args))
     directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     run.record = run.record or lineage.new_run()
-    job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, parallel_degrees(args), run.record)
+    degrees = parallel_degrees(args)
+    if args.should_log:
+        logger.info(f"Saving step {trainer.state.global_step} ({degrees_text(degrees)}) to {directory}")
+    job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, degrees, run.record)
     model, max_file_bytes, replicas = (
         describe(trainer.model),
         parse_size(args.flex_max_file_size),

@@ -37,6 +37,7 @@ from paddleformers_fc.trainer.between_steps import BetweenSteps
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.figures import ReportFigures
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.job_state import (
@@ -111,6 +112,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     trainer.add_callback(BypassCheck(trainer))
     if all(isinstance(one, ProgressRecorder) for one in reporters(trainer)):
         trainer.add_callback(FlexCheckpointCallback())
+    trainer.add_callback(ReportFigures(trainer))
     trainer.model.save_pretrained = functools.partial(save_pretrained, trainer, trainer.model.save_pretrained)
     if arguments.should_log:
         for line in without_effect(arguments):

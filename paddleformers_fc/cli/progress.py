@@ -1,0 +1,120 @@
+"""Progress of a command: a bar on a terminal, two lines elsewhere; both on the error stream, after two seconds.
+
+A bar has bytes, rate and time left. Elsewhere a line at the start has the bytes, and one at the end bytes, seconds and
+rate. Operations on few bytes print no lines: on a busy machine they can take seconds too.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from paddleformers_fc.storage.progress import Meter, measured
+from paddleformers_fc.text import rate_text, size_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PATIENCE = 2.0
+"""Seconds after which an operation shows its progress."""
+
+LEAST_BYTES = 64 << 20
+"""Operations that expect fewer bytes print no lines where there is no terminal."""
+
+_REFRESH = 0.2
+
+
+@contextmanager
+def shown(doing: str, console: Console | None) -> Iterator[Meter]:
+    """Show the progress of a block.
+
+    Args:
+        doing: the text, such as ``exporting checkpoint-3``.
+        console: of a terminal; None where there is none.
+    """
+    meter, ended = Meter(), threading.Event()
+    show = _Lines(doing, meter) if console is None else _Bar(doing, meter, console)
+    ticker = threading.Thread(target=_tick, args=(show, ended), name="flex-progress", daemon=True)
+    with measured(meter):
+        ticker.start()
+        try:
+            yield meter
+        finally:
+            ended.set()
+            ticker.join()
+            show.close()
+
+
+def _tick(show: _Bar | _Lines, ended: threading.Event) -> None:
+    if not ended.wait(PATIENCE):
+        show.begin()
+    while not ended.wait(_REFRESH):
+        show.refresh()
+
+
+class _Bar:
+    """A spinner at first, and a bar once bytes are counted; both are gone at the end."""
+
+    def __init__(self, doing: str, meter: Meter, console: Console) -> None:
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        self._meter, self._is_begun = meter, False
+        self._status = console.status(f"{doing} …")
+        text = TextColumn("{task.description}", markup=False)
+        columns = (SpinnerColumn(), text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task(f"{doing} …", total=None)
+        self._status.start()
+
+    def begin(self) -> None:
+        """Replace the spinner, if bytes are counted."""
+        if self._meter.expected and not self._is_begun:
+            self._is_begun = True
+            self._status.stop()
+            self._bar.start()
+
+    def refresh(self) -> None:
+        """Show the counts."""
+        self.begin()
+        self._bar.update(self._task, total=self._meter.expected, completed=self._meter.done)
+
+    def close(self) -> None:
+        """Remove what is shown."""
+        self._status.stop()
+        self._bar.stop()
+
+
+class _Lines:
+    """A line at the start and one at the end."""
+
+    def __init__(self, doing: str, meter: Meter) -> None:
+        self._doing, self._meter = doing, meter
+        self._started, self._is_begun = time.monotonic(), False
+
+    def begin(self) -> None:
+        """Print the first line, if enough bytes are expected."""
+        if self._meter.expected >= LEAST_BYTES and not self._is_begun:
+            self._is_begun = True
+            sys.stderr.write(f"{self._doing}: {size_text(self._meter.expected)}\n")
+
+    def refresh(self) -> None:
+        """Print the first line once enough bytes are expected."""
+        self.begin()
+
+    def close(self) -> None:
+        """Print the last line."""
+        if self._is_begun:
+            seconds, count = time.monotonic() - self._started, self._meter.done
+            sys.stderr.write(f"{self._doing}: {size_text(count)} in {seconds:.2f} s, {rate_text(count, seconds)}\n")

@@ -1,0 +1,56 @@
+"""Bytes that the running operation has done, and those that it expects to do, for whoever displays them.
+
+Whatever reads or writes many bytes calls :func:`expect` before and :func:`advance` after a piece. Both do nothing
+unless a command displays its progress (:func:`measured`). A process runs one such command at a time, in many threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Meter:
+    """Counts bytes.
+
+    Attributes:
+        expected: bytes announced so far; later parts of an operation may add more.
+        done: bytes done.
+    """
+
+    def __init__(self) -> None:
+        self.expected = self.done = 0
+        self._lock = threading.Lock()
+
+    def add(self, expected: int, done: int) -> None:
+        """Add to both counts."""
+        with self._lock:
+            self.expected += expected
+            self.done += done
+
+
+_running: Meter | None = None
+
+
+@contextmanager
+def measured(meter: Meter) -> Iterator[None]:
+    """Count the bytes of a block in a meter."""
+    global _running
+    before, _running = _running, meter
+    try:
+        yield
+    finally:
+        _running = before
+
+
+def expect(count: int) -> None:
+    """Announce bytes."""
+    if _running is not None:
+        _running.add(count, 0)
+
+
+def advance(count: int) -> None:
+    """Report bytes that are done."""
+    if _running is not None:
+        _running.add(0, count)

@@ -1,0 +1,161 @@
+"""Progress of commands: bytes that are expected and done, a bar on a terminal, two lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+import threading
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paddleformers_fc.cli import output, progress
+from paddleformers_fc.storage.progress import Meter, advance, expect, measured
+from tests.cli.support import run, save
+from tests.execute.simulated import canonical
+from tests.harness.limits import LIMIT
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch) -> list[Meter]:
+    """The meters of the commands that run."""
+    made: list[Meter] = []
+
+    class Kept(Meter):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(progress, "Meter", Kept)
+    return made
+
+
+VERIFY, EXPORT, DIFF = ["verify", "{four}"], ["export", "{four}", "{target}"], ["diff", "{four}", "{other}"]
+
+
+@pytest.mark.parametrize(("command", "least"), [(VERIFY, "stored"), (EXPORT, "stored"), (DIFF, "weights")])
+def test_all_expected_bytes_are_done_at_the_end(
+    meter: list[Meter], four: Path, tmp_path: Path, command: list[str], least: str
+) -> None:
+    arrays = canonical()
+    arrays["model.norm.weight"] += 1
+    places = {"four": four, "target": tmp_path / "hf", "other": save(tmp_path / "other", arrays)}
+    meter.clear()
+    assert run(*(part.format(**places) for part in command)).code in (0, 1)
+    (found,) = meter
+    weights = sum(array.nbytes for array in arrays.values())
+    stored = run("inspect", four, "--json").document["bytes"]
+    assert found.done == found.expected
+    assert found.expected >= (stored if least == "stored" else 2 * weights)
+
+
+def test_without_a_terminal_there_is_a_line_at_the_start_and_one_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    begun = threading.Event()
+    write = sys.stderr.write
+    monkeypatch.setattr(sys.stderr, "write", lambda text: (begun.set(), write(text))[1])
+    with progress.shown("exporting x", None):
+        expect(1 << 30)
+        begun.wait(LIMIT)
+        advance(1 << 30)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "exporting x: 1.07 GB"
+    assert re.fullmatch(r"exporting x: 1\.07 GB in \d+\.\d\d s, [\d.e+]+ GiB/s", last)
+
+
+def test_a_short_operation_and_one_on_few_bytes_print_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress.shown("exporting x", None):
+        expect(1 << 30)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    with progress.shown("exporting x", None):
+        expect(progress.LEAST_BYTES - 1)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_a_bar_with_bytes_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "_REFRESH", 0.01)
+    stream, shown = io.StringIO(), threading.Event()
+    write = stream.write
+
+    def record(text: str) -> int:
+        if "GB" in text and "/s" in text and "0:00:" in text:
+            shown.set()
+        return write(text)
+
+    monkeypatch.setattr(stream, "write", record)
+    with progress.shown("exporting [x]", Console(file=stream, force_terminal=True, width=120)):
+        expect(4 << 30)
+        while not shown.wait(0.05):
+            advance(1 << 22)
+    assert "exporting [x] …" in stream.getvalue()
+
+
+def test_an_error_ends_the_display_and_the_count() -> None:
+    with pytest.raises(KeyboardInterrupt), progress.shown("x", None) as found:
+        raise KeyboardInterrupt
+    expect(5)
+    advance(5)
+    assert (found.expected, found.done) == (0, 0)
+    assert "flex-progress" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_bytes_of_all_threads_are_counted() -> None:
+    found = Meter()
+    with measured(found):
+        threads = [threading.Thread(target=lambda: [advance(1) for _ in range(1000)]) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found.done == 8000
+
+
+# Interrupts itself once bytes of the export are written, as Ctrl-C does.
+INTERRUPTED = """
+import os, signal, sys
+from paddleformers_fc.execute import export_files
+from paddleformers_fc.cli.main import main
+
+def interrupt(count):
+    os.kill(os.getpid(), signal.SIGINT)
+
+export_files.advance = interrupt
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_leaves_nothing_behind(four: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, "export", str(four), str(tmp_path / "hf"), "--verify", "size"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_display_of_commands_is_chosen_by_the_error_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[bool] = []
+    shown = progress.shown
+
+    def choose(doing: str, console: Console | None) -> AbstractContextManager[Meter]:
+        chosen.append(console is not None)
+        return shown(doing, None)
+
+    monkeypatch.setattr(progress, "shown", choose)
+    for is_terminal in (True, False):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with output.working("reading"):
+            pass
+    assert chosen == [True, False]
