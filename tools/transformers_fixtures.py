@@ -65,6 +65,12 @@ QWEN2_5_TOWER = {**TOWER, "depth": 2, "fullatt_block_indexes": [1]}
 QWEN3_TOWER = {**TOWER, "depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
 WIDE = {**QWEN_VL, "head_dim": 8}
 VL_MOE = {**WIDE, **EXPERTS, "moe_intermediate_size": 12, "num_experts": 4}
+DELTA = {"linear_key_head_dim": 4, "linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+NEXT = {**EXPERTS, **DELTA, "head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 24}
+FULL_LAST = ["linear_attention", "full_attention"]
+GLM_TEXT = {**QWEN_VL, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}
+GLM_TOWER = {**TOWER, "depth": 2, "image_size": 16}
+OCR_TOWER = {**TOY, "hidden_size": 16, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
     "llama, wide heads": {"head_dim": 8},
@@ -112,6 +118,38 @@ CASES: dict[str, dict[str, Any]] = {
         "text_config": {**VL_MOE, "mlp_only_layers": [1]},
         "vision_config": QWEN3_TOWER,
         "tie_word_embeddings": True,
+    },
+    "qwen3_next": {**NEXT, "num_hidden_layers": 4},
+    "qwen3_next, a dense layer": {**NEXT, "layer_types": FULL_LAST, "mlp_only_layers": [0], "attention_bias": True},
+    "qwen3_next, every second layer, tied": {
+        **NEXT,
+        "layer_types": FULL_LAST,
+        "decoder_sparse_step": 2,
+        "linear_num_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "glm4v_moe": {"text_config": GLM_TEXT, "vision_config": GLM_TOWER},
+    "glm4v_moe, biases": {
+        "text_config": {**GLM_TEXT, "attention_bias": False, "n_shared_experts": 2},
+        "vision_config": {**GLM_TOWER, "attention_bias": True, "temporal_patch_size": 1},
+    },
+    "glm4v_moe, no dense layer, tied": {
+        "text_config": {**GLM_TEXT, "first_k_dense_replace": 0},
+        "vision_config": {**GLM_TOWER, "image_size": 12},
+        "tie_word_embeddings": True,
+    },
+    "glm_ocr": {"text_config": WIDE, "vision_config": GLM_TOWER},
+    "glm_ocr, no biases": {"text_config": WIDE, "vision_config": {**GLM_TOWER, "attention_bias": False}},
+    "glm_ocr, another tower": {
+        "text_config": {**WIDE, "num_key_value_heads": 2, "num_hidden_layers": 1},
+        "vision_config": {**GLM_TOWER, "in_channels": 2, "spatial_merge_size": 4},
+    },
+    "paddleocr_vl": {"text_config": WIDE, "vision_config": OCR_TOWER, "tie_word_embeddings": False},
+    "paddleocr_vl, tied": {"text_config": WIDE, "vision_config": OCR_TOWER, "tie_word_embeddings": True},
+    "paddleocr_vl, biases": {
+        "text_config": {**WIDE, "use_bias": True, "num_key_value_heads": 8},
+        "vision_config": {**OCR_TOWER, "num_channels": 1, "num_hidden_layers": 1},
+        "tie_word_embeddings": False,
     },
     "phi3, long": {"original_max_position_embeddings": 64, "rope_parameters": LONG},
 }

@@ -28,6 +28,9 @@ _OF_THE_FILE = frozenset(
 _CLASS = "architectures"
 """Of a whole model. PaddleFormers' configurations with a nested one hand it down."""
 
+_TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
+"""Keys that PaddleFormers' nested configurations lose: they are then None."""
+
 _ROTARY, _THETA, _SCALING, _LOCAL_THETA = "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -63,7 +66,7 @@ def _completed(written: Mapping[str, Any], live: Mapping[str, Any], source: Mapp
     """Return a configuration, or a nested one, with the keys of the source that are not written or were overwritten."""
     values = dict(written)
     for key, value in source.items():
-        if key in OVERWRITTEN:
+        if key in OVERWRITTEN or (key in _TOKENS and values.get(key) is None):
             values[key] = value
         elif key not in values and key not in _OF_THE_FILE:
             values[key] = live.get(key, value)

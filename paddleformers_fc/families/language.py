@@ -25,12 +25,12 @@ from paddleformers_fc.families.declarations import (
     Geometry,
     ModelClass,
     Numbers as Numbers,
-    Stage,
+    Stage as Stage,
     Statements,
     TiedName,
     Tower,
     as_stored,
-    at,
+    at as at,
     choice as choice,
     declared as declared,
     fresh as fresh,
@@ -82,6 +82,25 @@ TINY_LATENT = {
 TINY_MOE = {"n_routed_experts": 4, "moe_intermediate_size": 16}
 """The tiny configuration of routed experts."""
 
+IS_LINEAR = "layer_types[layer] == 'linear_attention' if layer_types else (layer + 1) % full_attention_interval != 0"
+"""Layers with linear attention, by a list of all layers, or all but every n-th one."""
+
+DELTA_SIZES = {
+    "linear_keys": "linear_num_key_heads * linear_key_head_dim",
+    "linear_values": "linear_num_value_heads * linear_value_head_dim",
+}
+"""Sizes of a gated delta net."""
+
+TINY_DELTA = {
+    "head_dim": 8,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 2,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 4,
+}
+"""The tiny configuration of layers with linear and with full attention."""
+
 VISION_SIZES = {
     "layers": "depth",
     "heads": "num_heads",
@@ -111,6 +130,9 @@ _PREDICTION_KEY = {"num_nextn_predict_layers": "mtp_layers"}
 
 _CONDITIONS = {FLEET: "is_fleet", FORMERS: "not is_fleet"}
 _TEXT = "text"
+_TIE = "tie_word_embeddings"
+_TIE_OF_EITHER = f"{_TIE} if {_TIE} != None else {_TEXT}.{_TIE}"
+"""Some classes hand the key down to the nested configuration of the text."""
 
 
 def ends(
@@ -218,7 +240,8 @@ def family(
     if key:
         text = tuple(replace(one, tower=_TEXT) for one in statements)
         towers = (Tower(_TEXT, key, text, Numbers("layer", "text.layers"), sizes, defaults, flat=True), *towers)
-        statements, sizes, defaults = (), {size: f"text.{size}" for size in ("layers", "experts", "mtp_layers")}, {}
+        statements, defaults = (), {}
+        sizes = {size: f"text.{size}" for size in ("layers", "experts", "mtp_layers")} | {_TIE: _TIE_OF_EITHER}
     return Family(
         name,
         (name,),
@@ -420,6 +443,18 @@ def latent_attention(prefix: str, down_bias: str = "") -> Statements:
         norm(f"{prefix}.kv_a_layernorm", "kv_lora_rank"),
         column(f"{prefix}.kv_b_proj", "kv_lora_rank", "heads * (qk_nope_head_dim + v_head_dim)"),
         row(f"{prefix}.o_proj", "heads * v_head_dim", "hidden", down_bias),
+    )
+
+
+def delta_net(prefix: str) -> Statements:
+    """Declare a gated delta net, whose projections lie per key head in both spaces; it is whole on every rank."""
+    return declared(
+        same(f"{prefix}.{{A_log,dt_bias}}", shape=("linear_num_value_heads",)),
+        same(f"{prefix}.conv1d.weight", shape=("2 * linear_keys + linear_values", "1", "linear_conv_kernel_dim")),
+        replicated(f"{prefix}.in_proj_qkvz", "hidden", "2 * linear_keys + 2 * linear_values"),
+        replicated(f"{prefix}.in_proj_ba", "hidden", "2 * linear_num_value_heads"),
+        norm(f"{prefix}.norm", "linear_value_head_dim"),
+        replicated(f"{prefix}.out_proj", "linear_values", "hidden"),
     )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from paddleformers_fc.families import language as lang
-from paddleformers_fc.families.declarations import Statements
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from paddleformers_fc.families import language as lang
+from paddleformers_fc.families.declarations import Statements, Tower
+
+_NONE: Mapping[str, Any] = {}
 _NAMES = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn.qkv": "attn.qkv"}
 _NAMES |= {"self_attn.o_proj": "attn.proj", "up_gate_proj": "linear_fc1", "down_proj": "linear_fc2"}
 
@@ -66,3 +70,48 @@ QWEN3_VL = lang.tower(
     defaults={**lang.VISION_DEFAULTS, "patch_size": 16, "num_position_embeddings": 2304},
 )
 """The tower of Qwen 3 VL, dense and MoE."""
+
+
+def glm(
+    merger_size: str,
+    *,
+    layer: Iterable[Statements],
+    outside: Iterable[Statements] = (),
+    output_bias: str = "",
+    defaults: Mapping[str, Any] = _NONE,
+) -> Tower:
+    """Declare the tower of GLM's models, which is whole on every rank.
+
+    Args:
+        merger_size: the inner size of the feed-forward that follows the tower.
+        layer: the parts of a layer beside norms, query, key, value and output.
+        outside: the parts of the tower outside of layers that not all models have.
+        output_bias: the condition under which the output of the attention has a bias.
+        defaults: the values of the model's class for keys that not all models have.
+    """
+    width = "out_hidden_size"
+    return lang.tower(
+        "vision",
+        "vision_config",
+        "model.visual",
+        layers="blocks.{block}",
+        layer=[
+            lang.norm("norm{1,2}"),
+            lang.replicated("attn.qkv", "hidden", "3 * hidden", "attention_bias"),
+            lang.replicated("attn.proj", "hidden", "hidden", output_bias),
+            *layer,
+        ],
+        outside=[
+            lang.patches("patch_embed.proj", "True"),
+            lang.norm("post_layernorm"),
+            lang.same("downsample.weight", shape=(width, "hidden", "spatial_merge_size", "spatial_merge_size")),
+            lang.same("downsample.bias", shape=(width,)),
+            lang.replicated("merger.proj", width, width),
+            lang.norm("merger.post_projection_norm", width, "True"),
+            lang.replicated("merger.{gate,up}_proj", width, merger_size),
+            lang.replicated("merger.down_proj", merger_size, width),
+            *outside,
+        ],
+        sizes=lang.VISION_SIZES,
+        defaults={**lang.VISION_DEFAULTS, "patch_size": 14, "image_size": 336, **defaults},
+    )

@@ -26,6 +26,10 @@ PLAIN = {
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen3_next": "Qwen3Next",
+    "glm4v_moe": "Glm4vMoe",
+    "glm_ocr": "GlmOcr",
+    "paddleocr_vl": "PaddleOCRVL",
 }
 
 
@@ -152,6 +156,9 @@ CONFIGS = {
     "qwen2_5_vl": "Qwen2_5_VLConfig",
     "qwen3_vl": "Qwen3VLConfig",
     "qwen3_vl_moe": "Qwen3VLMoeConfig",
+    "qwen3_next": "Qwen3NextConfig",
+    "glm4v_moe": "Glm4vMoeConfig",
+    "glm_ocr": "GlmOcrConfig",
 }
 
 

@@ -18,7 +18,7 @@ from paddleformers_fc.families import (
     register,
     registry,
 )
-from paddleformers_fc.families.bind import family_heads, family_keys
+from paddleformers_fc.families.bind import family_heads, family_keys, tied_names
 from paddleformers_fc.families.declarations import FLEET, FORMERS, Geometry, same
 from paddleformers_fc.families.language import (
     column,
@@ -205,3 +205,14 @@ def test_a_nested_key_that_differs_between_config_json_and_the_stored_model_is_r
     with pytest.raises(Corrupt) as caught:
         resume_source(replace(checkpoint, config=other), model.rules)
     assert caught.value.evidence == ("vision_config.num_heads: 2 in config.json, 4 in mapping.json",)
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_tie_is_read_where_a_class_hands_it_down_to_the_text_and_that_of_the_whole_model_precedes(
+    outer: bool,
+) -> None:
+    probe = family("tied", classes=(FORMERS,), key="text_config", layer=[norm("norm")], tiny={})
+    text = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 16, "tie_word_embeddings": True}
+    assert list(tied_names(probe, ModelDescription({"text_config": text}))) == ["lm_head.weight"]
+    both = {"tie_word_embeddings": outer, "text_config": text}
+    assert bool(tied_names(probe, ModelDescription(both))) is outer

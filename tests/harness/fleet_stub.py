@@ -1,4 +1,4 @@
-"""A stand-in for the import of ``paddlefleet``, which is on no public index.
+"""A stand-in for the import of ``paddlefleet``, which is on no public index, and of kernels in Triton.
 
 PaddleFormers' model modules import it for their PaddleFleet classes. With this stand-in they can be imported, so that
 their own classes (those that end in ``Deprecated``) and their configurations are the real ones. A PaddleFleet class
@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 _NAMES = ("paddlefleet", "paddlefleet_ops")
+_KERNELS = "paddleformers.triton_kernels"
 _BASES = ("TransformerConfig", "GPTConfig")  # PaddleFormers makes dataclasses of these.
 
 
@@ -23,7 +24,7 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = type(name, (), {"transform_rules": {}, "encoder_or_decoder": None})
+        made = type(name, (), {"transform_rules": {}, "encoder_or_decoder": None, "is_available": lambda: False})
         made = dataclasses.dataclass(made) if name in _BASES else made
         setattr(self, name, made)
         return made
@@ -34,7 +35,8 @@ class _Finder:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The specification of a module of one of the packages."""
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in _NAMES else None  # type: ignore[arg-type]
+        known = name.partition(".")[0] in _NAMES or name == _KERNELS
+        return ModuleSpec(name, self, is_package=True) if known else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """A module without content."""

@@ -41,11 +41,17 @@ CLASSES = {
     "qwen2_5_vl": "Qwen2_5_VLConfig",
     "qwen3_vl": "Qwen3VLConfig",
     "qwen3_vl_moe": "Qwen3VLMoeConfig",
+    "qwen3_next": "Qwen3NextConfig",
+    "glm4v_moe": "Glm4vMoeConfig",
+    "glm_ocr": "GlmOcrConfig",
+    "paddleocr_vl": "PaddleOCRVLConfig",
 }
 OLDER = Path(__file__).parents[1] / "cli/stripped/llama"
 FLEET_ONLY = ("kimi_k2", "minimax_m2")
 NAMES = [family.name for family in FAMILIES]
-VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FLAT = "paddleocr_vl"  # PaddleFormers' class has no nested configuration of the text.
+PLAIN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
+VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "glm_ocr", "paddleocr_vl")
 
 
 def config_of(name: str, **values: Any) -> Any:
@@ -86,8 +92,11 @@ def bound(name: str, model: Any, tp: int = 1) -> RuleSet:
 def test_every_key_that_a_declaration_reads_reaches_the_binding_with_its_live_value(name: str) -> None:
     family = BY_NAME[name]
     for key in sorted(family_keys(family) - {IS_FLEET}):
+        key = key.removeprefix("text_config.") if name == FLAT else key
         *outer, leaf = key.split(".")
         values = [getattr(_inside(config_of(name), outer), leaf, None), 1, 2, 3, False, True]
+        if name == "glm4v_moe" and key == "tie_word_embeddings":
+            key = f"text_config.{key}"  # The class hands it down, and the declaration reads it at either place.
         for value in values:
             try:
                 config = config_of(name, **{outer[0]: {leaf: value}} if outer else {leaf: value})
@@ -119,6 +128,8 @@ def test_a_family_binds_what_its_configuration_class_holds_as_its_declaration_sa
 def tiny_values(name: str, **changes: Any) -> dict[str, Any]:
     """The family's tiny configuration as arguments of the configuration class."""
     values = {key: one for key, one in settings(BY_NAME[name]).items() if key not in (IS_FLEET, "model_type")}
+    if name == FLAT:
+        values |= values.pop("text_config")
     return {"tie_word_embeddings": False, **values, **changes}
 
 
@@ -235,7 +246,9 @@ def test_a_router_that_is_square_is_exported_read_and_resumed_as_the_models_clas
     assert resumed == trained[2:]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", *VISION])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", *VISION]
+)
 def test_a_family_lists_the_tensors_of_the_class_that_paddleformers_builds_itself(ranks: ForkServer, name: str) -> None:
     scaling = {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale_all_dim": 1.0}} if name == "deepseek_v3" else {}
     depth = {} if name in VISION else {"num_nextn_predict_layers": 0}
