@@ -28,6 +28,11 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(piece), "") if _is_number(piece) else (1, 0, piece) for piece in name.split(".")]
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package, from a wheel or a checkout."""
+    return f'pip install "paddleformers-fc[{extra}]"'
+
+
 def _is_number(piece: str) -> bool:
     # Some characters are digits and no number, and a number may be too long for one.
     return piece.isascii() and piece.isdigit() and len(piece) <= 18

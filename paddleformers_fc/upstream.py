@@ -26,9 +26,17 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from paddleformers_fc.errors import EnvironmentMismatch
+from paddleformers_fc.text import install_command
 
 VERSIONS = {"paddle": "3.3.1", "paddleformers": "1.2.0", "paddlenlp": "3.0.0b4"}
 """The known versions, by the module that has them as ``__version__``. Builds for accelerators have the same."""
+
+INSTALL = (
+    f"Run {install_command('cpu')}; for NVIDIA devices first install Paddle as its installation page says, then run "
+    f"{install_command('formers')}."
+)
+"""What to do where Paddle and PaddleFormers are missing."""
+_ABSENT = " is not installed"
 
 
 @dataclass(frozen=True)
@@ -677,7 +685,7 @@ def differences(hooks: Iterable[Hook]) -> list[str]:
     hooks = tuple(hooks)
     absent = sorted(name for name in set(map(_package, hooks)) if importlib.util.find_spec(name) is None)
     if absent:
-        return [f"{name} is not installed" for name in absent]
+        return [f"{name}{_ABSENT}" for name in absent]
     return list(dict.fromkeys(line for hook in hooks for line in _differences(hook)))
 
 
@@ -721,6 +729,15 @@ def _mismatch(evidence: list[str], alternative: str) -> EnvironmentMismatch:
     library = "paddleformers" if importlib.util.find_spec("paddlenlp") is None else "paddlenlp"
     if importlib.util.find_spec("paddleformers") is not None:
         library = "paddleformers"
+    absent = [line for line in evidence if line.endswith(_ABSENT)]
+    if absent:
+        install = f"Run {install_command('nlp')}." if any("paddlenlp" in line for line in absent) else INSTALL
+        return EnvironmentMismatch(
+            "Paddle or the library with its Trainer is not installed.",
+            where=f"Python environment {sys.prefix}",
+            evidence=evidence,
+            next_step=install,
+        )
     versions = f"paddle {VERSIONS['paddle']} and {library} {VERSIONS[library]}"
     return EnvironmentMismatch(
         "The installed Paddle or PaddleFormers differs from what this package is written for.",

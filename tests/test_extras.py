@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
+EXTRAS = re.compile(r"(?:(?<![\w.])\.|\.whl|paddleformers-fc)\[([a-z\d,]+)\]")
 
 
 def declared() -> dict[str, list[str]]:
@@ -39,10 +40,10 @@ def test_every_extra_that_the_documents_name_exists() -> None:
     named = {
         extra.strip()
         for path in texts
-        for group in re.findall(r"(?<![\w.])\.\[([a-z,]+)\]", path.read_text(encoding="utf-8"))
+        for group in EXTRAS.findall(path.read_text(encoding="utf-8"))
         for extra in group.split(",")
     }
-    assert {"cpu", "formers"} <= named
+    assert {"cpu", "formers", "http", "s3"} <= named
     assert named <= extras.keys()
 
 
@@ -51,7 +52,7 @@ def test_no_extra_asks_the_public_index_for_a_wheel_that_it_does_not_have() -> N
     assert "paddlepaddle-gpu" not in names
 
 
-@pytest.mark.parametrize("extra", ["", "cpu", "formers", "test", "docs"])
+@pytest.mark.parametrize("extra", ["", "cpu", "formers", "http", "s3", "plots", "test", "docs"])
 def test_the_constraints_satisfy_what_is_required(extra: str) -> None:
     pins = pinned()
     for requirement in map(Requirement, declared()[extra]):

@@ -47,6 +47,6 @@ fi
 
 echo "Installing into $VENV (about 2 GB, once; a minute or two on a fast network)."
 "$VENV/bin/python" -m pip install --quiet --constraint "${CONSTRAINTS:-constraints.txt}" \
-    --editable ".[${EXTRAS:-cpu,test,docs}]"
+    --editable ".[${EXTRAS:-cpu,test,plots,docs}]"
 rm -f "$VENV"/.installed-*
 touch "$STAMP"

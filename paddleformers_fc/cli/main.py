@@ -507,10 +507,11 @@ def demo(
     as_json: Json = False,
 ) -> int:
     """Train tiny models, resume them under other layouts, export them, and compare the numbers."""
-    from paddleformers_fc.cli.start_checks import require_paddleformers
+    from paddleformers_fc.cli.start_checks import require_matplotlib, require_paddleformers
     from paddleformers_fc.verification.demo import demo as run_demo
 
     require_paddleformers("The demo")
+    require_matplotlib("The demo")
     return run_demo(directory, as_json)
 
 
@@ -566,8 +567,10 @@ def matrix(
     as_json: Json = False,
 ) -> int:
     """Verify that every layout resumes every other: md5 there and back, exports, losses, as a table."""
+    from paddleformers_fc.cli.start_checks import require_matplotlib
     from paddleformers_fc.verification.matrix import run_matrix
 
+    require_matplotlib("A matrix")
     return run_matrix(recipe, only, work, documents, as_json)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.declarations import DIVIDED
@@ -23,15 +24,11 @@ from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
 from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.paths import expand_user, parse_path
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, install_command
 from paddleformers_fc.trainer.options import FIELD_NAMES, unknown_keys
 from paddleformers_fc.trainer.resume import refuse_no_checkpoint
 from paddleformers_fc.trainer.stock_keys import stock_keys
 
-INSTALL = (
-    'In the root of this repository run pip install -c constraints.txt ".[cpu]"; for NVIDIA devices first install '
-    'Paddle as its installation page says, then ".[formers]".'
-)
 _DEGREES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -71,7 +68,24 @@ def require_paddleformers(doing: str) -> None:
     """
     if importlib.util.find_spec("paddleformers") is None:
         raise EnvironmentMismatch(
-            f"{doing} needs PaddleFormers, which is not installed.", where=sys.executable, next_step=INSTALL
+            f"{doing} needs PaddleFormers, which is not installed.", where=sys.executable, next_step=upstream.INSTALL
+        )
+
+
+def require_matplotlib(doing: str) -> None:
+    """Refuse an operation that ends with a picture, before it starts, if matplotlib is not installed.
+
+    Args:
+        doing: the operation, as the subject of a sentence.
+
+    Raises:
+        EnvironmentMismatch: it is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise EnvironmentMismatch(
+            f"{doing} needs matplotlib, which is not installed.",
+            where=sys.executable,
+            next_step=f"Run {install_command('plots')}.",
         )
 
 

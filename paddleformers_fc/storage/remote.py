@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, OptionError, StorageError
 from paddleformers_fc.storage.paths import RemotePath, mask_credentials
+from paddleformers_fc.text import install_command
 
 PART_BYTES = 8 * 1024 * 1024
 """The longest range of one request."""
@@ -36,6 +37,8 @@ AT_ONCE = 16
 # What backends call the thing that changes when a file does, the most telling first.
 _TAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_md5", "Content-MD5", "generation", "version_id", "mtime")
 _TIMES = ("LastModified", "last_modified", "Last-Modified", "updated", "modified", "created")
+_EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
+"""The extra of this package that installs the backend of a protocol."""
 _SECRET = re.compile(r"key|secret|token|password|passphrase|sas|account|credential", re.IGNORECASE)
 _QUERY = re.compile(r"(?<=\S)\?[^\s'\",)]+")
 _TOLD = 300
@@ -298,7 +301,7 @@ def _reached(path: RemotePath) -> tuple[Any, str]:
             f"{path} cannot be read: the backend of fsspec for {path.protocol}:// is not installed.",
             where=str(path),
             evidence=[mask_credentials(str(error))],
-            next_step="Install it in the version that belongs to the installed fsspec.",
+            next_step=_install(path.protocol),
         ) from None
     except Exception as error:  # Every backend has exceptions of its own.
         raise OptionError(
@@ -308,6 +311,11 @@ def _reached(path: RemotePath) -> tuple[Any, str]:
             next_step="Check the protocol, and fsspec's configuration for it.",
         ) from None
     return system, str(inner)
+
+
+def _install(protocol: str) -> str:
+    extra = _EXTRAS.get(protocol)
+    return f"Run {install_command(extra)}." if extra else "Install the version that belongs to the installed fsspec."
 
 
 def _hides_refusal(error: OSError) -> bool:

@@ -674,7 +674,7 @@ def test_without_paddleformers_the_error_has_the_command_to_install_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     outcome = run("train", config(tmp_path))
     assert outcome.code == 2
-    assert 'pip install -c constraints.txt ".[cpu]"' in outcome.err
+    assert 'pip install "paddleformers-fc[cpu]"' in outcome.err
     assert run("demo", "--output", tmp_path / "demo").code == 2
     assert not (tmp_path / "demo").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -190,6 +191,13 @@ def test_a_protocol_that_nobody_knows_and_a_backend_that_is_not_installed_are_op
     fsspec.register_implementation("notinstalled", "nowhere.at.all.FileSystem", clobber=True)
     with pytest.raises(OptionError, match="backend of fsspec for notinstalled:// is not installed"):
         exists(RemotePath("notinstalled://bucket/run"))
+
+
+def test_a_backend_with_an_extra_is_installed_by_the_command_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    fsspec.register_implementation("s3", "s3fs.S3FileSystem", clobber=True)
+    with pytest.raises(OptionError, match=r'pip install "paddleformers-fc\[s3\]"'):
+        exists(RemotePath("s3://bucket/never-asked-for"))
 
 
 class Telling(fsspec.AbstractFileSystem):
