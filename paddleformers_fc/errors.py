@@ -126,50 +126,108 @@ def _character(one: str) -> str:
 
 
 class OptionError(FlexError):
-    """A setting is out of range, or two settings contradict each other."""
+    """A setting is out of range, or two settings contradict each other.
+
+    Why: A typing error, a key of another version, or a combination that this package does not support.
+
+    What to do: Correct the key or argument that the error names. No checkpoint was read or changed.
+    """
 
 
 class CheckpointError(FlexError):
-    """Something is wrong with what is on disk."""
+    """Something is wrong with what is on disk.
+
+    Why: The classes below state what is wrong. This one remains where several faults meet.
+
+    What to do: Run ``paddleformers-fc verify DIR``, which lists every fault.
+    """
 
 
 class NotACheckpoint(CheckpointError):
-    """The directory holds no finished flex checkpoint."""
+    """The directory holds no finished flex checkpoint.
+
+    Why: A save that was interrupted before its commit, a wrong path, or a checkpoint of another format.
+
+    What to do: Run ``paddleformers-fc inspect`` with the output directory, which lists its checkpoints and leftovers.
+    Name one of the checkpoints.
+    """
 
 
 class Corrupt(CheckpointError):
-    """A file of the checkpoint is missing, truncated, of another size or another checksum."""
+    """A file of the checkpoint is missing, truncated, of another size or another checksum.
+
+    Why: A copy or upload that ended early, a fault of a disk, or a file that another program changed.
+
+    What to do: Run ``paddleformers-fc verify DIR``, restore the files that it lists, or resume an older checkpoint.
+    """
 
 
 class FormatError(CheckpointError):
-    """Bytes that do not follow the format they claim to be in."""
+    """Bytes that do not follow the format they claim to be in.
+
+    Why: Another program wrote or changed the file, or a newer version of this package did.
+
+    What to do: Restore the file, or install the version of this package that wrote it.
+    """
 
 
 class MappingError(FlexError):
-    """A mapping that cannot be proved total, single-writer, in bounds and dtype-closed."""
+    """A mapping that cannot be proved total, single-writer, in bounds and dtype-closed.
+
+    Why: Statements or a family do not cover every element, cover one twice, or fit other sizes.
+
+    What to do: Correct the statements or the family; the error lists the tensors. No tensor was read or written.
+    """
 
 
 class MismatchError(FlexError):
-    """What is stored and what is wanted do not fit: names, shapes, dtypes or coverage."""
+    """What is stored and what is wanted do not fit: names, shapes, dtypes or coverage.
+
+    Why: Another model, configuration, precision or optimizer than the one that was saved.
+
+    What to do: Compare the listed names and shapes with the configuration. ``aoa_config`` maps renamed tensors, and
+    ``flex_allow_config_changes`` and ``flex_allow_casts`` allow changes that are meant.
+    """
 
 
 class Diverged(MismatchError):
-    """Copies of a tied tensor were saved with different values, so that none of them is read unless it is chosen."""
+    """Copies of a tied tensor were saved with different values, so that none of them is read unless it is chosen.
+
+    Why: Pipeline stages trained the copies of one parameter apart.
+
+    What to do: Choose a copy with ``flex_tied`` or ``--tied``, or use an older checkpoint.
+    """
 
 
 class StorageError(FlexError):
-    """The operating system refused a read, a write, a sync or a rename."""
+    """The operating system refused a read, a write, a sync or a rename.
+
+    Why: A full disk, missing rights, a limit of open files, or a store or network that does not answer.
+
+    What to do: Remove the cause that the evidence states, and start the operation again. An incomplete save leaves
+    older checkpoints unchanged.
+    """
 
 
 class PeerError(FlexError):
-    """Another rank failed, or the ranks do not agree on what they are doing."""
+    """Another rank failed, or the ranks do not agree on what they are doing.
+
+    Why: A rank was killed, was not started, hangs, or runs with other options or versions.
+
+    What to do: Read the log of the rank that the error names. The first error there is the cause.
+    """
 
 
 class EnvironmentMismatch(FlexError):
-    """A version, method or Trainer class of Paddle or PaddleFormers differs from the expected one."""
+    """A version, method or Trainer class of Paddle or PaddleFormers differs from the expected one.
+
+    Why: A missing package, or a version that this one is not tested with.
+
+    What to do: Run the command in the error. ``flex_unknown_versions: warn`` tries other versions.
+    """
 
 
-_BY_NAME = {
+BY_NAME = {
     kind.__name__: kind
     for kind in (
         FlexError,
@@ -186,6 +244,7 @@ _BY_NAME = {
         EnvironmentMismatch,
     )
 }
+"""Every class of errors by its name."""
 
 
 def from_wire(text: str) -> FlexError:
@@ -200,7 +259,7 @@ def from_wire(text: str) -> FlexError:
             evidence=[text[:LONGEST_LINE]],
             next_step="Run the same version of paddleformers_fc on every rank.",
         )
-    kind = _BY_NAME.get(fields["error"], FlexError)
+    kind = BY_NAME.get(fields["error"], FlexError)
     return kind(fields["what"], where=fields["where"], evidence=fields["evidence"], next_step=fields["next_step"])
 
 
