@@ -7,7 +7,7 @@ configuration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.adapters import with_adapters
@@ -32,6 +32,7 @@ class LocalShapes:
             for name, one in family_numbers(family).items()
             if self._sizes.knows(one.shift)
         }
+        self._known: dict[str, list[tuple[Statement, Shape]]] = {}
         self._index = TargetIndex((one, one) for one in with_adapters(family, model.adapters).statements)
 
     def trained(self, name: str) -> bool:
@@ -48,9 +49,9 @@ class LocalShapes:
         Returns:
             shape and axis, or as text why no statement fits.
         """
-        statements, texts = self._index.find(name)
-        declared = [(one, self._shape(one, texts)) for one in statements]
-        known = [(one, shape) for one, shape in declared if shape is not None]
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = list(self._declared(name))
         for _, shape in known:
             if shape == part:
                 return shape, None
@@ -61,6 +62,13 @@ class LocalShapes:
             return "no statement of the family declares its shape"
         stated = "; ".join(f"{list(shape)} cut on axis {one.cut}" for one, shape in known)
         return f"{list(part)} on each of {tp} ranks, declared {stated}"
+
+    def _declared(self, name: str) -> Iterator[tuple[Statement, Shape]]:
+        statements, texts = self._index.find(name)
+        for one in statements:
+            shape = self._shape(one, texts)
+            if shape is not None:
+                yield one, shape
 
     def _shape(self, statement: Statement, texts: Sequence[str]) -> Shape | None:
         numbers = {

@@ -8,6 +8,7 @@ pickles and are read as data (:mod:`paddleformers_fc.storage.pickles`): of an ar
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +19,8 @@ from typing import Any
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import from_safetensors
-from paddleformers_fc.storage.files import list_directory
+from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
+from paddleformers_fc.storage.files import list_directory, open_local, read_range
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.pickles import PickledArray, quoted, read_pickle
 from paddleformers_fc.storage.safetensors import read_header
@@ -56,6 +57,8 @@ _DTYPES = {
     "u2": "bfloat16",
 }
 
+_COMPARED_BYTES = 1 << 20
+
 Place = tuple[int, int, int]
 """Tensor-parallel rank, pipeline stage, rank in the sharding group."""
 
@@ -73,6 +76,11 @@ class RankFiles:
     files: Mapping[str, Mapping[Place, str]]
     tp: int
     pp: int
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all files."""
+        return sorted(name for found in self.files.values() for name in found.values())
 
     def of(self, kind: str, tp: int, pp: int) -> list[str]:
         """Return the files of a kind of one tensor-parallel rank and stage, in the order of the sharding group."""
@@ -259,6 +267,17 @@ def read_rank_file(directory: Path, name: str) -> RankContent:
         {key: value for key, value in names.items() if isinstance(key, str) and isinstance(value, str)},
         epoch if type(epoch) is int else None,
     )
+
+
+def is_equal(directory: Path, one: FileArray, other: FileArray) -> bool:
+    """Return whether two arrays of one shape and type have the same bytes."""
+    length = math.prod(one.shape) * item_size(to_safetensors(one.dtype))
+    with open_local(directory / one.file) as left, open_local(directory / other.file) as right:
+        return all(
+            read_range(left, one.begin + at, size) == read_range(right, other.begin + at, size)
+            for at in range(0, length, _COMPARED_BYTES)
+            for size in (min(_COMPARED_BYTES, length - at),)
+        )
 
 
 def scheduler_epoch(directory: Path, name: str) -> int | None:

@@ -15,6 +15,7 @@ files, and tensors that are not stored whole are found; a changed byte is not.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ from paddleformers_fc.formats.rank_files import (
     RankContent,
     RankFiles,
     find_rank_files,
+    is_equal,
     read_rank_file,
     scheduler_epoch,
 )
@@ -141,19 +143,11 @@ def open_ranked(directory: AnyPath, format_: Format) -> OpenedCheckpoint:
         MappingError: the family of the model does not declare a tensor that is cut.
     """
     directory = require_local(directory, "A checkpoint of Paddle")
-    files = find_rank_files(directory)
-    names = sorted(name for found in files.files.values() for name in found.values())
-    identities = identities_of(directory / name for name in names)
-    contents = {name: read_rank_file(directory, name) for name in names}
-    _refuse_steps(directory, contents)
     raw = read_description(directory, CONFIG_NAME)
     config = {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
-    cells = _cells(files, contents, _read_meta(directory, files))
-    if any(name.endswith(".safetensors") for name in names):
-        cells = _canonical_cells(directory, config, files.tp, cells)
-    assembly = Assembly(directory, config, files.tp, sum(len(one.optimizers) for one in cells) > 0)
-    for cell in cells:
-        assembly.add(cell)
+    files = find_rank_files(directory)
+    identities = identities_of(directory / name for name in files.names)
+    assembly = _assembled(directory, files, config)
     catalog = Catalog(directory, assembly.roles(), identities)
     assembly.faults += catalog.faults()
     if assembly.faults:
@@ -169,6 +163,46 @@ def open_ranked(directory: AnyPath, format_: Format) -> OpenedCheckpoint:
     recorded = {} if raw is None else {CONFIG_NAME: hasher.file_checksum(CONFIG_NAME)}
     cuts = assembly.cuts
     return OpenedCheckpoint(format_, catalog, config, lambda: _described(catalog, config, cuts), recorded)
+
+
+def compare_replicas(checkpoint: OpenedCheckpoint) -> int:
+    """Compare the copies of tensors that several tensor-parallel ranks have whole, of which the first one is read.
+
+    Args:
+        checkpoint: of :func:`open_ranked`.
+    Returns:
+        the number of copies.
+    Raises:
+        Corrupt: copies differ; the files are of different steps, or the ranks had diverged.
+    """
+    directory = require_local(checkpoint.catalog.root, "A checkpoint of Paddle")
+    replicas = _assembled(directory, find_rank_files(directory), checkpoint.config).replicas
+    differing = [
+        f"{name}: {one.file} and {other.file} differ"
+        for name, one, other in replicas
+        if (one.shape, one.dtype) == (other.shape, other.dtype) and not is_equal(directory, one, other)
+    ]
+    if differing:
+        raise Corrupt(
+            f"Ranks stored different numbers of the same tensor: {count_text(len(differing), 'array')}.",
+            where=str(directory),
+            evidence=fold(differing),
+            next_step="The files are of different steps, or the ranks had diverged. A load reads those of tp00.",
+        )
+    return len(replicas)
+
+
+def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any]) -> Assembly:
+    """Return the tensors of all files."""
+    contents = {name: read_rank_file(directory, name) for name in files.names}
+    _refuse_steps(directory, contents)
+    cells = _cells(files, contents, _read_meta(directory, files))
+    if any(name.endswith(".safetensors") for name in files.names):
+        cells = _canonical_cells(directory, config, files.tp, cells)
+    assembly = Assembly(directory, config, files.tp, any(one.optimizers for one in cells))
+    for cell in cells:
+        assembly.add(cell)
+    return assembly
 
 
 def _refuse_steps(directory: Path, contents: Mapping[str, RankContent]) -> None:
@@ -294,6 +328,10 @@ class Assembly:
         config: its configuration.
         tp: number of tensor-parallel ranks.
         has_states: whether there are files of optimizer states.
+    Attributes:
+        faults: why the files are not one whole checkpoint.
+        cuts: number of parts of every parameter on each axis.
+        replicas: tensors that two tensor-parallel ranks have whole.
     """
 
     directory: Path
@@ -302,6 +340,8 @@ class Assembly:
     has_states: bool
     faults: list[str] = field(default_factory=list)
     cuts: dict[str, Shape] = field(default_factory=dict)
+    replicas: list[tuple[str, FileArray, FileArray]] = field(default_factory=list)
+    _copied: dict[tuple[str, str], Sequence[FileArray]] = field(default_factory=dict)
     _shards: dict[str, list[StoredShard]] = field(default_factory=dict)
     _cast: list[StoredShard] = field(default_factory=list)
     _turned: list[StoredShard] = field(default_factory=list)
@@ -315,29 +355,39 @@ class Assembly:
         variables = _by_variable(cell.names)
         states = self._states(cell.optimizers, variables, "optimizer")
         averages = self._averages(cell, variables)
+        grouped = _by_parameter(states)
         for part in parts.values():
-            master = states.pop((MASTER_WEIGHT, part.name + MASTER.suffix), [])
-            own = [(key, pieces) for key, pieces in states.items() if _parameter(key) == part.name]
+            own = grouped.get(part.name, {})
+            stored = [weights[part.name]] if part.name in weights else []
+            self._compare(part, {(MODEL_STATE, part.name): stored, **own})
             if not part.first:
                 continue
-            if part.name in cell.canonical:
-                for turned, shard in cell.canonical[part.name]:
-                    (self._turned if turned else self._shards.setdefault(MODEL_STATE, [])).append(shard)
-            elif part.name in weights:
-                self._keep(MODEL_STATE, self._joined(part, part.name, part.dtype, [weights[part.name]]))
-            elif master and part.dtype:
-                self._cast += self._joined(part, part.name, part.dtype, master)
-            else:
-                self.faults.append(f"{part.name}: neither the weight nor its master weight is stored")
-            if master:
-                self._keep(MASTER_WEIGHT, self._joined(part, part.name + MASTER.suffix, master[0].dtype, master))
-            for (role, name), pieces in own:
-                self._keep(role, self._state(part, name, pieces))
+            self._add_weight(part, cell, stored, own.get((MASTER_WEIGHT, part.name + MASTER.suffix), []))
+            for (role, name), pieces in own.items():
+                self._keep(role, self._state(part, role, name, pieces))
             if part.name in averages:
                 self._keep(EMA_STATE, self._joined(part, part.name, "float32", averages[part.name]))
-            shared = cell.names.get(part.name) is not None and variables[cell.names[part.name]] != part.name
-            if self.has_states and not own and not shared and self._is_trained(part.name):
+            is_alias = part.name in cell.names and variables[cell.names[part.name]] != part.name
+            if self.has_states and not own and not is_alias and self._is_trained(part.name):
                 self.faults.append(f"{part.name}: no optimizer state is stored")
+
+    def _add_weight(self, part: Part, cell: Cell, stored: Sequence[FileArray], master: Sequence[FileArray]) -> None:
+        if part.name in cell.canonical:
+            for turned, shard in cell.canonical[part.name]:
+                (self._turned if turned else self._shards.setdefault(MODEL_STATE, [])).append(shard)
+        elif stored:
+            self._keep(MODEL_STATE, self._joined(part, part.name, part.dtype, stored))
+        elif master and part.dtype:
+            self._cast += self._joined(part, part.name, part.dtype, master)
+        else:
+            self.faults.append(f"{part.name}: neither the weight nor its master weight is stored")
+
+    def _compare(self, part: Part, own: Mapping[tuple[str, str], Sequence[FileArray]]) -> None:
+        """Note the copies of what another tensor-parallel rank has as well."""
+        for (role, name), pieces in own.items() if self.tp > 1 and part.box == whole(part.shape) else ():
+            first = self._copied.setdefault((role, name), pieces)
+            if first is not pieces:
+                self.replicas += zip(itertools.repeat(name), first, pieces)
 
     def roles(self) -> dict[str, dict[str, StoredTensor]]:
         """Return the tensors by role."""
@@ -436,9 +486,9 @@ class Assembly:
             self.faults.append(f"{found[name][0].file}: the average {name} belongs to no parameter of this stage")
         return found
 
-    def _state(self, part: Part, name: str, pieces: Sequence[FileArray]) -> Iterator[StoredShard]:
+    def _state(self, part: Part, role: str, name: str, pieces: Sequence[FileArray]) -> Iterator[StoredShard]:
         first = pieces[0]
-        if split_state_name(OPTIMIZER_STATE, name, first.shape).shape is StateShape.NUMBER:
+        if role == OPTIMIZER_STATE and split_state_name(role, name, first.shape).shape is StateShape.NUMBER:
             if not any(part.box.lo):
                 width = item_size(to_safetensors(first.dtype))
                 yield Shard(name, first.dtype, first.shape, whole(first.shape)), first.file, first.begin, width
@@ -529,8 +579,13 @@ def _by_variable(names: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _parameter(key: tuple[str, str]) -> str:
-    return split_state_name(*key).parameter
+def _by_parameter(
+    states: Mapping[tuple[str, str], list[FileArray]],
+) -> dict[str, dict[tuple[str, str], list[FileArray]]]:
+    found: dict[str, dict[tuple[str, str], list[FileArray]]] = {}
+    for (role, name), pieces in states.items():
+        found.setdefault(split_state_name(role, name).parameter, {})[role, name] = pieces
+    return found
 
 
 def _split(key: str, variables: Mapping[str, str]) -> tuple[str, str] | None:

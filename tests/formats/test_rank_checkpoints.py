@@ -21,6 +21,7 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.inspect import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.formats import format_of, open_checkpoint
+from paddleformers_fc.formats.rank_files import read_rank_file
 from paddleformers_fc.layout.roles import EMA_STATE, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.verification.matrix.layouts import parse_layout
 from paddleformers_fc.verification.matrix.tiny import keys
@@ -170,6 +171,26 @@ def test_a_checkpoint_of_ranks_is_inspected_verified_planned_and_compared(pair: 
     assert outcome.passed, problem
     assert run("plan", theirs, "--to", "tp=2,pp=2").code == 0
     assert run("diff", theirs, ours).code == 0
+
+
+def test_a_copy_of_another_step_and_missing_layers_are_found_by_verification(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    directory = copied(pair[0], tmp_path / "checkpoint-2")
+    of_more_layers(directory)
+    name = "optimizer.tp01_shard00.pdopt"
+    array = read_rank_file(directory, name).arrays["create_parameter_0.w_0_fp32_master_0_moment1_0"]
+    data = bytearray((directory / name).read_bytes())
+    data[array.begin] ^= 1
+    (directory / name).unlink()
+    (directory / name).write_bytes(data)
+    outcome, problem = verify_checkpoint(directory, "full")
+    assert {one.name: one.passed for one in outcome.checks} == {"tensors": True, "model": False, "replicas": False}
+    assert problem is not None
+    assert any("input_layernorm.weight.moment1_0: optimizer.tp00" in line for line in problem.evidence), (
+        problem.evidence
+    )
+    assert any("model.layers.{4...5}" in line for line in problem.evidence)
 
 
 # ---- What is refused.
