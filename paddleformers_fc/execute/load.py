@@ -230,7 +230,8 @@ def prepare_load(
 
     files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
     recorded = RecordedBlocks(files, checkpoint.compared) if checkpoint.unread else NO_BLOCKS
-    changes = config_changes(checkpoint.known, model, complete=checkpoint.model is not None)
+    is_complete = checkpoint.model is not None and not checkpoint.model.partial
+    changes = config_changes(checkpoint.known, model, complete=is_complete)
 
     def refuse(report: Report) -> None:
         refuse_changes(of_adapters(changes), may_change, str(checkpoint.catalog.root))

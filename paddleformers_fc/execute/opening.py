@@ -261,7 +261,7 @@ def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[
 
 def own_or_handed(checkpoint: OpenedCheckpoint, name: str, handed: bytes | None) -> bytes | None:
     """Return a small file of a checkpoint, None if it has none; ``handed`` is the result of :func:`own_file`."""
-    return handed if handed is not None or name not in checkpoint.recorded else checkpoint.document(name)
+    return handed if handed is not None or name not in checkpoint.documents else checkpoint.document(name)
 
 
 def _probe(

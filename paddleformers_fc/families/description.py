@@ -36,6 +36,7 @@ class ModelDescription:
         adapters: the adapters of the model, if it has any. Its tensors are then those that are trained.
         is_global: whether fused tensors have the layout of one device, however ranks divide them, as those of
             semi-automatic parallelism do. It is not stored: the cuts of the stored rules are then 1.
+        partial: whether ``config`` is that of a file, so that keys may be absent that the model was built with.
     """
 
     config: Mapping[str, Any]
@@ -43,6 +44,7 @@ class ModelDescription:
     rules: RuleSet | None = None
     adapters: Adapters | None = None
     is_global: bool = False
+    partial: bool = False
 
     @property
     def model_type(self) -> str:

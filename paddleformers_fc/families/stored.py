@@ -59,12 +59,19 @@ class _Document(msgspec.Struct, frozen=True):
     rules: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _Partial(msgspec.Struct, frozen=True):
+    """The mark of a description that was made of a file. Earlier versions ignore it."""
+
+    must_understand: bool = False
+
+
 class _Model(msgspec.Struct, frozen=True):
     """A description as it is stored. Rules are in the document themselves."""
 
     config: dict[str, Any]
     is_fleet: bool | None = None
     adapters: Adapters | msgspec.UnsetType = msgspec.UNSET
+    partial: _Partial | msgspec.UnsetType = msgspec.UNSET
 
 
 _documents = msgspec.json.Decoder(_Document)
@@ -74,7 +81,8 @@ _RULE_FIELDS = tuple(field.name for field in dataclasses.fields(RuleSet))
 
 def encode_mapping(model: ModelDescription, rules: RuleSet) -> bytes:
     """Return the bytes of ``mapping.json``."""
-    stored = _Model(dict(model.config), model.is_fleet, model.adapters or msgspec.UNSET)
+    mark = _Partial() if model.partial else msgspec.UNSET
+    stored = _Model(dict(model.config), model.is_fleet, model.adapters or msgspec.UNSET, mark)
     document = _Document(FORMAT, msgspec.Raw(msgspec.json.encode(stored)), msgspec.Raw(encode_rules(rules)))
     return msgspec.json.format(msgspec.json.encode(document), indent=1)
 
@@ -107,7 +115,10 @@ def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription | None, Ru
     ignored_extensions(data, _Document.__struct_fields__, where)
     ignored_extensions(document.model, _Model.__struct_fields__, where)
     ignored_extensions(document.rules, _RULE_FIELDS, where)
-    return ModelDescription(model.config, model.is_fleet, adapters=model.adapters or None), rules
+    described = ModelDescription(
+        model.config, model.is_fleet, adapters=model.adapters or None, partial=bool(model.partial)
+    )
+    return described, rules
 
 
 def completed(

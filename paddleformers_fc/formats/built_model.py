@@ -7,6 +7,7 @@ stored tensors, so that no number changes.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import msgspec
 
@@ -44,7 +45,8 @@ def built_model(checkpoint: OpenedCheckpoint) -> StoredModel:
             where=str(root / CONFIG_NAME),
             next_step="Name a directory with the model's config.json, or put it there.",
         )
-    family, described = family_for(checkpoint.config), described_by_file(checkpoint.config)
+    family = family_for(checkpoint.config)
+    described = replace(described_by_file(checkpoint.config), partial=True)
     tensors = [one.under(tp=1) for one in enumerate_tensors(family, described)]
     model, rules = completed(family, described, tensors)
     dtypes = {name: one.dtype for name, one in checkpoint.catalog.roles[MODEL_STATE].items()}

@@ -38,6 +38,7 @@ from paddleformers_fc.formats.checkpoint import (
 )
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, model_documents, read_description
+from paddleformers_fc.formats.stock_run import run_documents, run_reader
 from paddleformers_fc.layout.roles import EMA_STATE, MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
@@ -120,8 +121,9 @@ def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
         config,
         lambda: describe(config),
         recorded,
-        find_unrecorded=lambda: model_documents(directory),
+        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory)},
         describe_as=describe,
+        read_run=run_reader(directory, catalog),
     )
 
 
@@ -145,7 +147,7 @@ def _derived(catalog: Catalog, config: dict[str, Any], cuts: dict[str, tuple[int
         )
     weights = catalog.roles[MODEL_STATE].values()
     tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
-    description, rules = completed(family_for(config), ModelDescription(config), tensors)
+    description, rules = completed(family_for(config), ModelDescription(config, partial=True), tensors)
     return StoredModel(rules, description)
 
 
@@ -340,11 +342,8 @@ class PaddleDistcpFormat(Format):
     predicate = "was written by Paddle's own FlexCheckpoint"
     roles = ROLES
     canonical = False
-    loadable = False
-    advice = (
-        "Resume it without flex_checkpoint; or export its weights with paddleformers-fc export, and start from them "
-        "with model_name_or_path."
-    )
+    loadable = True
+    advice = "Name it in resume_from_checkpoint; or make a flex checkpoint of it with paddleformers-fc convert."
     checks = ("tensors",)
     writer = None
 

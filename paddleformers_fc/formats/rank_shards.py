@@ -38,7 +38,7 @@ from paddleformers_fc.formats.checkpoint import (
     StoredShard,
     parse_config,
 )
-from paddleformers_fc.formats.huggingface import read_description
+from paddleformers_fc.formats.huggingface import model_documents, read_description
 from paddleformers_fc.formats.rank_files import (
     AGAIN,
     EMA,
@@ -53,6 +53,7 @@ from paddleformers_fc.formats.rank_files import (
     scheduler_epoch,
 )
 from paddleformers_fc.formats.sharded_pieces import arrange
+from paddleformers_fc.formats.stock_run import run_documents, run_reader
 from paddleformers_fc.formats.variable_names import assign_variables
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
@@ -162,7 +163,20 @@ def open_ranked(directory: AnyPath, format_: Format) -> OpenedCheckpoint:
     hasher.update(raw or b"")
     recorded = {} if raw is None else {CONFIG_NAME: hasher.file_checksum(CONFIG_NAME)}
     cuts = assembly.cuts
-    return OpenedCheckpoint(format_, catalog, config, lambda: _described(catalog, config, cuts), recorded)
+
+    def describe(config: dict[str, Any]) -> StoredModel:
+        return _described(catalog, config, cuts)
+
+    return OpenedCheckpoint(
+        format_,
+        catalog,
+        config,
+        lambda: describe(config),
+        recorded,
+        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory)},
+        describe_as=describe,
+        read_run=run_reader(directory, catalog),
+    )
 
 
 def compare_replicas(checkpoint: OpenedCheckpoint) -> int:
@@ -534,7 +548,7 @@ def described(directory: AnyPath, config: Mapping[str, Any]) -> ModelDescription
             evidence=[f"{CONFIG_NAME} is not in it"],
             next_step=f"Copy the model's {CONFIG_NAME} into a copy of the directory.",
         )
-    return ModelDescription(config)
+    return ModelDescription(config, partial=True)
 
 
 def _described(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Shape]) -> StoredModel:

@@ -48,6 +48,16 @@ def format_of(directory: AnyPath) -> Format | None:
     return next((one for one in FORMATS if one.recognises(directory)), None)
 
 
+def is_resumable(directory: AnyPath) -> bool:
+    """Return whether a directory is of another format that contains what a run resumes with, by the names in it.
+
+    Raises:
+        StorageError: the directory cannot be listed.
+    """
+    found = format_of(directory)
+    return found is not None and found is not SAVED and found.loadable and not found.canonical
+
+
 def writer_of(name: str) -> ExportWriter:
     """Return the writer of a format of exports.
 

@@ -8,6 +8,7 @@
 ``file_checksums``    ``FileChecksum``: size and checksums of a finished file
 ``files``             the only module that writes, syncs, renames and deletes
 ``json_io``           bounded, strict reading of JSON
+``codecs``            values of Python and numpy as exact JSON
 ``pickles``           pickles of other formats, parsed as data
 ``safetensors``       a validating header reader and streaming writers
 ``identity``          identities of files, so that the file that is read is the file that was checked

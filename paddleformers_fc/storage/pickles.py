@@ -146,8 +146,24 @@ def read_pickle(path: Path) -> Any:
         FormatError: it is no pickle, it names something that is not data, or a bound is exceeded.
         StorageError: the operating system refused.
     """
+    return _read(path, _known_word)
+
+
+def read_pickled_objects(path: Path) -> Any:
+    """As :func:`read_pickle`, for objects of any class: each is a :class:`Record` with the attributes that it holds.
+
+    Nothing is imported or called for them either: their names are text. An enumeration's value, and what a class holds
+    in place of attributes, is under the key ``""``.
+
+    Args:
+        path: the file.
+    """
+    return _read(path, _any_word)
+
+
+def _read(path: Path, words: Callable[[str, str], _KnownGlobal | None]) -> Any:
     with open_local(path) as file:
-        return _Machine(_Tape(file)).run()
+        return _Machine(_Tape(file), words).run()
 
 
 def quoted(value: Any) -> str:
@@ -235,10 +251,16 @@ class _Tape:
 
 
 class _Machine:
-    """Carries out the instructions of one pickle on descriptions."""
+    """Carries out the instructions of one pickle on descriptions.
 
-    def __init__(self, tape: _Tape) -> None:
+    Args:
+        tape: the pickle.
+        words: returns what a global name means, by its module and name; None if it is unknown.
+    """
+
+    def __init__(self, tape: _Tape, words: Callable[[str, str], _KnownGlobal | None]) -> None:
         self._tape = tape
+        self._words = words
         self._stack: list[Any] = []
         self._memo: list[Any] = []
         self._others: dict[int, Any] = {}
@@ -360,7 +382,7 @@ class _Machine:
 
     def word(self, module: Any, name: Any) -> None:
         """Look a global name up."""
-        known = _WORDS.get((module, name)) if isinstance(module, str) and isinstance(name, str) else None
+        known = self._words(module, name) if isinstance(module, str) and isinstance(name, str) else None
         if known is None:
             self._tape.refuse(f"it asks for {quoted(module)}.{quoted(name)}, which is not data")
         self.push(known)
@@ -368,7 +390,7 @@ class _Machine:
     def new(self) -> None:
         """An instance of a class, without arguments."""
         arguments, word = self.pop(), self.pop()
-        if type(word) is not _KnownGlobal or word.kind != "record" or arguments != ():
+        if type(word) is not _KnownGlobal or word.kind != "record" or type(arguments) is not tuple or arguments:
             self._tape.refuse("it makes an instance of something that is not data")
         self.push(Record(word.name))
 
@@ -378,6 +400,9 @@ class _Machine:
         if type(word) is not _KnownGlobal or type(arguments) is not tuple:
             self._tape.refuse("it calls something that is not data")
         call = _CALLS.get(word.kind)
+        if word.kind == "record" and self._words is _any_word:
+            self.push(Record(word.name, {"": arguments}))
+            return
         made = None if call is None else call(arguments)
         if made is None:
             self._tape.refuse(f"it calls {word.kind} with arguments that it never has")
@@ -388,6 +413,8 @@ class _Machine:
         state, made = self.pop(), self.pop()
         if type(made) is Record and not made.built and type(state) is dict and all(type(key) is str for key in state):
             made.fields, made.built = state, True
+        elif type(made) is Record and not made.built and self._words is _any_word:
+            made.fields, made.built = {"": state}, True
         elif type(made) is _Type and not made.built and _is_type_state(state):
             made.built = True
         elif type(made) is _Array and made.found is None:
@@ -411,6 +438,14 @@ class _Machine:
         if math.prod(shape) * _WIDTHS[kind.code] != data.length:
             self._tape.refuse(f"it has an array of shape {list(shape)} in {data.length} bytes")
         return PickledArray(kind.code, shape, data.offset, data.length)
+
+
+def _known_word(module: str, name: str) -> _KnownGlobal | None:
+    return _WORDS.get((module, name))
+
+
+def _any_word(module: str, name: str) -> _KnownGlobal:
+    return _WORDS.get((module, name)) or _KnownGlobal("record", name)
 
 
 def _is_key(key: Any) -> bool:

@@ -15,7 +15,7 @@ Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddlefor
 ``saving``, ``rotation``, ``lineage``               save, ``save_total_limit``, runs that share a directory
 ``resume``, ``loading``                             the checkpoint to resume, and the resume itself
 ``state``, ``slices``, ``optimizers``               tensors by role; sharding stage 3; supported optimizers
-``documents``, ``codecs``                           small files: scheduler, tokenizer, Trainer state; their JSON
+``documents``                                       small files: scheduler, tokenizer, Trainer state
 ``position``, ``batches``, ``rng``                  position in the data, random states
 ``changes``, ``description``, ``inherited``         differences between runs; the live configuration
 ``reader``, ``pretrained``, ``loaders``, ``origin`` open weights, and models that other loaders filled

@@ -94,7 +94,8 @@ def file_changes(manifest: Manifest, files: Mapping[str, bytes]) -> list[Change]
         files: the content of the files as this run would save them, by path.
     """
     changes = []
-    for path, content in sorted(files.items()):
+    # The record of another format lists no files.
+    for path, content in sorted(files.items()) if manifest.files else ():
         checksum, digest = manifest.checksum_of(path), xxhash.xxh3_128_hexdigest(content)
         if checksum is None or checksum.digest != digest:
             saved = ABSENT if checksum is None else f"xxh3_128 {checksum.digest[:12]}"

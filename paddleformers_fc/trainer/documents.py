@@ -35,10 +35,11 @@ from paddleformers_fc.execute.opening import own_file, own_or_handed
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.exported import exported_config
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint
+from paddleformers_fc.storage import codecs
 from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.manifest import Manifest, read_listed
 from paddleformers_fc.storage.paths import AnyPath, mask_credentials
-from paddleformers_fc.trainer import codecs, inherited, lora
+from paddleformers_fc.trainer import inherited, lora
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host import TrainerState
 from paddleformers_fc.trainer.host_models import clean_model_class_name, get_parameter_dtype, unwrap_model
@@ -234,9 +235,9 @@ def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingPro
         FormatError: a document is damaged.
     """
     directory = checkpoint.catalog.root
-    listed = {checksum.path for checksum in checkpoint.manifest.files}
 
     def work() -> dict[str, bytes]:
+        listed = checkpoint.documents
         missing = sorted({STATE, SCHEDULER, DATA} - listed)
         if missing:
             raise MismatchError(

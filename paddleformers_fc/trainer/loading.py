@@ -23,8 +23,8 @@ from paddleformers_fc.execute.load import PLANS, LoadReport, PreparedLoad, prepa
 from paddleformers_fc.execute.opening import open_on_all_ranks, own_file, own_or_handed
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
-from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.formats.checkpoint import REFUSE, require_average
+from paddleformers_fc.formats import OpenedCheckpoint, stock_run
+from paddleformers_fc.formats.checkpoint import REFUSE, require_average, with_config
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
     MASTER,
@@ -197,10 +197,21 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     )
     for reporter in reporters(trainer):
         reporter.on_checkpoint_loaded(args, loaded)
+    _report_foreign(args, checkpoint, progress is not None)
     if progress is None:
         warn(args, changes.changes_text(checkpoint.manifest.step, run.changes))
     elif optimizers.has_states(trainer.optimizer):
         _warn_of_unfrozen(trainer, ready, channel)
+
+
+def _report_foreign(args: Any, checkpoint: OpenedCheckpoint, continued: bool) -> None:
+    """Report what a checkpoint of another format does not contain of the run that is continued."""
+    if checkpoint.commit_record is not None or not args.should_log:
+        return
+    absent = stock_run.lacking(checkpoint.documents, dist.get_rank()) if continued else ["checksums"]
+    if continued and not checkpoint.catalog.roles.get(OPTIMIZER_STATE):
+        absent.insert(0, "optimizer states")
+    logger.info(f"{checkpoint.catalog.root} {checkpoint.format.predicate}. It does not contain: {'; '.join(absent)}.")
 
 
 def _warn_of_unfrozen(trainer: Any, ready: _PreparedLoad, channel: Channel) -> None:
@@ -316,6 +327,10 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     consistency = consistency_check_of(args, f"resuming from {directory.name}")
     with _verifying():
         checkpoint = open_on_all_ranks(directory, channel, args.flex_verify, args.flex_threads, consistency)
+        if checkpoint.commit_record is None:
+            # Stock Trainers do not save the configuration.
+            checkpoint = with_config(checkpoint, describe(trainer.model).config)
+            run_on_all(channel, f"reading the run of {directory.name}", lambda: _require_run(checkpoint))
     checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint), averaged=_from_average(args, checkpoint))
     continued = not args.ignore_load_lr_and_optim
     progress = documents.read_progress(checkpoint, channel) if continued else None
@@ -343,6 +358,11 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
             checkpoint, roles, model, channel, options, args.aoa_config, _plans(args), may_change, may_cast
         )
     return _PreparedLoad(checkpoint, progress, generators, generation, load, names, roles.get(EMA_STATE, {}))
+
+
+def _require_run(checkpoint: OpenedCheckpoint) -> None:
+    """Read what a format without a manifest contains of the run."""
+    _ = checkpoint.manifest
 
 
 def _from_average(args: Any, checkpoint: OpenedCheckpoint) -> bool:
@@ -524,6 +544,8 @@ def inner_training_loop(
     run_on_all(channel_of(args), "looking at the model and the optimizer", lambda: _refuse_to_train(trainer))
     saved = _saved_data(run)
     order, passes = _data(args, train_dataloader, len_dataloader, saved)
+    if isinstance(saved, position.StepPosition):
+        saved = saved.under(position.pace_of(args, passes), order, passes)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     on_made_up = None
     if run.progress is not None:
@@ -567,10 +589,7 @@ def _refuse_to_train(trainer: Any) -> None:
     refuse_optimizer(trainer)
 
 
-_SavedData = tuple[position.Position, position.Pace, position.SampleOrder]
-
-
-def _saved_data(run: JobState) -> _SavedData | None:
+def _saved_data(run: JobState) -> position.SavedData | position.StepPosition | None:
     """Return the position of the checkpoint that is resumed."""
     if run.progress is None or run.resumed_from is None:
         return None
@@ -578,14 +597,14 @@ def _saved_data(run: JobState) -> _SavedData | None:
 
 
 def _data(
-    args: Any, loader: Any, passes: int | None, saved: _SavedData | None
+    args: Any, loader: Any, passes: int | None, saved: position.SavedData | position.StepPosition | None
 ) -> tuple[position.SampleOrder, int | None]:
     """Return the order of the data, and the passes of an epoch if they are known.
 
     Ranks that receive their batches from others receive both from a rank that reads the data.
     """
     order = batches.order_of(loader)
-    if saved is not None:
+    if isinstance(saved, tuple):
         order = replace(
             order, corpus=corpus.digest(getattr(loader, "dataset", None), position.covered(saved[0], saved[2]))
         )
@@ -602,7 +621,9 @@ def _data(
     return next(order for orders in everyone for order in orders)
 
 
-def _start(trainer: Any, saved: _SavedData | None, order: position.SampleOrder, passes: int | None) -> position.Start:
+def _start(
+    trainer: Any, saved: position.SavedData | None, order: position.SampleOrder, passes: int | None
+) -> position.Start:
     args = trainer.args
     if saved is None:
         return position.Start(position.Position(), 0)

@@ -19,12 +19,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from paddleformers_fc.errors import FormatError, OptionError
 
+_Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 _NEXT_STEP = (
     "Resume under settings with the same samples in the same order, or set ignore_data_skip: true to start the epoch "
     "from its beginning."
@@ -139,13 +140,56 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     order: SampleOrder
 
 
-def from_document(document: dict[str, Any], where: str) -> tuple[Position, Pace, SampleOrder]:
-    """Read the document of :func:`to_document`.
+SavedData = tuple[Position, Pace, SampleOrder]
+"""A position, with the batch sizes and the order of the run that saved it."""
+
+
+class StepPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The position of a run of another format, which stores no order of its data.
+
+    Attributes:
+        steps: optimizer steps done.
+        consumed: trained samples.
+        pace: the batch sizes; None if they are unknown.
+    """
+
+    steps: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    consumed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    pace: _SavedPace | None
+
+    def under(self, pace: Pace, order: SampleOrder, passes: int | None) -> SavedData:
+        """Return the position in the data of this run, as PaddleFormers computes it from steps.
+
+        Args:
+            pace: batch sizes of this run, which the saved run had if its own are unknown.
+            order: order of this run, which the saved run must have had.
+            passes: forward passes per rank in an epoch of this run; None if unknown, as for a stream.
+        """
+        old = pace if self.pace is None else Pace(**msgspec.structs.asdict(self.pace))
+        if not order.indexed or passes is None:
+            return Position(0, self.steps * old.per_step, self.consumed), old, order
+        own = passes if old == pace else passes_of(order.length, old)
+        epoch, steps = divmod(self.steps, max(own // max(min(old.accumulation, own), 1), 1))
+        return Position(epoch, steps * old.per_step, self.consumed), old, order
+
+
+class _SavedPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A :class:`Pace` with positive numbers."""
+
+    micro_batch: _Size
+    accumulation: _Size
+    ranks: _Size
+
+
+def from_document(document: dict[str, Any], where: str) -> SavedData | StepPosition:
+    """Read the document of :func:`to_document`, or that of a checkpoint of another format.
 
     Raises:
         FormatError: the document is damaged.
     """
     try:
+        if "steps" in document:
+            return msgspec.convert(document, type=StepPosition)
         read = msgspec.convert(document, type=_Document)
     except ValueError as error:
         raise FormatError("Invalid position in the data.", where=where, evidence=[str(error)]) from error

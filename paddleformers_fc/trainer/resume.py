@@ -8,16 +8,18 @@ because of a failed mount would lose steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.distributed.rank_format import format_ranks
-from paddleformers_fc.errors import NotACheckpoint
+from paddleformers_fc.errors import CheckpointError, NotACheckpoint
 from paddleformers_fc.execute.opening import check_complete
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, not_a_flex_checkpoint
-from paddleformers_fc.formats.registry import format_of
+from paddleformers_fc.formats.registry import format_of, is_resumable, open_checkpoint
+from paddleformers_fc.formats.stock_run import refuse_unfinished
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.leftovers import recover
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in, first_usable
@@ -25,6 +27,7 @@ from paddleformers_fc.storage.names import UNFINISHED, parse_hidden, parse_step
 from paddleformers_fc.storage.paths import AnyPath
 
 _DAMAGED = "is damaged"
+_NOT_RESUMABLE = "not a checkpoint of another format"
 _MOST_NAMED = 3
 
 
@@ -110,9 +113,47 @@ def _find(
     output_dir: Path, channel: Channel, warn: Callable[[str], None], without: Collection[str] = ()
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     found, skipped = find_newest(output_dir, channel, without=without)
+    if found is None:
+        found, reasons = _newest_of_other_formats([path for path, _ in skipped], channel)
+        skipped = [(path, reasons.get(path.name, why)) for path, why in skipped if path != found]
+        if found is not None:
+            warn(f"{output_dir} has no flex checkpoint. {found}, which {_kind_of(found)}, is resumed.")
+            skipped = [(path, why) for path, why in skipped if path.name in reasons]
     for path, why in skipped:
         warn(f"{path} cannot be resumed and is skipped: {why}")
     return found, skipped
+
+
+def _newest_of_other_formats(directories: Iterable[Path], channel: Channel) -> tuple[Path | None, dict[str, str]]:
+    """Find the newest complete checkpoint of another format. Every rank must call.
+
+    Args:
+        directories: candidates, newest first; the same on every rank.
+        channel: all ranks of the job.
+    Returns:
+        it, and by name why those of another format that are newer are incomplete.
+    """
+    reasons: dict[str, str] = {}
+    for path in directories:
+        faults = all_gather_checked(channel, f"looking at {path.name}", partial(_fault_of_other, path), str)
+        fault = next(filter(None, faults), "")
+        if not fault:
+            return path, reasons
+        if fault != _NOT_RESUMABLE:
+            reasons[path.name] = fault
+    return None, reasons
+
+
+def _fault_of_other(path: Path) -> str:
+    """Return why a checkpoint of another format cannot be resumed; empty if it is complete."""
+    if not is_resumable(path):
+        return _NOT_RESUMABLE
+    try:
+        checkpoint = open_checkpoint(path)
+        refuse_unfinished(path, checkpoint.manifest.world_size)
+    except CheckpointError as error:
+        return error.in_one_line()
+    return ""
 
 
 def _kinds(output_dir: Path, channel: Channel) -> dict[str, str]:
@@ -172,7 +213,7 @@ def require_named(directory: AnyPath, channel: Channel) -> AnyPath:
         NotACheckpoint: no rank sees it; the error describes what the first rank sees.
     """
     what = f"looking for {directory.name}"
-    seen = all_gather_checked(channel, what, lambda: exists(directory / MANIFEST_NAME), bool)
+    seen = all_gather_checked(channel, what, lambda: exists(directory / MANIFEST_NAME) or is_resumable(directory), bool)
     if not any(seen):
         run_on_all(channel, what, lambda: None if channel.rank else refuse_no_checkpoint(directory))
     return directory
@@ -184,7 +225,7 @@ def refuse_no_checkpoint(directory: AnyPath) -> None:
     Raises:
         NotACheckpoint: with what the directory is, from the names in it alone.
     """
-    if exists(directory / MANIFEST_NAME):
+    if exists(directory / MANIFEST_NAME) or is_resumable(directory):
         return
     inside = _checkpoints_in(directory)
     choose = f"Name one of its checkpoints: {', '.join(inside)}." if inside else ""

@@ -19,7 +19,7 @@ from paddle.base import core
 from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.trainer.codecs import decode_object, encode
+from paddleformers_fc.storage.codecs import decode_object, encode
 from paddleformers_fc.trainer.host import logger
 
 _TENSOR_PARALLEL_GENERATOR = "model_parallel_rng"

@@ -22,8 +22,8 @@ from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.save import JobRecord, LivePart, SaveReport, comparable_facts, live_part
 from paddleformers_fc.execute.staging_pool import TransferFigures
+from paddleformers_fc.storage import codecs
 from paddleformers_fc.trainer import (
-    codecs,
     corpus,
     documents,
     lineage,

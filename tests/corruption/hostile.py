@@ -282,7 +282,8 @@ def _report(directory: Path) -> Target:
 
 
 def _codec(directory: Path) -> Target:
-    from paddleformers_fc.trainer import codecs, position
+    from paddleformers_fc.storage import codecs
+    from paddleformers_fc.trainer import position
 
     array = {"__array__": "<f4", "shape": [2, 2], "values": [1.0, 2.0, 3.0, 4.0]}
     state = {"step": 3, "generator": {"__tuple__": ["MT19937", array, 7]}, "loss": [0.5, None, True]}
@@ -370,7 +371,8 @@ def _trainer(directory: Path) -> Target:
     import paddle
     from paddleformers.trainer import TrainerState
 
-    from paddleformers_fc.trainer import codecs, documents, rng
+    from paddleformers_fc.storage import codecs
+    from paddleformers_fc.trainer import documents, rng
 
     paddle.set_device("cpu")
     scheduler = paddle.optimizer.lr.LambdaDecay(0.1, lambda step: 0.5**step)
@@ -550,7 +552,7 @@ def _unlike_names() -> None:
 
 
 def _decoded(document: Any) -> None:
-    from paddleformers_fc.trainer.codecs import decode
+    from paddleformers_fc.storage.codecs import decode
 
     decode(written(document).encode(), "trainer/state.json")
 

@@ -121,24 +121,86 @@ def test_the_stock_trainers_checkpoint_is_exported_like_ours(pair: tuple[Path, P
     assert (tmp_path / pair[0].parent.name / "config.json").exists()
 
 
-def test_the_verb_exports_the_stock_trainers_checkpoint_and_plans_no_resume_of_it(
+def test_the_verb_exports_the_stock_trainers_checkpoint_and_plans_a_resume_of_it(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     theirs, ours = (run("export", source, tmp_path / source.parent.name, "--json") for source in pair)
     assert theirs.code == ours.code == 0
     assert theirs.document["md5"] == ours.document["md5"]
-    planned = run("plan", pair[0], "--to", "tp=2")
-    assert planned.code == 1
-    assert "was written by Paddle's own FlexCheckpoint" in planned.err
+    assert run("plan", pair[0], "--to", "tp=2").code == 0
 
 
-def test_a_run_does_not_begin_anew_over_the_stock_trainers_checkpoints(pair: tuple[Path, Path]) -> None:
-    theirs, _ = pair
-    with pytest.raises(NotACheckpoint, match="has checkpoints, and none can be resumed") as caught:
-        newest_or_begin(theirs.parent, LocalChannel(), lambda _: None)
-    assert caught.value.evidence[0] == "checkpoint-3 was written by Paddle's own FlexCheckpoint"
-    with pytest.raises(NotACheckpoint, match="was written by Paddle's own FlexCheckpoint"):
-        require_named(theirs, LocalChannel())
+def test_the_newest_complete_checkpoint_of_the_stock_trainer_is_resumed(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(pair[0], out / "checkpoint-3")
+    warnings: list[str] = []
+    assert newest_or_begin(out, LocalChannel(), warnings.append) == out / "checkpoint-3"
+    (notice,) = warnings
+    assert "has no flex checkpoint" in notice
+    assert require_named(out / "checkpoint-3", LocalChannel()) == out / "checkpoint-3"
+    # A newer one that a rank has not finished is skipped.
+    shutil.copytree(pair[0], out / "checkpoint-5")
+    (out / "checkpoint-5/saved_signal_1").unlink()
+    assert newest_or_begin(out, LocalChannel(), warnings.append) == out / "checkpoint-3"
+    assert "checkpoint-5 cannot be resumed and is skipped" in warnings[-1]
+    (out / "checkpoint-3/model_state/1_0.distcp").unlink()
+    with pytest.raises(NotACheckpoint, match="has checkpoints, and none can be resumed"):
+        newest_or_begin(out, LocalChannel(), lambda _: None)
+    # A flex checkpoint takes precedence, whatever its step.
+    shutil.rmtree(out / "checkpoint-3")
+    shutil.copytree(pair[1], out / "checkpoint-3")
+    assert newest_or_begin(out, LocalChannel(), lambda _: None) == out / "checkpoint-3"
+
+
+def _named_otherwise(copy: Path) -> Path:
+    return copy.rename(copy.with_name("checkpoint-4"))
+
+
+def _scheduler_of_step_5(copy: Path) -> None:
+    (copy / "scheduler.pdparams").write_bytes(pickle.dumps({"last_epoch": 5, "last_lr": 0.01}, 4))
+
+
+def _trainer_of_step_30(copy: Path) -> Path:
+    state = {"global_step": 30, "consumed_samples": 240}
+    (copy / "trainer_state.bin").unlink()
+    (copy / "trainer_state.json").write_text(json.dumps(state))
+    (copy / "scheduler.pdparams").write_bytes(pickle.dumps({"last_epoch": 30, "last_lr": 0.01}, 4))
+    return copy.rename(copy.with_name("checkpoint-30"))
+
+
+@pytest.mark.parametrize(
+    ("change", "evidence"),
+    [
+        (_named_otherwise, "name checkpoint-4: step 4"),
+        (_scheduler_of_step_5, "scheduler.pdparams: step 5"),
+        (_trainer_of_step_30, "optimizer states: step 3"),
+    ],
+)
+def test_files_of_different_steps_are_refused(
+    pair: tuple[Path, Path], tmp_path: Path, change: Callable[[Path], Path | None], evidence: str
+) -> None:
+    copy = tmp_path / "checkpoint-3"
+    shutil.copytree(pair[0], copy)
+    assert open_checkpoint(copy).manifest.step == 3
+    place = change(copy) or copy
+    with pytest.raises(Corrupt, match="contains files of different steps") as caught:
+        _ = open_checkpoint(place).manifest
+    assert evidence in caught.value.evidence
+
+
+def test_the_stock_trainers_files_are_the_documents_of_a_flex_checkpoint(pair: tuple[Path, Path]) -> None:
+    theirs, ours = (open_checkpoint(one) for one in pair)
+    names = ["state", "scheduler", "rng-00000", "rng-00001"]
+    assert {f"trainer/{name}.json" for name in names} < theirs.documents
+    for name in ("trainer/scheduler.json", "trainer/rng-00000.json", "trainer/rng-00001.json"):
+        assert theirs.document(name) == ours.document(name), name
+    one, other = (json.loads(each.document("trainer/state.json")) for each in (theirs, ours))
+    assert {**one, "log_history": []} == {**other, "log_history": []}
+    record = theirs.manifest
+    assert (record.step, record.consumed_samples, record.world_size) == (3, 24, 2)
+    assert record.parallel == ours.manifest.parallel
 
 
 def test_a_stock_checkpoint_is_inspected_and_verified(pair: tuple[Path, Path]) -> None:

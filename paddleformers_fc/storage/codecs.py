@@ -5,7 +5,7 @@ of numbers. Here each is a JSON document. Numbers are restored bit for bit: Pyth
 reads back as the same float, an array carries its dtype, and infinity and NaN use Python's extension of JSON. A value
 that cannot be written exactly is refused at save time.
 
-Nothing here imports Paddle; :mod:`.rng` and :mod:`.documents` read and restore the values.
+``trainer.rng`` and ``trainer.documents`` read and restore the values; ``formats.stock_run`` converts them.
 """
 
 from __future__ import annotations

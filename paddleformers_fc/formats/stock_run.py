@@ -1,0 +1,323 @@
+"""The Trainer's files in checkpoints of PaddleFormers' own formats, as the documents of a flex checkpoint.
+
+================================  ==========================================================
+``trainer_state.bin``, ``.json``  the Trainer's state
+``training_args.bin``             batch sizes and parallel degrees
+``scheduler.pdparams``            the learning-rate scheduler
+``scaler.pdparams``               the loss scaler of float16 runs
+``rng_state_R.pth``               the random generators of rank R
+================================  ==========================================================
+
+All formats of PaddleFormers' Trainer have these files in the directory of the checkpoint. All but the JSON are pickles,
+which are read as data (:mod:`paddleformers_fc.storage.pickles`). The order of the data is not stored: a position is a
+number of steps, and a run that resumes computes its samples as PaddleFormers does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError
+from paddleformers_fc.formats.catalog import Catalog, StoredTensor
+from paddleformers_fc.formats.checkpoint import Documents
+from paddleformers_fc.layout.roles import OPTIMIZER_STATE
+from paddleformers_fc.storage import codecs
+from paddleformers_fc.storage.files import exists, list_directory, open_local, read_range
+from paddleformers_fc.storage.json_io import parse_json, read_document
+from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
+from paddleformers_fc.storage.names import parse_step
+from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle, read_pickled_objects
+
+STATES = ("trainer_state.json", "trainer_state.bin")
+"""Names of the Trainer's state, of which a checkpoint has one."""
+ARGUMENTS, SCHEDULER, SCALER = "training_args.bin", "scheduler.pdparams", "scaler.pdparams"
+SIGNAL = re.compile(r"saved_signal_([0-9]{1,9})")
+"""Name of the file that a rank writes when its part of a checkpoint is written."""
+
+_MAX_STATE_BYTES = 512 * 1024 * 1024
+_GENERATORS = re.compile(r"rng_state_([0-9]{1,9})\.pth")
+_POWER = ".beta1_pow_acc_0"
+_LEAST_POWER = 1e-30
+"""Powers below it have lost digits."""
+_AGAIN = "Use another checkpoint; this one contains files of different saves, or was altered."
+_DEGREES = {
+    "dp": "data_parallel_size",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "sharding": "sharding_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "sep": "sep_parallel_size",
+    "cp": "context_parallel_size",
+}
+_OF_WORLD = ("dp", "tp", "pp", "sharding", "sep")
+
+
+def has_run(directory: Path) -> bool:
+    """Return whether a directory contains the state of a Trainer."""
+    return any(exists(directory / name) for name in STATES)
+
+
+def run_reader(directory: Path, catalog: Catalog) -> Callable[[], Manifest] | None:
+    """Return the reader of the record of a run, for an opened checkpoint; None if the directory has none."""
+    if not has_run(directory):
+        return None
+
+    @functools.cache
+    def read() -> Manifest:
+        record = read_run(directory)
+        refuse_states_of_other_steps(directory, catalog, record)
+        return record
+
+    return read
+
+
+def read_run(directory: Path) -> Manifest:
+    """Return what the files of a Trainer contain of a manifest.
+
+    Args:
+        directory: of the checkpoint.
+    Returns:
+        a record without files.
+    Raises:
+        Corrupt: files of different steps or runs.
+        FormatError: a file is malformed.
+    """
+    state, arguments = _state(directory), _arguments(directory)
+    step = _count(state, "global_step", directory)
+    _refuse_other_steps(directory, step)
+    degrees = {axis: _degree(arguments, key) for axis, key in _DEGREES.items()}
+    world = math.prod(degrees[axis] for axis in _OF_WORLD)
+    ranks = [int(found[1]) for path in list_directory(directory) if (found := _GENERATORS.fullmatch(path.name))]
+    return Manifest(
+        written_by="PaddleFormers",
+        step=step,
+        consumed_samples=_count(state, "consumed_samples", directory) if "consumed_samples" in state else 0,
+        world_size=world if arguments else max(ranks, default=0) + 1,
+        parallel=degrees if arguments else {},
+        family="",
+        aoa={},
+        files=[],
+    )
+
+
+def refuse_states_of_other_steps(directory: Path, catalog: Catalog, record: Manifest) -> None:
+    """Refuse optimizer states that made another number of steps than the Trainer, as the powers of Adam's betas show.
+
+    Args:
+        directory: of the checkpoint.
+        catalog: what is stored.
+        record: of the run.
+    Raises:
+        Corrupt: they differ by more than a step and a hundredth of the steps.
+    """
+    beta = _arguments(directory).get("adam_beta1")
+    if not isinstance(beta, float) or not 0 < beta < 1 or exists(directory / SCALER):
+        return  # A loss scaler skips steps of the optimizer.
+    found = [
+        round(math.log(power) / math.log(beta)) - 1
+        for name, tensor in catalog.roles.get(OPTIMIZER_STATE, {}).items()
+        if name.endswith(_POWER) and tensor.dtype == "float32" and (power := _number(directory, tensor)) > _LEAST_POWER
+    ]
+    # A parameter without a gradient makes no step.
+    done = max(found, default=record.step)
+    if abs(done - record.step) > 1 + record.step // 100:
+        raise Corrupt(
+            f"{directory} contains files of different steps.",
+            where=str(directory),
+            evidence=[f"state of the Trainer: step {record.step}", f"optimizer states: step {done}"],
+            next_step=_AGAIN,
+        )
+
+
+def _number(directory: Path, tensor: StoredTensor) -> float:
+    file, begin = tensor.offsets[0]
+    with open_local(directory / file) as opened:
+        return float(np.frombuffer(read_range(opened, begin, 4), "<f4")[0])
+
+
+def run_documents(directory: Path) -> Documents:
+    """Return the state of a Trainer as documents of a flex checkpoint, as far as the directory has it.
+
+    Args:
+        directory: of the checkpoint.
+    """
+    names = {path.name for path in list_directory(directory)}
+    if not names & {*STATES}:
+        return {}
+    found: dict[str, Callable[[], bytes]] = {
+        "state": lambda: codecs.encode(_state(directory), "trainer state"),
+        "data": lambda: codecs.encode(_position(directory), "data position"),
+    }
+    for name, document in ((SCHEDULER, "scheduler"), (SCALER, "scaler")):
+        if name in names:
+            found[document] = functools.partial(_document, directory / name)
+    for name in sorted(names):
+        if ranked := _GENERATORS.fullmatch(name):
+            found[f"rng-{int(ranked[1]):05d}"] = functools.partial(_generators, directory / name)
+    return {f"{TRAINER_DIRECTORY}/{name}.json": read for name, read in found.items()}
+
+
+def refuse_unfinished(directory: Path, world_size: int) -> None:
+    """Refuse a checkpoint in which a rank has not written that it has finished its part.
+
+    Args:
+        directory: of the checkpoint.
+        world_size: number of ranks that saved it.
+    Raises:
+        Corrupt: signals of ranks are missing.
+    """
+    signals = {int(found[1]) for path in list_directory(directory) if (found := SIGNAL.fullmatch(path.name))}
+    missing = sorted(set(range(world_size)) - signals)
+    if missing:
+        raise Corrupt(
+            f"{directory} was not finished by every rank.",
+            where=str(directory),
+            evidence=[f"missing: saved_signal_{rank}" for rank in missing[:8]],
+            next_step="Name it in resume_from_checkpoint if you know that it is complete.",
+        )
+
+
+def lacking(documents: Collection[str], rank: int) -> list[str]:
+    """Return what a checkpoint of these documents does not contain of a run, for the log.
+
+    Args:
+        documents: the paths of its documents in a flex checkpoint.
+        rank: the rank whose random states are needed.
+    """
+    wanted = {
+        "scheduler": "the learning-rate scheduler",
+        f"rng-{rank:05d}": "random states of this rank",
+    }
+    absent = [text for name, text in wanted.items() if f"{TRAINER_DIRECTORY}/{name}.json" not in documents]
+    return [*absent, "the order of the data (that of this run is used)", "checksums"]
+
+
+def _state(directory: Path) -> dict[str, Any]:
+    """Return the fields of a ``TrainerState``."""
+    for name in STATES:
+        path = directory / name
+        if not exists(path):
+            continue
+        if path.suffix == ".json":
+            try:
+                value = parse_json(read_document(path, _MAX_STATE_BYTES))
+            except ValueError as error:
+                raise _malformed(path, str(error)) from error
+        else:
+            held = read_pickled_objects(path)
+            value = _plain(held.fields, path) if isinstance(held, Record) else None
+        if not isinstance(value, dict):
+            raise _malformed(path, "it contains no state of a Trainer")
+        return value
+    raise Corrupt(f"{directory} has no state of a Trainer.", where=str(directory), next_step=_AGAIN)
+
+
+def _arguments(directory: Path) -> Mapping[str, Any]:
+    """Return the training arguments; none if they are absent, or of a kind that cannot be read as data."""
+    try:
+        held = read_pickled_objects(directory / ARGUMENTS)
+    except FlexError:
+        return {}
+    return held.fields if isinstance(held, Record) else {}
+
+
+def _position(directory: Path) -> dict[str, Any]:
+    """Return the document of a position in the data, see ``trainer.position``."""
+    record, arguments = read_run(directory), _arguments(directory)
+    sizes = [arguments.get(key) for key in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    position: dict[str, Any] = {"steps": record.step, "consumed": record.consumed_samples, "pace": None}
+    if all(type(one) is int and one > 0 for one in sizes):
+        ranks = record.parallel["dp"] * record.parallel["sharding"]
+        position["pace"] = {"micro_batch": sizes[0], "accumulation": sizes[1], "ranks": ranks}
+    return position
+
+
+def _generators(path: Path) -> bytes:
+    held = read_pickled_objects(path)
+    if not isinstance(held, dict):
+        raise _malformed(path, "it contains no random states")
+    try:
+        tracked = held.get("hybrid_parallel_rng_state_tracker") or {}
+        document = {
+            "world_size": held["world_size"],
+            "python": held["python"],
+            "numpy": _plain(held["numpy"], path),
+            "cpu": _generator(held["cpu"]),
+            "device": [_generator(one) for one in held["cuda"]],
+            "hybrid_parallel": {
+                name: [_generator(one) for one in (states if isinstance(states, list) else [states])]
+                for name, states in tracked.items()
+            },
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _malformed(path, f"it contains no random states: {error!r}"[:200]) from error
+    return codecs.encode(document, "random generators")
+
+
+def _generator(held: Any) -> dict[str, Any]:
+    """Return a generator of Paddle, whose pickle is a device, a seed, an offset and the engine's state as text."""
+    device, seed, offset, engine = held.fields[""]
+    return {"device": device, "seed": seed, "offset": offset, "engine": bytes(engine).decode("latin-1")}
+
+
+def _document(path: Path) -> bytes:
+    return codecs.encode(_plain(read_pickle(path), path), path.name)
+
+
+def _plain(value: Any, path: Path) -> Any:
+    """Return a value of a pickle with its arrays; Paddle writes a tensor as its name and its array."""
+    if isinstance(value, PickledArray):
+        with open_local(path) as file:
+            raw = read_range(file, value.begin, value.length)
+        return np.frombuffer(raw, f"<{value.code}").reshape(value.shape)
+    if isinstance(value, dict):
+        return {key: _plain(one, path) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one, path) for one in value]
+    if isinstance(value, tuple):
+        items = tuple(_plain(one, path) for one in value)
+        is_tensor = len(items) == 2 and isinstance(items[0], str) and isinstance(items[1], np.ndarray)
+        return items[1] if is_tensor else items
+    return value
+
+
+def _count(state: Mapping[str, Any], key: str, directory: Path) -> int:
+    value = state.get(key)
+    if type(value) is not int or value < 0:
+        raise _malformed(directory, f"{key} of its Trainer is {str(value)[:50]}")
+    return value
+
+
+def _degree(arguments: Mapping[str, Any], key: str) -> int:
+    value = arguments.get(key)
+    return value if type(value) is int and value > 0 else 1
+
+
+def _refuse_other_steps(directory: Path, step: int) -> None:
+    """Refuse a scheduler, or a name of the directory, of another step. A loss scaler skips steps of the scheduler."""
+    steps = {"state of the Trainer": step}
+    if (named := parse_step(directory)) is not None:
+        steps[f"name {directory.name}"] = named
+    if exists(directory / SCHEDULER) and not exists(directory / SCALER):
+        held = read_pickle(directory / SCHEDULER)
+        epoch = held.get("last_epoch") if isinstance(held, dict) else None
+        if type(epoch) is int:
+            steps[SCHEDULER] = epoch
+    if len(set(steps.values())) > 1:
+        raise Corrupt(
+            f"{directory} contains files of different steps.",
+            where=str(directory),
+            evidence=[f"{name}: step {found}" for name, found in steps.items()],
+            next_step=_AGAIN,
+        )
+
+
+def _malformed(path: Path, fault: str) -> FormatError:
+    return FormatError(f"{path} is not a file of a Trainer: {fault}.", where=str(path), next_step=_AGAIN)

@@ -1,0 +1,92 @@
+"""Runs that resume checkpoints of other formats: the losses of the run that wrote them, under any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddleformers_fc
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
+from tests.harness.tiny import PP2, SD2V2, SINGLE, TP2, MatrixLayout
+
+SIX: dict[str, Any] = {"max_steps": 6, "save_steps": 3}
+
+
+def half(layout: MatrixLayout) -> MatrixLayout:
+    return dataclasses.replace(layout, name=f"{layout.name}-bf16", bf16=True)
+
+
+def train(
+    ranks: ForkServer, layout: MatrixLayout, output_dir: Path, ours: bool, resume: str | bool | None = None, **more: Any
+) -> JobResult:
+    given = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": SIX | more, "ours": ours}
+    result = ranks.run("tests.corruption.jobs:train", layout.nproc, {**given, "resume": resume})
+    assert "error" not in (result.values[0] or {"error": ""}), result.values[0]
+    return result
+
+
+def log_of(result: JobResult) -> str:
+    return result.logs[0].read_text(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "arguments", "exact"),
+    [
+        (half(TP2), half(TP2), {}, True),
+        (half(SD2V2), half(SD2V2), {}, True),
+        (SD2V2, PP2, {"replicate_saved_into_local": True}, False),
+        (TP2, SINGLE, {}, False),
+    ],
+    ids=lambda one: one.name if isinstance(one, MatrixLayout) else "",
+)
+def test_a_run_resumes_the_stock_trainers_checkpoint_with_its_losses(
+    ranks: ForkServer,
+    tmp_path: Path,
+    source: MatrixLayout,
+    target: MatrixLayout,
+    arguments: dict[str, Any],
+    exact: bool,
+) -> None:
+    stock = train(ranks, source, tmp_path / "stock", False, **arguments).values[0]
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "stock").rglob("*")}
+    resumed = train(ranks, target, tmp_path / "ours", True, str(tmp_path / "stock/checkpoint-3"))
+    found = resumed.values[0]
+    assert stock is not None
+    assert found is not None
+    wanted = stock["losses"][3:]
+    assert found["losses"] == (wanted if exact else pytest.approx(wanted, abs=2e-6))
+    assert "It does not contain: the order of the data" in log_of(resumed)
+    assert ("Random generators are not restored" in log_of(resumed)) is (source.nproc != target.nproc)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "stock").rglob("*")} == before
+    # What is saved next continues the run.
+    job = paddleformers_fc.open(tmp_path / "ours/checkpoint-6").metadata.job
+    assert job is not None
+    assert (job.step, job.consumed_samples, job.branches[-1].step) == (6, 48, 3)
+
+
+def test_the_newest_stock_checkpoint_is_resumed_with_a_notice_and_a_converted_one_alike(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    stock = train(ranks, TP2, tmp_path / "out", False).values[0]
+    assert stock is not None
+    config = train(ranks, SINGLE, tmp_path / "other", True)
+    assert config.values[0] is not None
+    source = tmp_path / "out/checkpoint-3"
+    opened = paddleformers_fc.open(source)
+    opened.convert(tmp_path / "flex/checkpoint-3", config=tmp_path / "other/checkpoint-3")
+    flex = paddleformers_fc.open(tmp_path / "flex/checkpoint-3")
+    assert flex.verify().passed
+    assert flex.metadata.job is not None
+    assert (flex.metadata.job.step, flex.metadata.job.parallel["tp"]) == (3, 2)
+    found = train(ranks, TP2, tmp_path / "flex", True, True).values[0]
+    assert found is not None
+    assert found["losses"] == stock["losses"][3:]
+    shutil.rmtree(tmp_path / "out/checkpoint-6")
+    resumed = train(ranks, TP2, tmp_path / "out", True, True)
+    assert resumed.values[0] is not None
+    assert resumed.values[0]["losses"] == stock["losses"][3:]
+    assert "has no flex checkpoint" in log_of(resumed)
