@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import enum
 import os
 import pickle
 import random
@@ -17,7 +19,7 @@ import pytest
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError
 from paddleformers_fc.storage import pickles
-from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle
+from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle, read_pickled_objects
 
 METADATA = "paddle.distributed.flex_checkpoint.dcp.metadata"
 
@@ -76,6 +78,30 @@ def test_bytes_of_arrays_cost_no_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert path.stat().st_size > 64 << 20
     assert peak < 4 << 20
+
+
+class Kind(enum.Enum):
+    """An enumeration, as in training arguments."""
+
+    ONE = "one"
+
+
+@dataclasses.dataclass
+class Settings:
+    """An object of a class that no table names."""
+
+    kind: Kind
+    size: int
+
+
+def test_objects_of_any_class_are_their_attributes_and_nothing_is_called(tmp_path: Path) -> None:
+    path = written(tmp_path / "x", pickle.dumps({"a": Settings(Kind.ONE, 3), "b": Calls(os.system, "exit 3")}, 4))
+    found = read_pickled_objects(path)
+    assert (found["a"].name, found["a"].fields["size"]) == ("Settings", 3)
+    assert found["a"].fields["kind"].fields == {"": ("one",)}
+    assert (found["b"].name, found["b"].fields) == ("system", {"": ("exit 3",)})
+    with pytest.raises(FormatError, match="which is not data"):
+        read_pickle(path)
 
 
 # ---- What must not run.
