@@ -64,6 +64,27 @@ GEMMA = {**HEAD, "query_pre_attn_scalar": 8, "sliding_window": 4}
 # PaddleFormers turns positions of sliding layers by the base of the others.
 GEMMA |= {"rope_parameters": {"sliding_attention": THETA, "full_attention": THETA}}
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
+# Of vision-language models; every image has 16 patches, which are four tokens.
+TEXT = {key: value for key, value in TOY.items() if key != "tie_word_embeddings"}
+SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+QWEN_VL = {**TEXT, **HEAD, **SECTIONS}
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "patch_size": 4, "out_hidden_size": 32}
+TOWER |= {"depth": 2}
+QWEN2_5_TOWER = {**TOWER, "fullatt_block_indexes": [1], "window_size": 8}
+QWEN3_TOWER = {**TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+VL_MOE = {**QWEN_VL, "moe_intermediate_size": 12, "num_experts_per_tok": 2, "num_experts": 4}
+TOKENS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+
+
+TEXT_BEFORE, IMAGE, TEXT_AFTER = range(3), ([3, 3, 3, 3], [3, 3, 4, 4], [3, 4, 3, 4]), range(5, 10)
+"""Positions of tokens before an image, of those of an image of 2 x 2 tokens, and of those behind it."""
+
+
+def vision(text: dict[str, Any], tower: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """Return the configuration of a vision-language model."""
+    return {"text_config": text, "vision_config": tower, "tie_word_embeddings": False, **TOKENS, **others}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, tied": TIED,
@@ -104,13 +125,23 @@ CASES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "phi3, tied": TIED,
     "phi3, every query has its key": {"num_key_value_heads": 4},
+    "qwen2_5_vl": vision(QWEN_VL, QWEN2_5_TOWER),
+    "qwen2_5_vl, tied": vision(QWEN_VL, QWEN2_5_TOWER, **TIED),
+    "qwen2_5_vl, every query has its key": vision({**QWEN_VL, "num_key_value_heads": 4}, QWEN2_5_TOWER),
+    "qwen3_vl": vision(QWEN_VL, QWEN3_TOWER),
+    "qwen3_vl, tied": vision(QWEN_VL, QWEN3_TOWER, **TIED),
+    "qwen3_vl, biases": vision({**QWEN_VL, **BIAS}, {**QWEN3_TOWER, "deepstack_visual_indexes": [0, 1]}),
+    "qwen3_vl_moe": vision(VL_MOE, QWEN3_TOWER),
+    # PaddleFormers' class cannot be built with dense layers.
+    "qwen3_vl_moe, tied": vision(VL_MOE, QWEN3_TOWER, **TIED),
+    "qwen3_vl_moe, biases": vision({**VL_MOE, **BIAS}, QWEN3_TOWER),
 }
 
 
 ZERO_CENTRED = ("gemma3",)
 """Models whose norms multiply by one plus their weight."""
 
-ENDS = ("model.embed_tokens.weight", "lm_head.weight")
+ENDS = ("embed_tokens.weight", "lm_head.weight")
 """Tensors with smaller values, which make logits of order one."""
 
 
@@ -118,9 +149,19 @@ def values(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]
     """Return random values for a tensor: around one for a norm, otherwise around zero."""
     numbers = np.random.default_rng(zlib.crc32(f"{case}: {name}".encode())).integers(-100, 101, size=shape)
     norm = len(shape) == 1 and "norm" in name and name.endswith("weight")
-    scale = 1024 if name in ENDS else 400
+    scale = 1024 if name.endswith(ENDS) else 400
     around = 1.0 if norm and not case.startswith(ZERO_CENTRED) else 0.0
     return (around + numbers / scale).astype(np.float32)
+
+
+def published(case: str, tensors: Arrays) -> Arrays:
+    """Return tensors as published files have them, which Transformers turns when it reads them and leaves so."""
+    if not case.startswith("qwen3_vl_moe"):
+        return tensors
+    return {
+        name: np.ascontiguousarray(tensor.swapaxes(1, 2)) if ".experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def filled(case: str, written: Path) -> Arrays:
@@ -130,8 +171,20 @@ def filled(case: str, written: Path) -> Arrays:
 
 def inputs(config: Any) -> Arrays:
     """Return the arguments of the forward pass."""
-    rows = np.random.default_rng(5).integers(3, config.vocab_size, size=(2, 12))
-    return {"input_ids": rows.astype(np.int64)}
+    random = np.random.default_rng(5)
+    rows = random.integers(3, 58, size=(2, 12)).astype(np.int64)
+    tower = getattr(config, "vision_config", None)
+    if tower is None:
+        return {"input_ids": rows}
+    rows[:, 2:8] = [62, 60, 60, 60, 60, 63]
+    pixels = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    return {
+        "input_ids": rows,
+        # Time, height and width; what Transformers 5.3 derives for Qwen 2.5 VL counts an image's time twice.
+        "position_ids": np.array([[[*TEXT_BEFORE, *one, *TEXT_AFTER]] * 2 for one in IMAGE]),
+        "pixel_values": (random.integers(-100, 101, size=(32, pixels)) / 64).astype(np.float32),
+        "image_grid_thw": np.array([[1, 4, 4], [1, 4, 4]]),
+    }
 
 
 def fixture(case: str) -> Arrays:
@@ -141,15 +194,17 @@ def fixture(case: str) -> Arrays:
         ValueError: Transformers does not read all tensors, or does not write them as they were read.
     """
     model_type = case.split(",")[0]
-    config = transformers.AutoConfig.for_model(model_type, **TOY | CASES[case])
+    has_tower = "vision_config" in CASES[case]
+    config = transformers.AutoConfig.for_model(model_type, **CASES[case] if has_tower else TOY | CASES[case])
+    kind = transformers.AutoModelForImageTextToText if has_tower else transformers.AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as directory:
         first, given, again = (Path(directory) / name for name in ("first", "given", "again"))
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(first)
+        kind.from_config(config).save_pretrained(first)
         tensors = filled(case, first / "model.safetensors")
         given.mkdir()
         (given / "config.json").write_text((first / "config.json").read_text())
-        save_file(tensors, given / "model.safetensors", metadata={"format": "pt"})
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        save_file(published(case, tensors), given / "model.safetensors", metadata={"format": "pt"})
+        model, found = kind.from_pretrained(
             given,
             dtype=torch.float32,
             output_loading_info=True,
@@ -169,7 +224,7 @@ def fixture(case: str) -> Arrays:
             "config": np.array(json.dumps(json.loads((again / "config.json").read_text()), sort_keys=True)),
             "logits": logits.numpy(),
             **{f"input/{name}": array for name, array in arguments.items()},
-            **{f"tensor/{name}": array for name, array in tensors.items()},
+            **{f"tensor/{name}": array for name, array in published(case, tensors).items()},
         }
 
 

@@ -22,6 +22,12 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
 }
 """Keys that PaddleFormers reads and Transformers does not write."""
 
+NESTED = ("text_config", "vision_config")
+"""Nested configurations."""
+
+TEXT_KEYS = ("tie_word_embeddings", "rope_parameters")
+"""Keys of vision-language models that PaddleFormers reads in another place than Transformers writes them."""
+
 TRAINING = ("gpt_oss",)
 """Model types whose forward pass is wrong unless the model is in training mode: it tiles tokens, not experts."""
 
@@ -85,8 +91,11 @@ def load(fixture: Fixture, args: Any, directory: Path) -> Any:
         "sequence_parallel": config.model_type == "deepseek_v3" and args.tensor_model_parallel_size > 1,
         **KEYS.get(fixture.name, {}),
     }
-    for key, value in settings.items():
-        setattr(config, key, value)
+    for part in (config, *(getattr(config, name) for name in NESTED if hasattr(config, name))):
+        for key, value in settings.items():
+            setattr(part, key, value)
+    for key in TEXT_KEYS if hasattr(config, "text_config") else ():
+        setattr(config.text_config, key, fixture.config.get(key, fixture.config["text_config"].get(key)))
     model = kind.from_pretrained(source, config=config, dtype="float32")
     return model.train() if config.model_type in TRAINING else model.eval()
 
@@ -95,8 +104,9 @@ def logits(model: Any, fixture: Fixture) -> np.ndarray[Any, Any]:
     """The logits of a model, of all ranks."""
     import paddle
 
+    inputs = {name: paddle.to_tensor(array) for name, array in fixture.inputs.items()}
     with paddle.no_grad():
-        found = model(**{name: paddle.to_tensor(array) for name, array in fixture.inputs.items()}, return_dict=True)
+        found = model(**inputs, return_dict=True)
     part = found[0] if isinstance(found, tuple) else found.logits
     parts = [part]
     if part.shape[-1] < fixture.logits.shape[-1]:
