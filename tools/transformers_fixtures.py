@@ -70,6 +70,7 @@ NEXT = {**EXPERTS, **DELTA, "head_dim": 8, "num_experts": 4, "shared_expert_inte
 FULL_LAST = ["linear_attention", "full_attention"]
 GLM_TEXT = {**QWEN_VL, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}
 GLM_TOWER = {**TOWER, "depth": 2, "image_size": 16}
+DSA = {**DEEPSEEK, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "num_hidden_layers": 3}
 OCR_TOWER = {**TOY, "hidden_size": 16, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
@@ -150,6 +151,20 @@ CASES: dict[str, dict[str, Any]] = {
         "text_config": {**WIDE, "use_bias": True, "num_key_value_heads": 8},
         "vision_config": {**OCR_TOWER, "num_channels": 1, "num_hidden_layers": 1},
         "tie_word_embeddings": False,
+    },
+    "glm_moe_dsa": {**DSA, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "glm_moe_dsa, biases": {
+        **DSA,
+        "attention_bias": True,
+        "first_k_dense_replace": 2,
+        "mlp_layer_types": ["dense", "dense", "sparse"],
+    },
+    "glm_moe_dsa, no dense layer, tied": {
+        **DSA,
+        "first_k_dense_replace": 0,
+        "mlp_layer_types": ["sparse"] * 3,
+        "n_shared_experts": 2,
+        "tie_word_embeddings": True,
     },
     "phi3, long": {"original_max_position_embeddings": 64, "rope_parameters": LONG},
 }

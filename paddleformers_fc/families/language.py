@@ -446,6 +446,18 @@ def latent_attention(prefix: str, down_bias: str = "") -> Statements:
     )
 
 
+def indexer(prefix: str) -> Statements:
+    """Declare the indexer of a sparse latent attention in PaddleFleet's classes; it is whole on every rank."""
+    name = f"{prefix}.core_attention.indexer"
+    parts = declared(
+        replicated(f"{name}.wq_b", "q_lora_rank", "index_n_heads * index_head_dim"),
+        replicated(f"{name}.wk", "hidden", "index_head_dim"),
+        replicated(f"{name}.weights_proj", "hidden", "index_n_heads"),
+        norm(f"{name}.k_norm", "index_head_dim", bias="True"),
+    )
+    return renamed({".core_attention.": "."}, parts)
+
+
 def delta_net(prefix: str) -> Statements:
     """Declare a gated delta net, whose projections lie per key head in both spaces; it is whole on every rank."""
     return declared(

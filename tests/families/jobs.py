@@ -159,6 +159,7 @@ CONFIGS = {
     "qwen3_next": "Qwen3NextConfig",
     "glm4v_moe": "Glm4vMoeConfig",
     "glm_ocr": "GlmOcrConfig",
+    "glm_moe_dsa": "GlmMoeDsaConfig",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +79,12 @@ def _functions(model_type: str) -> dict[str, Any]:
     assert spec is not None
     assert spec.submodule_search_locations is not None
     path = Path(spec.submodule_search_locations[0]) / "transformers" / model_type / "modeling.py"
-    scope: dict[str, Any] = dict(SCOPE)
+    shared = importlib.util.spec_from_file_location("aoa_config_base", path.parents[1] / "aoa_config_base.py")
+    assert shared is not None
+    assert shared.loader is not None
+    module = sys.modules.setdefault(shared.name, importlib.util.module_from_spec(shared))
+    shared.loader.exec_module(module)
+    scope: dict[str, Any] = {**SCOPE, "MoEAOAConfigGenerator": module.MoEAOAConfigGenerator}
     wanted = ("_gen_aoa_config", "_gen_inv_aoa_config", "get_layer_attn_split_info")
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         # The first of each name is that of the base class.

@@ -19,11 +19,13 @@ CHANGES = (
 )
 DIGESTS = {
     "deepseek_v3": "f71a562b5dc8f811",
+    "deepseek_v32": "595f4a199c90389f",
     "ernie4_5": "5dfc0bed309a3f09",
     "ernie4_5_moe": "fc9cf0c259fc19a6",
     "gemma3_text": "ff19d5c171f8ff1d",
     "glm4_moe": "830460589e967061",
     "glm4v_moe": "e0339ff308b8707f",
+    "glm_moe_dsa": "88cb087e26d52511",
     "glm_ocr": "47e3b6769de6875a",
     "gpt_oss": "af8885655937c950",
     "kimi_k2": "d5ad0815a42fed13",

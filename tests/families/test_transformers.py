@@ -46,6 +46,7 @@ def test_every_family_has_a_case() -> None:
         *("llama", "ernie4_5", "ernie4_5_moe", "phi3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
         *("glm4_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "minimax_m2", "kimi_k2"),
         *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_next", "glm4v_moe", "glm_ocr", "paddleocr_vl"),
+        *("glm_moe_dsa",),
     }
 
 

@@ -42,12 +42,14 @@ CLASSES = {
     "qwen3_vl": "Qwen3VLConfig",
     "qwen3_vl_moe": "Qwen3VLMoeConfig",
     "qwen3_next": "Qwen3NextConfig",
+    "glm_moe_dsa": "GlmMoeDsaConfig",
+    "deepseek_v32": "DeepseekV32Config",
     "glm4v_moe": "Glm4vMoeConfig",
     "glm_ocr": "GlmOcrConfig",
     "paddleocr_vl": "PaddleOCRVLConfig",
 }
 OLDER = Path(__file__).parents[1] / "cli/stripped/llama"
-FLEET_ONLY = ("kimi_k2", "minimax_m2")
+FLEET_ONLY = ("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32")
 NAMES = [family.name for family in FAMILIES]
 FLAT = "paddleocr_vl"  # PaddleFormers' class has no nested configuration of the text.
 PLAIN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
