@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint docs guarantees optimizers json-page mutants soak bench bench-async bench-mapping bench-planning derive-table format install clean
+.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint docs guarantees optimizers json-page plan-pictures mutants soak bench bench-async bench-mapping bench-planning derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
@@ -39,6 +39,7 @@ help:
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
 	@echo "make optimizers  write the table of docs/optimizers.md from what the tests of optimizers see"
 	@echo "make json-page  write docs/json.md from the types of the documents"
+	@echo "make plan-pictures  the pictures of docs/plan.md, with Chromium"
 	@echo "make mutants  small faults in the sources, one at a time: the share that the tests notice"
 	@echo "make soak     10,000 random mutations, 39,000 hostile documents, every instant at which a save can meet an accident"
 	@echo "make bench    saving, loading and exporting, beside a raw copy and other systems: docs/performance.md"
@@ -108,6 +109,10 @@ optimizers: $(STAMP)
 
 json-page: $(STAMP)
 	@FLEX_WRITE_JSON=1 $(BIN)/python -m pytest -q tests/cli/test_json.py -k page
+
+# With Chromium, such as Debian's.
+plan-pictures: $(STAMP)
+	@FLEX_WRITE_PICTURES=1 $(BIN)/python -m pytest -q tests/cli/test_plan_page.py -k window
 
 # In copies of this tree, by two processes; goes on where it was stopped while nothing is changed.
 mutants: $(STAMP)

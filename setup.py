@@ -51,7 +51,11 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["paddleformers_fc", "paddleformers_fc.*"]),
-    package_data={"paddleformers_fc": ["py.typed"], "paddleformers_fc.verification.demo": ["text/*"]},
+    package_data={
+        "paddleformers_fc": ["py.typed"],
+        "paddleformers_fc.cli": ["*.html"],
+        "paddleformers_fc.verification.demo": ["text/*"],
+    },
     # What it takes to read, check and convert checkpoints. Paddle is an extra: a machine that only looks at checkpoints
     # does not have to install it.
     # The tests install the lowest versions.

@@ -35,6 +35,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import canonical_layout, canonical_source
 from paddleformers_fc.plan.explain import Explanation, explain_tensor
+from paddleformers_fc.plan.flows import PlanFlows, plan_flows
 from paddleformers_fc.plan.forecast import GridPlan, plan_for_grid
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path
@@ -240,6 +241,24 @@ class Checkpoint:
             ['model_state/rank-00000.safetensors']
         """
         return explain_tensor(self._opened, name)
+
+    def plan_flows(
+        self, layout: str, dtype: str | None = None, aoa_config: Mapping[str, object] | None = None
+    ) -> PlanFlows:
+        """Plan a load as :meth:`plan` does, with the bytes that every rank reads from every writer.
+
+        Args:
+            layout: degrees by axis, such as ``tp=2,pp=2,dp=4``.
+            dtype: the target model's dtype; by default the stored one.
+            aoa_config: statements from stored names to the model's.
+        Raises:
+            FlexError: as :meth:`plan`.
+
+        Example:
+            >>> paddleformers_fc.open("out/checkpoint-3").plan_flows("tp=2").writers
+            ['rank 0', 'rank 1']
+        """
+        return plan_flows(self._opened, layout, dtype, aoa_config)
 
     def export(
         self,

@@ -30,6 +30,8 @@ role: 'str' = 'model_state', dtype: 'str' = '') -> 'ExportReport'
 Checkpoint.metadata
 Checkpoint.plan(self, layout: 'str', dtype: 'str | None' = None, \
 aoa_config: 'Mapping[str, object] | None' = None) -> 'GridPlan'
+Checkpoint.plan_flows(self, layout: 'str', dtype: 'str | None' = None, \
+aoa_config: 'Mapping[str, object] | None' = None) -> 'PlanFlows'
 Checkpoint.read(self, name: 'str', box: 'Sequence[slice] | None' = None, role: 'str | None' = None) \
 -> 'np.ndarray[Any, Any]'
 Checkpoint.tensors(self) -> 'list[TensorInfo]'
@@ -40,7 +42,7 @@ FlexTrainerMixin
 FlexTrainingArguments
 averaged_weights(trainer: 'Any') -> 'Iterator[None]'
 install() -> 'None'
-load(directory: 'str | PathLike[str] | RemotePath', model: 'Any', optimizer: 'Any' = None, *, \
+load(directory: 'str | PathLike[str] | RemotePath | Mapping[str, Any]', model: 'Any', optimizer: 'Any' = None, *, \
 verify: 'str' = 'full', threads: 'int' = 4, family: 'str | Family | None' = None, config: 'Config | None' = None, \
 mapping: 'RuleSet | None' = None, aoa_config: 'Mapping[str, object] | None' = None, \
 allow_casts: 'bool' = False) -> 'LoadReport'
@@ -48,7 +50,7 @@ load_open_weights(model: 'Any', directory: 'str | PathLike[str] | RemotePath', t
 verify: 'str' = 'full') -> 'LoadReport'
 open(path_or_url: 'Location', verify: 'str' = 'size', roles: 'Collection[str] | None' = None) -> 'Checkpoint'
 register_optimizer(optimizer: 'type', like_parameter: 'Iterable[str]' = (), numbers: 'Iterable[str]' = ()) -> 'None'
-save(directory: 'str | PathLike[str]', model: 'Any', optimizer: 'Any' = None, *, step: 'int' = 0, \
+save(directory: 'str | PathLike[str] | Mapping[str, Any]', model: 'Any', optimizer: 'Any' = None, *, step: 'int' = 0, \
 consumed_samples: 'int' = 0, parallel: 'Mapping[str, int] | None' = None, family: 'str | Family | None' = None, \
 config: 'Config | None' = None, mapping: 'RuleSet | None' = None) -> 'SaveReport'
 save_ema(trainer: 'Any', directory: 'str', max_shard_size: 'str | int | None' = None) -> 'None'

@@ -277,6 +277,11 @@ def plan(
             help="A YAML or JSON file with aoa_config, such as that of the training, or with its statements alone.",
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", dir_okay=False, help="Also write the plan as one page for a browser."),
+    ] = None,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="How the page groups more than 32 ranks.")] = 8,
     as_json: Json = False,
 ) -> int:
     """Show the bytes, reads, memory and dropped tensors of a load under another layout, rank by rank.
@@ -291,7 +296,10 @@ def plan(
     with output.working(f"planning {source}"):
         refuse_impossible_grid(source, to, dtype)
         stated = None if aoa_config is None else planning.read_aoa_config(aoa_config)
-        found = paddleformers_fc.open(source).plan(to, dtype, stated)
+        checkpoint = paddleformers_fc.open(source)
+        found = checkpoint.plan(to, dtype, stated)
+        if html is not None:
+            planning.write_page(html, checkpoint.plan_flows(to, dtype, stated), ranks_per_node)
     _present(found, planning.show, as_json)
     return OK
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from paddleformers_fc.cli.settings import read_settings
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.plan.flows import PlanFlows
 from paddleformers_fc.plan.forecast import GridPlan, RankForecast
+from paddleformers_fc.storage.files import remove_file, rename, write_file
 from paddleformers_fc.text import count_text, size_text
 
 if TYPE_CHECKING:
@@ -33,6 +38,30 @@ def read_aoa_config(file: Path) -> Mapping[str, object]:
             next_step="Write the statements as a list under the key aoa_statements; see docs/aoa.md.",
         )
     return found
+
+
+def write_page(file: Path, found: PlanFlows, ranks_per_node: int) -> None:
+    """Write a plan as one self-contained page, which needs no network.
+
+    Args:
+        file: the page; replaced if it exists.
+        found: the plan.
+        ranks_per_node: how ranks are grouped.
+    Raises:
+        StorageError: the operating system refused.
+    """
+    template = Path(__file__).with_name("plan_report.html").read_text(encoding="utf-8")
+    document = {**msgspec.to_builtins(found), "ranks_per_node": ranks_per_node}
+    # Names come from disks: none may end the element that contains them.
+    text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
+    page = template.replace("@DATA@", text, 1).encode("utf-8", "backslashreplace")
+    partial = file.with_name(f".{file.name}.part")
+    try:
+        write_file(partial, page)
+        rename(partial, file)
+    except BaseException:
+        remove_file(partial)
+        raise
 
 
 def show(found: GridPlan, console: Console) -> None:

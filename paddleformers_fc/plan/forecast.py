@@ -149,7 +149,7 @@ def forecast(
     Raises:
         MismatchError: stored and wanted do not fit, with the report of a load.
     """
-    costs = _Costs(source)
+    costs = PlannedShards(source)
     ranks = [_of_rank(rank, costs.of_rank(model, rank)) for rank in range(model.grid.world_size)]
     merged = costs.planner.report.merge([report])
     dropped = sorted(costs.untouched(), key=natural)
@@ -163,8 +163,16 @@ def _of_rank(rank: int, cost: Cost) -> RankForecast:
     return RankForecast(rank, cost.held, cost.read, cost.items, cost.held + THREADS * cost.staging)
 
 
-class _Costs:
-    """Costs of shards, each worked out once, and what was found on the way."""
+class PlannedShards:
+    """The wanted shards of every rank, their costs, each worked out once, and what was found on the way.
+
+    Args:
+        source: what is stored, and how its names lead to the model's.
+    Attributes:
+        planner: plans their reads.
+        fresh: names of those that keep their initial values.
+        cast: weights whose element type changes, by name.
+    """
 
     def __init__(self, source: ReadSource) -> None:
         self._source, self._roles = source, source.catalog.roles
@@ -182,18 +190,23 @@ class _Costs:
         place = model.grid.coordinates(rank)
         key = (place.pp, place.tp, place.ep, place.sharding if model.grid.stage == 3 else 0)
         if key not in self._weights:
-            models = [role for role in (MODEL_STATE, REFERENCE_MODEL) if role in self._roles]
-            weights = model.weights(rank).values()
-            self._weights[key] = sum((self._of(role, shard) for role in models for shard in weights), Cost())
-        cost = self._weights[key]
-        if len(self._roles) > 1:
-            for parameter in model.owned(rank).values():
-                for role, state in states_of(parameter, self._optimizer):
-                    if role in self._roles:
-                        cost += self._of(role, state)
-                if self._has_average(parameter.name):
-                    cost += self._of(EMA_STATE, msgspec.structs.replace(parameter, dtype="float32"))
-        return cost
+            self._weights[key] = sum((self._of(role, shard) for role, shard in self.weights(model, rank)), Cost())
+        return sum((self._of(role, shard) for role, shard in self.states(model, rank)), self._weights[key])
+
+    def weights(self, model: SimulatedModel, rank: int) -> Iterator[tuple[str, Shard]]:
+        """Yield role and shard of the weights that one rank holds."""
+        models = [role for role in (MODEL_STATE, REFERENCE_MODEL) if role in self._roles]
+        weights = model.weights(rank).values()
+        yield from ((role, shard) for role in models for shard in weights)
+
+    def states(self, model: SimulatedModel, rank: int) -> Iterator[tuple[str, Shard]]:
+        """Yield role and shard of the states that one rank keeps of its parameters."""
+        for parameter in model.owned(rank).values() if len(self._roles) > 1 else ():
+            for role, state in states_of(parameter, self._optimizer):
+                if role in self._roles:
+                    yield role, state
+            if self._has_average(parameter.name):
+                yield EMA_STATE, msgspec.structs.replace(parameter, dtype="float32")
 
     def _has_average(self, parameter: str) -> bool:
         """Return whether there is an average of a wanted parameter; there is none of frozen ones."""
@@ -388,6 +401,36 @@ def forecast_load(
     Raises:
         FlexError: what is stored does not fit the model of its configuration.
     """
+    target = plan_target(checkpoint, grid, dtype, aoa_config)
+    return forecast(target.source, target.model, target.report, target.unexpected), target.dtype
+
+
+@dataclass(frozen=True)
+class PlanTarget:
+    """What a load is planned from and for.
+
+    Args:
+        source: what is stored, and how its names lead to the model's.
+        model: the model over its grid.
+        report: what was found not to fit before.
+        unexpected: of the stored tensors that no rank reads, those that a rank must read.
+        dtype: of the model.
+    """
+
+    source: ReadSource
+    model: SimulatedModel
+    report: Report
+    unexpected: Callable[[Sequence[str]], Iterable[str]]
+    dtype: str
+
+
+def plan_target(
+    checkpoint: OpenedCheckpoint,
+    grid: ParallelGrid,
+    dtype: str | None = None,
+    aoa_config: MappingABC[str, object] | None = None,
+) -> PlanTarget:
+    """Return the model of a checkpoint over a grid, and how it is read; see :func:`forecast_load`."""
     if not checkpoint.format.loadable:
         raise not_a_flex_checkpoint(checkpoint.format, checkpoint.catalog.root)
     _require_config(checkpoint.config, checkpoint.catalog.root)
@@ -406,7 +449,7 @@ def forecast_load(
         model: SimulatedModel = declared_model(family, described, grid, used)
         optional, aliases = OptionalNames(family, described), tied_sources(family, described)
         source, report = huggingface_source(checkpoint.catalog, model.rules, optional, aliases)
-        return forecast(source, model, report, lambda untouched: optional.missed(untouched, stored)), used
+        return PlanTarget(source, model, report, lambda untouched: optional.missed(untouched, stored), used)
     model = stored_model(family, described, grid, checkpoint.rules.targets, dtype)
     if aoa_config is None:
         source, report = resume_source(checkpoint, model.rules)
@@ -420,4 +463,4 @@ def forecast_load(
     def unexpected(untouched: Sequence[str]) -> list[str]:
         return [name for name in untouched if split_state_name(MASTER_WEIGHT, name).parameter not in may_be_left]
 
-    return forecast(source, model, report, unexpected), used
+    return PlanTarget(source, model, report, unexpected, used)
