@@ -138,12 +138,13 @@ def completed(
     found: list[tuple[ModelDescription, RuleSet]] = []
     contradicted: list[MappingError] = []
     unbound: list[MappingError] = []
+    cuts = {tensor.name: tensor.cuts for tensor in tensors if any(cut > 1 for cut in tensor.cuts)}
     for candidate in _candidates(family, model, tensors):
         refused = contradicted
         try:
             _refuse_contradictions(family, candidate, tensors)
             refused = unbound
-            found.append((candidate, bind(family, candidate, tensors)))
+            found.append((candidate, dataclasses.replace(bind(family, candidate, tensors), cuts=cuts)))
         except MappingError as error:
             refused.append(error)
     if not found:

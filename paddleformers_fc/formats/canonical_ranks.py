@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import DeclaredTensor, ModelDescription, bind, enumerate_tensors, family_for
-from paddleformers_fc.families.bind import tied_names
+from paddleformers_fc.families.bind import tied_names, tied_sources
 from paddleformers_fc.families.build_order import built_order
 from paddleformers_fc.formats.checkpoint import StoredShard
 from paddleformers_fc.formats.rank_files import FileArray
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping import Mapping as TensorMapping, Shape
+from paddleformers_fc.mapping import Mapping as TensorMapping, Shape, TensorSources
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.templates import BoxLink, pushed
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.text import count_text
 
 _FUSED = "fuse_attention_"
 """The beginning of keys that many classes ignore: what they state is tried, and then that there is nothing fused."""
@@ -34,11 +35,13 @@ class CanonicalModel:
 
     Args:
         tensors: its tensors in the order in which it builds them.
+        ties: aliases that are stored, and their owners.
         mapping: from canonical tensors onto them.
         tp: number of tensor-parallel ranks.
     """
 
     tensors: Mapping[str, DeclaredTensor]
+    ties: Mapping[str, str]
     mapping: TensorMapping
     tp: int
 
@@ -48,8 +51,11 @@ class CanonicalModel:
         return {
             name: _local(one, self.tp)
             for name, one in self.tensors.items()
-            if name in self.mapping.made and held.issuperset(self.mapping.made[name].names)
+            if self._is_on(name, held) and not (name in self.ties and self._is_on(self.ties[name], held))
         }
+
+    def _is_on(self, name: str, held: frozenset[str]) -> bool:
+        return name in self.mapping.made and held.issuperset(self.mapping.made[name].names)
 
     def shards(self, name: str, stored: Mapping[str, FileArray], tp: int) -> Iterator[tuple[bool, StoredShard] | str]:
         """Yield the boxes of a tensor that one rank stores, and whether its file has the axes in reverse order.
@@ -71,8 +77,8 @@ class CanonicalModel:
                 yield _placed(tensor, link, stored[source], part, common)
 
 
-def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) -> Iterator[CanonicalModel]:
-    """Yield every model that a configuration can describe and whose canonical tensors are stored.
+def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) -> Iterator[CanonicalModel | str]:
+    """Yield every model that a configuration can describe: if its canonical tensors are not those stored, how they differ.
 
     Raises:
         MappingError: the family is unknown.
@@ -89,10 +95,22 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
             mapping = bind(family, one, [tensor.under(tp) for tensor in kept.values()]).mapping()
         except MappingError:
             continue
+        for (alias, owner), (name, source) in zip(ties.items(), tied_sources(family, one).items(), strict=True):
+            if name in held and name not in mapping.sources:
+                # Every stage of a pipeline has a copy of its own.
+                kept[alias] = replace(kept[owner], name=alias)
+                mapping.made[alias] = TensorSources(mapping.made[owner].template, (name,))
+                mapping.sources[name] = mapping.sources[source]
         tensors = {name: kept[name] for name in built_order(kept, family.built)}
-        if held == mapping.sources.keys() and tensors.keys() not in seen:
-            seen.append(set(tensors))
-            yield CanonicalModel(tensors, mapping, tp)
+        if tensors.keys() in seen:
+            continue
+        seen.append(set(tensors))
+        differing = sorted(held ^ mapping.sources.keys())
+        if differing:
+            only = "stored and not" if differing[0] in held else "not stored and"
+            yield f"{count_text(len(differing), 'tensor')} differ: {differing[0]} is {only} in the open weights of the model"
+        else:
+            yield CanonicalModel(tensors, {alias: owner for alias, owner in ties.items() if alias in kept}, mapping, tp)
 
 
 def _local(tensor: DeclaredTensor, tp: int) -> Shape:

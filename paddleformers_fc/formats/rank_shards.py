@@ -295,7 +295,7 @@ def _canonical_cells(directory: Path, config: Mapping[str, Any], tp: int, cells:
     found: list[list[Cell]] = []
     faults: list[str] = []
     for model in canonical_models(described(directory, config), tp, stored):
-        named = [_canonical_cell(model, cell) for cell in cells]
+        named = [model if isinstance(model, str) else _canonical_cell(model, cell) for cell in cells]
         refused = [one for one in named if isinstance(one, str)]
         faults += refused
         if not refused:
@@ -306,7 +306,7 @@ def _canonical_cells(directory: Path, config: Mapping[str, Any], tp: int, cells:
     raise MappingError(
         f"Nothing in {directory} names the parameters of its states, and their order does not prove them.",
         where=str(directory),
-        evidence=fold(faults) or [f"{len(found)} models of {CONFIG_NAME} have these canonical tensors"],
+        evidence=fold(dict.fromkeys(faults)) or [f"{len(found)} models of {CONFIG_NAME} have these canonical tensors"],
         next_step="Save it again with save_to_hf: false, which stores the names; or export the weights without the "
         "files of the optimizer, from a copy.",
     )
@@ -373,16 +373,18 @@ class Assembly:
         for part in parts.values():
             own = grouped.get(part.name, {})
             stored = [weights[part.name]] if part.name in weights else []
+            # A tied parameter has the states of the name that sorts first.
+            owner = variables.get(cell.names.get(part.name, ""), part.name)
             self._compare(part, {(MODEL_STATE, part.name): stored, **own})
             if not part.first:
                 continue
-            self._add_weight(part, cell, stored, own.get((MASTER_WEIGHT, part.name + MASTER.suffix), []))
+            master = grouped.get(owner, {}).get((MASTER_WEIGHT, owner + MASTER.suffix), [])
+            self._add_weight(part, cell, stored, master)
             for (role, name), pieces in own.items():
                 self._keep(role, self._state(part, role, name, pieces))
             if part.name in averages:
                 self._keep(EMA_STATE, self._joined(part, part.name, "float32", averages[part.name]))
-            is_alias = part.name in cell.names and variables[cell.names[part.name]] != part.name
-            if self.has_states and not own and not is_alias and self._is_trained(part.name):
+            if self.has_states and not own and owner == part.name and self._is_trained(part.name):
                 self.faults.append(f"{part.name}: no optimizer state is stored")
 
     def _add_weight(self, part: Part, cell: Cell, stored: Sequence[FileArray], master: Sequence[FileArray]) -> None:

@@ -75,6 +75,12 @@ def _classes(contents: Sequence[RankContent]) -> dict[tuple[str, str], list[_Var
     return classes
 
 
+def _is_possible(variables: tuple[str, str], name: str) -> bool:
+    """Return whether names allow variables of a class and a role to be those of a parameter."""
+    kind, leaf = variables
+    return all((word in kind) == (word in name) for word in _NAMED) and (leaf[0] == "w" or name.endswith("bias"))
+
+
 def _assignments(
     classes: Mapping[tuple[str, str], Sequence[_Variable]], parameters: Sequence[tuple[str, Shape]]
 ) -> Iterator[dict[str, str]]:
@@ -91,7 +97,7 @@ def _assignments(
                 pending += [
                     (done, {**kinds, kind: one}, dict(used), dict(assigned))
                     for one in classes
-                    if all((word in one[0]) == (word in name) for word in _NAMED)
+                    if _is_possible(one, name)
                 ]
                 break
             at = used.get(kinds[kind], 0)

@@ -33,6 +33,7 @@ def train(
     evaluate: bool = False,
     ours: bool = False,
     model: Mapping[str, Any] | None = None,
+    model_type: str = "llama",
 ) -> dict[str, Any]:
     """Train with the stock Trainer or with ours; its losses, last step and samples, or the error."""
     from paddleformers.trainer import TrainerCallback
@@ -52,10 +53,10 @@ def train(
         given["eval_dataset"] = tiny.Samples()
     try:
         if ours:
-            trainer = flex_trainer(layout, output_dir, arguments, model=model, **given)
+            trainer = flex_trainer(layout, output_dir, arguments, model_type, model, **given)
         else:
             args = tiny.training_arguments(layout, output_dir, **(arguments or {}))
-            trainer = tiny.trainer(tiny.build("llama", layout, args, **(model or {})), args, **given)
+            trainer = tiny.trainer(tiny.build(model_type, layout, args, **(model or {})), args, **given)
         trainer.train(resume_from_checkpoint=resume)
         found = {"losses": trainer.losses, "step": trainer.state.global_step, "samples": trained}
         if evaluate:

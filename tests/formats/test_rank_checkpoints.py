@@ -53,7 +53,8 @@ def saved(
         "output_dir": str(output_dir),
         "arguments": {**STEPS, **(options or {})},
         "ours": options is None,
-        "model": model,
+        "model": {key: value for key, value in (model or {}).items() if key != "model_type"},
+        "model_type": (model or {}).get("model_type", "llama"),
     }
     assert ranks.run("tests.formats.jobs:train", used.nproc, given).values[0]["step"] == 2
     return output_dir / "checkpoint-2"
@@ -88,6 +89,11 @@ def contents(directory: Path) -> dict[str, bytes]:
         ("sd2v2", "bfloat16", "sharded", {}),
         ("tp2+sd2v2", "bfloat16", "sharded", {}),
         ("tp2+pp2+sd2v1", "bfloat16", "sharded", {}),
+        ("tp2", "float32", "stock", {"model_type": "ernie4_5_moe"}),
+        ("tp2+sd2v2", "bfloat16", "sharded", {"model_type": "ernie4_5_moe"}),
+        ("sd2v2", "bfloat16", "sharded", {"tie_word_embeddings": True}),
+        ("pp2", "float32", "canonical", {"tie_word_embeddings": True}),
+        ("dp2", "float32", "canonical", {"attention_bias": True}),
         ("dp2", "float32", "canonical", {}),
         ("pp2", "float32", "canonical", {}),
         ("sd2s2", "float32", "canonical", {}),
