@@ -78,7 +78,7 @@ class CanonicalModel:
 
 
 def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) -> Iterator[CanonicalModel | str]:
-    """Yield every model that a configuration can describe: if its canonical tensors are not those stored, how they differ.
+    """Yield every model that a configuration can describe, or as text how its canonical tensors differ from the stored.
 
     Raises:
         MappingError: the family is unknown.
@@ -108,7 +108,8 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
         differing = sorted(held ^ mapping.sources.keys())
         if differing:
             only = "stored and not" if differing[0] in held else "not stored and"
-            yield f"{count_text(len(differing), 'tensor')} differ: {differing[0]} is {only} in the open weights of the model"
+            count = count_text(len(differing), "tensor")
+            yield f"{count} differ: {differing[0]} is {only} in the open weights of the model"
         else:
             yield CanonicalModel(tensors, {alias: owner for alias, owner in ties.items() if alias in kept}, mapping, tp)
 

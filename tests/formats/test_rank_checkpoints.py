@@ -199,6 +199,29 @@ def test_a_copy_of_another_step_and_missing_layers_are_found_by_verification(
     assert any("model.layers.{4...5}" in line for line in problem.evidence)
 
 
+@pytest.mark.parametrize(
+    ("layout", "way", "then"), [("tp2", "canonical", "sd2v2"), ("sd2s3", "stock", "tp2")], ids=lambda value: value
+)
+def test_a_run_is_resumed_and_a_model_is_filled_under_another_layout(
+    layout: str, way: str, then: str, ranks: ForkServer, tmp_path: Path
+) -> None:
+    def trained(name: str, layout: str, arguments: Mapping[str, Any], **given: Any) -> list[float]:
+        used = parse_layout(layout)
+        arguments = {"max_steps": 5, "save_steps": 2, **arguments}
+        given |= {"layout": used.to_json(), "output_dir": str(tmp_path / name), "arguments": arguments}
+        losses: list[float] = ranks.run("tests.formats.jobs:train", used.nproc, given).values[0]["losses"]
+        return losses
+
+    uninterrupted = trained("stock", layout, WAYS[way])
+    stock = tmp_path / "stock" / "checkpoint-2"
+    resumed = trained("resumed", then, {}, ours=True, resume=str(stock))
+    assert resumed == pytest.approx(uninterrupted[2:], abs=1e-5)
+    target = tmp_path / "filled" / "checkpoint-3"
+    single = {"layout": parse_layout("dp1").to_json(), "output_dir": str(tmp_path / "filled" / "run")}
+    ranks.run("tests.trainer.loop_jobs:run", 1, {**single, "target": str(target), "source": str(stock)})
+    assert compare_checkpoints(open_checkpoint(stock), open_checkpoint(target)).equal
+
+
 # ---- What is refused.
 
 
