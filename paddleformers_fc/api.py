@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -38,7 +37,7 @@ from paddleformers_fc.plan.explain import Explanation, explain_tensor
 from paddleformers_fc.plan.flows import PlanFlows, plan_flows
 from paddleformers_fc.plan.forecast import GridPlan, plan_for_grid
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path
+from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path, parse_target
 from paddleformers_fc.text import natural
 
 Location = str | PathLike[str] | RemotePath
@@ -262,7 +261,7 @@ class Checkpoint:
 
     def export(
         self,
-        directory: str | PathLike[str],
+        directory: Location,
         *,
         max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
         verify: str = "full",
@@ -277,7 +276,7 @@ class Checkpoint:
         """Write the weights, or their moving average, as Hugging Face files.
 
         Args:
-            directory: the target on this machine; other files in it are kept.
+            directory: the target: a path or a URL of a store such as ``s3://bucket/hf``; other files in it are kept.
             max_shard_bytes: bound on the tensors of one file, in bytes.
             verify: ``full`` compares the checksum of every byte of the checkpoint first.
             replace: replace a model in the target.
@@ -297,7 +296,7 @@ class Checkpoint:
             >>> paddleformers_fc.open("out/checkpoint-3").export("hf").tensors
             21
         """
-        target = Path(directory)
+        target = parse_target(directory, "An export")
         opened = with_role(self._opened, role)
         writer = writer_of(format) if format else default_writer(self._opened)
         merged = None if base is None else _base_of(self._opened, base, verify, accept_base)
@@ -316,7 +315,7 @@ class Checkpoint:
 
     def convert(
         self,
-        directory: str | PathLike[str],
+        directory: Location,
         *,
         format: str = "flex",
         config: Location | None = None,
@@ -330,7 +329,7 @@ class Checkpoint:
         Optimizer states and the state of the Trainer are written as far as both formats have them.
 
         Args:
-            directory: the target on this machine. A flex checkpoint is written into an empty or new directory.
+            directory: the target: a path or a URL of a store; that of a flex checkpoint must be empty or new.
             format: ``flex``, from which training resumes, or ``hf``, the weights as Hugging Face files.
             config: a directory with the model's ``config.json``, for checkpoints that lack one.
             max_shard_bytes: bound on the tensors of one file, in bytes.
@@ -345,7 +344,7 @@ class Checkpoint:
             >>> paddleformers_fc.open("hf").convert("checkpoint-0").tensors
             21
         """
-        target, writer = Path(directory), converting_writer(format)
+        target, writer = parse_target(directory, "A conversion"), converting_writer(format)
         opened = self._opened
         root = opened.catalog.root
         if verify == "full" and opened.commit_record is None:

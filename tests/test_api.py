@@ -18,12 +18,12 @@ from tests.execute.simulated import canonical
 
 SURFACE = """\
 Checkpoint
-Checkpoint.convert(self, directory: 'str | PathLike[str]', *, format: 'str' = 'flex', \
+Checkpoint.convert(self, directory: 'Location', *, format: 'str' = 'flex', \
 config: 'Location | None' = None, max_shard_bytes: 'int' = 5000000000, verify: 'str' = 'full', \
 replace: 'bool' = False, tied: 'str' = 'refuse') -> 'ExportReport'
 Checkpoint.diff(self, other: 'Checkpoint', role: 'str | None' = None) -> 'Difference'
 Checkpoint.explain(self, name: 'str') -> 'Explanation'
-Checkpoint.export(self, directory: 'str | PathLike[str]', *, max_shard_bytes: 'int' = 5000000000, \
+Checkpoint.export(self, directory: 'Location', *, max_shard_bytes: 'int' = 5000000000, \
 verify: 'str' = 'full', replace: 'bool' = False, tied: 'str' = 'refuse', \
 format: 'str' = '', base: 'Location | None' = None, accept_base: 'bool' = False, \
 role: 'str' = 'model_state', dtype: 'str' = '') -> 'ExportReport'

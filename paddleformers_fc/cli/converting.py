@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -65,12 +64,12 @@ class Choices:
     tied: str
 
 
-def convert(source: AnyPath, target: Path, choices: Choices) -> Converted:
+def convert(source: AnyPath, target: AnyPath, choices: Choices) -> Converted:
     """Convert a checkpoint.
 
     Args:
         source: a checkpoint of any format.
-        target: the directory to write.
+        target: the directory or URL to write.
         choices: the options.
     Raises:
         FlexError: the source cannot be opened, proved or read, or the target not be written.

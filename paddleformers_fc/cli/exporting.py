@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -77,12 +76,12 @@ class Choices:
     dtype: str = ""
 
 
-def export(source: AnyPath, target: Path, choices: Choices) -> Exported:
+def export(source: AnyPath, target: AnyPath, choices: Choices) -> Exported:
     """Export a checkpoint.
 
     Args:
         source: a finished flex checkpoint, or one of Paddle with a ``config.json`` in it.
-        target: the directory to write; other files in it are kept.
+        target: the directory or URL to write; other files in it are kept.
         choices: the options.
     Raises:
         OptionError: the target is a checkpoint, or holds a model that may not be replaced.

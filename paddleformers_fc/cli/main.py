@@ -346,11 +346,12 @@ def export(
 ) -> int:
     """Write a checkpoint's weights as Hugging Face files; prints them and one md5, the same for every layout."""
     from paddleformers_fc.cli import exporting
-    from paddleformers_fc.storage.paths import expand_user, require_local
+    from paddleformers_fc.storage.files import exists, is_directory
+    from paddleformers_fc.storage.paths import expand_user, parse_target
     from paddleformers_fc.trainer.options import parse_size
 
-    source, target = _named(checkpoint), require_local(expand_user(directory), "An export")
-    if target.exists() and not target.is_dir():
+    source, target = _named(checkpoint), parse_target(expand_user(directory), "An export")
+    if exists(target) and not is_directory(target):
         raise typer.BadParameter(f"Directory {directory!r} is a file.")
     with output.working(f"exporting {source}"):
         size = parse_size(max_shard_size)
@@ -393,11 +394,12 @@ def convert(
     The format of SRC is detected, and SRC is not changed. Needs neither a model nor a GPU.
     """
     from paddleformers_fc.cli import converting
-    from paddleformers_fc.storage.paths import expand_user, require_local
+    from paddleformers_fc.storage.files import exists, is_directory
+    from paddleformers_fc.storage.paths import expand_user, parse_target
     from paddleformers_fc.trainer.options import parse_size
 
-    named, target = _named(source), require_local(expand_user(directory), "A conversion")
-    if target.exists() and not target.is_dir():
+    named, target = _named(source), parse_target(expand_user(directory), "A conversion")
+    if exists(target) and not is_directory(target):
         raise typer.BadParameter(f"Directory {directory!r} is a file.")
     with output.working(f"converting {named}"):
         size = parse_size(max_shard_size)

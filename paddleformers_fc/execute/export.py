@@ -13,7 +13,6 @@ there: one more pass over the storage instead of gathering tensors over the netw
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,10 @@ from typing import Any
 
 from paddleformers_fc.distributed.channel import ALONE, Channel, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
-from paddleformers_fc.distributed.disk_leaders import DiskLeaders
-from paddleformers_fc.errors import OptionError, StorageError
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.export_batches import batch_bytes
 from paddleformers_fc.execute.export_files import ExportJob, write_files
+from paddleformers_fc.execute.export_target import staged_export, try_discard
 from paddleformers_fc.execute.merging import Merge, read_merge
 from paddleformers_fc.execute.opening import compare_unread, open_on_all_ranks, own_file
 from paddleformers_fc.execute.recasting import recast, recast_documents
@@ -48,12 +47,10 @@ from paddleformers_fc.layout.shards import shard_bytes
 from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.sources import model_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
-from paddleformers_fc.storage.commit import discard
-from paddleformers_fc.storage.export_commit import commit_export, replace_export, staging_parent
-from paddleformers_fc.storage.file_checksums import FileChecksum
-from paddleformers_fc.storage.files import list_directory, real_path, write_file
+from paddleformers_fc.storage.export_commit import staging_parent
+from paddleformers_fc.storage.files import exists, list_directory, real_path
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, verify_files
-from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.paths import AnyPath, RemotePath
 
 
 @dataclass(frozen=True)
@@ -61,13 +58,13 @@ class ExportReport:
     """What an export wrote.
 
     Args:
-        directory: the target.
+        directory: the target: a path or a URL.
         files: name -> bytes of every weight file.
         tensors: number of tensors.
         bytes: bytes of tensors.
     """
 
-    directory: Path
+    directory: AnyPath
     files: dict[str, int]
     tensors: int
     bytes: int
@@ -112,7 +109,7 @@ def export_checkpoint(
 
 def export_opened(
     checkpoint: OpenedCheckpoint,
-    target: Path,
+    target: AnyPath,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     channel: Channel = ALONE,
     writer: ExportWriter | None = None,
@@ -123,14 +120,14 @@ def export_opened(
 
     Args:
         checkpoint: opened by every rank; where it is ``unread``, every byte of its files is compared first.
-        target: as in :func:`export_checkpoint`.
+        target: as in :func:`export_checkpoint`, or a URL if there is one rank.
         max_shard_bytes: as in :func:`export_checkpoint`.
         channel: the ranks that share the work; every rank must call.
         writer: of the format; by default open weights, and PEFT's for adapters.
         base: the open weights into which the adapters of the checkpoint are merged, if any.
         dtype: of the exported weights; empty for the stored one. Open weights without ``base`` alone.
     Raises:
-        FlexError: the same on every rank; older weights in the target are untouched.
+        FlexError: the same on every rank; older weights in the target are untouched, and those at a URL may be deleted.
     """
     if max_shard_bytes < 1:
         raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
@@ -138,6 +135,9 @@ def export_opened(
 
     def prepare() -> tuple[ReadSource, Layout, tuple[OutputFile, ...], ExportWriter, Merge | None]:
         _refuse_checkpoint(target)
+        for one in (source, *([] if base is None else [base.catalog.root])):
+            if isinstance(target, RemotePath):  # Older files there are deleted before the source is read.
+                refuse_overlap(one, target)
         if checkpoint.format.canonical and (writer is None or writer is EXPORTED.writer):
             raise not_a_flex_checkpoint(checkpoint.format, source, checkpoints_advice(source))
         if checkpoint.unread and checkpoint.commit_record is not None and not checkpoint.catalog.seen_by:
@@ -157,18 +157,11 @@ def export_opened(
     documents = {**_model_files(checkpoint, channel), **writer.documents(checkpoint, files)}
     if dtype:
         documents = recast_documents(documents, dtype)
-    with staging_beside(target, channel, _nothing, staging_parent) as staged:
-        mine = _files_of_rank(files, staged.disks, channel.rank)
-        job = ExportJob(staged.path, wanted, writer, mine, batch_bytes(wanted, max_shard_bytes), merge)
+    with staged_export(target, channel, writer) as staged:
+        job = ExportJob(staged.create, wanted, writer, staged.share(files), batch_bytes(wanted, max_shard_bytes), merge)
         written = write_files(job, channel)
-
-        def finish() -> None:
-            if channel.rank == 0:
-                _finish(checkpoint, staged.path, real_path(target), documents, written, writer)
-            elif channel.rank in staged.disks.sorted_leaders:
-                _try_discard(staged.path)  # An export is on one disk, that of the coordinator.
-
-        run_on_all(channel, "finishing the export", finish)
+        seal = partial(writer.seal, checkpoint)
+        run_on_all(channel, "finishing the export", lambda: staged.finish(documents, written, seal))
     sizes = {one.path: one.size for one in sorted(written, key=lambda one: one.path)}
     tensors = [shard for file in files for shard in file.tensors]
     return ExportReport(target, sizes, len(tensors), sum(map(shard_bytes, tensors)))
@@ -215,27 +208,21 @@ def save_weights(
     """
     roles = {MODEL_STATE: weights} if averages is None else {MODEL_STATE: weights, EMA_STATE: averages}
     role = MODEL_STATE if averages is None else EMA_STATE
-    with staging_beside(target, channel, _nothing, staging_parent) as staged:
+    with staging_beside(target, channel, _no_check, staging_parent) as staged:
         passage = staged.path / "weights"
         save_checkpoint(passage, roles, model, files, JobRecord(0, 0, {}), channel)
         report = export_checkpoint(passage, target, max_shard_bytes, channel, tied=tied, role=role)
         if channel.rank in staged.disks.sorted_leaders:
-            _try_discard(staged.path)
+            try_discard(staged.path)
     return report
 
 
-def _try_discard(staging: Path) -> None:
-    """Delete a staging directory; one that cannot be deleted is deleted by the next export."""
-    with suppress(StorageError):
-        discard(staging)
+def _no_check() -> None:
+    """Check nothing before the staging directory is made."""
 
 
-def _nothing() -> None:
-    """Check nothing before the staging directory is made: the checkpoint is opened and proved already."""
-
-
-def _refuse_checkpoint(target: Path) -> None:
-    if (target / MANIFEST_NAME).exists():
+def _refuse_checkpoint(target: AnyPath) -> None:
+    if exists(target / MANIFEST_NAME):
         raise OptionError(
             "The target of the export is a finished checkpoint, which is never written into.",
             where=str(target),
@@ -244,7 +231,7 @@ def _refuse_checkpoint(target: Path) -> None:
 
 
 def refuse_target(
-    target: Path, documents: Sequence[str], replace: bool, writer: ExportWriter = EXPORTED.writer
+    target: AnyPath, documents: Sequence[str], replace: bool, writer: ExportWriter = EXPORTED.writer
 ) -> None:
     """Refuse a target inside a checkpoint, or with a model that may not be replaced.
 
@@ -256,7 +243,7 @@ def refuse_target(
     Raises:
         OptionError: the target is refused.
     """
-    inside = next((path for path in (target, *real_path(target).parents) if (path / MANIFEST_NAME).exists()), None)
+    inside = next((path for path in _with_parents(target) if exists(path / MANIFEST_NAME)), None)
     if inside is not None:
         raise OptionError(
             "An export is not written into a checkpoint.",
@@ -272,7 +259,7 @@ def refuse_target(
             evidence=[f"{held[0].name} is there"],
             next_step="Name another directory; nothing was written.",
         )
-    present = [name for name in (*writer.marks, *documents) if (target / name).exists()]
+    present = [name for name in (*writer.marks, *documents) if exists(target / name)]
     if present and not replace:
         raise OptionError(
             "The directory holds a model already, or files of one.",
@@ -282,13 +269,24 @@ def refuse_target(
         )
 
 
-def refuse_overlap(source: AnyPath, target: Path) -> None:
+def _with_parents(target: AnyPath) -> Sequence[AnyPath]:
+    """Return a directory and those that it is in."""
+    if isinstance(target, Path):
+        return (target, *real_path(target).parents)
+    found = [target]
+    while found[-1].parent != found[-1]:
+        found.append(found[-1].parent)
+    return found
+
+
+def refuse_overlap(source: AnyPath, target: AnyPath) -> None:
     """Refuse a target that is the directory of the source, or inside of it: sources are never written to.
 
     Raises:
         OptionError: the target is refused.
     """
-    if isinstance(source, Path) and real_path(source) in (real_path(target), *real_path(target).parents):
+    own = real_path(source) if isinstance(source, Path) else source
+    if str(own) in {str(real_path(one) if isinstance(one, Path) else one) for one in _with_parents(target)}:
         raise OptionError(
             "A conversion is not written into its source.",
             where=str(target),
@@ -309,12 +307,6 @@ def _refuse_untied(source: ReadSource, layout: Layout, channel: Channel) -> None
         compare_redistributed(checks if channel.rank == 0 else (), storage, channel)
 
 
-def _files_of_rank(files: tuple[OutputFile, ...], disks: DiskLeaders, rank: int) -> tuple[OutputFile, ...]:
-    """Return the files that a rank writes: the ranks on the coordinator's disk share them."""
-    writers = disks.sharing()[0]
-    return files[writers.index(rank) :: len(writers)] if rank in writers else ()
-
-
 def _model_files(checkpoint: OpenedCheckpoint, channel: Channel) -> dict[str, bytes]:
     """Return the documents of the model on the coordinator; other ranks send those that it does not see."""
     names = checkpoint.model_files
@@ -329,20 +321,3 @@ def _model_files(checkpoint: OpenedCheckpoint, channel: Channel) -> dict[str, by
 
 def _for_coordinator(name: str, rank: int) -> str:
     return name if rank == 0 else ""
-
-
-def _finish(
-    checkpoint: OpenedCheckpoint,
-    staging: Path,
-    target: Path,
-    documents: Mapping[str, bytes],
-    written: Sequence[FileChecksum],
-    writer: ExportWriter,
-) -> None:
-    """On the coordinator: write the documents and the checksums of all files, and give the directory its name."""
-    checksums = [write_file(staging / name, data, root=staging) for name, data in documents.items()]
-    writer.seal(checkpoint, staging, [*written, *checksums])
-    if target.is_dir() and list_directory(target):
-        replace_export(staging, target, writer.marks, writer.owns)
-    else:
-        commit_export(staging, target)

@@ -21,6 +21,7 @@ import numpy as np
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.execute.export_batches import Batch, batch_memory, plan_batches
+from paddleformers_fc.execute.export_target import TensorFile
 from paddleformers_fc.execute.merging import Merge
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadPool, run_workers
 from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
@@ -32,7 +33,7 @@ from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.storage.progress import advance, expect
-from paddleformers_fc.storage.safetensors import RandomAccessTensorWriter
+from paddleformers_fc.storage.safetensors import FileLayout
 
 _READERS = 2
 """Number of batches that are read and written at a time."""
@@ -43,7 +44,7 @@ class ExportJob:
     """The part of an export that one rank writes.
 
     Args:
-        staging: the staging directory.
+        create: begins a file.
         source: the checkpoint.
         writer: the format of the files.
         files: the files of this rank.
@@ -51,7 +52,7 @@ class ExportJob:
         merge: what changes the tensors that are read, if anything.
     """
 
-    staging: Path
+    create: Callable[[str, FileLayout], TensorFile]
     source: ReadSource
     writer: ExportWriter
     files: tuple[OutputFile, ...]
@@ -142,7 +143,7 @@ class _OpenFile:
         hashed: number of bytes of tensors that were hashed.
     """
 
-    writer: RandomAccessTensorWriter
+    writer: TensorFile
     hasher: BlockHasher
     hashed: int = 0
 
@@ -231,7 +232,7 @@ class _OutputWriter:
                 output.writer.abandon()
 
     def _created(self, file: OutputFile) -> _OpenFile:
-        path, hasher = self._job.staging / file.path, BlockHasher()
-        layout = self._job.writer.header(path, file.tensors)
+        hasher = BlockHasher()
+        layout = self._job.writer.header(Path(file.path), file.tensors)
         hasher.update(layout.header)
-        return _OpenFile(RandomAccessTensorWriter(path, layout, root=self._job.staging), hasher)
+        return _OpenFile(self._job.create(file.path, layout), hasher)

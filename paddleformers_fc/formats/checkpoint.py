@@ -22,7 +22,7 @@ from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
-from paddleformers_fc.storage.export_checksums import write_checksums
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, encode_checksums
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.json_io import parse_json, read_recorded
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, RESTORE, TRAINER_DIRECTORY, Manifest
@@ -118,15 +118,14 @@ class ExportWriter(Writer, Protocol):
     def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         """Return the files beside those with tensors, such as an index, by path relative to the directory."""
 
-    def seal(self, checkpoint: OpenedCheckpoint, staging: Path, written: Sequence[FileChecksum]) -> None:
-        """Write the document that records the checksums of all other files, last.
+    def seal(self, checkpoint: OpenedCheckpoint, written: Sequence[FileChecksum]) -> dict[str, bytes]:
+        """Return the document that records the checksums of all other files, by its name.
 
         Args:
             checkpoint: what is exported.
-            staging: the directory of the files.
-            written: their checksums.
+            written: the checksums of the files.
         """
-        write_checksums(staging, [one for one in written if one.path != RUN_ARGUMENTS])
+        return {CHECKSUMS_NAME: encode_checksums([one for one in written if one.path != RUN_ARGUMENTS])}
 
     def owns(self, path: str) -> bool:
         """Return whether an export replaces a file of an older one."""

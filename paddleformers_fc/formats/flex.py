@@ -47,10 +47,10 @@ from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
     TRAINER_DIRECTORY,
     Manifest,
+    encode_manifest,
     read_listed,
     read_manifest,
     verify_files,
-    write_manifest,
 )
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file, read_header
@@ -286,20 +286,18 @@ class FlexWriter(ExportWriter):
         of_trainer = [path for path in checkpoint.documents if path.split("/")[0] == TRAINER_DIRECTORY]
         return {MAPPING_NAME: mapping, **{path: checkpoint.document(path) for path in sorted(of_trainer)}}
 
-    def seal(self, checkpoint: OpenedCheckpoint, staging: Path, written: Sequence[FileChecksum]) -> None:
-        """Write the manifest: that of the source without its files, or that of step 0 if it has no run."""
+    def seal(self, checkpoint: OpenedCheckpoint, written: Sequence[FileChecksum]) -> dict[str, bytes]:
+        """Return the manifest: that of the source without its files, or that of step 0 if it has no run."""
         record = checkpoint.manifest if checkpoint.has_run else _NO_RUN
-        write_manifest(
-            staging,
-            msgspec.structs.replace(
-                record,
-                written_by=f"paddleformers_fc {__version__}",
-                family=record.family or family_name(_model_of(checkpoint).description or checkpoint.known),
-                aoa={},
-                files=sorted(written, key=lambda one: one.path),
-                diverged_ties=msgspec.UNSET,
-            ),
+        manifest = msgspec.structs.replace(
+            record,
+            written_by=f"paddleformers_fc {__version__}",
+            family=record.family or family_name(_model_of(checkpoint).description or checkpoint.known),
+            aoa={},
+            files=sorted(written, key=lambda one: one.path),
+            diverged_ties=msgspec.UNSET,
         )
+        return {MANIFEST_NAME: encode_manifest(manifest)}
 
     def owns(self, path: str) -> bool:
         """Return False: a checkpoint is not replaced file by file."""

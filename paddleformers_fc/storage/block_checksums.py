@@ -13,13 +13,12 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import xxhash
 
 from paddleformers_fc.errors import FlexError, StorageError
 from paddleformers_fc.storage.file_checksums import FileChecksum
-from paddleformers_fc.storage.files import open_local, read_into
+from paddleformers_fc.storage.files import open_regular, read_into
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.progress import advance, expect
@@ -126,14 +125,14 @@ def compare_blocks(
     return found
 
 
-def digest_of(path: Path) -> str:
+def digest_of(path: AnyPath) -> str:
     """The checksum (xxh3_128) of a whole file.
 
     Raises:
         Corrupt, StorageError: it is gone or cannot be read.
     """
     state, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
-    with open_local(path) as file:
+    with open_regular(path) as file:
         for begin in range(0, file.size, _READ_BYTES):
             chunk = buffer[: min(_READ_BYTES, file.size - begin)]
             read_into(file, begin, chunk)

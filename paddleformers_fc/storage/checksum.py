@@ -19,6 +19,13 @@ from paddleformers_fc.storage.file_checksums import DEFAULT_BLOCK_BYTES, FileChe
 _CHUNK_BYTES = 512 * 1024
 
 
+def checksum_of(path: str, data: bytes) -> FileChecksum:
+    """Return the checksum of a file by its content."""
+    hasher = BlockHasher()
+    hasher.update(data)
+    return hasher.file_checksum(path)
+
+
 class BlockHasher:
     """Hashes a stream of bytes, per block and as a whole.
 

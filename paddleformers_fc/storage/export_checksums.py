@@ -9,7 +9,6 @@ Tools that change the directory do not update the file. Every error therefore co
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 
 import msgspec
 import xxhash
@@ -17,7 +16,7 @@ import xxhash
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
 from paddleformers_fc.storage.file_checksums import FileChecksum, checksum_faults, is_document, size_fault
-from paddleformers_fc.storage.files import exists, map_paths, stat_path, write_file
+from paddleformers_fc.storage.files import exists, map_paths, stat_path
 from paddleformers_fc.storage.json_io import read_document, read_recorded
 from paddleformers_fc.storage.paths import AnyPath
 
@@ -45,19 +44,11 @@ class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 _decoder = msgspec.json.Decoder(_Checksums)
 
 
-def write_checksums(directory: Path, checksums: Iterable[FileChecksum]) -> None:
-    """Write the checksum file of an export.
-
-    Args:
-        directory: where the export is staged.
-        checksums: of all its files.
-
-    Raises:
-        StorageError: the operating system refused.
-    """
+def encode_checksums(checksums: Iterable[FileChecksum]) -> bytes:
+    """Return the checksum file of an export, of the checksums of all its files."""
     files = sorted(checksums, key=lambda checksum: checksum.path)
     raw = msgspec.json.encode(_Checksums(files=files, seal=_seal(files)))
-    write_file(directory / CHECKSUMS_NAME, msgspec.json.format(raw, indent=1) + b"\n", root=directory)
+    return msgspec.json.format(raw, indent=1) + b"\n"
 
 
 def read_checksums(directory: AnyPath) -> FileChecksums | None:

@@ -55,6 +55,7 @@ __all__ = [
     "SaveOrigin",
     "candidates",
     "candidates_in",
+    "encode_manifest",
     "first_usable",
     "manifest_seal",
     "newest_checkpoint",
@@ -277,7 +278,23 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         FormatError: the manifest could not be read back: a path that leaves the directory, a file listed twice, ...
         StorageError: the operating system refused.
     """
-    path = directory / MANIFEST_NAME
+    raw = encode_manifest(manifest, directory / MANIFEST_NAME)
+    partial = directory / _PARTIAL_NAME
+    remove_file(partial)
+    write_file(partial, raw)
+    rename(partial, directory / MANIFEST_NAME)
+    fsync_directory(directory)
+
+
+def encode_manifest(manifest: Manifest, path: Path = Path(MANIFEST_NAME)) -> bytes:
+    """Return the manifest's file.
+
+    Args:
+        manifest: of a checkpoint.
+        path: the file, for errors.
+    Raises:
+        FormatError: the manifest could not be read back.
+    """
     values = {field: getattr(manifest, field) for field in Manifest.__struct_fields__}
     try:
         raw = msgspec.json.encode(_Sealed(**values, seal=manifest_seal(manifest)))
@@ -287,11 +304,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     faults = _faults(_decode(path, raw))
     if faults:
         raise FormatError(f"{path} would list invalid files.", where=str(path), evidence=faults)
-    partial = directory / _PARTIAL_NAME
-    remove_file(partial)
-    write_file(partial, msgspec.json.format(raw, indent=1) + _END)
-    rename(partial, path)
-    fsync_directory(directory)
+    return msgspec.json.format(raw, indent=1) + _END
 
 
 def read_listed(directory: AnyPath, manifest: Manifest, name: str, most: int | None = None) -> bytes:

@@ -4,8 +4,8 @@
 local directory is a ``pathlib.Path`` and a remote one a :class:`RemotePath`, which has the few operations that readers
 of checkpoints use. Requests to stores are in :mod:`.remote`; this module sends none.
 
-Only reading works remotely. A save is a rename, which object stores do not have, so writers call
-:func:`require_local`.
+A save is a rename, which object stores do not have, so it calls :func:`require_local`. Exports and conversions are also
+written to stores, see :func:`parse_target`.
 """
 
 from __future__ import annotations
@@ -139,6 +139,27 @@ def require_local(named: str | os.PathLike[str] | RemotePath, doing: str) -> Pat
             evidence=["it is written beside its target and renamed at the end, and such a store cannot rename"],
             next_step="Write it to a directory of this machine, then upload its files, "
             "flex_checkpoint.json or model.safetensors.index.json last.",
+        )
+    return found
+
+
+def parse_target(named: str | os.PathLike[str] | RemotePath, doing: str) -> AnyPath:
+    """Parse the path or URL of a directory that is written.
+
+    Args:
+        named: as the user named it.
+        doing: what is written, as the beginning of a sentence: "An export".
+
+    Raises:
+        OptionError: it cannot be that of a directory, or web servers are only read from.
+    """
+    found = parse_path(named)
+    if isinstance(found, RemotePath) and found.protocol in _WEB:
+        raise OptionError(
+            f"{doing} cannot be written to {found}.",
+            where=str(found),
+            evidence=["files of a web server are only read"],
+            next_step="Name a directory of this machine, or an object store such as s3://bucket/run/export.",
         )
     return found
 

@@ -42,6 +42,7 @@ _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
 _SECRET = re.compile(r"key|secret|token|password|passphrase|sas|account|credential", re.IGNORECASE)
 _QUERY = re.compile(r"(?<=\S)\?[^\s'\",)]+")
 _TOLD = 300
+_CHANGES = ("write", "delete")
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -182,7 +183,7 @@ def stat_remote(path: RemotePath) -> RemoteStatus | None:
     Raises:
         StorageError: the store refused.
     """
-    with _asking("look at", path) as (system, inner):
+    with asking("look at", path) as (system, inner):
         try:
             # A listing that some earlier call left behind may be older than the file.
             system.invalidate_cache(inner)
@@ -208,7 +209,7 @@ def list_remote(path: RemotePath) -> list[RemotePath]:
     Raises:
         StorageError: the store refused to list it.
     """
-    with _asking("list", path) as (system, inner):
+    with asking("list", path) as (system, inner):
         try:
             system.invalidate_cache(inner)
             found = system.ls(inner, detail=False)
@@ -230,7 +231,7 @@ def is_remote_directory(path: RemotePath) -> bool:
     Raises:
         StorageError: the store refused.
     """
-    with _asking("look at", path) as (system, inner):
+    with asking("look at", path) as (system, inner):
         try:
             system.invalidate_cache(inner)
             return bool(system.isdir(inner))
@@ -268,7 +269,12 @@ def refused(
         text = text.replace(secret, "***")
     advice = "Check the URL, the network and the store, then try again."
     if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
-        advice = "Give these credentials the right to read it; fsspec takes them from its configuration or environment."
+        right = action if action in _CHANGES else "read"
+        advice = (
+            f"Give these credentials the right to {right} it; fsspec takes them from its configuration or environment."
+        )
+    elif isinstance(error, NotImplementedError):
+        advice = "The backend of this protocol cannot do it. Use a directory of this machine or another store."
     elif isinstance(error, TimeoutError):
         advice = "The store did not answer in time; try again."
     return StorageError(
@@ -280,7 +286,17 @@ def refused(
 
 
 @contextlib.contextmanager
-def _asking(action: str, path: RemotePath) -> Iterator[tuple[Any, str]]:
+def asking(action: str, path: RemotePath) -> Iterator[tuple[Any, str]]:
+    """Yield the file system of a URL and the path inside it; what a backend raises in the block becomes an error.
+
+    Args:
+        action: an infinitive such as "read".
+        path: the URL.
+
+    Raises:
+        OptionError: there is no backend for it.
+        StorageError: the backend raised.
+    """
     system, inner = _reached(path)
     try:
         yield system, inner

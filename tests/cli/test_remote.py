@@ -76,12 +76,12 @@ def test_a_url_without_a_checkpoint_is_refused(served: Served) -> None:
     assert (nowhere.code, "neither a finished flex checkpoint nor" in nowhere.err) == (1, True)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/open", "memory://open", "http://localhost/open"])
-def test_an_export_to_a_store_is_refused_with_a_next_step(four: Path, url: str) -> None:
-    outcome = run("export", four, url)
+@pytest.mark.parametrize(("verb", "what"), [("export", "An export"), ("convert", "A conversion")])
+def test_a_web_server_as_a_target_is_refused_with_a_next_step(four: Path, verb: str, what: str) -> None:
+    outcome = run(verb, four, "http://localhost/open")
     assert outcome.code == 2
-    assert f"An export cannot be written to {url}" in outcome.err
-    assert "upload its files" in outcome.err
+    assert f"{what} cannot be written to http://localhost/open" in outcome.err
+    assert "an object store such as" in outcome.err
 
 
 def test_a_refusal_of_a_store_does_not_return_1(served: Served) -> None:

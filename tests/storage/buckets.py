@@ -38,12 +38,16 @@ class Store:
         url: where it answers.
         answers: path and number of bytes of every answer to a GET, be it of an object, of a range of one, or a listing.
         repeats: whether a range is refused, with an error that repeats by whom it was asked for.
+        accepts: called with method, path and query before a request that may change an object; False refuses it.
+        changed: called with the path after an object was written, but not by the client of the test.
     """
 
     application: Callable[..., Iterable[bytes]]
     url: str = ""
     answers: list[tuple[str, int]] = field(default_factory=list)
     repeats: bool = False
+    accepts: Callable[[str, str, str], bool] = lambda method, path, query: True
+    changed: Callable[[str], None] = lambda path: None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -53,12 +57,17 @@ class Store:
 
     def __call__(self, request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         """Answer one request."""
-        if self.repeats and "HTTP_RANGE" in request:
+        method, path = request["REQUEST_METHOD"], request["PATH_INFO"]
+        changes = method not in ("GET", "HEAD") and not self.accepts(method, path, request.get("QUERY_STRING", ""))
+        if changes or (self.repeats and "HTTP_RANGE" in request):
+            request["wsgi.input"].read(int(request.get("CONTENT_LENGTH") or 0))
             sent = " ".join(f"{name}: {request[name]}" for name in _SHOWN)
             body = f"<Error><Code>AccessDenied</Code><Message>{sent}</Message></Error>".encode()
             start("403 Forbidden", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
             return [body]
         body = b"".join(self.application(request, start))
+        if method in ("PUT", "POST") and "Boto3" not in request.get("HTTP_USER_AGENT", ""):
+            self.changed(path)
         if request["REQUEST_METHOD"] == "GET":
             with self.lock:
                 self.answers.append((request["PATH_INFO"], len(body)))
@@ -87,6 +96,21 @@ class Bucket:
     def remove(self, name: str) -> None:
         """Delete an object."""
         self.client.delete_object(Bucket=self.path.name, Key=name)
+
+    def files(self, under: str) -> dict[str, bytes]:
+        """Return every object below a name, by its path from there."""
+        found = self.client.list_objects_v2(Bucket=self.path.name, Prefix=f"{under}/").get("Contents", [])
+        return {
+            one["Key"].removeprefix(f"{under}/"): self.client.get_object(Bucket=self.path.name, Key=one["Key"])[
+                "Body"
+            ].read()
+            for one in found
+        }
+
+    def unfinished(self) -> list[str]:
+        """Return the names of uploads that were begun and neither completed nor discarded."""
+        found = self.client.list_multipart_uploads(Bucket=self.path.name).get("Uploads", [])
+        return [one["Key"] for one in found]
 
     def upload(self, source: Path) -> RemotePath:
         """Write every file of a directory, below its name."""
@@ -131,5 +155,6 @@ def bucket(s3: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     client.create_bucket(Bucket=name)
     s3.answers.clear()
     yield Bucket(s3, client, RemotePath(f"s3://{name}"))
-    s3.repeats = False
+    s3.repeats, s3.accepts = False, lambda method, path, query: True
+    s3.changed = lambda path: None
     client.close()

@@ -1,0 +1,201 @@
+"""Write and delete files of a store, through fsspec.
+
+Files are uploaded from the front to the end, in parts. A store such as S3 shows a file when its upload is completed,
+never a part of it; an interrupted upload is discarded. A held file is uploaded and completed later
+(:meth:`RemoteFileWriter.publish`).
+
+Uploaded bytes are proved by reading them again (:func:`compare_uploaded`): what a store reports about a file is not
+comparable between stores.
+
+Memory of a file that is being written: :data:`UPLOAD_BYTES`, more for files of more than 270 GB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from paddleformers_fc.errors import Corrupt
+from paddleformers_fc.storage.block_checksums import compare_blocks
+from paddleformers_fc.storage.checksum import checksum_of
+from paddleformers_fc.storage.file_checksums import FileChecksum, size_fault
+from paddleformers_fc.storage.files import byte_view
+from paddleformers_fc.storage.paths import RemotePath
+from paddleformers_fc.storage.remote import AT_ONCE, asking, map_remote, stat_remote
+from paddleformers_fc.storage.safetensors import FileLayout
+
+UPLOAD_BYTES = 32 * 1024 * 1024
+"""Length of an uploaded part."""
+_MOST_PARTS = 9000
+"""S3 takes 10,000."""
+
+
+class RemoteFileWriter:
+    """A file of a store that is written from the front to the end.
+
+    Args:
+        path: its URL; an older file is replaced when this one is completed.
+        size: its length in bytes.
+        held: whether :meth:`close` uploads it without completing it.
+
+    Raises:
+        StorageError: the store refused.
+    """
+
+    def __init__(self, path: RemotePath, size: int, *, held: bool = False) -> None:
+        self.path = path
+        self._held, self._done = held, False
+        part = max(UPLOAD_BYTES, -(-size // _MOST_PARTS))
+        with asking("write", path) as (system, inner):
+            self._file: Any = system.open(inner, "wb", block_size=part, autocommit=not held)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes.
+
+        Raises:
+            StorageError: the store refused a part.
+        """
+        with asking("write", self.path):
+            self._file.write(data)
+
+    def close(self) -> None:
+        """Upload the rest, and complete the file unless it is held.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        with asking("write", self.path):
+            self._file.close()
+            self._done = not self._held
+
+    def publish(self) -> None:
+        """Complete a held file that is closed.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        if not self._done:
+            with asking("write", self.path):
+                self._file.commit()
+                self._done = True
+
+    def abandon(self) -> None:
+        """Discard the upload of a file that was not completed; a refusal of the store is ignored."""
+        if not self._done:
+            with contextlib.suppress(Exception):  # An error that led here takes precedence.
+                self._file.discard()
+            with contextlib.suppress(AttributeError):
+                self._file.closed = True  # Its finalizer would complete the file.
+            self._done = True
+
+
+class RemoteTensorWriter:
+    """A safetensors file of a store. Its pieces come nearly in order, from several threads.
+
+    A piece that comes early is copied and kept until the pieces before it have come.
+
+    Args:
+        path: its URL.
+        layout: its tensors.
+        held: as for :class:`RemoteFileWriter`.
+
+    Raises:
+        StorageError: the store refused.
+    """
+
+    def __init__(self, path: RemotePath, layout: FileLayout, *, held: bool = False) -> None:
+        self._size, self._written = sum(layout.sizes), 0
+        self._early: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self.file = RemoteFileWriter(path, len(layout.header) + self._size, held=held)
+        self.file.write(layout.header)
+
+    def write(self, begin: int, buffer: Any) -> bool:
+        """Write some bytes of the tensors; return whether all are written now.
+
+        Args:
+            begin: where they are among the bytes of all tensors; each byte may be written once.
+            buffer: C-contiguous.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        view = byte_view(buffer)
+        with self._lock:
+            if begin != self._written:
+                self._early[begin] = bytes(view)
+                return False
+            self._append(view)
+            while (early := self._early.pop(self._written, None)) is not None:
+                self._append(memoryview(early))
+            return self._written == self._size
+
+    def _append(self, view: memoryview) -> None:
+        self.file.write(view)
+        self._written += view.nbytes
+
+    def close(self) -> None:
+        """Upload the rest, and complete the file unless it is held.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        self.file.close()
+
+    def abandon(self) -> None:
+        """Discard the upload of a file that was not completed."""
+        self.file.abandon()
+
+
+def write_remote(directory: RemotePath, name: str, data: bytes) -> FileChecksum:
+    """Write a small file; return its checksum.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    writer = RemoteFileWriter(directory / name, len(data))
+    try:
+        writer.write(data)
+        writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+    return checksum_of(name, data)
+
+
+def remove_remote(path: RemotePath) -> None:
+    """Delete a file; one that is already gone is no fault.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    with asking("delete", path) as (system, inner), contextlib.suppress(FileNotFoundError):
+        system.rm_file(inner)
+
+
+def compare_uploaded(directory: RemotePath, checksums: Sequence[FileChecksum]) -> None:
+    """Read files of a store again, and compare every byte with its checksum.
+
+    Raises:
+        Corrupt: the store has other bytes than those that were uploaded.
+        StorageError: it refused to read them.
+    """
+    status = map_remote(lambda one: stat_remote(directory / one.path), checksums)
+    sizes = [
+        f"{one.path} {fault}"
+        for one, found in zip(checksums, status, strict=True)
+        if (fault := size_fault(found, one.size))
+    ]
+    found = compare_blocks(directory, [(one, range(len(one.blocks))) for one in checksums], AT_ONCE // 4)
+    if found.refusal and not sizes and not found.faults:
+        raise found.refusal
+    faults = sizes or found.faults
+    if faults:
+        raise Corrupt(
+            f"The store does not have the bytes that were uploaded to {directory}.",
+            where=str(directory),
+            evidence=faults,
+            next_step="Make sure that no other program writes there, then upload again.",
+        )
