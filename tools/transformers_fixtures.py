@@ -71,6 +71,16 @@ FULL_LAST = ["linear_attention", "full_attention"]
 GLM_TEXT = {**QWEN_VL, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}
 GLM_TOWER = {**TOWER, "depth": 2, "image_size": 16}
 DSA = {**DEEPSEEK, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "num_hidden_layers": 3}
+ERNIE_VL = {
+    **TOY,
+    "rope_parameters": {**SECTIONS["rope_parameters"], "mrope_section": [6, 6, 4]},
+    "head_dim": 32,
+    "moe_num_experts": 4,
+    "moe_intermediate_size": [16, 8],
+    "moe_k": 2,
+    "mlp_layer_types": ["dense", "sparse"],
+}
+ERNIE_TOWER = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "patch_size": 4}
 OCR_TOWER = {**TOY, "hidden_size": 16, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
@@ -166,9 +176,16 @@ CASES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2,
         "tie_word_embeddings": True,
     },
+    "ernie4_5_moe_vl": {"text_config": ERNIE_VL, "vision_config": ERNIE_TOWER, "tie_word_embeddings": False},
+    "ernie4_5_moe_vl, tied": {"text_config": ERNIE_VL, "vision_config": ERNIE_TOWER, "tie_word_embeddings": True},
+    "ernie4_5_moe_vl, another tower": {
+        "text_config": {**ERNIE_VL, "moe_num_shared_experts": 1, "moe_intermediate_size": [8, 24]},
+        "vision_config": {**ERNIE_TOWER, "depth": 1, "in_channels": 1},
+        "tie_word_embeddings": False,
+    },
     "phi3, long": {"original_max_position_embeddings": 64, "rope_parameters": LONG},
 }
-REMOTE = {"kimi_k2": "deepseek_v3"}
+REMOTE = {"kimi_k2": "deepseek_v3", "ernie4_5_moe_vl": "ernie4_5_vl_moe"}
 """Model types without a class in Transformers, and the class of which their own code is a copy."""
 
 

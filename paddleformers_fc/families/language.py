@@ -261,16 +261,24 @@ def family(
 
 def _paddlenlp(scope: str, canonical: str, layer: Iterable[Statements]) -> Statements:
     """Declare PaddleNLP's class: embedding, layers, last norm, and a head that is transposed unless it is tied."""
-    head, rows = "lm_head.weight", ("vocab", "hidden")
     return declared(
         within(
             scope,
             at(Stage.NORM, norm("norm")),
-            at(Stage.FIRST, same("embed_tokens.weight", shape=rows, cut=0)),
+            at(Stage.FIRST, same("embed_tokens.weight", shape=("vocab", "hidden"), cut=0)),
             within("layers.{layer}", *layer),
             canonical=canonical,
         ),
+        turned_head(),
+    )
+
+
+def turned_head(bias: str = "") -> Statements:
+    """Declare a head that is transposed unless it is tied."""
+    head, rows = "lm_head.weight", ("vocab", "hidden")
+    return declared(
         choice("tie_word_embeddings", same(head, shape=rows, cut=0), linear(head, shape=rows[::-1], cut=1)),
+        _bias(bias, same("lm_head.bias", shape=("vocab",), cut=0)),
     )
 
 

@@ -115,3 +115,35 @@ def glm(
         sizes=lang.VISION_SIZES,
         defaults={**lang.VISION_DEFAULTS, "patch_size": 14, "image_size": 336, **defaults},
     )
+
+
+ERNIE = lang.tower(
+    "vision",
+    "vision_config",
+    "vision_model",
+    layers="blocks.{block}",
+    layer=[
+        lang.norm("norm{1,2}", bias="True"),
+        lang.replicated("attn.qkv", "hidden", "3 * hidden", "True"),
+        lang.replicated("attn.proj", "hidden", "hidden", "True"),
+        lang.replicated("mlp.fc1", "hidden", "ffn", "True"),
+        lang.replicated("mlp.fc2", "ffn", "hidden", "True"),
+    ],
+    outside=[
+        lang.replicated("patch_embed.proj", "in_channels * patch_size * patch_size", "hidden"),
+        lang.norm("ln", bias="True"),
+    ],
+    sizes={**lang.VISION_SIZES, "ffn": "intermediate_size or hidden * mlp_ratio"},
+    defaults=lang.VISION_DEFAULTS,
+)
+"""The tower of ERNIE 4.5 VL, which is whole on every rank."""
+
+RESAMPLER = lang.declared(
+    lang.row("spatial_linear.0", "spatial", "spatial", "True"),
+    lang.replicated("temporal_linear.0", "temporal", "spatial", "True"),
+    lang.replicated("{spatial,temporal}_linear.2", "spatial", "spatial", "True"),
+    lang.norm("{spatial,temporal}_linear.3", "spatial", "True"),
+    lang.replicated("mlp", "spatial", "hidden", "True"),
+    lang.norm("after_norm"),
+)
+"""The layers that turn the tower's patches of ERNIE 4.5 VL into tokens, over space and over time."""

@@ -30,6 +30,7 @@ PLAIN = {
     "glm4v_moe": "Glm4vMoe",
     "glm_ocr": "GlmOcr",
     "paddleocr_vl": "PaddleOCRVL",
+    "ernie4_5_moe_vl": "Ernie4_5_VLMoe",
 }
 
 
@@ -159,6 +160,7 @@ CONFIGS = {
     "qwen3_next": "Qwen3NextConfig",
     "glm4v_moe": "Glm4vMoeConfig",
     "glm_ocr": "GlmOcrConfig",
+    "ernie4_5_moe_vl": "Ernie4_5_VLConfig",
     "glm_moe_dsa": "GlmMoeDsaConfig",
 }
 
@@ -212,7 +214,9 @@ def describe_plain(model_type: str, values: Mapping[str, Any]) -> list[Any]:
     stem = PLAIN[model_type]
     package = f"paddleformers.transformers.{model_type}"
     module = importlib.import_module(f"{package}.modeling")
-    config = getattr(importlib.import_module(f"{package}.configuration"), f"{stem}Config")(**values)
+    config = getattr(importlib.import_module(f"{package}.configuration"), CONFIGS.get(model_type, f"{stem}Config"))(
+        **values
+    )
     config.fuse_rms_norm = False
     for nested in ("text_config", "vision_config"):
         if hasattr(config, nested):

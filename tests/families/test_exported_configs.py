@@ -71,8 +71,8 @@ OLDER: dict[str, dict[str, Any]] = {
 }
 """Configurations as public models have them, whose keys are older than Transformers 5."""
 
-# PaddleFormers reads another key for the experts of the one, and no nested configuration of the text of the other.
-UNREAD = ("minimax_m2", "paddleocr_vl")
+# PaddleFormers reads another key for the experts of the one, and no nested configuration of the text of the others.
+UNREAD = ("minimax_m2", "paddleocr_vl", "ernie4_5_moe_vl")
 SOURCES: dict[str, dict[str, Any]] = {
     **{f"{name}, of Transformers": case["config"] for name, case in CASES.items() if not name.startswith(UNREAD)},
     **{f"{name}, of an older one": {"model_type": name, **TOY, **keys} for name, keys in OLDER.items()},

@@ -172,3 +172,9 @@ def test_a_tied_head_that_a_file_repeats_is_taken_where_it_is_equal_and_refused_
     assert held(found, set())
     with pytest.raises(MismatchError, match=f"lm_head.weight = {owner}"):
         load(tmp_path, name, stored | {"lm_head.weight": 2 * embedding}, tie_word_embeddings=True)
+
+
+def test_scales_of_weights_of_eight_bits_are_refused_by_name(tmp_path: Path) -> None:
+    scale = "model.layers.1.mlp.experts.0.down_proj.weight_scale_inv"
+    with pytest.raises(MismatchError, match=scale):
+        load(tmp_path, "deepseek_v32", canonical("deepseek_v32") | {scale: np.ones((1, 1))})

@@ -22,6 +22,7 @@ DIGESTS = {
     "deepseek_v32": "595f4a199c90389f",
     "ernie4_5": "5dfc0bed309a3f09",
     "ernie4_5_moe": "fc9cf0c259fc19a6",
+    "ernie4_5_moe_vl": "7e4a187b5e14744d",
     "gemma3_text": "ff19d5c171f8ff1d",
     "glm4_moe": "830460589e967061",
     "glm4v_moe": "e0339ff308b8707f",

@@ -17,6 +17,9 @@ from tests.families.spaces import model_of
 
 CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("transformers.json").read_text())
 CLASSES = (True, False)
+PREFIXES = ("model.vision_model.", "vision_model.")
+"""The tower of ERNIE 4.5 VL in Transformers and in published files. Transformers reads both."""
+
 TURNED = {"qwen3_vl_moe": ".mlp.experts."}
 """Names of stacked experts that Transformers 5.3 writes as it holds them. It reads published files, and turns them."""
 
@@ -32,13 +35,21 @@ def stored(case: str) -> dict[str, list[int]]:
     """The tensors of a case as open weights have them."""
     turned = TURNED.get(case.split(",")[0], "\0")
     shapes = CASES[case]["tensors"]
-    return {name: [one[0], *one[:0:-1]] if turned in name else one for name, one in shapes.items()}
+    published = {name.replace(*PREFIXES): one for name, one in shapes.items()}
+    return {name: [one[0], *one[:0:-1]] if turned in name else one for name, one in published.items()}
 
 
 def settings(case: str, **changes: Any) -> dict[str, Any]:
     """The configuration of a case, with changes."""
     config: dict[str, Any] = {**CASES[case]["config"], **changes}
-    return config
+    return ernie_vl(config) if config["model_type"] == "ernie4_5_moe_vl" else config
+
+
+def ernie_vl(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of ERNIE 4.5 VL as published: not nested, and with a value for every modality."""
+    text = {key: value for key, value in config["text_config"].items() if key != "model_type"}
+    ends = {"moe_layer_start_index": [1, 1], "moe_layer_end_index": [1, 1], "moe_num_experts": [4, 4]}
+    return {**text, **{key: value for key, value in config.items() if key != "text_config"}, **ends}
 
 
 def test_every_family_has_a_case() -> None:
@@ -46,7 +57,7 @@ def test_every_family_has_a_case() -> None:
         *("llama", "ernie4_5", "ernie4_5_moe", "phi3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
         *("glm4_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "minimax_m2", "kimi_k2"),
         *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_next", "glm4v_moe", "glm_ocr", "paddleocr_vl"),
-        *("glm_moe_dsa",),
+        *("glm_moe_dsa", "ernie4_5_moe_vl"),
     }
 
 

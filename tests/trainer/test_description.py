@@ -47,13 +47,14 @@ CLASSES = {
     "glm4v_moe": "Glm4vMoeConfig",
     "glm_ocr": "GlmOcrConfig",
     "paddleocr_vl": "PaddleOCRVLConfig",
+    "ernie4_5_moe_vl": "Ernie4_5_VLConfig",
 }
 OLDER = Path(__file__).parents[1] / "cli/stripped/llama"
 FLEET_ONLY = ("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32")
 NAMES = [family.name for family in FAMILIES]
 FLAT = "paddleocr_vl"  # PaddleFormers' class has no nested configuration of the text.
 PLAIN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
-VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "glm_ocr", "paddleocr_vl")
+VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "glm_ocr", "paddleocr_vl", "ernie4_5_moe_vl")
 
 
 def config_of(name: str, **values: Any) -> Any:
@@ -257,6 +258,8 @@ def test_a_family_lists_the_tensors_of_the_class_that_paddleformers_builds_itsel
     values = tiny_values(name, **depth, **scaling)
     if name == "qwen3_vl_moe":  # PaddleFormers' class cannot be built with a dense layer.
         values["text_config"] = {**values["text_config"], "mlp_only_layers": []}
+    if name == "ernie4_5_moe_vl":
+        values |= {"moe_group": "dummy", "fuse_rms_norm": False, "moe_k": 2, "pixel_hidden_size": 16}
     job = {"model_type": name, "values": values}
     ((description, tensors),) = ranks.run("tests.families.jobs:describe_plain", 1, job).values
     described = ModelDescription(**description)
