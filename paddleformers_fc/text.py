@@ -1,4 +1,4 @@
-"""Numbers as text for messages, logs and tables."""
+"""Numbers and commands as text for messages, logs and tables."""
 
 from __future__ import annotations
 
