@@ -330,7 +330,8 @@ class Checkpoint:
 
         Args:
             directory: the target: a path or a URL of a store; that of a flex checkpoint must be empty or new.
-            format: ``flex``, from which training resumes, or ``hf``, the weights as Hugging Face files.
+            format: ``flex``, from which training resumes; ``hf``, the weights as Hugging Face files; or ``distcp``,
+                from which PaddleFormers resumes without this package.
             config: a directory with the model's ``config.json``, for checkpoints that lack one.
             max_shard_bytes: bound on the tensors of one file, in bytes.
             verify: ``full`` compares all checksums that the source records first.

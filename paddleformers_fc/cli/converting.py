@@ -48,7 +48,7 @@ class Choices:
     """The options of a conversion.
 
     Args:
-        format: ``flex`` or ``hf``.
+        format: ``flex``, ``hf`` or ``distcp``.
         config: a directory with the model's ``config.json``; empty for that of the source.
         max_shard_bytes: bound on the tensors of one file, in bytes.
         verify: how recorded checksums are compared first: ``off``, ``size`` or ``full``.

@@ -366,6 +366,7 @@ class Target(str, Enum):
 
     flex = "flex"
     hf = "hf"
+    distcp = "distcp"
 
 
 @app.command()
@@ -374,7 +375,7 @@ def convert(
     directory: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write.")],
     to: Annotated[
         Target,
-        typer.Option("--format", help="flex: a flex checkpoint. hf: the weights as Hugging Face files."),
+        typer.Option("--format", help="flex: a flex checkpoint. hf: the weights. distcp: Paddle's FlexCheckpoint."),
     ] = Target.flex,
     config: Annotated[
         str, typer.Option("--config", help="A directory with the model's config.json, if SRC has none.")

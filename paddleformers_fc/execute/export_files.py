@@ -140,11 +140,13 @@ class _OpenFile:
     Args:
         writer: writes its bytes.
         hasher: hashes its bytes in order.
+        trailer: what the file has behind its tensors.
         hashed: number of bytes of tensors that were hashed.
     """
 
     writer: TensorFile
     hasher: BlockHasher
+    trailer: bytes
     hashed: int = 0
 
 
@@ -199,6 +201,7 @@ class _OutputWriter:
         advance(batch.nbytes)
         if output.writer.write(batch.begin, data):
             output.writer.close()
+            output.hasher.update(output.trailer)
             self.checksums.append(output.hasher.file_checksum(name))
             del self._open[name]
         return True
@@ -235,4 +238,4 @@ class _OutputWriter:
         hasher = BlockHasher()
         layout = self._job.writer.header(Path(file.path), file.tensors)
         hasher.update(layout.header)
-        return _OpenFile(self._job.create(file.path, layout), hasher)
+        return _OpenFile(self._job.create(file.path, layout), hasher, layout.trailer)

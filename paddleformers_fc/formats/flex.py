@@ -265,7 +265,7 @@ class FlexWriter(ExportWriter):
 
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
         """Return the rules of the stored model, or of that which is built from open weights."""
-        return _model_of(checkpoint).rules
+        return model_of(checkpoint).rules
 
     def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the tensors of every role into files, in natural order."""
@@ -278,7 +278,7 @@ class FlexWriter(ExportWriter):
 
     def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         """Return the mapping, and the state of the Trainer as far as the checkpoint has it."""
-        model = _model_of(checkpoint)
+        model = model_of(checkpoint)
         if MAPPING_NAME in checkpoint.recorded:
             mapping = checkpoint.document(MAPPING_NAME, MAX_MAPPING_BYTES)
         else:
@@ -292,7 +292,7 @@ class FlexWriter(ExportWriter):
         manifest = msgspec.structs.replace(
             record,
             written_by=f"paddleformers_fc {__version__}",
-            family=record.family or family_name(_model_of(checkpoint).description or checkpoint.known),
+            family=record.family or family_name(model_of(checkpoint).description or checkpoint.known),
             aoa={},
             files=sorted(written, key=lambda one: one.path),
             diverged_ties=msgspec.UNSET,
@@ -321,7 +321,8 @@ _NO_RUN = Manifest(written_by="", step=0, consumed_samples=0, world_size=1, para
 """The record of a checkpoint of weights alone."""
 
 
-def _model_of(checkpoint: OpenedCheckpoint) -> StoredModel:
+def model_of(checkpoint: OpenedCheckpoint) -> StoredModel:
+    """Return the model of a conversion: the stored one, or that which is built from open weights."""
     if checkpoint.format.canonical:
         return built_model(checkpoint)
     return StoredModel(checkpoint.rules, checkpoint.model)

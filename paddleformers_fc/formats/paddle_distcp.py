@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,13 @@ def _derived(catalog: Catalog, config: dict[str, Any], cuts: dict[str, tuple[int
     weights = catalog.roles[MODEL_STATE].values()
     tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
     description, rules = completed(family_for(config), ModelDescription(config, partial=True), tensors)
-    return StoredModel(rules, description)
+    # What is derived again from the stored rules must be cut as the tensors are.
+    return StoredModel(replace(rules, cuts=_above_one(cuts)), description)
+
+
+def _above_one(cuts: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the cuts of the tensors that are cut."""
+    return {name: own for name, own in cuts.items() if any(cut > 1 for cut in own)}
 
 
 def _role_directories(directory: Path) -> dict[str, Path]:

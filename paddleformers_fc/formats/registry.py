@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from paddleformers_fc.errors import NotACheckpoint, OptionError
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, ExportWriter, Format, OpenedCheckpoint
+from paddleformers_fc.formats.distcp_writer import DISTCP_WRITER
 from paddleformers_fc.formats.flex import FLEX, open_flex
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.legacy_hybrid import LEGACY_HYBRID
@@ -33,8 +34,8 @@ FORMATS: tuple[Format, ...] = (
 )
 """Every format; the first that recognises a directory opens it."""
 
-TARGETS: dict[str, Format] = {"flex": FLEX, "hf": HUGGINGFACE}
-"""The formats that a conversion writes, by the names of its option."""
+TARGETS: dict[str, ExportWriter] = {"flex": FLEX.writer, "hf": HUGGINGFACE.writer, "distcp": DISTCP_WRITER}
+"""The writers of conversions, by the names of their formats."""
 
 _NAME_A_CHECKPOINT = "Name a finished checkpoint-N directory, or a directory with safetensors files and their index."
 
@@ -78,7 +79,7 @@ def converting_writer(name: str) -> ExportWriter:
     """
     if name not in TARGETS:
         raise OptionError(f"Unknown format of a conversion: {name!r}.", evidence=[f"known: {', '.join(TARGETS)}"])
-    return cast(ExportWriter, TARGETS[name].writer)
+    return TARGETS[name]
 
 
 def default_writer(checkpoint: OpenedCheckpoint) -> ExportWriter:

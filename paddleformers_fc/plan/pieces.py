@@ -16,19 +16,19 @@ from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 
 
 def row_major_pieces(tensor: Shard, most_bytes: int) -> Iterator[Shard]:
-    """Yield a whole tensor as ranges of at most ``most_bytes`` bytes, or of one element, in row-major order.
+    """Yield a tensor, or a box of one, in ranges of at most ``most_bytes`` bytes, or of one element, row-major.
 
     A range has a whole number of the longest rows, planes and so on that fit, so that few boxes make it up.
 
     Args:
-        tensor: whole; it is the only piece if it fits.
+        tensor: without a range; it is the only piece if it fits.
         most_bytes: bound on the bytes of a piece.
     """
     if shard_bytes(tensor) <= most_bytes:
         yield tensor
         return
     most = max(1, most_bytes // item_size(to_safetensors(tensor.dtype)))
-    shape = tensor.global_shape
+    shape = tensor.box.shape
     row = max(size for axis in range(len(shape) + 1) if (size := math.prod(shape[axis:])) <= most)
     step = most // row * row
     for begin in range(0, tensor.size, step):

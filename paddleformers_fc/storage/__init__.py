@@ -10,6 +10,7 @@
 ``json_io``           bounded, strict reading of JSON
 ``codecs``            values of Python and numpy as exact JSON
 ``pickles``           pickles of other formats, parsed as data
+``pickle_writer``     pickles of plain data for other programs
 ``safetensors``       a validating header reader and streaming writers
 ``identity``          identities of files, so that the file that is read is the file that was checked
 ``ranges``            parallel reads of byte ranges into memory of the caller

@@ -497,8 +497,24 @@ def _slice(arguments: Arguments) -> tuple[Any, ...] | None:
     return arguments[:2] if len(arguments) == 3 and arguments[2] is None else None
 
 
+def _array_in(arguments: Arguments) -> PickledArray | None:
+    """Return an array that lies in a run of bytes with others: its shape, its element type, the run, and its place."""
+    if len(arguments) != 4:
+        return None
+    shape, kind, data, offset = arguments
+    if type(kind) is not _Type or not kind.built or type(data) is not PickledBytes or type(offset) is not int:
+        return None
+    if type(shape) is not tuple or len(shape) > MAX_AXES or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+        return None
+    length = math.prod(shape) * _WIDTHS[kind.code]
+    if not 0 <= offset <= data.length - length:
+        return None
+    return PickledArray(kind.code, shape, data.offset + offset, length)
+
+
 _CALLS: dict[str, Callable[[Arguments], Any]] = {
     "array": _reconstructed,
+    "ndarray": _array_in,
     "dtype": _element_type,
     "number": _scalar,
     "dict": lambda arguments: None if arguments else {},

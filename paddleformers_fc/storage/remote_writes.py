@@ -92,7 +92,7 @@ class RemoteFileWriter:
 
 
 class RemoteTensorWriter:
-    """A safetensors file of a store. Its pieces come nearly in order, from several threads.
+    """A file of tensors of a store. Its pieces come nearly in order, from several threads.
 
     A piece that comes early is copied and kept until the pieces before it have come.
 
@@ -109,7 +109,8 @@ class RemoteTensorWriter:
         self._size, self._written = sum(layout.sizes), 0
         self._early: dict[int, bytes] = {}
         self._lock = threading.Lock()
-        self.file = RemoteFileWriter(path, len(layout.header) + self._size, held=held)
+        self._trailer = layout.trailer
+        self.file = RemoteFileWriter(path, len(layout.header) + self._size + len(layout.trailer), held=held)
         self.file.write(layout.header)
 
     def write(self, begin: int, buffer: Any) -> bool:
@@ -142,6 +143,7 @@ class RemoteTensorWriter:
         Raises:
             StorageError: the store refused.
         """
+        self.file.write(self._trailer)
         self.file.close()
 
     def abandon(self) -> None:

@@ -160,11 +160,13 @@ class FileLayout:
         header: its first bytes, length field and padding included.
         names: the tensors in the order of their bytes.
         sizes: of every tensor, in bytes.
+        trailer: what follows the tensors; empty in a safetensors file.
     """
 
     header: bytes
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    trailer: bytes = b""
 
 
 def layout_file(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> FileLayout:
@@ -280,7 +282,7 @@ class SequentialTensorWriter:
 
 
 class RandomAccessTensorWriter:
-    """Writes one safetensors file whose layout is known, in pieces that come in any order and from several threads.
+    """Writes one file of tensors whose layout is known, in pieces that come in any order and from several threads.
 
     The file is created and its header written at once; it is complete and synced when :meth:`close` has returned.
     No checksum is taken here.
@@ -297,7 +299,7 @@ class RandomAccessTensorWriter:
     def __init__(self, path: Path, layout: FileLayout, *, root: Path | None = None) -> None:
         self._path = path
         self._begin, self._size = len(layout.header), sum(layout.sizes)
-        self._left = self._size
+        self._left, self._trailer = self._size, layout.trailer
         self._lock = threading.Lock()
         self._file = RandomAccessWriter(path, root=root)
         try:
@@ -338,8 +340,10 @@ class RandomAccessTensorWriter:
         if self._left:
             self._file.abandon()
             _reject_write(self._path, f"{self._size - self._left} of {self._size} bytes were given")
+        if self._trailer:
+            self._file.write(self._begin + self._size, self._trailer)
         self._file.close()
-        return self._begin + self._size
+        return self._begin + self._size + len(self._trailer)
 
     def abandon(self) -> None:
         """Close the descriptor and leave the file as it is; harmless after ``close``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter
 from tests.cli.support import flip, run, save
+from tests.cli.test_plan import SIZES
 from tests.execute.simulated import canonical
 
 ARRAYS = canonical()
@@ -162,4 +164,27 @@ def test_weights_that_the_model_does_not_have_are_refused_by_name(tmp_path: Path
 def test_an_unknown_format_of_a_conversion_is_refused_with_the_known_ones(four: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="Unknown format of a conversion") as caught:
         paddleformers_fc.open(four).convert(tmp_path / "new", format="gguf")
-    assert caught.value.evidence == ("known: flex, hf",)
+    assert caught.value.evidence == ("known: flex, hf, distcp",)
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2)], ids=str)
+def test_every_role_is_equal_byte_by_byte_after_paddles_format_and_back(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    source = save(tmp_path / "checkpoint-3", ARRAYS, *ranks, config=SIZES)
+    middle = tmp_path / "distcp/checkpoint-3"
+    outcome = run("convert", source, middle, "--format", "distcp", "--max-shard-size", "8kB", "--json")
+    assert outcome.code == 0, outcome.err
+    assert (outcome.document["format"], len(outcome.document["files"]) > 2) == ("paddle", True)
+    assert run("verify", middle).code == 0
+    assert run("diff", source, middle).code == 0
+    assert run("convert", middle, tmp_path / "back").code == 0
+    found = paddleformers_fc.open(source).diff(paddleformers_fc.open(tmp_path / "back"))
+    assert found.equal
+    assert set(found.roles) == {"model_state", "optimizer_state"}
+    # Python itself reads the same arrays.
+    stored: dict[str, Any] = {}
+    for file in sorted((middle / "model_state").glob("*.distcp")):
+        stored |= pickle.loads(file.read_bytes())
+    opened = paddleformers_fc.open(middle)
+    assert len(stored) == opened.metadata.roles["model_state"].tensors
+    assert stored["model.norm.weight"].tobytes() == opened.read("model.norm.weight").tobytes()
+    assert pickle.loads((middle / "master_weight/0_0.distcp").read_bytes()) == {}

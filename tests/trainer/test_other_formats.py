@@ -90,3 +90,17 @@ def test_the_newest_stock_checkpoint_is_resumed_with_a_notice_and_a_converted_on
     assert resumed.values[0] is not None
     assert resumed.values[0]["losses"] == stock["losses"][3:]
     assert "has no flex checkpoint" in log_of(resumed)
+
+
+@pytest.mark.parametrize("layout", [TP2, half(SD2V2)], ids=lambda layout: layout.name)
+def test_the_stock_trainer_resumes_what_was_converted_for_it(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    ours = train(ranks, layout, tmp_path / "ours", True).values[0]
+    opened = paddleformers_fc.open(tmp_path / "ours/checkpoint-3")
+    opened.convert(tmp_path / "distcp/checkpoint-3", format="distcp", max_shard_bytes=100_000)
+    assert opened.diff(paddleformers_fc.open(tmp_path / "distcp/checkpoint-3")).equal
+    stock = train(ranks, layout, tmp_path / "stock", False, str(tmp_path / "distcp/checkpoint-3")).values[0]
+    assert ours is not None
+    assert stock is not None
+    assert stock["losses"] == ours["losses"][3:]
