@@ -6,7 +6,6 @@ date or duration, so that equal results give equal documents.
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,12 +14,11 @@ from types import TracebackType
 from paddleformers_fc.cli import output
 from paddleformers_fc.text import count_text
 from paddleformers_fc.upstream import VERSIONS
+from paddleformers_fc.verification.matrix.picture import EQUAL, NOT_RUN, NOTE, WRONG, draw
 from paddleformers_fc.verification.matrix.recipe import Cell, Recipe
 from paddleformers_fc.verification.matrix.running import CellDigests, CellOutcome, file_name
 
-_EQUAL, _WRONG, _NOT_RUN = "equal", "**wrong**", "-"
-_LOWEST = 1e-8
-"""Colour of a loss that is bitwise equal; zero has no logarithm."""
+_WRONG = f"**{WRONG}**"
 
 
 class MatrixProgress:
@@ -102,7 +100,11 @@ def write(
         *(_experiment(recipe, one) for one in found),
     ]
     stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    _draw(recipe, cells, known, stem.with_suffix(".png"))
+    columns = len(recipe.targets)
+    texts = [_text(known[cell.name], recipe.tolerance).strip("*") for cell in cells]
+    rows = [texts[begin : begin + columns] for begin in range(0, len(texts), columns)]
+    title = f"{recipe.title}: difference of the loss after resuming row as column"
+    draw(title, recipe.sources, recipe.targets, rows, stem.with_suffix(".png"))
 
 
 def _summary(recipe: Recipe, cells: Sequence[Cell], known: Mapping[str, CellOutcome | None]) -> str:
@@ -134,11 +136,11 @@ def _table(recipe: Recipe, cells: Sequence[Cell], known: Mapping[str, CellOutcom
 
 def _text(outcome: CellOutcome | None, tolerance: float) -> str:
     if outcome is None:
-        return _NOT_RUN
+        return NOT_RUN
     if not outcome.right(tolerance):
         return _WRONG
-    note = " ¹" if outcome.difference > tolerance else ""
-    return (_EQUAL if outcome.difference == 0 else f"{outcome.difference:.1e}") + note
+    note = f" {NOTE}" if outcome.difference > tolerance else ""
+    return (EQUAL if outcome.difference == 0 else f"{outcome.difference:.1e}") + note
 
 
 def _legend(recipe: Recipe, name: str) -> str:
@@ -186,29 +188,3 @@ def _experiment(recipe: Recipe, found: CellDigests) -> str:
     for variant, (one, other) in found.losses.items():
         rows.append(f"| {variant} | {max(abs(a - b) for a, b in zip(one, other, strict=True)):.1e} |")
     return "\n\n".join([*lines, "\n".join(rows)])
-
-
-def _draw(recipe: Recipe, cells: Sequence[Cell], known: Mapping[str, CellOutcome | None], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows, columns = len(recipe.sources), len(recipe.targets)
-    colours = [[math.nan] * columns for _ in range(rows)]
-    figure, axes = pyplot.subplots(figsize=(2.4 + 1.1 * columns, 1.6 + 0.55 * rows))
-    for index, cell in enumerate(cells):
-        row, column = divmod(index, columns)
-        outcome = known[cell.name]
-        text = _text(outcome, recipe.tolerance).strip("*")
-        if outcome is not None and outcome.right(recipe.tolerance):
-            colours[row][column] = math.log10(max(outcome.difference, _LOWEST))
-        axes.text(column, row, text, ha="center", va="center", fontsize=8)
-    axes.set_facecolor("0.9" if any(known.values()) else "white")
-    axes.imshow(colours, cmap="YlOrRd", vmin=math.log10(_LOWEST), vmax=-1, aspect="auto", alpha=0.75)
-    axes.set_xticks(range(columns), recipe.targets, rotation=30, ha="right")
-    axes.set_yticks(range(rows), recipe.sources)
-    axes.set_title(f"{recipe.title}: difference of the loss after resuming row as column", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-    pyplot.close(figure)

@@ -20,6 +20,7 @@ import msgspec
 
 from paddleformers_fc.cli import output
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.verification.matrix.picture import EQUAL, WRONG, draw
 from paddleformers_fc.verification.matrix.recipe import ARROW
 from paddleformers_fc.verification.simulate_ranks import (
     QWEN3_MOE_COLUMNS,
@@ -114,7 +115,7 @@ def run_simulated(recipe: SimulatedRecipe, stem: str, only: str | None, document
 
 def _write(recipe: SimulatedRecipe, found: Sequence[RoundTrip], stem: Path) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
-    cells = {(hop.source, hop.target): "equal" if hop.equal else "**wrong**" for hop in found}
+    cells = {(hop.source, hop.target): EQUAL if hop.equal else f"**{WRONG}**" for hop in found}
     equal = sum(hop.equal for hop in found)
     lines = ["| from \\ to | " + " | ".join(QWEN3_MOE_COLUMNS) + " |", "|---" * (len(QWEN3_MOE_COLUMNS) + 1) + "|"]
     for row in QWEN3_MOE_ROWS:
@@ -130,24 +131,6 @@ def _write(recipe: SimulatedRecipe, found: Sequence[RoundTrip], stem: Path) -> N
         + f"\n`paddleformers-fc matrix recipes/verification/{stem.name}.yaml` writes this page.",
     ]
     stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    _draw(recipe, cells, stem.with_suffix(".png"))
-
-
-def _draw(recipe: SimulatedRecipe, cells: dict[tuple[str, str], str], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(10, 5.5))
-    wrong = [[float(cells[row, column] != "equal") for column in QWEN3_MOE_COLUMNS] for row in QWEN3_MOE_ROWS]
-    axes.imshow(wrong, cmap="YlOrRd", vmin=0, vmax=1, aspect="auto", alpha=0.75)
-    for index, row in enumerate(QWEN3_MOE_ROWS):
-        for position, column in enumerate(QWEN3_MOE_COLUMNS):
-            axes.text(position, index, cells[row, column].strip("*"), ha="center", va="center", fontsize=8)
-    axes.set_xticks(range(len(QWEN3_MOE_COLUMNS)), list(QWEN3_MOE_COLUMNS), rotation=30, ha="right")
-    axes.set_yticks(range(len(QWEN3_MOE_ROWS)), list(QWEN3_MOE_ROWS))
-    axes.set_title(f"{recipe.title}: md5 of every tensor and of the export, row to column and back", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-    pyplot.close(figure)
+    texts = [[cells[row, column].strip("*") for column in QWEN3_MOE_COLUMNS] for row in QWEN3_MOE_ROWS]
+    title = f"{recipe.title}: md5 of every tensor and of the export, row to column and back"
+    draw(title, list(QWEN3_MOE_ROWS), list(QWEN3_MOE_COLUMNS), texts, stem.with_suffix(".png"))
