@@ -25,6 +25,7 @@ from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotAChec
 from paddleformers_fc.families import ModelDescription, ModelTensor, OptionalNames, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.bind import tied_names, tied_sources
 from paddleformers_fc.families.declarations import Stage
+from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.local import LocalShapes
 from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.families.stored import completed
@@ -564,6 +565,9 @@ def _described(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Shap
     model = described(catalog.root, config)
     family = family_for(model.config)
     weights = catalog.roles[MODEL_STATE].values()
+    if any(one.name.startswith(f"{family.name}.") for one in weights):
+        # The scope of PaddleNLP's classes is the name of the family.
+        model = replace(model, config={**model.config, IS_NLP: True})
     tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
     model, rules = completed(family, model, tensors)
     try:
@@ -571,9 +575,8 @@ def _described(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Shap
         wanted = bind(family, model, declared).mapping().sources
         optional = OptionalNames(family, model)
     except MappingError:
-        return StoredModel(
-            rules, model
-        )  # A key that the enumeration needs is unknown: the proof of the mapping remains.
+        # A key that the enumeration needs is unknown: the proof of the mapping remains.
+        return StoredModel(rules, model)
     stored, tied = rules.mapping().sources, {**tied_sources(family, model), **tied_names(family, model)}
     missing = [name for name in wanted if name not in stored and name not in tied and optional.group(name) is None]
     if missing:

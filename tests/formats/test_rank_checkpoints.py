@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,6 +21,8 @@ from paddleformers_fc.execute.difference import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.inspect import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
+from paddleformers_fc.families import ModelDescription, enumerate_tensors, family_for
+from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.rank_files import read_rank_file
 from paddleformers_fc.layout.roles import EMA_STATE, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
@@ -142,6 +145,30 @@ def test_upstreams_moving_averages_are_a_role(
         before, after = (one.read(f"{name}.w_0", role=MASTER_WEIGHT) for one in (first, second))
         assert np.array_equal(first.read(name, role=EMA_STATE), before)
         assert np.array_equal(second.read(name, role=EMA_STATE), np.float32(0.5) * before + np.float32(0.5) * after)
+
+
+def test_names_of_paddlenlps_classes_are_read(tmp_path: Path) -> None:
+    # PaddleNLP does not run beside PaddleFormers: the test writes what paddle.save writes for one of its models.
+    config = keys("llama", num_hidden_layers=2)
+    model = ModelDescription({**config, IS_NLP: True})
+    stored = {
+        one.name: np.arange(np.prod(one.shape), dtype=np.float32).reshape(one.shape) + place
+        for place, one in enumerate(enumerate_tensors(family_for(config), model))
+    }
+    table = {name: f"parameter_{place}.w_0" for place, name in enumerate(stored)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model_state.pdparams").write_bytes(
+        pickle.dumps({**stored, "StructuredToParameterName@@": table}, protocol=4)
+    )
+    states = {f"{table[name]}_moment1_0": (f"{table[name]}_moment1_0", -values) for name, values in stored.items()}
+    (tmp_path / "optimizer.pdopt").write_bytes(pickle.dumps(states, protocol=4))
+    opened = paddleformers_fc.open(tmp_path)
+    for canonical, name in (
+        ("model.layers.1.self_attn.k_proj.weight", "llama.layers.1.self_attn.k_proj.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+    ):
+        assert np.array_equal(opened.read(canonical, role=MODEL_STATE), stored[name].T)
+        assert np.array_equal(opened.read(f"{canonical}.moment1_0"), -stored[name].T)
 
 
 # ---- What is made of one.
