@@ -76,6 +76,11 @@ VL_MOE = {**QWEN_VL, "moe_intermediate_size": 12, "num_experts_per_tok": 2, "num
 TOKENS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
 
 
+DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+NEXT = {**QWEN2_MOE, **DELTA, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+GLM_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
+GLM_TEXT = {**TEXT, **GLM, **BIAS, "rope_parameters": {**GLM_SECTIONS, "partial_rotary_factor": 0.5}}
+GLM_TOWER = {**TOWER, "image_size": 16}
 TEXT_BEFORE, IMAGE, TEXT_AFTER = range(3), ([3, 3, 3, 3], [3, 3, 4, 4], [3, 4, 3, 4]), range(5, 10)
 """Positions of tokens before an image, of those of an image of 2 x 2 tokens, and of those behind it."""
 
@@ -135,10 +140,16 @@ CASES: dict[str, dict[str, Any]] = {
     # PaddleFormers' class cannot be built with dense layers.
     "qwen3_vl_moe, tied": vision(VL_MOE, QWEN3_TOWER, **TIED),
     "qwen3_vl_moe, biases": vision({**VL_MOE, **BIAS}, QWEN3_TOWER),
+    "qwen3_next": NEXT,
+    "qwen3_next, tied, a dense layer": {**NEXT, **TIED, "mlp_only_layers": [0]},
+    "qwen3_next, biases, every second layer": {**NEXT, **BIAS, "decoder_sparse_step": 2},
+    "glm4v_moe": vision(GLM_TEXT, GLM_TOWER),
+    "glm4v_moe, tied, no dense layer": vision({**GLM_TEXT, "first_k_dense_replace": 0}, GLM_TOWER, **TIED),
+    "glm4v_moe, no biases": vision({**GLM_TEXT, "attention_bias": False, "n_shared_experts": 2}, GLM_TOWER),
 }
 
 
-ZERO_CENTRED = ("gemma3",)
+ZERO_CENTRED = ("gemma3", "qwen3_next")
 """Models whose norms multiply by one plus their weight."""
 
 ENDS = ("embed_tokens.weight", "lm_head.weight")

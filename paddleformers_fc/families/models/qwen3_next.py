@@ -16,7 +16,7 @@ FAMILY = lang.family(
     layer=[
         lang.norm("{input,post_attention}_layernorm"),
         lang.choice(lang.IS_LINEAR, lang.delta_net("linear_attn"), GATED),
-        lang.choice(lang.STEPPED, SPARSE, lang.fused_ffn("mlp")),
+        lang.choice(lang.STEPPED, SPARSE, lang.ffn("mlp")),
     ],
     optional=("mtp.",),
     sizes={**lang.DELTA_SIZES, "shared_ffn": "shared_expert_intermediate_size"},
