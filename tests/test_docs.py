@@ -20,7 +20,7 @@ ELSEWHERE = {
     "--role ema_state": "tests/trainer/test_ema.py",
     "500 adapters": "tests/trainer/test_workflows.py",
     "500 merged": "tests/trainer/test_workflows.py",
-    "tp=8,pp=4,sharding=8 --html": "tests/cli/test_plan.py",
+    "tp=8,pp=4,sharding=8 --html": "tests/cli/test_plan_page.py",
     "paddleformers-cli": "tests/trainer/test_entry_points.py",
     "recipes/script.py": "tests/trainer/test_entry_points.py",
     "paddle.distributed.launch": "tests/nodes/test_two_nodes.py",

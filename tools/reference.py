@@ -17,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "paddleformers_fc"
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields):$")
+_EXAMPLE = re.compile(r"^Examples?:\n((?: {4}.*\n?)+)", re.MULTILINE)
 _ROLE = re.compile(r":\w+:`(?:~?[\w.]*\.)?(\w+)`")
 
 
@@ -92,15 +93,10 @@ def _messages() -> dict[str, set[tuple[str, str]]]:
     from paddleformers_fc.errors import BY_NAME
 
     found: dict[str, set[tuple[str, str]]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        tree = _tree(path)
-        constants = {
-            target.id: node.value
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
+    trees = [_tree(path) for path in sorted(PACKAGE.rglob("*.py"))]
+    shared = _constants(trees)
+    for tree in trees:
+        constants = shared | _constants([tree])
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME and node.args:
                 steps = [one.value for one in node.keywords if one.arg == "next_step"]
@@ -111,8 +107,22 @@ def _messages() -> dict[str, set[tuple[str, str]]]:
     return found
 
 
+def _constants(trees: Iterable[ast.Module]) -> dict[str, ast.expr]:
+    """Return the values of the constants of modules by their names."""
+    return {
+        target.id: node.value
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
 def _text(node: ast.expr, constants: dict[str, ast.expr]) -> str:
     """Return a text of the code with its variable parts in italics."""
+    from paddleformers_fc.text import install_command
+
     match node:
         case ast.Constant(value=value):
             return _escaped(str(value))
@@ -124,7 +134,9 @@ def _text(node: ast.expr, constants: dict[str, ast.expr]) -> str:
             return _text(left, constants) + _text(right, constants)
         case ast.IfExp(body=body, orelse=other):
             return " / ".join(filter(None, (_text(body, constants), _text(other, constants))))
-        case ast.Name(id=name) if name in constants:
+        case ast.Call(func=ast.Name(id="install_command"), args=[ast.Constant(value=extra)]):
+            return f"`{install_command(extra)}`"
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in constants:
             return _text(constants[name], {})
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return f"*{name.strip('_').replace('_', ' ')}*"
@@ -162,6 +174,7 @@ def _tree(path: Path) -> ast.Module:
 def _markdown(docstring: str) -> str:
     """Turn a docstring into Markdown: roles into code, and the items of a section into a list."""
     text = _ROLE.sub(r"`\1`", inspect.cleandoc(docstring)).replace("``", "`")
+    text = _EXAMPLE.sub(lambda found: f"```python\n{inspect.cleandoc(found[1])}\n```\n", text)
     text = re.sub(r"^(Why|What to do):", r"**\1:**", text, flags=re.MULTILINE)
     lines: list[str] = []
     section = False
