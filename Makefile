@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint docs guarantees optimizers json-page plan-pictures mutants soak bench bench-async bench-mapping bench-planning derive-table format install clean
+.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint docs guarantees optimizers semi-auto json-page plan-pictures mutants soak bench bench-async bench-mapping bench-planning derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
@@ -40,6 +40,7 @@ help:
 	@echo "make optimizers  write the table of docs/optimizers.md from what the tests of optimizers see"
 	@echo "make json-page  write docs/json.md from the types of the documents"
 	@echo "make plan-pictures  the pictures of docs/plan.md, with Chromium"
+	@echo "make semi-auto  write the losses of docs/migrate.md: hybrid runs, and semi-automatic ones that resume them"
 	@echo "make mutants  small faults in the sources, one at a time: the share that the tests notice"
 	@echo "make soak     10,000 random mutations, 39,000 hostile documents, every instant at which a save can meet an accident"
 	@echo "make bench    saving, loading and exporting, beside a raw copy and other systems: docs/performance.md"
@@ -113,6 +114,9 @@ json-page: $(STAMP)
 # With Chromium, such as Debian's.
 plan-pictures: $(STAMP)
 	@FLEX_WRITE_PICTURES=1 $(BIN)/python -m pytest -q tests/cli/test_plan_page.py -k window
+
+semi-auto: $(STAMP)
+	@FLEX_WRITE_SEMI_AUTO=1 $(BIN)/python -m pytest -q tests/trainer/test_semi_auto.py -k continues
 
 # In copies of this tree, by two processes; goes on where it was stopped while nothing is changed.
 mutants: $(STAMP)

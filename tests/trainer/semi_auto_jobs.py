@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
 from tests.harness import tiny
-
-Placed = Callable[[str, Sequence[int]], Sequence[Any]]
-"""Returns the placements of a parameter by its name and shape."""
 
 
 def boxes() -> tuple[int, list[str]]:
@@ -59,20 +56,20 @@ Under ``stages2`` each rank is the mesh of half of the layers.
 """
 
 
-def one_device(model_type: str = "llama") -> Any:
+def one_device(model_type: str = "llama", **overrides: Any) -> Any:
     """A tiny model as one device has it, in a job of any number of ranks."""
     from types import SimpleNamespace
 
     arguments = SimpleNamespace(tensor_parallel_rank=0, sequence_parallel=False)
-    return tiny.build(model_type, tiny.SINGLE, arguments)
+    return tiny.build(model_type, tiny.SINGLE, arguments, **overrides)
 
 
-def semi_auto(scheme: str, model_type: str = "llama") -> Any:
+def semi_auto(scheme: str, model_type: str = "llama", **overrides: Any) -> Any:
     """The same model of semi-automatic parallelism: every parameter has a mesh and placements of a scheme."""
     import paddle.distributed as dist
 
     dist.init_parallel_env()
-    model = one_device(model_type)
+    model = one_device(model_type, **overrides)
     place(model, scheme)
     return model
 
@@ -236,15 +233,17 @@ def train(
     steps: Sequence[int],
     source: str | None = None,
     target: str | None = None,
+    model: Mapping[str, Any] | None = None,
 ) -> list[float]:
-    """Train a semi-automatic model in a loop; the losses.
+    """Train a model of semi-automatic parallelism in a loop; the losses.
 
     Args:
-        scheme: a name of :data:`SCHEMES`.
+        scheme: a name of :data:`SCHEMES`; of a mesh with two axes, the first divides the samples.
         batches: what :func:`batches` has written.
         steps: the indices of the batches.
         source: the checkpoint to resume.
         target: where to save afterwards.
+        model: overrides of the model's configuration.
     """
     import numpy as np
     import paddle
@@ -252,25 +251,64 @@ def train(
 
     import paddleformers_fc
 
-    model = semi_auto(scheme)
-    clip = paddle.nn.ClipGradByGlobalNorm(1.0)
-    optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters(), weight_decay=0.0, grad_clip=clip)
-    optimizer = dist.shard_optimizer(optimizer)
+    layer = semi_auto(scheme, **(model or {}))
+    optimizer = dist.shard_optimizer(_optimizer(layer))
     if source is not None:
-        paddleformers_fc.load({**model.state_dict(), **optimizer.state_dict()}, source)
+        paddleformers_fc.load({**layer.state_dict(), **optimizer.state_dict()}, source)
     data, losses = np.load(batches), []
     mesh = dist.ProcessMesh(SCHEMES[scheme][0])
-    replicated = [dist.Replicate()] * len(mesh.shape)
+    placements = [dist.Replicate()] if len(mesh.shape) == 1 else [dist.Shard(0), dist.Replicate()]
     for step in steps:
         tokens, labels = (
-            dist.shard_tensor(paddle.to_tensor(data[key][step]), mesh, replicated) for key in ("input_ids", "labels")
+            dist.shard_tensor(paddle.to_tensor(data[key][step]), mesh, placements) for key in ("input_ids", "labels")
         )
-        loss = model(input_ids=tokens, labels=labels)[0]
-        loss.backward()
-        optimizer.step()
-        optimizer.clear_grad()
-        losses.append(float(loss))
+        losses.append(_step(layer, optimizer, tokens, labels))
     if target is not None:
-        state_dict = {**model.state_dict(), **optimizer.state_dict()}
-        paddleformers_fc.save(state_dict, target, step=steps[-1] + 1, config=model.config)
+        state_dict = {**layer.state_dict(), **optimizer.state_dict()}
+        paddleformers_fc.save(state_dict, target, step=steps[-1] + 1, config=layer.config)
     return losses
+
+
+def train_hybrid(
+    layout: Mapping[str, Any], output_dir: str, batches: str, steps: Sequence[int], source: str
+) -> list[float]:
+    """Resume a checkpoint under hybrid parallelism in a loop; the losses.
+
+    Args:
+        layout: a ``MatrixLayout`` without data parallelism, as JSON.
+        output_dir: for PaddleFormers' arguments, which initialise the parallel environment.
+        batches: as for :func:`train`.
+        steps: as for :func:`train`.
+        source: the checkpoint.
+    """
+    import numpy as np
+    import paddle
+    from paddle.distributed import fleet
+
+    import paddleformers_fc
+
+    layer = tiny.build("llama", layout, tiny.training_arguments(layout, output_dir))
+    optimizer = _optimizer(layer)
+    if layout["tp"] > 1:
+        layer, optimizer = fleet.distributed_model(layer), fleet.distributed_optimizer(optimizer)
+    paddleformers_fc.load(source, layer, optimizer)
+    data = np.load(batches)
+    return [
+        _step(layer, optimizer, *(paddle.to_tensor(data[key][step]) for key in ("input_ids", "labels")))
+        for step in steps
+    ]
+
+
+def _optimizer(model: Any) -> Any:
+    import paddle
+
+    clip = paddle.nn.ClipGradByGlobalNorm(1.0)
+    return paddle.optimizer.AdamW(0.01, parameters=model.parameters(), weight_decay=0.0, grad_clip=clip)
+
+
+def _step(model: Any, optimizer: Any, tokens: Any, labels: Any) -> float:
+    loss = model(input_ids=tokens, labels=labels)[0]
+    loss.backward()
+    optimizer.step()
+    optimizer.clear_grad()
+    return float(loss)

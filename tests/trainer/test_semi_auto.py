@@ -1,7 +1,12 @@
-"""State dicts of Paddle's semi-automatic parallelism, loaded from and saved as checkpoints of hybrid parallelism."""
+"""State dicts of Paddle's semi-automatic parallelism, loaded from and saved as checkpoints of hybrid parallelism.
+
+The table of the page is made of the losses that these tests measure. ``make semi-auto`` writes it.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +15,13 @@ import pytest
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.verification.matrix.layouts import parse_layout
 from tests.harness.tiny import PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout
 
 JOBS = "tests.trainer.semi_auto_jobs"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
+WRITE = "FLEX_WRITE_SEMI_AUTO"
+BEGIN, END = "<!-- semi-auto: losses -->\n", "<!-- end -->\n"
 
 
 def test_boxes_are_those_of_paddles_own_local_values(ranks: ForkServer) -> None:
@@ -103,3 +112,106 @@ def refusals(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dic
     assert found[0] == found[1]
     assert not list(place.glob("*/checkpoint-1"))
     return dict(found[0])
+
+
+# ---- Losses.
+
+LIMIT = 1e-5
+"""The largest difference of a loss; published are 1e-6 to 5e-5 for PaddleNLP's converter."""
+
+STRATEGIES: Mapping[str, Mapping[str, Any]] = {
+    "dp2": {},
+    "tp2": {},
+    "pp2": {},
+    "sd2v1": {},
+    "sd2s2": {},
+    "sd2v2": {},
+    "sd2s3": {},
+    "pp4vpp2+tp2": {"num_hidden_layers": 8},
+    "tp2+sd2v1": {},
+    "tp2+pp2+sd2v1": {},
+    "tp2+pp2+sd2v2": {},
+}
+"""Layouts of hybrid runs, with overrides of the model's configuration."""
+
+FORMATS: Mapping[str, Mapping[str, Any] | None] = {"flex checkpoint": None}
+"""Formats, with the arguments under which PaddleFormers' Trainer writes them; None is ours."""
+
+CASES = [(strategy, kind) for kind in FORMATS for strategy in STRATEGIES]
+
+
+@pytest.fixture(scope="module")
+def data(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The batches of the first five steps."""
+    place = tmp_path_factory.mktemp("batches")
+    given = {"output_dir": str(place / "run"), "target": str(place / "batches.npz"), "steps": 5}
+    ranks.run(f"{JOBS}:batches", 1, given)
+    return place / "batches.npz"
+
+
+def losses(
+    ranks: ForkServer, data: Path, place: Path, strategy: str, kind: str
+) -> tuple[Sequence[float], Sequence[float]]:
+    """The losses of steps 3 to 5 of a hybrid run, and of a semi-automatic one that resumes its checkpoint of step 2."""
+    layout, model, options = parse_layout(strategy), STRATEGIES[strategy], FORMATS[kind]
+    arguments = {"max_steps": 5, "save_steps": 2, **(options or {})}
+    given = {"layout": layout.to_json(), "output_dir": str(place), "model": model, "arguments": arguments}
+    hybrid = ranks.run("tests.formats.jobs:train", layout.nproc, {**given, "ours": options is None}).values[-1]
+    assert "error" not in hybrid, hybrid
+    resume = {"scheme": "mp2", "batches": str(data), "steps": [2, 3, 4], "source": str(place / "checkpoint-2")}
+    found = ranks.run(f"{JOBS}:train", 2, {**resume, "model": model}).values
+    assert found[0] == found[1]
+    return hybrid["losses"][2:], found[0]
+
+
+HEADER = (
+    "| hybrid run | its checkpoint | its losses at steps 3, 4, 5 | losses of the semi-automatic run | difference |\n"
+    "|---|---|---|---|---|\n"
+)
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[dict[tuple[str, str], str]]:
+    """The rows of the table by case; all of them replace those of the page at the end."""
+    found: dict[tuple[str, str], str] = {}
+    yield found
+    if os.environ.get(WRITE) and found.keys() == set(CASES):
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        _, _, after = rest.partition(END)
+        table = HEADER + "".join(found[case] for case in CASES)
+        PAGE.write_text(f"{before}{BEGIN}{table}{END}{after}", encoding="utf-8")
+
+
+@pytest.mark.parametrize(("strategy", "kind"), CASES)
+def test_a_semi_automatic_run_continues_the_losses_of_a_hybrid_one(
+    ranks: ForkServer, data: Path, tmp_path: Path, rows: dict[tuple[str, str], str], strategy: str, kind: str
+) -> None:
+    hybrid, semi_auto = losses(ranks, data, tmp_path, strategy, kind)
+    assert len(hybrid) == 3
+    difference = max(abs(one - other) for one, other in zip(hybrid, semi_auto, strict=True))
+    texts = (", ".join(f"{loss:.6f}" for loss in one) for one in (hybrid, semi_auto))
+    rows[strategy, kind] = f"| {strategy} | {kind} | {' | '.join(texts)} | {difference:.1e} |\n"
+    assert semi_auto == pytest.approx(hybrid, rel=0, abs=LIMIT)
+
+
+@pytest.mark.parametrize("layout", [SINGLE, TP2], ids=lambda one: one.name)
+@pytest.mark.parametrize("scheme", ["mp2", "dp2mp2"])
+def test_a_hybrid_run_continues_the_losses_of_a_semi_automatic_one(
+    ranks: ForkServer, data: Path, tmp_path: Path, scheme: str, layout: MatrixLayout
+) -> None:
+    nproc, saved_at = (2 if scheme == "mp2" else 4), tmp_path / "checkpoint-2"
+    first = {"scheme": scheme, "batches": str(data), "steps": [0, 1], "target": str(saved_at)}
+    ranks.run(f"{JOBS}:train", nproc, first)
+    rest = {"scheme": scheme, "batches": str(data), "steps": [2, 3, 4], "source": str(saved_at)}
+    expected = ranks.run(f"{JOBS}:train", nproc, rest).values[0]
+    given = {"layout": layout.to_json(), "output_dir": str(tmp_path), "batches": str(data), "steps": [2, 3, 4]}
+    found = ranks.run(f"{JOBS}:train_hybrid", layout.nproc, {**given, "source": str(saved_at)}).values[0]
+    assert found == pytest.approx(expected, rel=0, abs=LIMIT)
+
+
+def test_the_page_has_the_losses_of_every_strategy_and_format() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    assert table.startswith(HEADER)
+    cells = [line.strip("| \n").split(" | ") for line in table.removeprefix(HEADER).splitlines()]
+    assert [(strategy, kind) for strategy, kind, *_ in cells] == CASES
+    assert all(float(difference) <= LIMIT for *_, difference in cells)
