@@ -66,6 +66,7 @@ _SHARDING = "paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_
 _FUSION = "paddle.distributed.fleet.utils.tensor_fusion_helper"
 _STAGE2 = "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2:GroupShardedOptimizerStage2"
 _STAGE2_MODEL = "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2:GroupShardedStage2"
+_FSDP = "paddle.distributed.auto_parallel.fully_shard_fusion"
 _STAGE3 = "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3:GroupShardedStage3"
 
 TRAINER = (
@@ -188,6 +189,12 @@ TRAINER = (
     ),
     Hook(f"{_ARGUMENTS}.__post_init__", names=("use_hybrid_parallel",)),
     Hook("paddleformers.trainer.trainer_utils:ShardingOption", names=("FULL_SHARD", "SHARD_OP")),
+    # The fused parameters of the semi-automatic mode.
+    Hook(f"{_FSDP}:get_fsdp_context", "()"),
+    Hook(f"{_FSDP}:FullyShardFusion.__init__", names=("model", "mesh", "buffer_manager", "comm_manager")),
+    Hook(f"{_FSDP}:TensorFusionBuffer.__init__", names=("data_buffer", "param_offsets", "process_ids")),
+    Hook(f"{_FSDP}:FSDPBufferManager.__init__", names=("buffer_groups", "param_to_buffer_id", "_fsdp_group")),
+    Hook(f"{_FSDP}:FSDPCommManager.reset_params_buffer_status", "(self)"),
     Hook("paddleformers.trainer.plugins.timer:RuntimeTimer.start", "(self, name)"),
     Hook("paddleformers.trainer.plugins.timer:RuntimeTimer.stop", "(self)"),
     Hook("paddleformers.utils.env:PREFIX_CHECKPOINT_DIR"),

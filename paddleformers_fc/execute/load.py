@@ -194,7 +194,9 @@ def prepare_load(
         FlexError: the same on every rank: the checkpoint does not fit the model.
     """
     started = time.monotonic()
-    facts = {"manifest": manifest_seal(checkpoint.manifest), "checks": checkpoint.unread}
+    recorded_run = checkpoint.has_run or checkpoint.format.canonical
+    saved = manifest_seal(checkpoint.manifest) if recorded_run else _header_facts(checkpoint.catalog)
+    facts: dict[str, object] = {"manifest": saved, "checks": checkpoint.unread}
     facts |= {"aoa_config": aoa_config or {}, "flex_tied": checkpoint.tied, OPTION: sorted(may_change)}
     facts |= {ALLOW_CASTS: may_cast}
     consistency = _consistency_check(checkpoint.catalog.root, model, facts)

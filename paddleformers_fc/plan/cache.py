@@ -122,7 +122,7 @@ def plan_key(
     return PlanKey(
         format=FORMAT,
         version=__version__,
-        manifest=_digest(msgspec.msgpack.encode(checkpoint.manifest)),
+        manifest=_digest(msgspec.msgpack.encode(checkpoint.manifest if checkpoint.has_run else None)),
         stored=_digest(_catalog_bytes(checkpoint.catalog)),
         rules=checkpoint.rules.digest,
         models=_digest(

@@ -129,7 +129,8 @@ class ResumedBatches:
         if order is not None and isinstance(sampler, MappingBatchSampler | MappingDistributedBatchSampler):
             iterator = _sampled_by(self._loader, _Batches(sampler, order, epoch, samples))
         else:
-            iterator = iter(self._loader)
+            # The loader of semi-automatic parallelism is its own iterator, and iter() of it starts again.
+            iterator = (batch for batch in self._loader)
         for _ in range(0 if self._indexed else passes):
             next(iterator, None)
         for batch in itertools.islice(iterator, waiting):

@@ -16,7 +16,7 @@ import numpy as np
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stored import STRIPPED
-from paddleformers_fc.trainer import lora
+from paddleformers_fc.trainer import dist_tensors, lora
 from paddleformers_fc.trainer.host_models import (
     LlmMetaConfig,
     PretrainedConfig,
@@ -57,7 +57,12 @@ def describe(model: Any) -> ModelDescription:
     built_with = {key: getattr(model.config, key, None) for key in STRIPPED - {IS_FLEET}}
     as_built = {key: value for key, value in built_with.items() if isinstance(value, int)}
     config = {**_resolved(config_of(model)), **as_built, **described_values(config_of(model))}
-    return ModelDescription(config, bool(getattr(model, IS_FLEET, False)), adapters=lora.describe_adapters(model))
+    return ModelDescription(
+        config,
+        bool(getattr(model, IS_FLEET, False)),
+        adapters=lora.describe_adapters(model),
+        is_global=dist_tensors.is_semi_auto(model),
+    )
 
 
 def _resolved(config: Any) -> dict[str, Any]:

@@ -18,14 +18,14 @@ from paddleformers_fc.aoa import AoaTensor, assigned_names, read_config
 from paddleformers_fc.distributed.channel import gather_and_keep, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.load import LoadReport, prepare_load
+from paddleformers_fc.execute.load import LoadReport, prepare_load, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
 from paddleformers_fc.families import Family, ModelDescription, family_for, is_known, register
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stated import bind_model, model_ties, refuse_recut, rules_by_name, without_family
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel, with_config
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
@@ -154,6 +154,13 @@ def load(
 
     everyone, (source, described) = gather_and_keep(channel, "describing the model", look, HeldTensors)
 
+    options = ReadOptions(threads=threads)
+    if opened.format.canonical and isinstance(source, StateDict):
+        weights = run_on_all(channel, "describing the model", source.weights)
+        with undefined.until_filled(source.model, path):
+            return prepare_weights(path, weights, described, channel, options, verify).fill()
+    opened = with_config(opened, described.config) if is_known(described.config) else opened
+
     def align() -> tuple[OpenedCheckpoint, ModelDescription]:
         return _aligned(opened, _with_rules(described, everyone), _is_by_name(described), aoa_config)
 
@@ -172,7 +179,6 @@ def load(
         return {role: live.get(role, {}) for role in {**live, **dict.fromkeys(wanted)}}
 
     roles = run_on_all(channel, "preparing the optimizer", prepare)
-    options = ReadOptions(threads=threads)
     load = prepare_load(checkpoint, roles, description, channel, options, aoa_config, may_cast=allow_casts)
     with undefined.until_filled(source.model, path):
         return load.fill()

@@ -76,7 +76,7 @@ def describe(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     fused = _fused(optimizer)
     held, ranges = slices.cut(weights), _ranges(optimizer, fused)
     found: dict[str, Any] = {}
-    for state, buffer, whole in _tensors(optimizer):
+    for state, buffer, whole in tensors(optimizer):
         for static, tensor in _parts(state, buffer, whole, fused):
             parameter = names[static]
             if parameter not in held:
@@ -229,8 +229,12 @@ def _ranges(optimizer: Any, fused: Mapping[str, Sequence[_FusedParameter]]) -> d
     return found
 
 
-def _tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
-    """Yield declaration, static name of the parameter, and tensor of every state."""
+def tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
+    """Yield declaration, static name of the parameter or buffer, and tensor of every state.
+
+    Args:
+        optimizer: the optimizer with the Trainer's wrappers.
+    """
     descriptor, inner = descriptor_of(optimizer), innermost(optimizer)
     for static, tensor in getattr(inner, "_master_weights", {}).items():
         yield MASTER, _static(static), tensor

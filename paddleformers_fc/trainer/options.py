@@ -220,6 +220,9 @@ class FlexFields:
                 setattr(self, name, OFF)
         if self.flex_checkpoint:
             _take_over_averages(self)
+            if getattr(self, "enable_auto_parallel", False):
+                # PaddleFormers would read a checkpoint that is resumed as open weights.
+                self.convert_from_hf = False
         parent = getattr(super(), "__post_init__", None)
         if parent is not None:
             parent()
@@ -274,7 +277,8 @@ def check_options(options: Any) -> None:
         require_local(output_dir, "A checkpoint")
     if getattr(options, "aoa_config", None) is not None:
         read_config(options.aoa_config)
-    refuse_conflicts(options, CONFLICTS)
+    semi_auto = SEMI_AUTO_CONFLICTS if getattr(options, "enable_auto_parallel", False) else ()
+    refuse_conflicts(options, (*CONFLICTS, *semi_auto))
     _refuse_two_averages(options)
 
 
@@ -536,8 +540,7 @@ CONFLICTS = (
     Conflict("enable_zero_cost_checkpoint", _SAVES_ITSELF, _is_on),
     Conflict("flash_device_save_steps", _SAVES_ITSELF, _is_on),
     Conflict("use_async_save", f"{_SAVES_ITSELF}; flex_async_save saves beside training", _is_on),
-    Conflict("enable_auto_parallel", f"semi-automatic parallelism is {_NOT_YET}", _is_on),
-    Conflict("auto_parallel_resume_form_hybrid_parallel", f"semi-automatic parallelism is {_NOT_YET}", _is_on),
+    Conflict("auto_parallel_resume_form_hybrid_parallel", "a checkpoint of any layout is resumed without it", _is_on),
     Conflict(
         "load_from_hf",
         "a checkpoint to resume from is no HuggingFace directory; to start from open weights, name it in"
@@ -580,8 +583,25 @@ NLP_CONFLICTS = (
     Conflict("force_reshard_pp", _OTHER_FORMAT, _is_on),
     Conflict("flex_ema_decay", f"moving averages with PaddleNLP are {_NOT_YET}", _is_on),
     Conflict("to_static", f"static graphs are {_NOT_YET}", _is_on),
+    Conflict("enable_auto_parallel", f"PaddleNLP's semi-automatic mode is {_NOT_YET}", _is_on),
 )
 """What is refused of PaddleNLP's options beside :data:`CONFLICTS`."""
+
+_IN_SEMI_AUTO = f"with enable_auto_parallel: true it is {_NOT_YET}"
+
+SEMI_AUTO_CONFLICTS = (
+    Conflict(
+        "tensor_model_parallel_size",
+        "with enable_auto_parallel: true Paddle 3.3.1 divides fused parameters by data parallelism alone",
+        _is_several,
+    ),
+    Conflict("sharding", "with enable_auto_parallel: true fused parameters are sharded already", _is_not("", [], None)),
+    Conflict("bf16", _IN_SEMI_AUTO, _is_on),
+    Conflict("fp16", _IN_SEMI_AUTO, _is_on),
+    Conflict("flex_async_save", _IN_SEMI_AUTO, _is_on),
+    Conflict("flex_ema_decay", _IN_SEMI_AUTO, _is_on),
+)
+"""What is refused beside :data:`CONFLICTS` in PaddleFormers' semi-automatic mode."""
 
 _OURS = "every process reads what it needs by itself"
 

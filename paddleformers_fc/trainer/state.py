@@ -17,8 +17,8 @@ from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.bind import tied_names
 from paddleformers_fc.families.declarations import TiedName
-from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE
-from paddleformers_fc.trainer import dist_tensors, lora, optimizer_states, slices
+from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, StateDescriptor
+from paddleformers_fc.trainer import dist_tensors, fsdp_buffers, lora, optimizer_states, slices
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host_models import sharded_state_dict
 from paddleformers_fc.trainer.optimizers import innermost
@@ -35,12 +35,15 @@ def model_roles(model: Any) -> LiveRoles:
         model: the model as it was built, not its parallel wrapper.
     """
     if dist_tensors.is_semi_auto(model):
-        return dist_tensors.roles_of(model.state_dict())
+        return _semi_auto_roles(model, None)
     return {MODEL_STATE: slices.cut(_parameters(model))}
 
 
 def make_room(model: Any) -> None:
     """Release memory that PaddleFormers has allocated for parameters which stage 3 keeps as slices."""
+    context = fsdp_buffers.context_of(model)
+    if context is not None:
+        fsdp_buffers.forget_gathered(context)
     slices.release(_described(model))  # Also those that no checkpoint fills: the zeros would overwrite them.
 
 
@@ -108,11 +111,29 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
 
 
 def _semi_auto_roles(model: Any, optimizer: Any) -> LiveRoles:
-    inner = innermost(optimizer)
-    optimizer_states.refuse_unseen(inner)
-    # The state dict of the wrapper would create states by a step, which changes weights.
-    both = {"model": model.state_dict(), "optimizer": inner.state_dict()}
-    return dist_tensors.roles_of(both, {one.alias for one in tied(model)})
+    """Return the tensors of semi-automatic parallelism; without an optimizer the weights alone."""
+    aliases = {one.alias for one in tied(model)}
+    weights, context = model.state_dict(), fsdp_buffers.context_of(model)
+    if context is not None:
+        return _buffered_roles(context, weights, optimizer, aliases)
+    states: dict[str, Any] = {}
+    if optimizer is not None:
+        optimizer_states.refuse_unseen(innermost(optimizer))
+        # The state dict of the wrapper would create states by a step, which changes weights.
+        states = innermost(optimizer).state_dict()
+    return dist_tensors.roles_of({"model": weights, "optimizer": states}, aliases)
+
+
+def _buffered_roles(context: Any, weights: dict[str, Any], optimizer: Any, aliases: Collection[str]) -> LiveRoles:
+    states: dict[str, dict[StateDescriptor, Any]] = {}
+    for kind, buffer, tensor in () if optimizer is None else optimizer_states.tensors(optimizer):
+        states.setdefault(buffer, {})[kind] = tensor
+    names = {weights[name].name: name for name in sorted(weights, reverse=True) if name not in aliases}
+    held = fsdp_buffers.static_names(context)
+    found = fsdp_buffers.roles_of(context, names, states)
+    # Such as buffers of layers.
+    others = dist_tensors.roles_of({name: one for name, one in weights.items() if one.name not in held})
+    return {**found, MODEL_STATE: {**others[MODEL_STATE], **found.get(MODEL_STATE, {})}}
 
 
 def _states(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +167,10 @@ def create_states(
         stored: names of stored states, such as ``model.norm.weight.moment1_0``.
         place_master: moves a master weight in place to where the run keeps it between steps.
     """
+    context = fsdp_buffers.context_of(model)
+    if context is not None:
+        fsdp_buffers.create_states(context, optimizer, stored)
+        return
     weights = _owners(model, _parameters(model))
     parameters = {_parameter_of(state) for state in with_aliases(model, stored)}
     optimizer_states.create(optimizer, weights, parameters, place_master)

@@ -254,7 +254,8 @@ def train(
     layer = semi_auto(scheme, **(model or {}))
     optimizer = dist.shard_optimizer(_optimizer(layer))
     if source is not None:
-        paddleformers_fc.load({**layer.state_dict(), **optimizer.state_dict()}, source)
+        # Checkpoints of stock Trainers do not contain the configuration.
+        paddleformers_fc.load({**layer.state_dict(), **optimizer.state_dict()}, source, config=layer.config)
     data, losses = np.load(batches), []
     mesh = dist.ProcessMesh(SCHEMES[scheme][0])
     placements = [dist.Replicate()] if len(mesh.shape) == 1 else [dist.Shard(0), dist.Replicate()]
@@ -312,3 +313,65 @@ def _step(model: Any, optimizer: Any, tokens: Any, labels: Any) -> float:
     optimizer.step()
     optimizer.clear_grad()
     return float(loss)
+
+
+class OneSample:
+    """The same sample at every index, because the semi-automatic mode reads samples in an order of its own."""
+
+    def __len__(self) -> int:
+        return tiny.SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return tiny.Samples()[5]
+
+
+def run_trainer(
+    layout: Mapping[str, Any],
+    output_dir: str,
+    semi_auto: bool,
+    resume: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    any_order: bool = True,
+) -> list[float]:
+    """Train with the Trainer, and save what was loaded before the first step; the losses.
+
+    Args:
+        layout: a ``MatrixLayout`` as JSON.
+        output_dir: of the Trainer.
+        semi_auto: whether to use the semi-automatic mode.
+        resume: the checkpoint to resume.
+        arguments: overrides of the training arguments.
+        any_order: whether to train on one sample alone.
+    """
+    from paddleformers.trainer import TrainerCallback
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+
+    class AsLoaded(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if resume is not None:
+                trainer._save_checkpoint(trainer.model)
+
+    given = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 5, **(arguments or {})}
+    mode = {"enable_auto_parallel": True, "use_intermediate_api": True, "to_static": False} if semi_auto else {}
+    args = tiny.training_arguments(layout, output_dir, **given, **mode)
+    # The semi-automatic mode has other layers if the configuration asks for them.
+    model = tiny.build("llama", layout, args, **({"use_single_model_implementation": True} if semi_auto else {}))
+    data = {"train_dataset": OneSample()} if any_order else {}
+    trainer = tiny.trainer(model, args, cls=FlexTrainer, callbacks=[AsLoaded()], **data)
+    trainer.train(resume_from_checkpoint=resume)
+    losses: list[float] = trainer.losses
+    return losses
+
+
+def refuse_option(output_dir: str, arguments: Mapping[str, Any]) -> str:
+    """The error of an option beside the semi-automatic mode."""
+    from paddleformers_fc import FlexTrainingArguments
+    from paddleformers_fc.errors import OptionError
+
+    given = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "enable_auto_parallel": True, **arguments}
+    try:
+        tiny.training_arguments(tiny.SINGLE, output_dir, **given)
+    except OptionError as error:
+        return error.render()
+    return ""

@@ -31,7 +31,6 @@ CONTRADICTIONS: dict[str, Any] = {
     "enable_zero_cost_checkpoint": True,
     "flash_device_save_steps": 10,
     "use_async_save": True,
-    "enable_auto_parallel": True,
     "auto_parallel_resume_form_hybrid_parallel": True,
     "load_from_hf": True,
     "sharding": "stage3 offload",

@@ -16,7 +16,7 @@ import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.verification.matrix.layouts import parse_layout
-from tests.harness.tiny import PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout
+from tests.harness.tiny import DP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout
 
 JOBS = "tests.trainer.semi_auto_jobs"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
@@ -134,10 +134,24 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
 }
 """Layouts of hybrid runs, with overrides of the model's configuration."""
 
-FORMATS: Mapping[str, Mapping[str, Any] | None] = {"flex checkpoint": None}
+STOCK = {"save_checkpoint_format": "", "load_checkpoint_format": "", "save_to_hf": False}
+OF_OTHERS = {"sharding_io": ("sd2v1", "sd2v2", "tp2+sd2v1"), "Paddle's FlexCheckpoint": ("tp2", "sd2v2")}
+"""The strategies of the other formats; the tests of formats compare all of them."""
+
+FORMATS: Mapping[str, Mapping[str, Any] | None] = {
+    "flex checkpoint": None,
+    "legacy hybrid": STOCK,
+    "sharding_io": {**STOCK, "save_sharded_model": True},
+    "Paddle's FlexCheckpoint": {},
+}
 """Formats, with the arguments under which PaddleFormers' Trainer writes them; None is ours."""
 
-CASES = [(strategy, kind) for kind in FORMATS for strategy in STRATEGIES]
+CASES = [
+    (strategy, kind)
+    for kind in FORMATS
+    for strategy in STRATEGIES
+    if kind in ("flex checkpoint", "legacy hybrid") or strategy in OF_OTHERS[kind]
+]
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +229,47 @@ def test_the_page_has_the_losses_of_every_strategy_and_format() -> None:
     cells = [line.strip("| \n").split(" | ") for line in table.removeprefix(HEADER).splitlines()]
     assert [(strategy, kind) for strategy, kind, *_ in cells] == CASES
     assert all(float(difference) <= LIMIT for *_, difference in cells)
+
+
+# ---- PaddleFormers' Trainer.
+
+
+def train(ranks: ForkServer, layout: MatrixLayout, place: Path, semi_auto: bool, **settings: Any) -> list[float]:
+    """The losses of a Trainer on every rank, which are equal."""
+    given = {"layout": layout.to_json(), "output_dir": str(place), "semi_auto": semi_auto, **settings}
+    first, *others = ranks.run(f"{JOBS}:run_trainer", layout.nproc, given).values
+    assert all(one == first for one in others)
+    return list(first)
+
+
+def test_the_semi_automatic_trainer_resumes_its_own_run(ranks: ForkServer, tmp_path: Path) -> None:
+    given = {"arguments": {"save_steps": 2}, "any_order": False}
+    whole = train(ranks, DP2, tmp_path / "whole", True, **given)
+    source = tmp_path / "whole/checkpoint-2"
+    assert train(ranks, DP2, tmp_path / "again", True, resume=str(source), **given) == whole[2:]
+    assert list(canonical_digests(tmp_path / "again/checkpoint-2")) == list(canonical_digests(source))
+
+
+@pytest.mark.parametrize("layout", [TP2, SD2V2, PP2], ids=lambda one: one.name)
+def test_the_trainer_goes_from_hybrid_to_semi_automatic_parallelism_and_back(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    saving, skipping = {"save_steps": 2}, {"ignore_data_skip": True}
+    hybrid = train(ranks, layout, tmp_path / "hybrid", False, arguments=saving)
+    source = tmp_path / "hybrid/checkpoint-2"
+    there = train(ranks, DP2, tmp_path / "there", True, resume=str(source), arguments=skipping)
+    back = train(
+        ranks, layout, tmp_path / "back", False, resume=str(tmp_path / "there/checkpoint-2"), arguments=skipping
+    )
+    assert there == pytest.approx(hybrid[2:], rel=0, abs=LIMIT)
+    assert back == pytest.approx(hybrid[2:], rel=0, abs=LIMIT)
+    expected = list(canonical_digests(source))
+    assert list(canonical_digests(tmp_path / "there/checkpoint-2")) == expected
+    assert list(canonical_digests(tmp_path / "back/checkpoint-2")) == expected
+
+
+def test_options_that_the_semi_automatic_mode_does_not_support_are_refused(ranks: ForkServer, tmp_path: Path) -> None:
+    arguments = {"tensor_model_parallel_size": 2, "bf16": True, "flex_async_save": True, "flex_ema_decay": 0.9}
+    given = {"output_dir": str(tmp_path), "arguments": {**arguments, "sharding": "stage1"}}
+    (text,) = ranks.run(f"{JOBS}:refuse_option", 1, given).values
+    assert all(f"{name}: " in text for name in (*arguments, "sharding"))
