@@ -43,6 +43,15 @@ DEFAULTS = {
 }
 """What PaddleFormers' configurations hold when nothing else is said."""
 
+_QWEN = {"^visual": "model.visual", r"^model(?!.(language_model|visual))": "model.language_model"}
+CONVERSIONS: dict[str, dict[str, str]] = {
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "glm4v_moe": {"^visual": "model.visual", "^language_model": "model.language_model"},
+}
+"""What the classes of models with an image tower call ``_checkpoint_conversion_mapping``."""
+
 # What these functions use of their module. No model here has windows.
 SCOPE = {"math": math, "is_layer_window_attention": lambda *_: False}
 
@@ -67,18 +76,28 @@ def statements(
         fleet: of the PaddleFleet class.
         attributes: further attributes of the class.
     """
-    functions = _functions(model_type)
+    functions = _functions(model_type, fleet)
     function = functions["_gen_inv_aoa_config" if inverse else "_gen_aoa_config"]
     kind = SimpleNamespace(base_model_class=None, base_model_prefix="model", is_fleet=fleet, **attributes)
+    kind._checkpoint_conversion_mapping = CONVERSIONS.get(model_type, {})
+    kind._tied_weights_keys = ["lm_head.weight"]
     kind.get_layer_attn_split_info = functions.get("get_layer_attn_split_info")
-    return list(function(kind, Config(**{**DEFAULTS, **config}))["aoa_statements"])
+    return list(function(kind, _config(config))["aoa_statements"])
 
 
-def _functions(model_type: str) -> dict[str, Any]:
+def _config(values: Mapping[str, Any]) -> Config:
+    """A configuration, whose nested ones are configurations as well; it has the keys of its text."""
+    nested = {key: one for key, one in values.items() if isinstance(one, Mapping) and key.endswith("_config")}
+    configs = {key: _config(one) for key, one in nested.items()}
+    return Config(**{**DEFAULTS, **nested.get("text_config", {}), **values, **configs})
+
+
+def _functions(model_type: str, fleet: bool) -> dict[str, Any]:
     spec = importlib.util.find_spec("paddleformers")
     assert spec is not None
     assert spec.submodule_search_locations is not None
-    path = Path(spec.submodule_search_locations[0]) / "transformers" / model_type / "modeling.py"
+    path = Path(spec.submodule_search_locations[0]) / "transformers" / model_type
+    path /= "modeling_fleet.py" if (model_type, fleet) == ("qwen3_vl", True) else "modeling.py"
     shared = importlib.util.spec_from_file_location("aoa_config_base", path.parents[1] / "aoa_config_base.py")
     assert shared is not None
     assert shared.loader is not None
@@ -86,9 +105,10 @@ def _functions(model_type: str) -> dict[str, Any]:
     shared.loader.exec_module(module)
     scope: dict[str, Any] = {**SCOPE, "MoEAOAConfigGenerator": module.MoEAOAConfigGenerator}
     wanted = ("_gen_aoa_config", "_gen_inv_aoa_config", "get_layer_attn_split_info")
+    last = (model_type, fleet) == ("qwen3_vl_moe", False)  # Its file has PaddleFleet's class first.
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         # The first of each name is that of the base class.
-        if isinstance(node, ast.FunctionDef) and node.name in wanted and node.name not in scope:
+        if isinstance(node, ast.FunctionDef) and node.name in wanted and (last or node.name not in scope):
             node.decorator_list = []
             for argument in node.args.args:
                 argument.annotation = None
