@@ -41,6 +41,8 @@ ARGUMENTS, SCHEDULER, SCALER = "training_args.bin", "scheduler.pdparams", "scale
 SIGNAL = re.compile(r"saved_signal_([0-9]{1,9})")
 """Name of the file that a rank writes when its part of a checkpoint is written."""
 
+_LOSS_OF_STEP = "loss"
+"""What a Trainer with a moving average adds to its state during a step; it is not a field of it."""
 _MAX_STATE_BYTES = 512 * 1024 * 1024
 _GENERATORS = re.compile(r"rng_state_([0-9]{1,9})\.pth")
 _POWER = ".beta1_pow_acc_0"
@@ -215,7 +217,7 @@ def _state(directory: Path) -> dict[str, Any]:
             value = _plain(held.fields, path) if isinstance(held, Record) else None
         if not isinstance(value, dict):
             raise _malformed(path, "it contains no state of a Trainer")
-        return value
+        return {key: one for key, one in value.items() if key != _LOSS_OF_STEP}
     raise Corrupt(f"{directory} has no state of a Trainer.", where=str(directory), next_step=_AGAIN)
 
 
