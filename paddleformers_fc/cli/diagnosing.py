@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paddleformers_fc.cli.verification import show_checks
-from paddleformers_fc.execute.diagnosis import Diagnosis
+from paddleformers_fc.trainer.diagnosis import Diagnosis
 
 if TYPE_CHECKING:
     from rich.console import Console

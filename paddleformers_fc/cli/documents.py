@@ -10,7 +10,6 @@ from typing import Any
 from paddleformers_fc.cli.converting import Converted
 from paddleformers_fc.cli.exporting import Exported
 from paddleformers_fc.cli.training import Ended, LaunchPlan
-from paddleformers_fc.execute.diagnosis import Diagnosis
 from paddleformers_fc.execute.difference import Difference
 from paddleformers_fc.execute.inspect import Inspection
 from paddleformers_fc.execute.output_directory import Cleaned, OutputFacts
@@ -19,6 +18,7 @@ from paddleformers_fc.execute.verify import Verification
 from paddleformers_fc.formats.aoa_statements import StatementList
 from paddleformers_fc.plan.explain import Explanation
 from paddleformers_fc.plan.forecast import GridPlan
+from paddleformers_fc.trainer.diagnosis import Diagnosis
 from paddleformers_fc.verification.derivation.from_weights import DerivedModel
 
 DOCUMENTS: dict[str, type[Any]] = {

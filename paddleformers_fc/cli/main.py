@@ -171,7 +171,7 @@ def doctor(
     128 MiB are written to the directory and read again to measure its disk; none of it stays.
     """
     from paddleformers_fc.cli import diagnosing
-    from paddleformers_fc.execute.diagnosis import diagnose
+    from paddleformers_fc.trainer.diagnosis import diagnose
 
     output_dir = None if directory is None else _local(directory, "A diagnosis")
     with output.working("examining the environment"):

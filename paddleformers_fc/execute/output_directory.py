@@ -16,7 +16,9 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc.errors import CheckpointError, Diverged, OptionError, StorageError
-from paddleformers_fc.formats import format_of
+from paddleformers_fc.formats import format_of, open_checkpoint
+from paddleformers_fc.formats.registry import is_resumable
+from paddleformers_fc.formats.stock_run import refuse_unfinished
 from paddleformers_fc.storage.files import exists, files_within, stat_path
 from paddleformers_fc.storage.leftovers import Leftover, leftovers, remove_leftover
 from paddleformers_fc.storage.manifest import (
@@ -133,7 +135,8 @@ class CheckpointFacts(msgspec.Struct, frozen=True):
         name: its name.
         step: of its manifest; None where that cannot be read.
         run: id of the run that saved it; empty where it is not recorded.
-        fault: why ``resume_from_checkpoint: true`` skips it; empty where it does not. Tensors are not read.
+        fault: why ``resume_from_checkpoint: true`` skips it; empty where it does not. Tensors are not read. A whole
+            checkpoint of another format is resumed only if there is no flex checkpoint.
         kind: name of its format; empty if no format recognises it.
         world_size: number of ranks that saved it; 0 where it is not recorded.
         parallel: degree per parallel axis.
@@ -200,6 +203,8 @@ def _checkpoint(path: Path) -> CheckpointFacts:
         manifest = read_manifest(path)
     except CheckpointError as error:
         size = sum(length for _, _, length in _state(path))
+        if is_resumable(path):
+            return _of_other_format(path, kind, size)
         return CheckpointFacts(path.name, None, "", error.in_one_line(), kind, 0, {}, size, "")
     fault = ""
     try:
@@ -218,3 +223,13 @@ def _checkpoint(path: Path) -> CheckpointFacts:
         sum(one.size for one in manifest.files),
         manifest.saved_at.time,
     )
+
+
+def _of_other_format(path: Path, kind: str, size: int) -> CheckpointFacts:
+    """Return the facts of a checkpoint of PaddleFormers' own formats, from its headers and the Trainer's files."""
+    try:
+        run = open_checkpoint(path).manifest
+        refuse_unfinished(path, run.world_size)
+    except CheckpointError as error:
+        return CheckpointFacts(path.name, None, "", error.in_one_line(), kind, 0, {}, size, "")
+    return CheckpointFacts(path.name, run.step, "", "", kind, run.world_size, run.parallel, size, "")

@@ -114,7 +114,7 @@ def _find(
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     found, skipped = find_newest(output_dir, channel, without=without)
     if found is None:
-        found, reasons = _newest_of_other_formats([path for path, _ in skipped], channel)
+        found, reasons = newest_of_other_formats([path for path, _ in skipped], channel)
         skipped = [(path, reasons.get(path.name, why)) for path, why in skipped if path != found]
         if found is not None:
             warn(f"{output_dir} has no flex checkpoint. {found}, which {_kind_of(found)}, is resumed.")
@@ -124,7 +124,7 @@ def _find(
     return found, skipped
 
 
-def _newest_of_other_formats(directories: Iterable[Path], channel: Channel) -> tuple[Path | None, dict[str, str]]:
+def newest_of_other_formats(directories: Iterable[Path], channel: Channel) -> tuple[Path | None, dict[str, str]]:
     """Find the newest complete checkpoint of another format. Every rank must call.
 
     Args:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paddleformers_fc import upstream
-from paddleformers_fc.execute import diagnosis
+from paddleformers_fc.trainer import diagnosis
 from tests.cli.support import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def test_the_checkpoint_of_a_resume_and_the_space_of_a_save_are_reported(output_
     found = outcome.document
     assert (outcome.code, found["passed"], found["resume"]) == (0, True, "checkpoint-3")
     assert [line.split(":")[0].split()[0] for line in found["skipped"]] == ["checkpoint-9"]
-    assert found["disk"]["next_save"] == run("inspect", one, "--json").document["bytes"]
+    assert found["disk"]["next_save"] == sum(path.stat().st_size for path in one.rglob("*") if path.is_file())
     assert min(found["disk"]["write"], found["disk"]["read"], found["disk"]["free"]) > 0
     assert [check["name"] for check in found["checks"]] == ["versions", "disk", "space", "resume", "leftovers"]
 
@@ -84,3 +84,13 @@ def test_every_known_fault_is_a_row_of_the_guarantees() -> None:
     assert {(one.package, one.version) for one in upstream.KNOWN_FAULTS} == {
         (name, upstream.VERSIONS[name]) for name in ("paddle", "paddleformers")
     }
+
+
+def test_a_checkpoint_of_paddle_is_resumed_where_there_is_no_other(one: Path, tmp_path: Path) -> None:
+    stock = tmp_path / "out" / "checkpoint-3"
+    assert run("convert", one, stock, "--format", "distcp").code == 0
+    (stock / "trainer_state.json").write_text('{"global_step": 3, "consumed_samples": 24}')
+    found = run("doctor", stock.parent, "--no-hooks", "--json")
+    assert (found.code, found.document["resume"], found.document["skipped"]) == (0, "checkpoint-3", [])
+    (listed,) = run("list", stock.parent, "--json").document["checkpoints"]
+    assert (listed["kind"], listed["step"], listed["fault"]) == ("paddle", 3, "")

@@ -20,12 +20,13 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc import __version__, upstream
-from paddleformers_fc.errors import CheckpointError
+from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.output_directory import list_output
 from paddleformers_fc.formats.checks import Check
-from paddleformers_fc.storage.files import refused
-from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
+from paddleformers_fc.storage.files import files_within, refused, size_of
+from paddleformers_fc.storage.manifest import newest_checkpoint
 from paddleformers_fc.text import count_text, size_text
+from paddleformers_fc.trainer.resume import newest_of_other_formats
 
 PROBE_BYTES = 128 << 20
 """Bytes that are written and read to measure a disk."""
@@ -58,7 +59,7 @@ class DiskFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         free: bytes that this user can write.
-        next_save: bytes of the newest whole checkpoint, which the next save needs again; 0 if there is none.
+        next_save: bytes of the checkpoint that is resumed, which the next save needs again; 0 if there is none.
         write: bytes written and synced per second; 0 if it was not measured.
         read: bytes read per second, past the page cache where the system allows it; 0 if it was not measured.
     """
@@ -109,7 +110,7 @@ def diagnose(output_dir: Path | None, hooks: bool = True) -> Diagnosis:
     checks = list(_environment(packages, hooks))
     if output_dir is None:
         return Diagnosis(all(one.passed for one in checks), packages, faults, checks)
-    newest, skipped = newest_checkpoint(output_dir)
+    newest, skipped = _resumed(output_dir)
     disk = _disk(output_dir, newest)
     checks += _directory(output_dir, disk, newest, [path.name for path, _ in skipped])
     return Diagnosis(
@@ -122,6 +123,16 @@ def diagnose(output_dir: Path | None, hooks: bool = True) -> Diagnosis:
         "" if newest is None else newest.name,
         [why if why.startswith(path.name) else f"{path.name}: {why}" for path, why in skipped],
     )
+
+
+def _resumed(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the checkpoint that an automatic resume takes, and those that it skips. The disk is not changed."""
+    newest, skipped = newest_checkpoint(output_dir)
+    if newest is not None or not skipped:
+        return newest, skipped
+    newest, reasons = newest_of_other_formats([path for path, _ in skipped], ALONE)
+    found = [(path, reasons.get(path.name, why)) for path, why in skipped if path != newest]
+    return newest, found if newest is None else [(path, why) for path, why in found if path.name in reasons]
 
 
 def _packages() -> list[PackageFacts]:
@@ -176,10 +187,7 @@ def _directory(output_dir: Path, disk: DiskFacts, newest: Path | None, skipped: 
 
 
 def _disk(output_dir: Path, newest: Path | None) -> DiskFacts:
-    needed = 0
-    if newest is not None:
-        with contextlib.suppress(CheckpointError):
-            needed = sum(one.size for one in read_manifest(newest).files)
+    needed = 0 if newest is None else sum(size_of(path) for path in files_within(newest))
     try:
         free = shutil.disk_usage(output_dir).free
         write, read = _rates(output_dir) if free > 2 * PROBE_BYTES else (0, 0)
