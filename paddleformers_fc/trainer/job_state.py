@@ -38,6 +38,7 @@ from paddleformers_fc.trainer.ema import MovingAverage
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size
 from paddleformers_fc.trainer.reference import ReferenceRecord
+from paddleformers_fc.trainer.uploads import Uploads
 
 Native = Callable[..., Any]
 """A method of PaddleFormers' own."""
@@ -99,6 +100,7 @@ class JobState:
         has_trained: whether the loop has run before; it may have left an unfinished step.
         reference: the reference model of preference training.
         average: the moving average of the weights; None without one.
+        uploads: uploads checkpoints; None without ``flex_upload``.
     """
 
     tracker: batches.PositionTracker
@@ -122,6 +124,7 @@ class JobState:
     has_trained: bool = False
     reference: ReferenceRecord = field(default_factory=ReferenceRecord)
     average: MovingAverage | None = None
+    uploads: Uploads | None = None
 
     def warn_once(self, args: Any, line: str) -> None:
         """Log a warning on every node, once per run."""

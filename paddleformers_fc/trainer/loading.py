@@ -56,6 +56,7 @@ from paddleformers_fc.trainer import (
     reference,
     resume,
     rng,
+    save_job,
     save_on_signal,
     state,
     stored_states,
@@ -564,24 +565,39 @@ def inner_training_loop(
     run.tracker.begin(order, passes, start, run.progress is not None, num_train_epochs, on_made_up)
     run.has_trained = True
     run.ran.add("_inner_training_loop")
-    with save_on_signal.heeded(trainer) as watch, run.best.kept_from(trainer), run.saver.followed(trainer):
-        result = native(
-            args,
-            model,
-            loader,
-            len_dataloader,
-            max_steps,
-            epochs,
-            num_update_steps_per_epoch,
-            num_train_samples,
-            None,
-            ignore_keys_for_eval,
-        )
-    if watch is not None:
-        watch.leave_if_saved(trainer.state.global_step)
+    with _uploaded(trainer):
+        with save_on_signal.heeded(trainer) as watch, run.best.kept_from(trainer), run.saver.followed(trainer):
+            result = native(
+                args,
+                model,
+                loader,
+                len_dataloader,
+                max_steps,
+                epochs,
+                num_update_steps_per_epoch,
+                num_train_samples,
+                None,
+                ignore_keys_for_eval,
+            )
+        if watch is not None:
+            watch.leave_if_saved(trainer.state.global_step)
     if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         _load_best(trainer, Path(trainer.state.best_model_checkpoint))
     return result
+
+
+@contextlib.contextmanager
+def _uploaded(trainer: Any) -> Iterator[None]:
+    """Return a block in which a training loop runs; at its end its checkpoints are uploaded, and old ones deleted."""
+    run, args = job_state_of(trainer), trainer.args
+    if run.uploads is None:
+        yield
+        return
+    with run.uploads.followed():
+        yield
+    if run.saved is not None:
+        best = trainer.state.best_model_checkpoint
+        save_job.rotate(args, run.saved, best, run.disks, channel_of(args), args.output_dir, run.uploads)
 
 
 def _refuse_to_train(trainer: Any) -> None:

@@ -22,7 +22,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.formats.checkpoint import TIED_WAYS
 from paddleformers_fc.layout.roles import OPTIMIZERS
 from paddleformers_fc.storage.manifest import LEVELS
-from paddleformers_fc.storage.paths import require_local
+from paddleformers_fc.storage.paths import RemotePath, mask_credentials, parse_target, require_local
 
 REPLICA_WAYS = ("off", "warn", "refuse")
 """What a save does when replicas differ."""
@@ -48,6 +48,9 @@ _MAY_BE_OFF = {
 
 _OWN_WAYS = ("ernie_pretrain",)
 """Stages of PaddleFormers' command line that parse their arguments again, into a class without our options."""
+
+NO_UPLOAD = "none"
+"""The value of ``flex_upload`` without uploads."""
 
 NO_LIMIT = "none"
 """The value of a size that is not limited."""
@@ -153,6 +156,11 @@ class FlexFields:
         "5GB",
         "Maximum bytes of tensors in one file of a checkpoint, such as 500MB, 5GB or 4GiB; at least 1MB. A larger "
         "tensor is split between rows. Default: 5GB.",
+    )
+    flex_upload: str = _option(
+        "none",
+        "URL of an object store, such as s3://bucket/run, to which every checkpoint is uploaded beside training once "
+        "it is saved in output_dir. Default: none.",
     )
     flex_async_save: bool = _option(
         False,
@@ -444,7 +452,30 @@ def _range_faults(options: Any) -> list[str]:
         faults.append(f"flex_allow_config_changes: {keys!r} is not a list of keys such as [rope_theta]")
     if not isinstance(options.flex_plan_cache, str) or not options.flex_plan_cache:
         faults.append(f"flex_plan_cache: {options.flex_plan_cache!r} is not the name of a directory")
+    faults.extend(_upload_faults(options.flex_upload))
     return faults
+
+
+def upload_url(options: Any) -> RemotePath | None:
+    """Return the URL to which checkpoints are uploaded; None if they are not."""
+    if options.flex_upload == NO_UPLOAD:
+        return None
+    found = parse_target(options.flex_upload, "A checkpoint")
+    return found if isinstance(found, RemotePath) else None
+
+
+def _upload_faults(value: Any) -> list[str]:
+    if value == NO_UPLOAD:
+        return []
+    if not isinstance(value, str) or not value:
+        return [f"flex_upload: {value!r} is not a URL such as s3://bucket/run"]
+    if mask_credentials(value) != value:
+        return [f"flex_upload: {mask_credentials(value)} contains credentials; fsspec's configuration has them"]
+    try:
+        found = parse_target(value, "A checkpoint")
+    except OptionError as error:
+        return [f"flex_upload: {error.what}"]
+    return [] if isinstance(found, RemotePath) else [f"flex_upload: {value} is not a URL such as s3://bucket/run"]
 
 
 def _size_faults(text: Any) -> list[str]:

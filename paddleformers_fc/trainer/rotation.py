@@ -19,6 +19,7 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from paddleformers_fc.distributed.channel import ALONE, Channel, gather_and_keep
 from paddleformers_fc.errors import CheckpointError
@@ -26,7 +27,10 @@ from paddleformers_fc.storage.commit import remove_checkpoint
 from paddleformers_fc.storage.leftovers import clean_unfinished
 from paddleformers_fc.storage.manifest import Manifest, read_manifest
 from paddleformers_fc.storage.names import parse_step
+from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.trainer import resume
+
+_P = TypeVar("_P", Path, RemotePath)
 
 
 def numbered(output_dir: Path, prefix: str) -> list[Path]:
@@ -36,7 +40,7 @@ def numbered(output_dir: Path, prefix: str) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if path.is_dir())]
 
 
-def superfluous(checkpoints: Sequence[Path], limit: int, kept: frozenset[Path]) -> list[Path]:
+def superfluous(checkpoints: Sequence[_P], limit: int, kept: frozenset[_P]) -> list[_P]:
     """Return the checkpoints beyond a limit.
 
     Args:
@@ -81,7 +85,7 @@ def rotate(
         removed, _ = clean_unfinished(output_dir)
         for leftover in removed:
             say(f"Deleted {leftover.path}. {leftover.why}")
-        finished = _finished(output_dir) if limit is not None else {}
+        finished = finished_checkpoints(output_dir) if limit is not None else {}
         return limit is not None and len(finished) > limit, finished
 
     too_many, before = gather_and_keep(channel, "cleaning the output directory", clean, bool)
@@ -91,7 +95,8 @@ def rotate(
     if not is_lead:
         return
     # A checkpoint that another job has replaced meanwhile was not verified.
-    manifests = {path: manifest for path, manifest in _finished(output_dir).items() if before.get(path) == manifest}
+    present = finished_checkpoints(output_dir)
+    manifests = {path: manifest for path, manifest in present.items() if before.get(path) == manifest}
     checkpoints = list(manifests)
     for path, why in damaged:
         if path in manifests:
@@ -109,7 +114,7 @@ def rotate(
         say(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
 
 
-def _finished(output_dir: Path) -> dict[Path, Manifest]:
+def finished_checkpoints(output_dir: Path) -> dict[Path, Manifest]:
     """Return the finished checkpoints of a run on this disk, lowest step first; renamed ones are never deleted."""
     found: dict[Path, Manifest] = {}
     for path in numbered(output_dir, "checkpoint"):

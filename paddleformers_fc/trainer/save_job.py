@@ -49,6 +49,7 @@ from paddleformers_fc.trainer.job_state import (
     warn,
 )
 from paddleformers_fc.trainer.options import parse_size
+from paddleformers_fc.trainer.uploads import Uploads
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,21 @@ def settle(trainer: Any, job: SaveJob, report: SaveReport, transfers: TransferFi
         reporter.on_checkpoint_saved(args, saved)
 
 
+def upload(trainer: Any, job: SaveJob, report: SaveReport) -> None:
+    """Upload a committed checkpoint beside training, before old ones are deleted; called on every rank."""
+    uploads = job_state_of(trainer).uploads
+    if uploads is not None:
+        uploads.committed(job.directory, job.best, report.disks)
+
+
 def rotate(
-    args: Any, saved: Path | None, best: str | None, disks: DiskLeaders | None, channel: Channel, output_dir: str
+    args: Any,
+    saved: Path | None,
+    best: str | None,
+    disks: DiskLeaders | None,
+    channel: Channel,
+    output_dir: str,
+    uploads: Uploads | None,
 ) -> None:
     """Delete old checkpoints.
 
@@ -187,6 +201,7 @@ def rotate(
         disks: which processes share a disk; None before the first save.
         channel: all ranks, which are asked if several of them delete or verify.
         output_dir: where the checkpoints are.
+        uploads: those that are not uploaded yet stay.
     """
     leads = disks.sorted_leaders if disks is not None else (0,)
     limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
@@ -197,6 +212,7 @@ def rotate(
         return
     try:
         needed = [path for path in (saved, None if best is None else Path(best)) if path is not None]
+        needed += [] if uploads is None else uploads.pending()
         level, threads = args.flex_verify, args.flex_threads
         rotation.rotate(Path(output_dir), limit, needed, logger.info, level, threads, channel, leads)
     except StorageError as error:

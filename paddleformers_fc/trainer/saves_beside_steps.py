@@ -41,7 +41,7 @@ from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.job_state import background_communicator, channel_of, job_state_of
 from paddleformers_fc.trainer.optimizers import descriptor_of
 from paddleformers_fc.trainer.options import memory_limit
-from paddleformers_fc.trainer.save_job import SaveJob, prepare, rotate, settle
+from paddleformers_fc.trainer.save_job import SaveJob, prepare, rotate, settle, upload
 from paddleformers_fc.trainer.snapshot_size import least_snapshot_bytes
 
 _NUMBER_BYTES = 8
@@ -246,7 +246,9 @@ class SavesBesideSteps:
                     wait([before.done])
                 report = write_and_commit(taken, job.directory, slot.channel)
             # The state of the run names the former best checkpoint for a step more, which may be deleted here.
-            rotate(args, job.directory, job.best, report.disks, slot.channel, args.output_dir)
+            upload(trainer, job, report)
+            uploads = job_state_of(trainer).uploads
+            rotate(args, job.directory, job.best, report.disks, slot.channel, args.output_dir, uploads)
             save.report = partial(self._report_success, trainer, slot, save, report)
         except Exception as error:  # Raised on the training thread.
             save.report = partial(self._report_failure, slot, error)

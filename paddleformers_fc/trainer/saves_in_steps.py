@@ -10,7 +10,7 @@ from paddleformers_fc.execute.save import snapshot, views, write_and_commit
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.trainer.job_state import channel_of
 from paddleformers_fc.trainer.options import parse_size
-from paddleformers_fc.trainer.save_job import prepare, settle
+from paddleformers_fc.trainer.save_job import prepare, settle, upload
 
 
 class SavesInSteps:
@@ -25,6 +25,7 @@ class SavesInSteps:
             taken = snapshot(job.part, views(parse_size(args.flex_staging_size)), channel, job.consistency)
             report = write_and_commit(taken, job.directory, channel)
         trainer.runtime_timer.stop()
+        upload(trainer, job, report)
         settle(trainer, job, report, transfers, time.monotonic() - job.started)
         trainer._rotate_checkpoints(output_dir=args.output_dir)
 

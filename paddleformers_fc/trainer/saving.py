@@ -44,6 +44,8 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
     run = job_state_of(trainer)
     with run.best.shown_in(trainer):
         run.saver.save(trainer, metrics)
+    if run.uploads is not None:
+        run.uploads.finish_outside_loop()
 
 
 @when_active
@@ -68,7 +70,7 @@ def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, ou
     with run.best.shown_in(trainer):
         best = trainer.state.best_model_checkpoint
     channel = channel_of(args) if saved_here else ALONE
-    save_job.rotate(args, run.saved, best, run.disks, channel, output_dir or args.output_dir)
+    save_job.rotate(args, run.saved, best, run.disks, channel, output_dir or args.output_dir, run.uploads)
 
 
 @when_active

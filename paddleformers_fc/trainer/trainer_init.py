@@ -50,12 +50,13 @@ from paddleformers_fc.trainer.job_state import (
     refuse_optimizer,
     reporters,
 )
-from paddleformers_fc.trainer.options import FlexFields, saves_beside_steps, without_effect
+from paddleformers_fc.trainer.options import FlexFields, saves_beside_steps, upload_url, without_effect
 from paddleformers_fc.trainer.progress_recorder import ProgressRecorder, record_progress
 from paddleformers_fc.trainer.saves_beside_steps import SavesBesideSteps
 from paddleformers_fc.trainer.saves_in_steps import SavesInSteps
 from paddleformers_fc.trainer.saving import save_pretrained
 from paddleformers_fc.trainer.step_ends import StepEnds
+from paddleformers_fc.trainer.uploads import Uploads
 
 _OVERLAPPING = ("stage1_broadcast_overlap", "stage1_allgather_overlap", "stage2_overlap")
 """Training arguments under which updated parameters arrive during the next forward pass."""
@@ -103,6 +104,8 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         gate,
         SavesBesideSteps(gate) if saves_beside_steps(arguments) else SavesInSteps(),
     )
+    url = upload_url(arguments)
+    run.uploads = None if url is None else Uploads(url, arguments, channel)
     setattr(trainer, RUN, run)
     trainer.add_callback(run.tracker)
     trainer.add_callback(run.between_steps)

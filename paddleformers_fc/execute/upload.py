@@ -1,0 +1,184 @@
+"""Upload a committed checkpoint to an object store, and delete old ones there.
+
+Files are sent in parts and read again. The manifest is sent last, so a directory without it is not a checkpoint. A file
+that is there with the recorded size and checksums is not sent again, and a checkpoint with the same manifest is not
+looked at again.
+
+If a checkpoint is on several disks, the leader of each disk sends its files of tensors. The coordinator sends the small
+files, waits for all other files, compares them, and sends the manifest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paddleformers_fc.errors import CheckpointError, Corrupt, StorageError
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.file_checksums import FileChecksum, is_document, size_fault
+from paddleformers_fc.storage.files import exists, open_local, read_file, read_into
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, read_manifest
+from paddleformers_fc.storage.names import parse_step
+from paddleformers_fc.storage.paths import RemotePath
+from paddleformers_fc.storage.remote import list_remote, stat_remote
+from paddleformers_fc.storage.remote_writes import RemoteFileWriter, compare_uploaded, remove_remote, write_remote
+
+_FILES = 4
+"""Number of files that are sent at a time."""
+_READ_BYTES = 4 * 1024 * 1024
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Upload:
+    """The upload of one checkpoint from one disk.
+
+    Args:
+        source: ``checkpoint-N``.
+        target: its URL.
+        is_coordinator: whether this process sends small files and the manifest.
+        patience: seconds to wait for the files of other disks.
+        check: raises if the upload is to stop; called often.
+    """
+
+    source: Path
+    target: RemotePath
+    is_coordinator: bool
+    patience: float
+    check: Callable[[], None]
+
+    def run(self) -> int:
+        """Upload the checkpoint; return the bytes that were sent.
+
+        Raises:
+            Corrupt: a local file is damaged, or the store has other bytes than were sent.
+            StorageError: the store refused, or the files of another disk have not come.
+        """
+        manifest, raw = read_manifest(self.source), read_file(self.source / MANIFEST_NAME)
+        if self._is_there(raw):
+            return 0
+        self._remove_older(manifest, raw)
+        here = [one for one in manifest.files if exists(self.source / one.path)]
+        mine = [one for one in here if self.is_coordinator or not is_document(one.path)]
+        with ThreadPoolExecutor(_FILES, "flex-upload") as pool:
+            sent = sum(pool.map(self._send, mine))
+        if not self.is_coordinator:
+            return sent
+        self._wait_for([one for one in manifest.files if one not in here])
+        self.check()
+        wrote = write_remote(self.target, MANIFEST_NAME, raw)
+        try:
+            compare_uploaded(self.target, [wrote])
+        except Corrupt:
+            remove_remote(self.target / MANIFEST_NAME)
+            raise
+        return sent + len(raw)
+
+    def _is_there(self, raw: bytes) -> bool:
+        """Return whether the store has this manifest, so that it has all files."""
+        path = self.target / MANIFEST_NAME
+        return stat_remote(path) is not None and read_file(path) == raw
+
+    def _remove_older(self, manifest: Manifest, raw: bytes) -> None:
+        """Make sure that no other checkpoint is seen at the URL while its files are replaced."""
+        if not self.is_coordinator:
+            self._poll(lambda: not exists(self.target / MANIFEST_NAME) or self._is_there(raw), "its older manifest")
+            return
+        older: list[FileChecksum] = []
+        with suppress(CheckpointError):
+            older = read_manifest(self.target).files
+        remove_remote(self.target / MANIFEST_NAME)
+        listed = {one.path for one in manifest.files}
+        for one in older:
+            if one.path not in listed:
+                remove_remote(self.target / one.path)
+
+    def _send(self, checksum: FileChecksum) -> int:
+        """Send a file unless the store has it; return the bytes that were sent."""
+        self.check()
+        if self._has(checksum):
+            return 0
+        hasher = BlockHasher(checksum.block_bytes)
+        writer = RemoteFileWriter(self.target / checksum.path, checksum.size)
+        try:
+            for data in self._read(checksum):
+                hasher.update(data)
+                writer.write(data)
+            if hasher.file_checksum(checksum.path) != checksum:
+                raise Corrupt(
+                    f"{self.source / checksum.path} does not match its recorded checksum and is not uploaded.",
+                    where=str(self.source / checksum.path),
+                    next_step="Look for the cause with paddleformers-fc verify, and delete the damaged checkpoint.",
+                )
+            writer.close()
+        except BaseException:
+            writer.abandon()
+            raise
+        compare_uploaded(self.target, [checksum])
+        return checksum.size
+
+    def _read(self, checksum: FileChecksum) -> Iterator[bytes]:
+        with open_local(self.source / checksum.path) as file:
+            for begin in range(0, file.size, _READ_BYTES):
+                self.check()
+                data = bytearray(min(_READ_BYTES, file.size - begin))
+                read_into(file, begin, data)
+                yield bytes(data)
+
+    def _has(self, checksum: FileChecksum) -> bool:
+        """Return whether the store has every byte of a file; its size is compared before it is read."""
+        if size_fault(stat_remote(self.target / checksum.path), checksum.size):
+            return False
+        try:
+            compare_uploaded(self.target, [checksum])
+        except Corrupt:
+            return False
+        return True
+
+    def _wait_for(self, elsewhere: list[FileChecksum]) -> None:
+        """Wait until the files of other disks are in the store, and equal what was saved."""
+        for one in elsewhere:
+            self._poll(lambda one=one: self._has(one), one.path)  # type: ignore[misc]
+
+    def _poll(self, is_done: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + self.patience
+        while not is_done():
+            self.check()
+            if time.monotonic() > end:
+                raise StorageError(
+                    f"Another node has not finished its part of the upload to {self.target}: {what}.",
+                    where=str(self.target),
+                    evidence=[f"waited {self.patience:.0f} s"],
+                    next_step="Look at the log of the other nodes; the next start of the run uploads the rest.",
+                )
+            time.sleep(_POLL_SECONDS)
+
+
+def uploaded_checkpoints(url: RemotePath) -> dict[RemotePath, Manifest]:
+    """Return the whole checkpoints ``checkpoint-N`` below a URL, lowest step first.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    found: dict[RemotePath, Manifest] = {}
+    numbered = [(step, path) for path in list_remote(url) if (step := parse_step(path)) is not None]
+    for step, path in sorted(numbered):
+        with suppress(CheckpointError):
+            manifest = read_manifest(path)
+            if manifest.step == step:
+                found[path] = manifest
+    return found
+
+
+def remove_uploaded(path: RemotePath, manifest: Manifest) -> None:
+    """Delete a checkpoint in a store, its manifest first; files that it does not list stay.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    for name in (MANIFEST_NAME, *(one.path for one in manifest.files)):
+        remove_remote(path / name)

@@ -1,0 +1,281 @@
+"""Upload committed checkpoints beside training, under ``flex_upload``.
+
+The leader of every disk has one thread. It uploads the checkpoints that are committed, one after the other, and on the
+coordinator deletes those in the store beyond ``save_total_limit``. A checkpoint is not deleted locally before it is
+uploaded. A failed upload is logged, and tried again after the next commit and at the end of training, which waits for
+all uploads and raises the error of the last attempt.
+
+At the start of a run the checkpoints of ``output_dir`` that are whole are uploaded as far as the store lacks them, so
+that a restarted run completes what was interrupted. After an error in training, an interrupt or a save on a signal, the
+upload stops, and the store has no manifest of its checkpoint.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
+from paddleformers_fc.distributed.disk_leaders import DiskLeaders
+from paddleformers_fc.errors import CheckpointError, FlexError, StorageError
+from paddleformers_fc.execute.upload import Upload, remove_uploaded, uploaded_checkpoints
+from paddleformers_fc.storage.files import exists
+from paddleformers_fc.storage.manifest import read_manifest, verify_files
+from paddleformers_fc.storage.paths import RemotePath
+from paddleformers_fc.storage.remote import list_remote
+from paddleformers_fc.text import rate_text, size_text
+from paddleformers_fc.trainer.host import logger
+from paddleformers_fc.trainer.rotation import finished_checkpoints, superfluous
+
+_WAIT_SECONDS = 10.0
+"""Interval at which ranks that wait for an upload exchange whether it goes on."""
+_STOP_SECONDS = 10.0
+"""A launcher waits 30 s for a process that it has signalled."""
+
+
+class _Stopped(Exception):
+    """The upload is to stop."""
+
+
+class CheckpointUploader:
+    """The uploads of one process.
+
+    Args:
+        url: the directory of the checkpoints.
+        limit: maximum number of checkpoints there; None deletes none.
+        patience: seconds to wait for the files of other disks.
+        is_coordinator: whether this process sends small files and manifests.
+    """
+
+    def __init__(self, url: RemotePath, limit: int | None, patience: float, is_coordinator: bool) -> None:
+        self._url, self._limit, self._patience = url, limit, patience
+        self._is_coordinator = is_coordinator
+        self._waiting: list[Path] = []
+        self._failed: dict[Path, FlexError] = {}
+        self._best: str | None = None
+        self._changed = threading.Condition()
+        self._commits: Counter[Path] = Counter()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin_with(self, output_dir: Path) -> None:
+        """Upload the checkpoints of an earlier run whose files are all on this disk, as far as the store lacks them."""
+        for path in finished_checkpoints(output_dir):
+            try:
+                verify_files(path, read_manifest(path), "size")
+            except CheckpointError:
+                continue  # A rotation and a resume report it.
+            self.follow(path)
+
+    def follow(self, checkpoint: Path, best: str | None = None) -> None:
+        """Upload a committed checkpoint, after those before it; failed ones are tried again.
+
+        Args:
+            checkpoint: ``checkpoint-N``.
+            best: the best checkpoint, which is not deleted.
+        """
+        with self._changed:
+            self._best = best or self._best
+            # One that is saved again, by a run that resumed before it, replaces the one that waits.
+            again = [path for path in self._failed if path != checkpoint]
+            self._waiting = [*again, *(path for path in self._waiting if path != checkpoint), checkpoint]
+            self._failed.clear()
+            self._commits[checkpoint] += 1
+            self._start()
+
+    def pending(self) -> list[Path]:
+        """Return the checkpoints that are not uploaded yet."""
+        with self._changed:
+            return [*self._failed, *self._waiting]
+
+    def retry(self) -> None:
+        """Try failed uploads again."""
+        with self._changed:
+            self._waiting = [*self._failed, *self._waiting]
+            self._failed.clear()
+            self._start()
+
+    def is_busy(self, seconds: float) -> bool:
+        """Wait at most some seconds for all uploads; return whether there are any left."""
+        with self._changed:
+            return not self._changed.wait_for(lambda: not self._waiting, seconds)
+
+    def refuse_failed(self) -> None:
+        """Raise the error of the first checkpoint that could not be uploaded.
+
+        Raises:
+            FlexError: that of its last attempt.
+        """
+        with self._changed:
+            for error in self._failed.values():
+                raise error
+
+    def stop(self) -> None:
+        """Stop after the present part; what was uploaded of a checkpoint stays without a manifest."""
+        with self._changed:
+            self._stop.set()
+            self._changed.notify_all()
+            left = [*self._failed, *self._waiting]
+            thread = self._thread
+        if thread is not None:
+            thread.join(_STOP_SECONDS)  # A store that does not answer does not hold the process.
+        if left:
+            names = ", ".join(path.name for path in left)
+            logger.warning(f"Not uploaded to {self._url}: {names}. The next start of the run with flex_upload does it.")
+
+    def _start(self) -> None:
+        self._changed.notify_all()
+        if self._waiting and (self._thread is None or self._stop.is_set()):
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._work, args=(self._stop,), name="flex-uploader", daemon=True)
+            self._thread.start()
+
+    def _work(self, stop: threading.Event) -> None:
+        def check() -> None:
+            if stop.is_set():
+                raise _Stopped
+
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or stop.is_set())
+                if stop.is_set():
+                    return
+                checkpoint = self._waiting[0]
+                number = self._commits[checkpoint]
+            try:
+                failure = self._upload(checkpoint, check)
+            except _Stopped:
+                return
+            with self._changed:
+                # One that was committed again meanwhile, under the same name, still waits.
+                if self._commits[checkpoint] == number:
+                    self._waiting.remove(checkpoint)
+                    if failure is not None:
+                        self._failed[checkpoint] = failure
+                self._changed.notify_all()
+
+    def _upload(self, checkpoint: Path, check: Callable[[], None]) -> FlexError | None:
+        """Upload a checkpoint and delete old ones; return the error, which is logged."""
+        started = time.monotonic()
+        target = self._url / checkpoint.name
+        try:
+            if not exists(checkpoint):
+                logger.warning(f"{checkpoint} was deleted before it was uploaded to {self._url}.")
+                return None
+            sent = Upload(checkpoint, target, self._is_coordinator, self._patience, check).run()
+            seconds = time.monotonic() - started
+            if sent:
+                logger.info(f"Uploaded {target}: {size_text(sent)} in {seconds:.2f} s, {rate_text(sent, seconds)}")
+            if self._is_coordinator and self._limit is not None:
+                self._rotate(self._limit, target)
+        except _Stopped:
+            raise
+        except Exception as error:
+            failure = error if isinstance(error, FlexError) else _unexpected(target, error)
+            logger.warning(f"{checkpoint} is not uploaded; the next save tries again.\n{failure.render()}")
+            return failure
+        return None
+
+    def _rotate(self, limit: int, uploaded: RemotePath) -> None:
+        """Delete checkpoints in the store beyond the limit, never this one, the newest whole one or the best one."""
+        manifests = uploaded_checkpoints(self._url)
+        diverged = [path for path, manifest in manifests.items() if manifest.ties]
+        whole = [path for path in manifests if path not in diverged]
+        best = None if self._best is None else Path(self._best).name
+        kept = frozenset(path for path in manifests if path in (*whole[-1:], uploaded) or path.name == best)
+        doomed = [path for path in diverged if path not in kept][: max(0, len(manifests) - limit)]
+        for path in [*doomed, *superfluous(whole, limit, kept.intersection(whole))]:
+            remove_uploaded(path, manifests[path])
+            logger.info(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
+
+
+def _unexpected(target: RemotePath, error: Exception) -> StorageError:
+    return StorageError(
+        f"The upload to {target} has failed.",
+        where=str(target),
+        evidence=[f"{type(error).__name__}: {error}"],
+        next_step="Restart the run with the same flex_upload; it uploads the rest.",
+    )
+
+
+class Uploads:
+    """The uploads of a Trainer's job.
+
+    Args:
+        url: ``flex_upload``.
+        args: the training arguments.
+        channel: all ranks.
+    """
+
+    def __init__(self, url: RemotePath, args: Any, channel: Channel) -> None:
+        limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
+        self._url, self._channel, self._patience = url, channel, args.flex_timeout
+        self._output_dir = Path(args.output_dir)
+        self._uploader = CheckpointUploader(url, limit, args.flex_timeout, channel.rank == 0)
+        self._leads = False
+        self._in_loop = False
+
+    def committed(self, checkpoint: Path, best: str | None, disks: DiskLeaders) -> None:
+        """Upload a committed checkpoint; called on every rank, by any thread, before old ones are deleted."""
+        if self._channel.rank in disks.sorted_leaders:
+            if not self._leads:
+                self._leads = True
+                # At the start of the run the disks of other ranks were not known.
+                for path in finished_checkpoints(self._output_dir) if len(disks.sorted_leaders) > 1 else ():
+                    self._uploader.follow(path)
+            self._uploader.follow(checkpoint, best)
+
+    def pending(self) -> list[Path]:
+        """Return the local checkpoints of this disk that are not uploaded yet."""
+        return self._uploader.pending()
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Return a block in which a training loop runs; at its end every checkpoint is uploaded. Every rank must enter.
+
+        Raises:
+            FlexError: the same on every rank: the store cannot be listed, or a checkpoint not be uploaded.
+        """
+
+        def begin() -> None:
+            if self._channel.rank == 0:
+                list_remote(self._url)  # What is wrong with the URL or the credentials is raised before training.
+                self._uploader.begin_with(self._output_dir)
+
+        run_on_all(self._channel, "looking at flex_upload", begin)
+        self._in_loop = True
+        try:
+            yield
+            self.finish()
+        except BaseException:
+            self._uploader.stop()
+            raise
+        finally:
+            self._in_loop = False
+
+    def finish_outside_loop(self) -> None:
+        """Wait for the upload of a save outside of a training loop. Every rank must call."""
+        if not self._in_loop:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until every checkpoint is uploaded. Every rank must call.
+
+        Raises:
+            FlexError: the same on every rank: that of the last attempt.
+        """
+        pending = self._uploader.pending()
+        if pending:
+            logger.info(f"Waiting for uploads to {self._url}: {', '.join(path.name for path in pending)}.")
+        self._uploader.retry()
+        seconds = min(_WAIT_SECONDS, self._patience / 4)
+        while any(
+            all_gather_checked(self._channel, "waiting for uploads", lambda: self._uploader.is_busy(seconds), bool)
+        ):
+            continue
+        run_on_all(self._channel, "uploading checkpoints", self._uploader.refuse_failed)

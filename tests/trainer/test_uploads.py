@@ -1,0 +1,263 @@
+"""Checkpoints that are uploaded to an S3 store beside training."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.distributed.channel import ALONE
+from paddleformers_fc.distributed.disk_leaders import DiskLeaders
+from paddleformers_fc.errors import Corrupt, OptionError, StorageError
+from paddleformers_fc.execute import upload
+from paddleformers_fc.execute.upload import Upload
+from paddleformers_fc.storage.files import files_within
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, DivergedTie, read_manifest, write_manifest
+from paddleformers_fc.trainer import save_job
+from paddleformers_fc.trainer.options import FlexFields
+from paddleformers_fc.trainer.uploads import CheckpointUploader, Uploads
+from tests.harness.limits import LIMIT
+from tests.harness.tiny import DP2, SD2V2
+from tests.storage.buckets import Bucket
+from tests.trainer.test_rotation import WEIGHTS, left, make_checkpoint
+from tests.trainer.test_trainer import SIX_STEPS, settings
+
+JOBS = "tests.trainer.upload_jobs"
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files_within(directory)}
+
+
+def steps(bucket: Bucket) -> list[str]:
+    """The checkpoints of a bucket that have a manifest."""
+    names = (name.rsplit("/", 1) for name in bucket.files("run"))
+    return sorted(parts[0] for parts in names if parts[-1] == MANIFEST_NAME)
+
+
+def unchecked() -> None:
+    """Go on."""
+
+
+def upload_of(source: Path, bucket: Bucket, is_coordinator: bool = True, patience: float = LIMIT) -> Upload:
+    return Upload(source, bucket.path / "run" / source.name, is_coordinator, patience, unchecked)
+
+
+def test_the_manifest_is_sent_last_and_nothing_is_sent_twice(bucket: Bucket, tmp_path: Path) -> None:
+    sent: list[str] = []
+
+    def note(method: str, path: str, query: str) -> bool:
+        sent.append(path.partition("/checkpoint-2/")[2])
+        return True
+
+    source = make_checkpoint(tmp_path, 2)
+    bucket.store.accepts = note
+    size = upload_of(source, bucket).run()
+    assert bucket.files("run/checkpoint-2") == content(source)
+    assert size == sum(map(len, content(source).values()))
+    assert sent[-1] == MANIFEST_NAME
+    assert sorted(set(sent)) == sorted(content(source))
+    sent.clear()
+    assert upload_of(source, bucket).run() == 0
+    assert sent == []
+
+
+def test_an_interrupted_upload_sends_only_what_the_store_lacks(bucket: Bucket, tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path, 2)
+    upload_of(source, bucket).run()
+    bucket.remove(f"run/checkpoint-2/{MANIFEST_NAME}")
+    bucket.remove("run/checkpoint-2/config.json")
+    bucket.put(f"run/checkpoint-2/{WEIGHTS}", b"[]")
+    size = upload_of(source, bucket).run()
+    assert bucket.files("run/checkpoint-2") == content(source)
+    assert size == len(b"{}") * 2 + (source / MANIFEST_NAME).stat().st_size
+
+
+def test_another_checkpoint_of_the_same_step_is_replaced_without_a_mixture(bucket: Bucket, tmp_path: Path) -> None:
+    older = make_checkpoint(tmp_path, 2)
+    (older / "more.json").write_bytes(b"")
+    manifest = read_manifest(older)
+    more = replace(manifest.files[0], path="more.json")
+    (older / "more.json").write_bytes((older / more.path.replace("more", "config")).read_bytes())
+    write_manifest(older, replace(manifest, files=[*manifest.files, more]))
+    upload_of(older, bucket).run()
+    whole = [bucket.files("run/checkpoint-2")]
+    (tmp_path / "again").mkdir()
+    newer = make_checkpoint(tmp_path / "again", 2)
+    write_manifest(newer, replace(read_manifest(newer), consumed_samples=7))
+    seen: list[dict[str, bytes]] = []
+
+    def look(method: str, path: str, query: str) -> bool:
+        seen.append(bucket.files("run/checkpoint-2"))
+        return True
+
+    bucket.store.accepts = look
+    upload_of(newer, bucket).run()
+    whole.append(bucket.files("run/checkpoint-2"))
+    assert whole[1] == content(newer)
+    assert all(one in whole for one in seen if MANIFEST_NAME in one)
+
+
+def test_a_damaged_local_file_is_not_uploaded(bucket: Bucket, tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path, 2)
+    (source / WEIGHTS).write_bytes(b"{|")
+    with pytest.raises(Corrupt, match="does not match its recorded checksum and is not uploaded"):
+        upload_of(source, bucket).run()
+    found = bucket.files("run/checkpoint-2")
+    assert not {MANIFEST_NAME, WEIGHTS} & {*found}
+    assert bucket.unfinished() == []
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, MANIFEST_NAME])
+def test_bytes_that_the_store_changes_are_no_checkpoint(bucket: Bucket, tmp_path: Path, name: str) -> None:
+    source = make_checkpoint(tmp_path, 2)
+
+    def alter(path: str) -> None:
+        if path.endswith(name):
+            bucket.put(f"run/checkpoint-2/{name}", b"[" * (source / name).stat().st_size)
+
+    bucket.store.changed = alter
+    with pytest.raises(Corrupt, match="does not have the bytes that were uploaded"):
+        upload_of(source, bucket).run()
+    assert steps(bucket) == []
+
+
+def test_the_files_of_two_disks_make_one_checkpoint(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "_POLL_SECONDS", 0.01)
+    first, second = make_checkpoint(tmp_path, 2), tmp_path / "other/checkpoint-2"
+    whole = content(first)
+    second.mkdir(parents=True)
+    for name in ("config.json", MANIFEST_NAME):
+        (second / name).write_bytes(whole[name])
+    (second / WEIGHTS).parent.mkdir()
+    (first / WEIGHTS).rename(second / WEIGHTS)
+    with pytest.raises(StorageError, match="Another node has not finished its part"):
+        upload_of(first, bucket, patience=0.1).run()
+    assert steps(bucket) == []
+    upload_of(second, bucket, is_coordinator=False).run()
+    upload_of(first, bucket).run()
+    assert bucket.files("run/checkpoint-2") == whole
+
+
+def uploader(bucket: Bucket, limit: int | None = None) -> CheckpointUploader:
+    return CheckpointUploader(bucket.path / "run", limit, LIMIT, True)
+
+
+def test_old_checkpoints_in_the_store_are_deleted_and_files_of_others_stay(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.put("run/checkpoint-2/notes.txt", b"of another program")
+    bucket.put("run/checkpoint-1/half.safetensors", b"without a manifest")
+    one = uploader(bucket, 2)
+    for step in (2, 4, 6, 8):
+        one.follow(make_checkpoint(tmp_path, step), str(tmp_path / "checkpoint-4"))
+    assert not one.is_busy(LIMIT)
+    one.refuse_failed()
+    assert steps(bucket) == ["checkpoint-4", "checkpoint-8"]
+    others = {name for name in bucket.files("run") if name.split("/")[0] not in ("checkpoint-4", "checkpoint-8")}
+    assert others == {"checkpoint-2/notes.txt", "checkpoint-1/half.safetensors"}
+
+
+def test_a_checkpoint_with_diverged_ties_costs_no_whole_one_in_the_store(bucket: Bucket, tmp_path: Path) -> None:
+    one = uploader(bucket, 1)
+    for step in (2, 4):
+        path = make_checkpoint(tmp_path, step)
+        if step == 4:
+            tie = DivergedTie(["a", "b"], ["model_state b on rank 1, a on rank 0"])
+            write_manifest(path, replace(read_manifest(path), diverged_ties=[tie]))
+        one.follow(path)
+    assert not one.is_busy(LIMIT)
+    assert steps(bucket) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_refused_upload_is_tried_again_and_its_last_error_is_raised(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.store.accepts = lambda method, path, query: False
+    one, path = uploader(bucket), make_checkpoint(tmp_path, 2)
+    one.follow(path)
+    assert not one.is_busy(LIMIT)
+    assert one.pending() == [path]
+    with pytest.raises(StorageError, match="refused to"):
+        one.refuse_failed()
+    bucket.store.accepts = lambda method, path, query: True
+    one.follow(make_checkpoint(tmp_path, 4))
+    assert not one.is_busy(LIMIT)
+    one.refuse_failed()
+    assert (one.pending(), steps(bucket)) == ([], ["checkpoint-2", "checkpoint-4"])
+
+
+def uploads(bucket: Bucket, output_dir: Path, limit: int = 0) -> Uploads:
+    args: Any = SimpleNamespace(save_total_limit=limit, output_dir=str(output_dir), flex_timeout=60)
+    return Uploads(bucket.path / "run", args, ALONE)
+
+
+def test_an_interrupt_stops_an_upload_and_the_next_start_completes_it(bucket: Bucket, tmp_path: Path) -> None:
+    def hold(method: str, path: str, query: str) -> bool:
+        time.sleep(0.5)
+        return True
+
+    one, path = uploads(bucket, tmp_path), make_checkpoint(tmp_path, 2)
+    bucket.store.accepts = hold
+    with pytest.raises(KeyboardInterrupt), one.followed():
+        raise KeyboardInterrupt
+    assert (steps(bucket), bucket.unfinished()) == ([], [])
+    assert one.pending() == [path]
+    bucket.store.accepts = lambda method, path, query: True
+    with uploads(bucket, tmp_path).followed():
+        pass
+    assert bucket.files("run/checkpoint-2") == content(path)
+
+
+def test_the_end_of_training_waits_and_raises(bucket: Bucket, tmp_path: Path) -> None:
+    disks = DiskLeaders((0,), "")
+    one = uploads(bucket, tmp_path)
+    with one.followed():
+        one.committed(make_checkpoint(tmp_path, 2), None, disks)
+    assert steps(bucket) == ["checkpoint-2"]
+    bucket.store.accepts = lambda method, path, query: False
+    with pytest.raises(StorageError, match="refused to"), one.followed():
+        one.committed(make_checkpoint(tmp_path, 4), None, disks)
+
+
+def test_a_local_checkpoint_is_deleted_after_its_upload_and_not_before(bucket: Bucket, tmp_path: Path) -> None:
+    disks = DiskLeaders((0,), "")
+    one, args = uploads(bucket, tmp_path), SimpleNamespace(save_total_limit=1, flex_verify="size", flex_threads=1)
+    bucket.store.accepts = lambda method, path, query: False
+    for step in (2, 4):
+        one.committed(make_checkpoint(tmp_path, step), None, disks)
+    save_job.rotate(args, tmp_path / "checkpoint-4", None, disks, ALONE, str(tmp_path), one)
+    assert left(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    bucket.store.accepts = lambda method, path, query: True
+    one.finish()
+    save_job.rotate(args, tmp_path / "checkpoint-4", None, disks, ALONE, str(tmp_path), one)
+    assert left(tmp_path) == ["checkpoint-4"]
+    assert steps(bucket) == ["checkpoint-2", "checkpoint-4"]
+
+
+@pytest.mark.parametrize("value", [3, "", "out", "http://host/run", "s3://key:secret@bucket/run"])
+def test_a_value_that_is_not_the_url_of_a_store_is_refused(value: Any) -> None:
+    with pytest.raises(OptionError, match="flex_upload") as caught:
+        FlexFields(flex_upload=value)
+    assert "secret" not in caught.value.render()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_run_uploads_its_checkpoints_and_another_layout_resumes_from_the_url(
+    ranks: ForkServer, bucket: Bucket, tmp_path: Path, beside: bool
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    store = {"environment": environment, "endpoint": bucket.store.url}
+    given = {"flex_upload": f"{bucket.path}/run", "save_total_limit": 1, "flex_async_save": beside, **SIX_STEPS}
+    saved = ranks.run(f"{JOBS}:run", 2, {**store, **settings(DP2, tmp_path / "out", **given)}).values[0]
+    assert steps(bucket) == ["checkpoint-6"]
+    assert bucket.files("run/checkpoint-6") == content(tmp_path / "out/checkpoint-6")
+    assert [name for name in left(tmp_path / "out") if name.startswith("checkpoint")] == ["checkpoint-6"]
+    assert saved["step"] == 6
+    resumed = settings(SD2V2, tmp_path / "again", **{**SIX_STEPS, "max_steps": 8, "save_strategy": "no"})
+    result = ranks.run(f"{JOBS}:run", 2, {**store, **resumed, "resume": f"{bucket.path}/run/checkpoint-6"})
+    assert (result.values[0]["step"], len(result.values[0]["losses"])) == (8, 2)
