@@ -14,7 +14,7 @@ registers no family.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import iter_modules
@@ -22,10 +22,11 @@ from typing import Any
 
 from paddleformers_fc.errors import FlexError, MappingError
 from paddleformers_fc.families import models
-from paddleformers_fc.families.bind import bind, family_keys
+from paddleformers_fc.families.bind import bind, family_keys, tied_sources
 from paddleformers_fc.families.declarations import Family
 from paddleformers_fc.families.description import IS_FLEET, IS_NLP, ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
+from paddleformers_fc.families.optional import OptionalNames
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text
@@ -79,13 +80,18 @@ def is_known(config: Mapping[str, Any]) -> bool:
     return any(entry.name == model_type for entry in entry_points(group=GROUP))
 
 
-def register(family: Family) -> None:
+def register(
+    family: Family, model: ModelDescription | None = None, header: Mapping[str, Sequence[int]] | None = None
+) -> None:
     """Register a family in this process if it is proved on its tiny configuration.
 
     Args:
         family: the family.
+        model: a model of open weights, to compare its declaration with them as well.
+        header: the shapes of these open weights by name.
     Raises:
-        MappingError: the family is not proved, or another family declares its ``model_type``.
+        MappingError: the family is not proved, other tensors than its are in the open weights, or another family
+            declares its ``model_type``.
     """
     taken = [
         f"{model_type}: declared by family {_registered[model_type].name}"
@@ -99,7 +105,38 @@ def register(family: Family) -> None:
             next_step="Choose another model_type; it belongs to one family.",
         )
     prove_family(family)
+    if model is not None and header is not None:
+        require_header(family, model, header)
     _registered.update(dict.fromkeys(family.model_types, family))
+
+
+def require_header(family: Family, model: ModelDescription, header: Mapping[str, Sequence[int]]) -> None:
+    """Compare the canonical tensors of a declaration with those of open weights.
+
+    Args:
+        family: the family.
+        model: the model of the open weights.
+        header: the shapes of the open weights by name.
+    Raises:
+        MappingError: names or shapes differ, beside optional names and repeated tied ones.
+    """
+    tensors = [tensor.under() for tensor in enumerate_tensors(family, model)]
+    declared = {name: list(spec.shape) for name, spec in bind(family, model, tensors).mapping().sources.items()}
+    optional, tied = OptionalNames(family, model), tied_sources(family, model)
+    faults = [f"{name}: declared, not in the weights" for name in declared if name not in header]
+    faults += [f"{name}: in the weights, not declared" for name in header if name not in declared and name not in tied]
+    faults = [fault for fault in faults if fault.partition(":")[0] not in optional]
+    faults += [
+        f"{name}: declared with shape {shape}, {list(header[name])} in the weights"
+        for name, shape in declared.items()
+        if name in header and list(header[name]) != shape
+    ]
+    if faults:
+        raise MappingError(
+            f"Family {family.name} does not declare these open weights: {count_text(len(faults), 'fault')}.",
+            evidence=fold(faults),
+            next_step="Correct the declaration, or the configuration of the open weights.",
+        )
 
 
 def tiny_models(family: Family) -> list[ModelDescription]:

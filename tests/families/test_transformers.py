@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families import OptionalNames, bind, enumerate_tensors, family_for
+from paddleformers_fc.families import OptionalNames, bind, enumerate_tensors, family_for, register
 from tests.families.spaces import model_of
 
 CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("transformers.json").read_text())
@@ -131,3 +131,18 @@ def test_stacked_experts_that_are_fewer_than_the_configuration_gives_are_refused
     with pytest.raises(MappingError) as caught:
         bind(family, model_of({**config, "num_local_experts": 8}), [one for one in tensors if ".experts." in one.name])
     assert any("gate_up_proj: shape [128, 32] does not hold 8 experts" in line for line in caught.value.evidence)
+
+
+def test_a_declaration_is_compared_with_the_header_of_open_weights() -> None:
+    config, header = settings("qwen3_vl, tied", is_fleet=False), stored("qwen3_vl, tied")
+    family, model = family_for(config), model_of(config)
+    register(family, model, {**header, "lm_head.weight": [64, 32]})
+    norm, layer = "model.language_model.norm.weight", "model.language_model.layers.0.input_layernorm.weight"
+    other = {**{name: shape for name, shape in header.items() if name != norm}, layer: [16], "strange.weight": [1]}
+    with pytest.raises(MappingError) as caught:
+        register(family, model, other)
+    assert list(caught.value.evidence) == [
+        f"{norm}: declared, not in the weights",
+        "strange.weight: in the weights, not declared",
+        f"{layer}: declared with shape [32], [16] in the weights",
+    ]
