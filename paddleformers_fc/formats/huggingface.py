@@ -3,8 +3,8 @@
 ``model.safetensors.index.json`` is the truth about which files count, where it exists: other safetensors files beside
 it are ignored, a listed file that is missing or lacks its tensor is an error. What a listed file holds and the index
 does not name at all is stored like the rest, so that a load which does not want it is refused: it may be the scales of
-what the index names. Without an index the directory must hold exactly ``model.safetensors``. Opening writes
-nothing. Where it holds ``flex_checksums.json``, as exports do, files are compared with that.
+what the index names. Without an index the directory must hold ``model.safetensors``, or all of ``model-i-of-N``.
+Opening writes nothing. Where it holds ``flex_checksums.json``, as exports do, files are compared with that.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ _OTHER_FORMATS = (
     (r".*\.safetensors", "a file that no index lists", f"Fetch {INDEX_NAME} as well."),
 )
 """What else may be there, by a pattern for names of entries: what it is, and how to make open weights of it."""
+_NUMBERED = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _DESCRIBING = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab"})
 """The endings of files that describe a model or its tokenizer."""
 _OF_A_FORMAT = re.compile(
@@ -193,6 +194,8 @@ def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, lis
     if exists(directory / SINGLE_NAME):
         return {SINGLE_NAME: []}
     names = [path.name for path in list_directory(directory)]
+    if numbered := _numbered(names):
+        return {name: [] for name in numbered}
     others = [
         (f"{_shortened(found)}: {format_name}", step)
         for pattern, format_name, step in _OTHER_FORMATS
@@ -204,6 +207,14 @@ def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, lis
         evidence=[f"neither {INDEX_NAME} nor {SINGLE_NAME} is there", *(line for line, _ in others)],
         next_step=others[0][1] if others else _NAME_ANOTHER,
     )
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Return the files of a directory without an index, if their names count all of them; else none."""
+    found = {name: (int(one[1]), int(one[2])) for name in names if (one := _NUMBERED.fullmatch(name))}
+    count = len(found)
+    is_whole = {place for place, _ in found.values()} == set(range(1, count + 1))
+    return sorted(found) if found and is_whole and {total for _, total in found.values()} == {count} else []
 
 
 def _shortened(names: list[str]) -> str:
@@ -355,8 +366,10 @@ class HuggingFaceFormat(Format):
     writer = HuggingFaceWriter()
 
     def recognises(self, directory: AnyPath) -> bool:
-        """Return whether there is an index or the single file without one."""
-        return exists(directory / INDEX_NAME) or exists(directory / SINGLE_NAME)
+        """Return whether there is an index, the single file without one, or all of numbered files."""
+        if exists(directory / INDEX_NAME) or exists(directory / SINGLE_NAME):
+            return True
+        return isinstance(directory, Path) and bool(_numbered([path.name for path in list_directory(directory)]))
 
     def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
         """As :func:`open_huggingface`."""

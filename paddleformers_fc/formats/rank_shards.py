@@ -570,6 +570,8 @@ def _described(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Shap
         model = replace(model, config={**model.config, IS_NLP: True})
     tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
     model, rules = completed(family, model, tensors)
+    # What is derived again from the stored rules must be cut as the tensors are.
+    rules = replace(rules, cuts={name: tuple(own) for name, own in cuts.items() if any(cut > 1 for cut in own)})
     try:
         declared = [one.under() for one in enumerate_tensors(family, model) if one.stage is not Stage.ABSENT]
         wanted = bind(family, model, declared).mapping().sources

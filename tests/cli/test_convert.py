@@ -188,3 +188,41 @@ def test_every_role_is_equal_byte_by_byte_after_paddles_format_and_back(tmp_path
     assert len(stored) == opened.metadata.roles["model_state"].tensors
     assert stored["model.norm.weight"].tobytes() == opened.read("model.norm.weight").tobytes()
     assert pickle.loads((middle / "master_weight/0_0.distcp").read_bytes()) == {}
+
+
+def test_foreign_directories_of_weights_are_read_as_they_are(tmp_path: Path) -> None:
+    """Without an index, with files of other programs, and tied with and without the copy of the embedding."""
+    llama = next(one for one in FAMILIES if one.name == "llama")
+    model = next(one for one in tiny_models(llama) if not one.config.get("tie_word_embeddings"))
+    arrays = weights_of(llama, model)
+    names = sorted(arrays)
+    whole = paddleformers_fc.open(write_weights(tmp_path / "whole", arrays, model.config))
+    parts = tmp_path / "parts"
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        one = write_weights(tmp_path / f"part-{number}", {name: arrays[name] for name in part}, model.config)
+        parts.mkdir(exist_ok=True)
+        (one / "model.safetensors").rename(parts / f"model-0000{number}-of-00002.safetensors")
+    (parts / "config.json").write_text(json.dumps(model.config))
+    (parts / "README.md").write_text("# A model")
+    (parts / "pytorch_model.bin").write_bytes(b"not read")
+    (parts / "original").mkdir()
+    assert whole.diff(paddleformers_fc.open(parts)).equal
+    assert run("convert", parts, tmp_path / "flex").code == 0
+    assert whole.diff(paddleformers_fc.open(tmp_path / "flex")).equal
+    assert not (tmp_path / "flex/README.md").exists()
+    (parts / "model-00002-of-00002.safetensors").unlink()
+    assert run("verify", parts).code == 1
+    # Tied.
+    tied = {**model.config, "tie_word_embeddings": True}
+    alone = {name: one for name, one in arrays.items() if name != "lm_head.weight"}
+    copies = {**alone, "lm_head.weight": arrays["model.embed_tokens.weight"]}
+    for kind, held in (("alone", alone), ("copies", copies)):
+        source = write_weights(tmp_path / kind, held, tied)
+        assert run("convert", source, tmp_path / f"{kind}-flex").code == 0
+        found = paddleformers_fc.open(tmp_path / f"{kind}-flex")
+        assert found.metadata.roles["model_state"].tensors == len(alone)
+        assert found.diff(paddleformers_fc.open(tmp_path / "alone")).equal
+    different = write_weights(tmp_path / "different", {**alone, "lm_head.weight": arrays["lm_head.weight"]}, tied)
+    refused = run("convert", different, tmp_path / "different-flex")
+    assert refused.code == 1
+    assert not (tmp_path / "different-flex").exists()
