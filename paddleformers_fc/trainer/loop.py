@@ -29,7 +29,7 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, S
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
-from paddleformers_fc.storage.paths import RemotePath, expand_user, parse_path, require_local
+from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path, require_local
 from paddleformers_fc.trainer import adapter_checks, base, documents, lora, stored_states, undefined
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host_models import PretrainedConfig
@@ -156,7 +156,7 @@ def load(
 
     options = ReadOptions(threads=threads)
     if opened.format.canonical and isinstance(source, StateDict):
-        weights = run_on_all(channel, "describing the model", source.weights)
+        weights = run_on_all(channel, "describing the model", partial(_weights_alone, source, path))
         with undefined.until_filled(source.model, path):
             return prepare_weights(path, weights, described, channel, options, verify).fill()
     opened = with_config(opened, described.config) if is_known(described.config) else opened
@@ -189,6 +189,21 @@ def _in_order(directory: Any, model: Any) -> tuple[Any, Any]:
     return (model, directory) if isinstance(directory, Mapping) else (directory, model)
 
 
+def _weights_alone(source: StateDict, directory: AnyPath) -> Roles:
+    """Return the tensors that open weights fill.
+
+    Raises:
+        OptionError: the state dict has states of an optimizer, which open weights do not contain.
+    """
+    if source.has_states:
+        raise OptionError(
+            f"{directory} contains weights alone, and the state dict has states of an optimizer.",
+            where=str(directory),
+            next_step="Pass model.state_dict() alone.",
+        )
+    return source.weights()
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """The input of a save on this rank."""
@@ -214,8 +229,9 @@ def _source(
     described = replace(_described(source.model, family, config, mapping), is_global=source.is_global)
     if not isinstance(source, StateDict):
         return source, described
-    if stored is not None and _is_by_name(described) and is_known(stored.known.config):
-        described = replace(stored.known, is_global=source.is_global)
+    if stored is not None and _is_by_name(described):
+        known = ModelDescription(stored.config) if stored.format.canonical else stored.known
+        described = replace(known, is_global=source.is_global) if is_known(known.config) else described
     return replace(source, aliases=frozenset(model_ties(described))), described
 
 

@@ -111,6 +111,30 @@ def whole(source: str, target: str, model_type: str = "llama") -> None:
     np.savez(target, **{name: one.local_tensor.numpy() for role in roles.values() for name, one in role.items()})
 
 
+def load_weights(source: str, weights: str, scheme: str) -> list[str]:
+    """Load the weights of a checkpoint and those of open weights; the names of local values that differ.
+
+    Args:
+        source: a checkpoint.
+        weights: a directory of open weights.
+        scheme: a name of :data:`SCHEMES`.
+    """
+    import paddleformers_fc
+
+    model, other = semi_auto(scheme), semi_auto(scheme)
+    for one in (model, other):
+        for tensor in one.state_dict().values():
+            tensor._local_value().fill_(7.0)
+    paddleformers_fc.load(model.state_dict(), source)
+    paddleformers_fc.load(other.state_dict(), weights)
+    pairs = zip(model.state_dict().items(), other.state_dict().values(), strict=True)
+    return [
+        name
+        for (name, one), two in pairs
+        if one._local_value().numpy().tobytes() != two._local_value().numpy().tobytes()
+    ]
+
+
 def load(source: str, expected: str, scheme: str, target: str | None = None, model_type: str = "llama") -> list[Any]:
     """Load a state dict of ``DistTensors``; the number of local values, and those that differ from Paddle's own shards.
 

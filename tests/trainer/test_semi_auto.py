@@ -76,6 +76,13 @@ def test_fused_layers_of_tensor_parallel_ranks_become_those_of_one_device(ranks:
     assert list(canonical_digests(tmp_path / "again/checkpoint-1")) == list(canonical_digests(source))
 
 
+def test_open_weights_are_a_source_of_weights(ranks: ForkServer, tmp_path: Path) -> None:
+    source = saved(ranks, SINGLE, tmp_path)
+    paddleformers_fc.open(source).export(tmp_path / "hf")
+    given = {"source": str(source), "weights": str(tmp_path / "hf"), "scheme": "mp2"}
+    assert ranks.run(f"{JOBS}:load_weights", 2, given).values == ([], [])
+
+
 def test_tensors_without_a_family_are_loaded_by_name_under_other_placements(ranks: ForkServer, tmp_path: Path) -> None:
     places = [tmp_path / "first/checkpoint-1", tmp_path / "second/checkpoint-1"]
     found = ranks.run(f"{JOBS}:by_name", 2, {"target": str(places[0]), "again": str(places[1])}).values
