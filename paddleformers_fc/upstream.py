@@ -327,7 +327,8 @@ TRAINER = (
     Hook(
         "paddle.distributed:ShardedWeight.__init__",
         "(self, key, local_tensor, local_shape, global_shape, global_offset, is_flattened=False, flattened_range=None)",
-        ("key", "local_tensor", "local_shape", "global_shape", "global_offset", "is_flattened", "flattened_range"),
+        ("key", "local_tensor", "local_shape", "global_shape", "global_offset", "is_flattened", "flattened_range")
+        + ("is_dist", "_local_value"),
     ),
     Hook("paddle.base.framework:EagerParamBase"),
     Hook("paddle.base.framework:default_main_program", "()"),
