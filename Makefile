@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint docs guarantees optimizers semi-auto json-page plan-pictures mutants soak bench bench-async bench-mapping bench-planning derive-table format install clean
+.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint docs guarantees optimizers semi-auto json-page families plan-pictures mutants soak bench bench-async bench-mapping bench-planning derive-table format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
@@ -39,6 +39,7 @@ help:
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
 	@echo "make optimizers  write the table of docs/optimizers.md from what the tests of optimizers see"
 	@echo "make json-page  write docs/json.md from the types of the documents"
+	@echo "make families  write docs/families.md from the table of the command"
 	@echo "make plan-pictures  the pictures of docs/plan.md, with Chromium"
 	@echo "make semi-auto  write the losses of docs/migrate.md: hybrid runs, and semi-automatic ones that resume them"
 	@echo "make mutants  small faults in the sources, one at a time: the share that the tests notice"
@@ -110,6 +111,9 @@ optimizers: $(STAMP)
 
 json-page: $(STAMP)
 	@FLEX_WRITE_JSON=1 $(BIN)/python -m pytest -q tests/cli/test_json.py -k page
+
+families: $(STAMP)
+	@FLEX_WRITE_FAMILIES=1 $(BIN)/python -m pytest -q tests/parity/test_families.py -k page
 
 # With Chromium, such as Debian's.
 plan-pictures: $(STAMP)

@@ -15,6 +15,7 @@ from paddleformers_fc.execute.inspect import Inspection
 from paddleformers_fc.execute.output_directory import Cleaned, OutputFacts
 from paddleformers_fc.execute.rederive import Rederivation
 from paddleformers_fc.execute.verify import Verification
+from paddleformers_fc.families.evidence import FamilyTable
 from paddleformers_fc.formats.aoa_statements import StatementList
 from paddleformers_fc.plan.explain import Explanation
 from paddleformers_fc.plan.forecast import GridPlan
@@ -35,6 +36,7 @@ DOCUMENTS: dict[str, type[Any]] = {
     "rederive": Rederivation,
     "aoa": StatementList,
     "derive": DerivedModel,
+    "families": FamilyTable,
     "train": Ended,
     "train --dry-run": LaunchPlan,
 }

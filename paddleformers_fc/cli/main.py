@@ -586,6 +586,16 @@ def matrix(
 
 
 @app.command()
+def families(as_json: Json = False) -> int:
+    """List the declared model families: classes, and how mapping, logits and layouts are verified."""
+    from paddleformers_fc.cli import declared
+    from paddleformers_fc.families.evidence import family_table
+
+    _present(family_table(), declared.show, as_json)
+    return OK
+
+
+@app.command()
 def register_path(as_json: Json = False) -> int:
     """Print the path for custom_register_path in a YAML of the stock paddleformers-cli."""
     from paddleformers_fc.trainer.register import PATH

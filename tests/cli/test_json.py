@@ -53,6 +53,7 @@ COMMANDS = {
     "convert": ["convert", "{stored}", "{target}"],
     "clean": ["clean", "{out}"],
     "aoa": ["aoa", "llama", "--toy"],
+    "families": ["families"],
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.families import FAMILIES
+from paddleformers_fc.families.evidence import NOT_COMPARED
 from tests.harness import tiny
 from tests.harness.tiny import MatrixLayout
 from tests.parity import fixtures
@@ -23,17 +24,6 @@ TOLERANCE = 2e-6
 NAMES = fixtures.names()
 FIRST = [name for name in NAMES if "-" not in name]
 """The first fixture of every family."""
-
-_FLEET = "its only class is PaddleFleet's, which is on no public index"
-NOT_RUN = {
-    **dict.fromkeys(("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4"), _FLEET),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "its class builds PaddleFleet's layers"),
-    # Not yet compared:
-    "ernie4_5_moe_vl": "no fixture",
-    "glm_ocr": "its logits differ by 3e-3, for a reason that is not known",
-    "paddleocr_vl": "it does not read the nested config.json of Transformers",
-}
-"""Families without logits: other tests compare their names and shapes, and stock's statements."""
 
 # What PaddleFormers gets wrong, so that there are no logits to compare.
 EVERY_LAYER = "model.layers.0.mlp.gate.weight: shape [32, 4] is declared for `(layer not in (mlp_only_layers"
@@ -73,7 +63,7 @@ def require_equal(found: dict[str, dict[str, Any]], refused: dict[str, str]) -> 
 
 def test_every_family_has_three_fixtures_or_a_reason() -> None:
     count = {family.name: sum(name.split("-")[0] == family.name for name in NAMES) for family in FAMILIES}
-    assert {name for name, number in count.items() if number < 3} == NOT_RUN.keys() & count.keys()
+    assert {name for name, number in count.items() if number < 3} == NOT_COMPARED.keys() & count.keys()
     assert all((fixtures.DIRECTORY / f"{name}.npz").stat().st_size < 300_000 for name in NAMES)
 
 

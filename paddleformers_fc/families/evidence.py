@@ -1,0 +1,104 @@
+"""What is known about every family beside its proof: logits compared with those of Transformers, layouts trained.
+
+The tables are results of the tests in ``tests/parity``, which compare them, and of the pages in ``docs/verification``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from paddleformers_fc.families.description import IS_NLP
+from paddleformers_fc.families.registry import FAMILIES, tiny_models
+
+_CLASSES = {True: "PaddleFleet", False: "PaddleFormers", None: "PaddleFormers"}
+_FLEET = "the only class is PaddleFleet's, which is on no public index"
+_FLEET_LAYERS = "the class builds PaddleFleet's layers"
+
+NOT_COMPARED = {
+    **dict.fromkeys(("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4"), _FLEET),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _FLEET_LAYERS),
+    "ernie4_5_moe_vl": "no fixture yet",
+    "glm_ocr": "logits differ by 3e-3, for an unknown reason",
+    "paddleocr_vl": "PaddleFormers cannot read the nested config.json of Transformers",
+}
+"""Families whose logits are not compared with those of Transformers, and the reasons."""
+
+FIXTURES = {
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "gemma3_text", "gpt_oss", "phi3", "deepseek_v3", "glm4_moe"), 3),
+    **dict.fromkeys(("qwen2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_next", "qwen3_moe", "glm4v_moe"), 3),
+    **dict.fromkeys(("qwen2_moe",), 3),
+    **dict.fromkeys(("llama", "qwen3"), 4),
+}
+"""Number of checkpoints of Transformers whose logits are compared."""
+
+ONE_RANK = {
+    "gpt_oss": "tensor parallelism is refused: ranks describe their sinks as whole",
+    "glm4v_moe": "under tensor parallelism PaddleFormers' forward pass fails; exports are compared",
+}
+"""Families whose logits are compared on one rank alone, and the reasons."""
+
+EXCEPT = {
+    "deepseek_v3": "under TP 2 PaddleFormers needs sequence parallelism and compressed queries",
+    "gemma3_text": "under TP 2 a tied model is refused: PaddleFormers describes its whole head as a half",
+    "qwen2_moe": "dense layers are refused: PaddleFormers builds experts in every layer",
+}
+"""Configurations that are not compared, and the reasons."""
+
+LAYOUTS = {"llama": "100 of 100 cells", "ernie4_5_moe": "64 of 64 cells", "qwen3_moe": "49 of 49 cells"}
+"""Layouts resumed under other ones, bit for bit, in ``docs/verification``; the other families are proved."""
+
+SIMULATED = ("qwen3_moe",)
+"""Families whose layouts are those of simulated ranks."""
+
+
+class FamilyFacts(msgspec.Struct, frozen=True):
+    """A model family.
+
+    Attributes:
+        family: the ``model_type``.
+        classes: libraries of its model classes.
+        verified: ``trained`` on real ranks, ``simulated``, or ``proved`` from declared tensors alone.
+        fixtures: number of checkpoints of Transformers whose logits and exports are compared.
+        degrees: degrees of tensor parallelism under which logits are compared.
+        layouts: pairs of layouts of which one resumes what the other saved; empty if the family is proved alone.
+        note: what is not compared, and why.
+    """
+
+    family: str
+    classes: list[str]
+    verified: str
+    fixtures: int
+    degrees: list[int]
+    layouts: str
+    note: str
+
+
+class FamilyTable(msgspec.Struct, frozen=True):
+    """The families of this package.
+
+    Attributes:
+        families: in order of their names.
+    """
+
+    families: list[FamilyFacts]
+
+
+def family_table() -> FamilyTable:
+    """Return the facts of every declared family."""
+    return FamilyTable([_facts(family.name) for family in FAMILIES])
+
+
+def _facts(name: str) -> FamilyFacts:
+    fixtures, layouts = FIXTURES.get(name, 0), LAYOUTS.get(name, "")
+    verified = "proved" if not layouts else "simulated" if name in SIMULATED else "trained"
+    degrees = [] if not fixtures else [1] if name in ONE_RANK else [1, 2]
+    note = next((notes[name] for notes in (NOT_COMPARED, ONE_RANK, EXCEPT) if name in notes), "")
+    return FamilyFacts(name, _classes(name), verified, fixtures, degrees, layouts, note)
+
+
+def _classes(name: str) -> list[str]:
+    if NOT_COMPARED.get(name) in (_FLEET, _FLEET_LAYERS):
+        return [_CLASSES[True]]
+    family = next(one for one in FAMILIES if one.name == name)
+    models = tiny_models(family)
+    return ["PaddleNLP" if IS_NLP in model.config else _CLASSES[model.is_fleet] for model in models]

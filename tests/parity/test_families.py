@@ -1,0 +1,50 @@
+"""The table of families: the fixtures that exist, and ``docs/families.md``."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+from paddleformers_fc.cli.declared import HEADINGS, row
+from paddleformers_fc.families.evidence import EXCEPT, FIXTURES, LAYOUTS, NOT_COMPARED, ONE_RANK, family_table
+from tests.parity.test_parity import FIRST, NAMES, REFUSED, REFUSED_APART
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+HEAD = """# Families
+
+Written by `make families` from the table that `paddleformers-fc families` prints; a test compares it.
+
+* **mapping**: every declaration is proved. *trained*: layouts are resumed under every other one on real ranks, see the
+  pages of [Llama](verification/llama2.md) and [ERNIE 4.5 MoE](verification/ernie4_5_moe.md). *simulated*: the same with
+  the tensors of simulated ranks, see [Qwen3-MoE](verification/qwen3_moe.md).
+* **logits compared**: tiny checkpoints of Transformers, of vision-language models with images, are loaded under these
+  degrees of tensor parallelism. Logits agree within 2e-6, and exports are equal byte by byte.
+
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    rows = [HEADINGS, tuple("---" for _ in HEADINGS), *map(row, family_table().families)]
+    return HEAD + "".join(f"| {' | '.join(one)} |\n" for one in rows)
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    if os.environ.get("FLEX_WRITE_FAMILIES"):
+        PAGE.write_text(page())
+    assert PAGE.read_text() == page(), "run make families"
+
+
+def test_the_table_has_the_fixtures_that_are_compared() -> None:
+    assert Counter(name.split("-")[0] for name in NAMES if name not in REFUSED) == FIXTURES
+    assert FIXTURES.keys().isdisjoint(NOT_COMPARED)
+    assert {name for name in FIRST if name in REFUSED_APART} == ONE_RANK.keys()
+    assert {name.split("-")[0] for name in REFUSED_APART} == ONE_RANK.keys() | EXCEPT.keys()
+
+
+def test_the_table_has_the_layouts_of_the_pages() -> None:
+    pages = {"llama": "llama2", "ernie4_5_moe": "ernie4_5_moe", "qwen3_moe": "qwen3_moe"}
+    for name, stem in pages.items():
+        assert f"* {LAYOUTS[name]}: every tensor" in (PAGE.parent / "verification" / f"{stem}.md").read_text()
+    assert LAYOUTS.keys() == pages.keys()
