@@ -51,8 +51,6 @@ class ReportFigures(FlexCheckpointCallback):
 
 
 def _figures(operation: str, report: CheckpointReport) -> dict[str, float]:
-    return {
-        f"checkpoint_{operation}_bytes": report.bytes,
-        f"checkpoint_{operation}_seconds": report.seconds,
-        f"checkpoint_{operation}_gib_per_second": report.bytes / max(report.seconds, 1e-9) / _GIB,
-    }
+    rate = report.bytes / max(report.seconds, 1e-9) / _GIB
+    figures = {"bytes": report.bytes, "seconds": report.seconds, "gib_per_second": rate}
+    return {f"checkpoint_{operation}_{name}": value for name, value in figures.items()}
